@@ -1,0 +1,1 @@
+"""Language models that look before they remember."""

@@ -1,0 +1,33 @@
+"""Errors a user can cause. Each carries one line that names the thing, its value and the bound."""
+
+
+class PerspectronError(Exception):
+    """Base of every error that is the user's to mend; the command line prints it and exits with 2."""
+
+
+class ConfigError(PerspectronError):
+    """A preset, key or value that is not allowed."""
+
+
+class BackendError(PerspectronError):
+    """A kernel backend was asked for that cannot run here."""
+
+
+class DataError(PerspectronError):
+    """A corpus, tokenizer or shard that is missing, empty, damaged or of another kind."""
+
+
+class StateError(PerspectronError):
+    """A saved state that is damaged or belongs to another model."""
+
+
+class CheckpointError(PerspectronError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class StorageError(PerspectronError):
+    """Writing failed (a full disk, a read-only folder); what stood there before still stands."""
+
+
+class NonFiniteError(PerspectronError):
+    """A loss or gradient was not finite; raised before the optimizer stepped."""

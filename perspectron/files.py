@@ -1,0 +1,75 @@
+"""Files that appear whole or not at all."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from perspectron.errors import PerspectronError, StorageError
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; whatever file or folder stands there at the end is renamed onto it.
+
+    On any error the temporary is removed and what stood at `path` before is untouched.
+    Raises StorageError for an OSError (full disk, read-only folder).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(temporary)
+        yield temporary
+        for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+            sync(part)
+        if temporary.is_dir() and path.is_dir():
+            remove(path)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: not written ({error.strerror or error})") from error
+    finally:
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder; a missing one is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, error: type[PerspectronError]) -> Any:
+    """Read JSON; a missing or malformed file raises `error` with one line that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except (OSError, ValueError) as cause:
+        raise error(f"{path}: unreadable JSON ({cause})") from None
