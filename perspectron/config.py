@@ -115,7 +115,9 @@ def _load_fields(cls: Any, value: Any, where: str) -> Any:
     for key in value:
         one_of(key, fields, f"{where}: key")
     for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        optional = (
+            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        )
         require(name in value or optional, f"{where}.{name}", "nothing", "given")
     return cls(**{key: _load(hints[key], item, f"{where}.{key}") for key, item in value.items()})
 

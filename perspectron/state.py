@@ -73,7 +73,9 @@ class Stateful(Protocol):
     def fingerprint(self) -> str: ...
 
 
-def save_state(path: Path | str, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
+def save_state(
+    path: Path | str, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None
+) -> None:
     """Write `state` as safetensors with the model's fingerprint; `extra` is any JSON the caller wants kept.
 
     Appears whole or not at all; StorageError when it cannot be written.
@@ -159,5 +161,7 @@ def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(dump(config), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(memoryview(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        digest.update(
+            memoryview(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        )
     return digest.hexdigest()

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from perspectron.errors import BackendError
 
-CHUNK = 64
+CHUNK = 128
 BACKENDS = ("auto", "reference", "torch")
 
 
@@ -126,7 +126,9 @@ def _blocks(A_BLL: Tensor, b: int) -> Tensor:
     return A_BLL.as_strided((B, L // (2 * b), b, b), (L * L, 2 * b * (L + 1), L, 1), b * L)
 
 
-def _tree(A_BLL: Tensor, v_BLD: Tensor, gamma_BLD: Tensor, saved: list[tuple[Tensor, ...]] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _tree(
+    A_BLL: Tensor, v_BLD: Tensor, gamma_BLD: Tensor, saved: list[tuple[Tensor, ...]] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(o, P, X) of one chunk from a zero state: o_i = Σ_{j≤i} A_ij (Π_{j<l≤i} γ_l) v_j, the inclusive prefix
     products P of γ, and X_j = v_j Π_{l>j} γ_l. `saved` receives what `_tree_backward` needs, level by level."""
     o = A_BLL.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v_BLD
@@ -145,7 +147,9 @@ def _tree(A_BLL: Tensor, v_BLD: Tensor, gamma_BLD: Tensor, saved: list[tuple[Ten
     return o, P, X
 
 
-def _tree_backward(A_BLL: Tensor, v_BLD: Tensor, saved: list[tuple[Tensor, ...]], do: Tensor, dP: Tensor, dX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tree_backward(
+    A_BLL: Tensor, v_BLD: Tensor, saved: list[tuple[Tensor, ...]], do: Tensor, dP: Tensor, dX: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dA, dv, dγ) from the gradients of `_tree`'s outputs; consumes `saved`, dP and dX."""
     dA = torch.zeros_like(A_BLL)
     dA.diagonal(dim1=-2, dim2=-1).copy_((do * v_BLD).sum(-1))
@@ -165,7 +169,9 @@ def _tree_backward(A_BLL: Tensor, v_BLD: Tensor, saved: list[tuple[Tensor, ...]]
     return dA, dX, dP
 
 
-def _tree_tangent(A: Tensor, v: Tensor, gamma: Tensor, dA: Tensor, dv: Tensor, dgamma: Tensor) -> tuple[Tensor, ...]:
+def _tree_tangent(
+    A: Tensor, v: Tensor, gamma: Tensor, dA: Tensor, dv: Tensor, dgamma: Tensor
+) -> tuple[Tensor, ...]:
     """`_tree` on dual numbers: (o, P, X) and their tangents."""
     diagonal, ddiagonal = (x.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) for x in (A, dA))
     o, do = diagonal * v, ddiagonal * v + diagonal * dv
@@ -173,7 +179,12 @@ def _tree_tangent(A: Tensor, v: Tensor, gamma: Tensor, dA: Tensor, dv: Tensor, d
     b = 1
     while b < v.shape[1]:
         (P_left, P_right), (dP_left, dP_right) = _halves(P, b), _halves(dP, b)
-        X_left, dX_left, o_right, do_right = _halves(X, b)[0], _halves(dX, b)[0], _halves(o, b)[1], _halves(do, b)[1]
+        X_left, dX_left, o_right, do_right = (
+            _halves(X, b)[0],
+            _halves(dX, b)[0],
+            _halves(o, b)[1],
+            _halves(do, b)[1],
+        )
         block, dblock = (_blocks(x, b).reshape(-1, b, b) for x in (A, dA))
         y, dy = block @ X_left, dblock @ X_left + block @ dX_left
         o_right.addcmul_(P_right, y)
@@ -189,7 +200,9 @@ def _tree_tangent(A: Tensor, v: Tensor, gamma: Tensor, dA: Tensor, dv: Tensor, d
     return o, P, X, do, dP, dX
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor, borders: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor, borders: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Chunks in sequence, the tree inside each; `borders` [chunks, B, D, R] receives each chunk's first state."""
     o = torch.empty_like(v)
     for i, (start, stop) in enumerate(_chunks(v.shape[1])):
@@ -208,7 +221,9 @@ class _Scan(torch.autograd.Function):
     the states at chunk borders are kept."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         borders = state.new_empty(len(_chunks(v.shape[1])), *state.shape)
         return *_forward(q, k, v, gamma, state, borders), borders
 
@@ -245,7 +260,9 @@ class _Scan(torch.autograd.Function):
         return *gradients, dstate
 
     @staticmethod
-    def jvp(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dgamma: Tensor, dstate: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dgamma: Tensor, dstate: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, gamma, state = ctx.saved_tensors
         outputs = []
         for start, stop in _chunks(v.shape[1]):
@@ -253,9 +270,7 @@ class _Scan(torch.autograd.Function):
             dqc, dkc, dvc, dgc = _cut(start, stop, dq, dk, dv, dgamma)
             if (padding := gc.shape[1] - (stop - start)) > 0:
                 dgc[:, -padding:] = 0
-            o, P, X, do, dP, dX = _tree_tangent(
-                qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc
-            )
+            o, P, X, do, dP, dX = _tree_tangent(qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc)
             do += dP * (qc @ state.mT) + P * (dqc @ state.mT + qc @ dstate.mT)
             outputs.append(do[:, : stop - start])
             P, dP = P[:, -1, :, None], dP[:, -1, :, None]

@@ -36,7 +36,9 @@ def test_gradients_equal_those_of_the_loop(T):
         loss = sum((x * torch.randn(x.shape, generator=draw, dtype=x.dtype)).sum() for x in (o, state))
         return torch.autograd.grad(loss, tensors)
 
-    for name, a, b in zip("q k v gamma state".split(), gradients("torch"), gradients("reference"), strict=True):
+    for name, a, b in zip(
+        "q k v gamma state".split(), gradients("torch"), gradients("reference"), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
 
@@ -54,7 +56,9 @@ def test_forward_mode_equals_that_of_the_loop(T):
 
 def test_gradcheck_in_both_modes():
     tensors = [x.requires_grad_() for x in inputs(5, B=1, D=2, R=2)]
-    tensors[3] = (tensors[3].detach() * 0.8 + 0.1).requires_grad_()  # inside, so that finite differences stay valid
+    tensors[3] = (
+        tensors[3].detach() * 0.8 + 0.1
+    ).requires_grad_()  # inside, so that finite differences stay valid
     assert torch.autograd.gradcheck(lambda *x: pdr.scan(*x), tensors, check_forward_ad=True)
 
 

@@ -1,0 +1,148 @@
+"""Batches of ids: shuffled windows to train on, and all windows in order to measure with.
+
+Suffixes: B batch, T time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perspectron.data.shards import Split
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import DataError
+
+IGNORE = -100
+"""The target where there is none; what torch's cross entropy ignores by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs and what each of them should predict.
+
+    ids_BT: int64. targets_BT: int64, the id after each input, or IGNORE at padding (where the input is 0).
+    reset_BT: bool, True where a document starts; None if none starts after column 0, where state is
+        fresh anyway.
+    targets: how many targets are not padding.
+    """
+
+    ids_BT: Tensor
+    targets_BT: Tensor
+    reset_BT: Tensor | None
+    targets: int
+
+
+class Loader:
+    """Endless training batches. Window i is the ids [i*T, i*T + T] of the split, which has (tokens - 1) // T.
+
+    Every epoch visits every window once, in an order that depends on (seed, epoch) alone; a batch may hold
+    the end of one epoch and the beginning of the next.
+    DataError: a number out of bounds, or too little text for one window.
+    """
+
+    def __init__(self, split: Split, *, batch_size: int, seq_len: int, seed: int) -> None:
+        _at_least("batch_size", batch_size, 1)
+        _at_least("seq_len", seq_len, 1)
+        _at_least("seed", seed, 0)
+        if split.tokens < seq_len + 1:
+            raise DataError(f"{split.name}: {split.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)")
+        self.batch_size = batch_size
+        self.seq_len = seq_len
+        self.seed = seed
+        self.windows = (split.tokens - 1) // seq_len
+        self._split = split
+        self._seek(0, 0)
+
+    def next_batch(self) -> Batch:
+        """The next `batch_size` windows: ids_BT and targets_BT with T = seq_len."""
+        rows: list[NDArray[np.int64]] = []
+        while len(rows) < self.batch_size:
+            if self.cursor == self.windows:
+                self._seek(self.epoch + 1, 0)
+            for window in self._order[self.cursor : self.cursor + self.batch_size - len(rows)]:
+                start = int(window) * self.seq_len
+                rows.append(self._split.read(start, start + self.seq_len + 1))
+                self.cursor += 1
+        tokens = np.stack(rows)
+        return _batch(tokens[:, :-1], tokens[:, 1:])
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands, and what it stands in."""
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "windows": self.windows,
+            "seq_len": self.seq_len,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to where `state` was taken; the batch size may differ. DataError: other data, or no such place."""
+        here = self.state_dict()
+        if set(state) != set(here):
+            raise DataError(
+                f"loader state: keys are {', '.join(sorted(state))}, expected {', '.join(sorted(here))}"
+            )
+        for name in ("seed", "windows", "seq_len"):
+            if state[name] != here[name]:
+                raise DataError(f"loader state: {name} is {state[name]}, this loader has {here[name]}")
+        _at_least("loader state: epoch", state["epoch"], 0)
+        if not 0 <= state["cursor"] <= self.windows:
+            raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")
+        self._seek(state["epoch"], state["cursor"])
+
+    def _seek(self, epoch: int, cursor: int) -> None:
+        self.epoch = epoch
+        self.cursor = cursor
+        self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)
+
+
+def windows(
+    split: Split, *, seq_len: int, batch_size: int, limit_tokens: int | None = None
+) -> Iterator[Batch]:
+    """The split, or its first `limit_tokens` ids, in order: every id but the very first is a target once.
+
+    Rows follow one another in the stream; the last one is padded and the last batch may have fewer rows. The
+    text predicted is as long as `Tokenizer.byte_counts()` summed over the targets; over a whole split that is
+    its `text_bytes`, so bits per byte are exact.
+    DataError: a number out of bounds, or fewer than 2 tokens.
+    """
+    _at_least("batch_size", batch_size, 1)
+    _at_least("seq_len", seq_len, 1)
+    if limit_tokens is not None:
+        _at_least("limit_tokens", limit_tokens, 2)
+    tokens = split.tokens if limit_tokens is None else min(limit_tokens, split.tokens)
+    if tokens < 2:
+        raise DataError(f"{split.name}: {tokens} tokens, need at least 2")
+    return _in_order(split, tokens, seq_len, batch_size)
+
+
+def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
+    for first in range(0, tokens - 1, batch_size * seq_len):
+        last = min(first + batch_size * seq_len, tokens - 1)
+        stream = split.read(first, last + 1)
+        shape = (-(-(last - first) // seq_len), seq_len)
+        ids = np.zeros(shape, dtype=np.int64)
+        targets = np.full(shape, IGNORE, dtype=np.int64)
+        ids.flat[: last - first] = stream[:-1]
+        targets.flat[: last - first] = stream[1:]
+        yield _batch(ids, targets)
+
+
+def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
+    real = targets != IGNORE
+    reset = (ids == Tokenizer.end_of_text) & real
+    return Batch(
+        ids_BT=torch.from_numpy(np.ascontiguousarray(ids)),
+        targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
+        reset_BT=torch.from_numpy(reset) if reset[:, 1:].any() else None,
+        targets=int(real.sum()),
+    )
+
+
+def _at_least(field: str, value: int, bound: int) -> None:
+    if value < bound:
+        raise DataError(f"{field}: {value} is below {bound}")

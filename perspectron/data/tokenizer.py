@@ -1,0 +1,182 @@
+"""Byte-level BPE: any text to ids and back, byte for byte."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from perspectron.errors import DataError
+from perspectron.files import atomic
+
+END_OF_TEXT = "<|endoftext|>"
+
+# GPT-4's pattern with bounded runs: a megabyte of one letter is then many short words, not one that BPE takes
+# quadratic time to merge. Marks count as letters, so that words of Indic scripts stay whole.
+_PATTERN = "|".join(
+    [
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]{1,64}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,8}",
+        r"\s{0,64}[\r\n]{1,8}",
+        r"\s{1,64}(?!\S)",
+        r"\s{1,64}",
+    ]
+)
+_TRAINING_PIECE = 2**18
+
+
+class Tokenizer:
+    """Ids of text. Id 0 (`end_of_text`) separates documents and no text can produce it."""
+
+    end_of_text = 0
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        """Wrap a tokenizer that has passed `load` or come from `train`."""
+        # Not part of the saved file: with it the separator's spelling inside a text is ordinary text.
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self.vocab_size: int = inner.get_vocab_size()
+        canonical = json.dumps(json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"))
+        self.fingerprint: str = hashlib.sha256(canonical.encode()).hexdigest()
+        self._bytes = _byte_table(inner)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Learn at most `vocab_size` tokens (256 bytes and the separator among them); fewer from little text.
+
+        The same texts give the same tokenizer. DataError: `vocab_size` below 257, or no text.
+        """
+        if vocab_size < 257:
+            raise DataError(f"vocab_size: {vocab_size} is below 257 (256 bytes and the separator)")
+        inner = _blank()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        pieces = _training_pieces(texts)
+        first = next(pieces, None)
+        if first is None:
+            raise DataError("tokenizer: no text to learn from")
+        inner.train_from_iterator(itertools.chain([first], pieces), trainer)
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Read a tokenizer written by `save`. DataError: missing, damaged, or of another kind."""
+        try:
+            inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file") from None
+        except Exception as error:  # the Rust side raises bare Exception for anything malformed
+            raise DataError(f"{path}: not a tokenizer file ({error})") from None
+        if _shape(inner) != _shape(_blank([END_OF_TEXT])):
+            raise DataError(
+                f"{path}: not a byte-level BPE tokenizer whose only special token is {END_OF_TEXT}"
+            )
+        vocab = inner.get_vocab()
+        if sorted(vocab.values()) != list(range(len(vocab))) or vocab.get(END_OF_TEXT) != cls.end_of_text:
+            raise DataError(
+                f"{path}: ids are not 0 to {len(vocab) - 1} with {END_OF_TEXT} at {cls.end_of_text}"
+            )
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        if missing := alphabet - vocab.keys():
+            raise DataError(f"{path}: {len(missing)} of 256 bytes have no token, so it is not byte-level")
+        for token in vocab.keys() - {END_OF_TEXT}:
+            if not set(token) <= alphabet:
+                raise DataError(f"{path}: token {token!r} is not spelled in bytes, so it is not byte-level")
+        return cls(inner)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer as JSON, whole or not at all. StorageError: could not be written."""
+        with atomic(path) as temporary:
+            temporary.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, none of them `end_of_text`. DataError: half of a surrogate pair."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        try:
+            return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
+        except (TypeError, UnicodeEncodeError):
+            _refuse_surrogates(texts)
+            raise
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, separators left out; what is not UTF-8 becomes U+FFFD. DataError: no such id."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes one token stands for (perhaps part of a character); none for `end_of_text`."""
+        if not 0 <= id < self.vocab_size:
+            raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
+        return self._bytes[id]
+
+    def byte_counts(self) -> NDArray[np.int64]:
+        """Bytes of each token, (V,): summed over a document's ids they are exactly its text's length."""
+        return np.array([len(token) for token in self._bytes], dtype=np.int64)
+
+
+def _blank(special: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(list(special))
+    return inner
+
+
+def _shape(inner: tokenizers.Tokenizer) -> Any:
+    """All a tokenizer's file says but what it learned and where it splits words, which may differ."""
+    shape = json.loads(inner.to_str())
+    shape["model"] |= {"vocab": None, "merges": None}
+    if shape["pre_tokenizer"] and shape["pre_tokenizer"]["type"] == "Sequence":
+        for step in shape["pre_tokenizer"]["pretokenizers"]:
+            step.pop("pattern", None)
+    return shape
+
+
+def _training_pieces(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        _refuse_surrogates([text])
+        for at in range(0, len(text), _TRAINING_PIECE):
+            yield text[at : at + _TRAINING_PIECE]
+
+
+def _refuse_surrogates(texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            at = error.start
+            raise DataError(
+                f"text: character {text[at]!r} at {at} is half of a surrogate pair, not text"
+            ) from None
+
+
+def _byte_table(inner: tokenizers.Tokenizer) -> list[bytes]:
+    """Each token's bytes: undo GPT-2's spelling, printable bytes as themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [byte for byte in range(256) if byte not in set(printable)]
+    spelled = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(other)}
+    table = [b""] * inner.get_vocab_size()
+    for token, id in inner.get_vocab().items():
+        if id != Tokenizer.end_of_text:
+            table[id] = bytes(spelled[character] for character in token)
+    return table

@@ -1,0 +1,105 @@
+"""Perspective Decay Recurrence (seeds/pdr.md §2, decisions.md §1).
+
+Shapes: B batch, T time, D model width, R state rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.ops import pdr
+from perspectron.ops.attention import places
+from perspectron.state import register
+
+GATE_BIAS = 2.944  # logit(0.95), seeds/pdr.md §7.2
+IDENTITY_NOISE = 0.01
+
+
+@dataclass(frozen=True)
+class PDRConfig(MixerConfig):
+    """rank: R, columns of the state. scale: of the readout, R^-½ when None. out_norm: RMSNorm before W_o.
+    renorm_every: shrink a state of norm above √(D·R) at each multiple of this many tokens; 0 is never."""
+
+    kind = "pdr"
+    rank: int
+    scale: float | None = None
+    out_norm: bool = False
+    renorm_every: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "rank", self.rank, "≥ 1")
+        require(self.renorm_every >= 0, "renorm_every", self.renorm_every, "≥ 0")
+        require(self.scale is None or self.scale > 0, "scale", self.scale, "> 0")
+
+
+@register
+@dataclass(frozen=True)
+class PDRState:
+    """memory: S [B,D,R], float32 or float64. length: tokens of the document read so far [B], int64."""
+
+    memory_BDR: Tensor
+    length_B: Tensor
+
+
+class PDR(nn.Module):
+    """p = W_p x + b_p, γ = σ(p); S ← diag(γ) S + (W_v x)(W_k x)ᵀ; y = W_o (scale · S W_q x)."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: PDRConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.p_proj = nn.Linear(d_model, d_model)
+        self.q_proj = nn.Linear(d_model, config.rank, bias=False)
+        self.k_proj = nn.Linear(d_model, config.rank, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        self.norm = nn.RMSNorm(d_model, norm_eps) if config.out_norm else nn.Identity()
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""
+        D = self.p_proj.in_features
+        self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
+        self.p_proj.bias.fill_(GATE_BIAS)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> PDRState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        D, R = self.v_proj.out_features, self.config.rank
+        memory = torch.zeros(batch_size, D, R, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        return PDRState(memory, torch.zeros(batch_size, dtype=torch.int64, device=device))
+
+    def forward(
+        self, x_BTD: Tensor, state: PDRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, PDRState, dict[str, Tensor]]:
+        p_BTD, v_BTD = self.p_proj(x_BTD), self.v_proj(x_BTD)
+        gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        if reset_BT is not None:
+            gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
+        if pad_BT is not None:
+            gamma_BTD = gamma_BTD.masked_fill(
+                (pad_BT & ~reset_BT if reset_BT is not None else pad_BT)[:, :, None], 1
+            )
+            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
+        at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
+        inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD)
+        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at.position_BT, at.valid_BT)
+        y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
+        return y_BTD, PDRState(memory_BDR, at.length_B), {}
+
+    def _scan(
+        self, inputs: tuple[Tensor, ...], memory: Tensor, position_BT: Tensor, valid_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The scan, cut where some row of the batch is due for renormalisation."""
+        if self.config.renorm_every == 0:
+            return pdr.scan(*inputs, memory, scale=self.config.scale)
+        due_BT = valid_BT & ((position_BT + 1) % self.config.renorm_every == 0)
+        outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
+        for stop in [*(due_BT.any(0).nonzero()[:, 0] + 1).tolist(), T]:
+            o, memory = pdr.scan(*(x[:, start:stop] for x in inputs), memory, scale=self.config.scale)
+            if stop > start:
+                memory = torch.where(due_BT[:, stop - 1, None, None], pdr.renormalise(memory), memory)
+            outputs.append(o)
+            start = stop
+        return torch.cat(outputs, 1), memory

@@ -1,0 +1,98 @@
+"""Windowed grouped-query attention with a ring cache (seeds/topology.md §2.2, decisions.md §2).
+
+Shapes: B batch, T time, D model width, H query heads, G key heads, K head width, W window.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.ops import attention
+from perspectron.state import register
+
+
+@dataclass(frozen=True)
+class WindowGQAConfig(MixerConfig):
+    """heads: H query heads, which divide the model width into even head widths. kv_heads: G, divides H.
+    window: W tokens a query sees, itself counted. rope_base: of the rotary frequencies."""
+
+    kind = "window_gqa"
+    heads: int
+    kv_heads: int
+    window: int
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        require(self.kv_heads >= 1 and self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
+                f"a divisor of heads = {self.heads}")  # fmt: skip
+        require(self.window >= 1, "window", self.window, "≥ 1")
+        require(self.rope_base > 1, "rope_base", self.rope_base, "> 1")
+
+
+@register
+@dataclass(frozen=True)
+class WindowGQAState:
+    """Rings of the last W keys and values [B,G,W,K] (W is 0 before the first token); length: tokens of the
+    document read so far [B], int64."""
+
+    k_BGWK: Tensor
+    v_BGWK: Tensor
+    length_B: Tensor
+
+
+class WindowGQA(nn.Module):
+    """softmax(q kᵀ / √K) v over the last W tokens."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: WindowGQAConfig) -> None:
+        super().__init__()
+        require(
+            d_model % (2 * config.heads) == 0,
+            "heads",
+            config.heads,
+            f"a divisor of d_model / 2 = {d_model / 2:g}",
+        )
+        self.config = config
+        self.width = d_model // config.heads
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.kv_proj = nn.Linear(d_model, 2 * config.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> WindowGQAState:
+        """The empty state; a `capacity` above 0 makes room for the window at once."""
+        shape = (batch_size, self.config.kv_heads, self.config.window if capacity else 0, self.width)
+        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
+        return WindowGQAState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: WindowGQAState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+    ) -> tuple[Tensor, WindowGQAState, dict[str, Tensor]]:
+        B, T, D = x_BTD.shape
+        config, fresh = self.config, state.k_BGWK.shape[2] == 0
+        q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)
+        k, v = self.kv_proj(x_BTD).view(B, T, 2, config.kv_heads, self.width).permute(2, 0, 3, 1, 4)
+        at = attention.places(state.length_B, T, reset_BT, pad_BT)
+        q, k = (attention.rope(x, at.position_BT, config.rope_base) for x in (q, k))
+        ring = (state.k_BGWK, state.v_BGWK)
+        if fresh:
+            room = (0, 0, 0, config.window)
+            ring = (nn.functional.pad(ring[0], room), nn.functional.pad(ring[1], room))
+        written = tuple(
+            attention.write(old, new, state.length_B, at) for old, new in zip(ring, (k, v), strict=True)
+        )
+        if fresh and reset_BT is None and pad_BT is None and T <= config.window:
+            o = attention.attend(q, k, v, causal=True)
+        elif T == 1:
+            o = attention.stepped(q, written, at)
+        else:
+            o = attention.windowed(q, k, v, ring, state.length_B, at)
+        return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}

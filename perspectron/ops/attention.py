@@ -1,0 +1,153 @@
+"""Causal attention over a chunk and a cache, with rotary positions, windows, packed documents and padding.
+
+A cache is a ring of S slots: the token at position p of its document stands in slot p mod S, so which slot
+holds what follows from the number of tokens read, and nothing else is stored. Full attention is a ring that
+is never let run full.
+
+Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Places(NamedTuple):
+    """Where the tokens of a chunk stand."""
+
+    position_BT: Tensor  # in their document
+    segment_BT: Tensor  # documents begun in this chunk up to here; 0 continues the one in the cache
+    valid_BT: Tensor  # not padding
+    length_B: Tensor  # tokens of the last document, after the chunk
+
+
+def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | None) -> Places:
+    """Positions after `length_B` tokens, counted anew from each reset; padding does not count."""
+    ones_BT = torch.ones(length_B.shape[0], T, dtype=torch.bool, device=length_B.device)
+    valid_BT = ones_BT if pad_BT is None else ~pad_BT
+    if reset_BT is None and pad_BT is None:
+        position_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
+        return Places(position_BT, torch.zeros_like(position_BT), valid_BT, length_B + T)
+    reset_BT = ~ones_BT if reset_BT is None else reset_BT
+    before_BT = valid_BT.long().cumsum(1) - valid_BT.long()
+    start_BT = torch.where(reset_BT, before_BT, -length_B[:, None]).cummax(1).values
+    position_BT = before_BT - start_BT
+    length_B = position_BT[:, -1] + valid_BT[:, -1].long()
+    return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B)
+
+
+def slots(length_B: Tensor, S: int) -> Tensor:
+    """The position [B,S] that each slot of a ring holds after `length_B` tokens; negative where it is empty."""
+    last_B1 = length_B[:, None] - 1
+    return last_B1 - (last_B1 - torch.arange(S, device=length_B.device)) % max(S, 1)
+
+
+def write(ring_BGSK: Tensor, chunk_BGTK: Tensor, before_B: Tensor, at: Places) -> Tensor:
+    """The ring after a chunk: each slot takes the last token of the last document that falls on it.
+
+    One token in inference mode is written in place; otherwise the result is a new tensor.
+    """
+    B, G, T, K = chunk_BGTK.shape
+    S = ring_BGSK.shape[2]
+    chunk_BGTK = chunk_BGTK.to(ring_BGSK.dtype)
+    if T == 1 and torch.is_inference_mode_enabled():
+        slot_BG1K = (at.position_BT % S).view(B, 1, 1, 1).expand(B, G, 1, K)
+        keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)
+        return ring_BGSK.scatter_(
+            2, slot_BG1K, torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
+        )
+    continued_B = at.segment_BT[:, -1] == 0
+    first_B = torch.where(continued_B, before_B, 0)
+    last_BT = at.valid_BT & (at.segment_BT == at.segment_BT[:, -1:])
+    rank_BT = torch.where(last_BT, at.position_BT - first_B[:, None], T)
+    time_BT = torch.arange(T, device=rank_BT.device).expand(B, T)
+    token_of_rank = time_BT.new_zeros(B, T + 1).scatter_(1, rank_BT, time_BT)
+    rank_BS = slots(at.length_B, S) - first_B[:, None]
+    token_BS = token_of_rank.gather(1, rank_BS.clamp(0, T))
+    fresh_BGSK = chunk_BGTK.gather(2, token_BS[:, None, :, None].expand(B, G, S, K))
+    return torch.where((rank_BS >= 0)[:, None, :, None], fresh_BGSK, ring_BGSK)
+
+
+def visible(at: Places, key_position_BS: Tensor, key_segment_BS: Tensor, window: int | None) -> Tensor:
+    """Which keys [B,T,S] each query may see: same document, not ahead, inside the window; negative positions
+    are empty."""
+    distance_BTS = at.position_BT[:, :, None] - key_position_BS[:, None, :]
+    mask_BTS = (at.segment_BT[:, :, None] == key_segment_BS[:, None, :]) & (key_position_BS >= 0)[:, None, :]
+    mask_BTS &= distance_BTS >= 0
+    return mask_BTS if window is None else mask_BTS & (distance_BTS < window)
+
+
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_BTS: Tensor | None = None, *, causal: bool = False
+) -> Tensor:
+    """softmax(q kᵀ / √K) v [B,H,T,K] on the fused kernel; H / G query heads share a key head."""
+    mask = None if mask_BTS is None else mask_BTS[:, None]
+    return F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype), mask, is_causal=causal, enable_gqa=True
+    )
+
+
+def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places) -> Tensor:
+    """One token attends to a ring that already holds it."""
+    length_B = at.length_B.clamp_min(1)  # padding before any token sees slot 0: no empty softmax
+    return attend(q_BH1K, *ring, slots(length_B, ring[0].shape[2])[:, None] >= 0)
+
+
+def cached(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
+) -> Tensor:
+    """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself."""
+    old_BS = slots(before_B, ring[0].shape[2])
+    own_BT = torch.where(at.valid_BT, at.position_BT, -1)
+    position_BS = torch.cat([old_BS, own_BT], 1)
+    segment_BS = torch.cat([torch.zeros_like(old_BS), at.segment_BT], 1)
+    mask_BTS = visible(at, position_BS, segment_BS, None)
+    mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
+    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTK), strict=True))
+    return attend(q_BHTK, k, v, mask_BTS)
+
+
+def windowed(
+    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
+) -> Tensor:
+    """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before.
+
+    The chunk is cut into blocks of c = min(W, T) queries, each of which sees the c keys of its own block and
+    the W keys before it: work and memory are linear in T.
+    """
+    W, T, B = ring[0].shape[2], q_BHTK.shape[2], q_BHTK.shape[0]
+    c = min(W, T)
+    n = -(-T // c)
+    tail = n * c - T
+    own_BT = torch.where(at.valid_BT, at.position_BT, -1)
+    position_BS = F.pad(torch.cat([slots(before_B, W), own_BT], 1), (0, tail), value=-1)
+    segment_BS = F.pad(at.segment_BT, (W, tail))
+    queries = Places(
+        F.pad(at.position_BT, (0, tail)).unflatten(1, (n, c)).flatten(0, 1),
+        F.pad(at.segment_BT, (0, tail)).unflatten(1, (n, c)).flatten(0, 1),
+        at.valid_BT,
+        at.length_B,
+    )
+    keys = (x_BS.unfold(1, W + c, c).flatten(0, 1) for x_BS in (position_BS, segment_BS))
+    mask_NTS = visible(queries, *keys, W)
+    mask_NTS.diagonal(W, 1, 2).fill_(True)  # padding sees itself: no empty softmax
+
+    def blocks(old_BGWK: Tensor, new_BGTK: Tensor) -> Tensor:
+        whole = F.pad(torch.cat([old_BGWK.to(new_BGTK.dtype), new_BGTK], 2), (0, 0, 0, tail))
+        return whole.unfold(2, W + c, c).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    q_NHcK = F.pad(q_BHTK, (0, 0, 0, tail)).unflatten(2, (n, c)).transpose(1, 2).flatten(0, 1)
+    o_NHcK = attend(q_NHcK, blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK), mask_NTS)
+    return o_NHcK.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+def rope(x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:
+    """Rotary positions, the two halves of a head paired; angles in float64, so that any position is exact."""
+    half = x_BHTK.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=x_BHTK.device) / half)
+    angle_B1TF = (position_BT[:, :, None] * frequency)[:, None]
+    cos, sin = angle_B1TF.cos().to(x_BHTK.dtype), angle_B1TF.sin().to(x_BHTK.dtype)
+    a, b = x_BHTK.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

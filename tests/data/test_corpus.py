@@ -1,0 +1,298 @@
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from perspectron.data import Corpus, SplitName, open_corpus
+from perspectron.data import corpus as corpus_module
+from perspectron.errors import DataError
+
+
+def texts(corpus: Corpus, split: SplitName) -> dict[str, str]:
+    return {document.name: document.text for document in corpus.documents(split)}
+
+
+def folder(root: Path, count: int) -> Path:
+    for i in range(count):
+        path = root / f"d{i % 7}" / f"f{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"text {i}\r\nand more\n".encode())
+    return root
+
+
+def write_records(path: Path, lines: list[bytes]) -> Path:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as file:
+        file.write(b"\n".join(lines) + b"\n")
+    return path
+
+
+# Folders and the standard library
+
+
+def test_folder_splits_are_disjoint_complete_sorted_and_stable(tmp_path: Path) -> None:
+    corpus = open_corpus(str(folder(tmp_path, 200)), heldout=0.2)
+    train, heldout = texts(corpus, "train"), texts(corpus, "heldout")
+    assert not train.keys() & heldout.keys()
+    assert len(train) + len(heldout) == 200
+    assert 20 <= len(heldout) <= 60
+    assert list(train) == sorted(train)
+    assert train | heldout == {f"d{i % 7}/f{i}.txt": f"text {i}\r\nand more\n" for i in range(200)}
+    assert list(texts(open_corpus(str(tmp_path), heldout=0.2), "heldout")) == list(heldout)
+    (tmp_path / "new.txt").write_text("new")
+    assert texts(open_corpus(str(tmp_path), heldout=0.2), "heldout").keys() - {"new.txt"} == heldout.keys()
+
+
+def test_a_document_keeps_its_split_when_the_folder_moves(tmp_path: Path) -> None:
+    here, there = folder(tmp_path / "a", 50), folder(tmp_path / "b", 50)
+    assert texts(open_corpus(str(here)), "heldout") == texts(open_corpus(str(there)), "heldout")
+
+
+@pytest.mark.parametrize("heldout", [1e-6, 1 - 1e-6])
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_files_leave_no_split_empty(tmp_path: Path, heldout: float, count: int) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff")  # must not count as the one file that a split needs
+    corpus = open_corpus(str(folder(tmp_path, count)), heldout=heldout)
+    sizes = [len(texts(corpus, "train")), len(texts(corpus, "heldout"))]
+    assert sorted(sizes) == [1, count - 1]
+    assert sizes[heldout > 0.5] == count - 1
+    assert corpus.skipped == ["binary"]
+
+
+def test_a_folder_of_one_text_is_cut_like_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+    (tmp_path / "b.bin").write_bytes(b"\0\1")
+    corpus = open_corpus(str(tmp_path))
+    (train,), (heldout,) = texts(corpus, "train").values(), texts(corpus, "heldout").values()
+    assert train + heldout == (tmp_path / "a.txt").read_text()
+    assert corpus.skipped == ["b.bin"]
+
+
+def test_hidden_empty_and_irregular_files_are_left_out(tmp_path: Path) -> None:
+    folder(tmp_path, 20)
+    (tmp_path / ".hidden").write_text("x")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("x")
+    (tmp_path / "empty").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    corpus = open_corpus(str(tmp_path))
+    assert len(texts(corpus, "train") | texts(corpus, "heldout")) == 20
+    assert corpus.skipped_count == 0
+
+
+def test_undecodable_files_are_skipped_counted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "SKIPPED_NAMES", 4)
+    folder(tmp_path, 30)
+    bad = {"latin.txt": b"caf\xe9", "cut.txt": "é".encode()[:1], "nul.txt": b"a\0b"}
+    bad |= {f"more{i}": b"\x80" for i in range(20)}
+    for name, data in bad.items():
+        (tmp_path / name).write_bytes(data)
+    corpus = open_corpus(str(tmp_path), heldout=0.5)
+    for _ in range(2):  # a second pass does not count twice
+        read = texts(corpus, "train") | texts(corpus, "heldout")
+        assert len(read) == 30
+        assert corpus.skipped_count == 23
+        assert set(corpus.skipped) <= bad.keys()
+        assert len(corpus.skipped) == 8
+
+
+def test_long_files_come_in_pieces_that_join_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    folder(tmp_path, 10)
+    long = "".join(f"zeile {i} äöü😀\r\n" for i in range(50)) + "😀ä" * 100 + "\nend"
+    (tmp_path / "long.txt").write_bytes(long.encode())
+    corpus = open_corpus(str(tmp_path))
+    read = texts(corpus, "train") | texts(corpus, "heldout")
+    pieces = {int(n.split("@")[1]): t for n, t in read.items() if n.startswith("long.txt")}
+    assert "".join(pieces[at] for at in sorted(pieces)) == long
+    assert all(0 < len(text.encode()) <= 64 for text in pieces.values())
+    assert sum(text.endswith("\r\n") for text in pieces.values()) >= 16
+
+
+def test_stdlib_is_python_source_without_tests() -> None:
+    corpus = open_corpus("stdlib")
+    heldout = texts(corpus, "heldout")
+    names = [document.name for document in corpus.documents("train")] + list(heldout)
+    assert "json/decoder.py" in names and "os.py" in names
+    assert all(name.endswith(".py") for name in names)
+    assert not [n for n in names if {"test", "tests", "idle_test", "site-packages"} & set(n.split("/"))]
+    assert 10 < len(heldout) < 0.15 * len(names)
+    assert heldout[min(heldout)] == (Path(os.__file__).parent / min(heldout)).read_bytes().decode()
+    assert corpus.fingerprint == open_corpus("stdlib").fingerprint
+
+
+def test_fingerprint_follows_listing_and_split(tmp_path: Path) -> None:
+    folder(tmp_path, 5)
+    first = open_corpus(str(tmp_path)).fingerprint
+    assert open_corpus(str(tmp_path)).fingerprint == first
+    seen = {first, open_corpus(str(tmp_path), heldout=0.1).fingerprint}
+    file = tmp_path / "d0" / "f0.txt"
+    os.utime(file, ns=(1, 1))
+    seen.add(open_corpus(str(tmp_path)).fingerprint)
+    file.write_text("longer than before, certainly")
+    os.utime(file, ns=(1, 1))
+    seen.add(open_corpus(str(tmp_path)).fingerprint)
+    file.rename(file.with_name("g.txt"))
+    seen.add(open_corpus(str(tmp_path)).fingerprint)
+    assert len(seen) == 5
+
+
+# Single files
+
+
+@pytest.mark.parametrize("name", ["book.txt", "book.txt.gz"])
+def test_a_file_holds_out_its_end_at_a_line(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "PIECE", 256)
+    whole = "\ufeff" + "".join(f"line {i}: ünïcode\r\n" for i in range(500)) + "no end"
+    (tmp_path / name).write_bytes(gzip.compress(whole.encode()) if name.endswith("gz") else whole.encode())
+    corpus = open_corpus(str(tmp_path / name), heldout=0.1)
+    train, heldout = ("".join(texts(corpus, split).values()) for split in corpus_module.SPLITS)
+    assert train + heldout == whole
+    assert train.endswith("\r\n")
+    assert len(heldout.encode()) == pytest.approx(0.1 * len(whole.encode()), abs=30)
+    assert len(texts(corpus, "train")) > 10
+
+
+@pytest.mark.parametrize("text", ["ab", "a\n\n", "\n\n", "äöü", "one line\n", "x" * 5000, "a\nb", "😀😀", "a\nbcdef"])
+@pytest.mark.parametrize("heldout", [0.001, 0.05, 0.999])
+def test_tiny_files_give_both_splits(tmp_path: Path, text: str, heldout: float) -> None:
+    path = tmp_path / "tiny"
+    path.write_bytes(text.encode())
+    corpus = open_corpus(str(path), heldout=heldout)
+    train, heldout_text = ("".join(texts(corpus, split).values()) for split in corpus_module.SPLITS)
+    assert train and heldout_text
+    assert train + heldout_text == text
+
+
+@pytest.mark.parametrize("text", ["a", "\n", "😀"])
+def test_one_character_is_too_little(tmp_path: Path, text: str) -> None:
+    (tmp_path / "one").write_text(text)
+    with pytest.raises(DataError, match=rf"one: {len(text.encode())} bytes .* at least 2 characters"):
+        open_corpus(str(tmp_path / "one"))
+
+
+def test_a_file_that_shrank_since_it_was_opened_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    path.write_text("line\n" * 100)
+    corpus = open_corpus(str(path))
+    path.write_text("line\n" * 50)
+    with pytest.raises(DataError, match="book: 225 bytes shorter"):
+        list(corpus.documents("train"))
+
+
+# JSON lines
+
+
+def records(count: int) -> list[bytes]:
+    return [json.dumps({"text": f"Ünit {i}\r\n", "id": i}, ensure_ascii=bool(i % 2)).encode() for i in range(count)]
+
+
+def test_jsonl_plain_and_gzip_are_equal(tmp_path: Path) -> None:
+    plain = open_corpus(str(write_records(tmp_path / "a.jsonl", records(100))), heldout=0.3)
+    zipped = open_corpus(str(write_records(tmp_path / "a.jsonl.gz", records(100))), heldout=0.3)
+    for split in corpus_module.SPLITS:
+        ours, theirs = texts(plain, split), texts(zipped, split)
+        assert list(ours.values()) == list(theirs.values())
+        assert ours == {name: f"Ünit {int(name.split(':')[1]) - 1}\r\n" for name in ours}
+    assert not texts(plain, "train").keys() & texts(plain, "heldout").keys()
+    assert 15 < len(texts(plain, "heldout")) < 45
+    assert len(texts(plain, "train")) + len(texts(plain, "heldout")) == 100
+
+
+def test_jsonl_names_what_it_skips(tmp_path: Path) -> None:
+    bad = [b"{", b"[1]", b'{"text": 3}', b'{"other": "x"}', b'"text"', b"\xff", b'{"text": "\\ud800"}']
+    bad += [b'{"text": "a\\u0000"}', b"[" * 100_000]
+    good = records(20)
+    lines = good[:5] + bad + [b"", b"  ", b'{"text": ""}'] + good[5:]  # blank and empty: nothing to skip
+    corpus = open_corpus(str(write_records(tmp_path / "b.jsonl", lines)), heldout=0.4)
+    read = [*texts(corpus, "train").values(), *texts(corpus, "heldout").values()]
+    assert sorted(read) == sorted(f"Ünit {i}\r\n" for i in range(20))
+    assert sorted(corpus.skipped) == sorted(f"b.jsonl:{i}" for i in range(6, 6 + len(bad)))
+    assert corpus.skipped_count == len(bad)
+
+
+@pytest.mark.parametrize("heldout", [1e-6, 1 - 1e-6])
+def test_few_records_leave_no_split_empty(tmp_path: Path, heldout: float) -> None:
+    path = write_records(tmp_path / "c.jsonl", [b"bad", *records(3), b"bad"])
+    corpus = open_corpus(str(path), heldout=heldout)
+    sizes = [len(texts(corpus, "train")), len(texts(corpus, "heldout"))]
+    assert sizes == ([2, 1] if heldout < 0.5 else [1, 2])
+
+
+def test_jsonl_reads_the_field_it_is_told(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "no", "body": f"yes {i}"}).encode() for i in range(5)]
+    path = str(write_records(tmp_path / "d.jsonl", lines))
+    corpus = open_corpus(path, text_field="body")
+    read = [*texts(corpus, "train").values(), *texts(corpus, "heldout").values()]
+    assert sorted(read) == [f"yes {i}" for i in range(5)]
+    assert corpus.fingerprint != open_corpus(path).fingerprint
+    with pytest.raises(DataError, match=r"d\.jsonl: no record with text under 'nope'"):
+        open_corpus(path, text_field="nope")
+
+
+# Refusals
+
+
+def refusals(root: Path) -> list[tuple[str, str]]:
+    (root / "empty_folder").mkdir()
+    (root / "empty_file").touch()
+    (root / "binary").write_bytes(b"\x00\xff")
+    (root / "only_binary").mkdir()
+    (root / "only_binary" / "x").write_bytes(b"\xff")
+    write_records(root / "none.jsonl", [b"{}"])
+    write_records(root / "single.jsonl", records(1))
+    (root / "cut.txt.gz").write_bytes(gzip.compress(b"some text\n" * 50)[:-12])
+    (root / "not.txt.gz").write_bytes(b"plain\n")
+    (root / "cut.jsonl.gz").write_bytes(gzip.compress(b"\n".join(records(3)))[:-12])
+    os.mkfifo(root / "pipe")
+    return [
+        ("missing", "no such file or folder"),
+        ("empty_folder", r"no text in it \(0 files"),
+        ("empty_file", "not UTF-8 text"),
+        ("binary", "not UTF-8 text"),
+        ("only_binary", r"no text in it \(1 files"),
+        ("none.jsonl", "no record with text"),
+        ("single.jsonl", "1 record with text, need at least 2"),
+        ("cut.txt.gz", "cannot be read"),
+        ("not.txt.gz", "cannot be read"),
+        ("cut.jsonl.gz", "cannot be read"),
+        ("pipe", "not a file or folder"),
+    ]
+
+
+def test_refusals_are_one_line_that_names_the_path(tmp_path: Path) -> None:
+    for name, message in refusals(tmp_path):
+        with pytest.raises(DataError, match=message) as caught:
+            open_corpus(str(tmp_path / name))
+        assert str(caught.value).startswith(str(tmp_path / name) + ": ")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("heldout", [0.0, 1.0, -0.1, float("nan")])
+def test_heldout_out_of_bounds(heldout: float) -> None:
+    with pytest.raises(DataError, match=f"heldout: {heldout} is not between"):
+        open_corpus("stdlib", heldout=heldout)
+
+
+def test_unknown_split(tmp_path: Path) -> None:
+    corpus = open_corpus(str(folder(tmp_path, 3)))
+    with pytest.raises(DataError, match="'test' is not one of train, heldout"):
+        corpus.documents("test")  # type: ignore[arg-type]
+
+
+def test_reading_holds_one_piece_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "big.txt"
+    path.write_bytes(b"sixteen letters\n" * 2**19)  # 8 MiB
+    sizes = [sys.getsizeof(d.text) for d in open_corpus(str(path)).documents("train")]
+    assert len(sizes) == 8
+    assert max(sizes) < 2**20 + 100

@@ -1,0 +1,215 @@
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
+from perspectron.errors import DataError
+
+
+def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+
+
+def assert_equal(ours: Batch, theirs: Batch) -> None:
+    for field in ("ids_BT", "targets_BT", "reset_BT"):
+        assert same(getattr(ours, field), getattr(theirs, field)), field
+
+
+def rows(loader: Loader, count: int) -> list[bytes]:
+    """The next `count` windows, each as its ids and last target."""
+    found: list[bytes] = []
+    while len(found) < count:
+        batch = loader.next_batch()
+        ids = torch.cat([batch.ids_BT, batch.targets_BT[:, -1:]], dim=1)
+        found += [row.numpy().tobytes() for row in ids]
+    assert len(found) == count, "ask for a multiple of the batch size"
+    return found
+
+
+def all_windows(shards: Shards, seq_len: int) -> list[bytes]:
+    split = shards.split("train")
+    whole = split.read(0, split.tokens)
+    return [whole[i : i + seq_len + 1].tobytes() for i in range(0, split.tokens - seq_len, seq_len)]
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64])
+def test_every_window_once_per_epoch_and_batches_straddle(shards: Shards, seq_len: int) -> None:
+    expected = all_windows(shards, seq_len)
+    loader = Loader(shards.split("train"), batch_size=3, seq_len=seq_len, seed=5)
+    assert loader.windows == len(expected) == (shards.split("train").tokens - 1) // seq_len
+    seen = rows(loader, 3 * len(expected))  # three epochs, and 3 need not divide one
+    epochs = [seen[i : i + len(expected)] for i in range(0, len(seen), len(expected))]
+    for epoch in epochs:
+        assert Counter(epoch) == Counter(expected)
+    assert epochs[0] != epochs[1] != epochs[2] != expected
+
+
+def test_a_batch_larger_than_the_text_repeats_epochs(shards: Shards) -> None:
+    split = shards.split("heldout")
+    loader = Loader(split, batch_size=7, seq_len=split.tokens // 3 - 1, seed=0)
+    assert loader.windows == 3
+    counts = Counter(rows(loader, 21))
+    assert set(counts.values()) == {7}
+
+
+def test_order_follows_seed_and_epoch_alone(shards: Shards) -> None:
+    split = shards.split("train")
+    first = rows(Loader(split, batch_size=4, seq_len=16, seed=1), 40)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    assert rows(Loader(split, batch_size=8, seq_len=16, seed=1), 40) == first
+    assert rows(Loader(split, batch_size=4, seq_len=16, seed=2), 40) != first
+
+
+def test_using_the_loader_leaves_global_randomness_alone(shards: Shards) -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    expected = torch.rand(1), np.random.rand()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    Loader(shards.split("train"), batch_size=4, seq_len=16, seed=1).next_batch()
+    assert (torch.rand(1), np.random.rand()) == expected
+
+
+def test_batches_have_shape_type_and_next_tokens(shards: Shards) -> None:
+    batch = Loader(shards.split("train"), batch_size=5, seq_len=32, seed=0).next_batch()
+    assert batch.ids_BT.shape == batch.targets_BT.shape == (5, 32)
+    assert batch.ids_BT.dtype == batch.targets_BT.dtype == torch.int64
+    assert batch.ids_BT.is_contiguous() and batch.targets_BT.is_contiguous()
+    assert torch.equal(batch.ids_BT[:, 1:], batch.targets_BT[:, :-1])
+    assert batch.targets == 160
+
+
+@pytest.mark.parametrize("taken", [0, 1, 20, 57])
+def test_resuming_gives_the_same_batches(shards: Shards, taken: int) -> None:
+    split = shards.split("train")
+    loader = Loader(split, batch_size=4, seq_len=16, seed=9)
+    for _ in range(taken):
+        loader.next_batch()
+    state = loader.state_dict()
+    resumed = Loader(split, batch_size=4, seq_len=16, seed=9)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for _ in range(2 * loader.windows // 4):  # across at least one epoch's border
+        assert_equal(resumed.next_batch(), loader.next_batch())
+    assert loader.state_dict() == resumed.state_dict() != state
+
+
+def test_resuming_at_an_epochs_end(shards: Shards) -> None:
+    split = shards.split("train")
+    loader = Loader(split, batch_size=1, seq_len=64, seed=9)
+    rows(loader, loader.windows)
+    resumed = Loader(split, batch_size=1, seq_len=64, seed=9)
+    resumed.load_state_dict(loader.state_dict())
+    assert_equal(resumed.next_batch(), loader.next_batch())
+    assert (loader.epoch, loader.cursor) == (1, 1)
+
+
+def test_a_state_of_other_data_is_refused(shards: Shards) -> None:
+    loader = Loader(shards.split("train"), batch_size=4, seq_len=16, seed=9)
+    loader.next_batch()
+    state = loader.state_dict()
+    for name, message in [
+        ("seed", "seed is 10, this loader has 9"),
+        ("seq_len", "seq_len is 17, this loader has 16"),
+        ("windows", f"windows is {loader.windows + 1}, this loader has {loader.windows}"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            loader.load_state_dict(state | {name: state[name] + 1})
+    for change, message in [
+        ({"epoch": -1}, "epoch: -1 is below 0"),
+        ({"cursor": loader.windows + 1}, f"cursor {loader.windows + 1} is not between 0 and"),
+        ({"cursor": -1}, "cursor -1 is not between"),
+        ({"extra": 1}, "keys are cursor, epoch, extra"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            loader.load_state_dict(state | change)
+    with pytest.raises(DataError, match="keys are"):
+        loader.load_state_dict({})
+    assert loader.state_dict() == state
+
+
+# Resets
+
+
+def expected_reset(shards: Shards, first: int, shape: tuple[int, int], real: int) -> Tensor | None:
+    """From the start positions: True where a document starts among the `real` ids from `first` on."""
+    reset = np.zeros(shape, dtype=bool)
+    starts = shards.split("train").starts
+    reset.flat[starts[(starts >= first) & (starts < first + real)] - first] = True
+    return torch.from_numpy(reset) if reset[:, 1:].any() else None
+
+
+@pytest.mark.parametrize(("seq_len", "batch_size"), [(1, 4), (7, 1), (16, 2), (64, 3)])
+def test_resets_mark_exactly_the_document_starts(shards: Shards, seq_len: int, batch_size: int) -> None:
+    split = shards.split("train")
+    first, kinds = 0, set()
+    for batch in windows(split, seq_len=seq_len, batch_size=batch_size):
+        reset = expected_reset(shards, first, tuple(batch.ids_BT.shape), batch.targets)
+        assert same(batch.reset_BT, reset)
+        kinds.add(reset is None)
+        first += batch.targets
+    assert kinds == {1: {True}, 7: {True, False}, 16: {True, False}, 64: {False}}[seq_len] | (
+        kinds if seq_len == 64 else set()
+    )
+
+
+def test_loader_marks_resets_too(shards: Shards) -> None:
+    split = shards.split("train")
+    loader = Loader(split, batch_size=1, seq_len=16, seed=0)
+    seen = 0
+    for window in np.random.Generator(np.random.PCG64([0, 0])).permutation(loader.windows):
+        reset = expected_reset(shards, int(window) * 16, (1, 16), 16)
+        assert same(loader.next_batch().reset_BT, reset)
+        seen += reset is not None
+    assert seen > 10
+
+
+# Windows in order
+
+
+@pytest.mark.parametrize("limit", [None, 2, 3, 65, 1000, 10**9])
+@pytest.mark.parametrize(("seq_len", "batch_size"), [(1, 1), (7, 3), (64, 4), (10**5, 2)])
+def test_windows_hold_every_target_once(
+    shards: Shards, tokenizer: Tokenizer, limit: int | None, seq_len: int, batch_size: int
+) -> None:
+    split = shards.split("train")
+    whole = torch.from_numpy(split.read(0, min(limit or split.tokens, split.tokens)))
+    batches = list(windows(split, seq_len=seq_len, batch_size=batch_size, limit_tokens=limit))
+    assert all(batch.ids_BT.shape[1] == seq_len and batch.ids_BT.shape[0] <= batch_size for batch in batches)
+    targets = torch.cat([batch.targets_BT.flatten() for batch in batches])
+    ids = torch.cat([batch.ids_BT.flatten() for batch in batches])
+    real = targets != IGNORE
+    assert torch.equal(targets[real], whole[1:])
+    assert torch.equal(ids[real], whole[:-1])
+    assert real[: len(whole) - 1].all() and not ids[~real].any()
+    assert len(targets) - len(whole) + 1 < seq_len, "padding fills one row at most"
+    assert sum(batch.targets for batch in batches) == len(whole) - 1
+    if len(whole) == split.tokens:
+        assert tokenizer.byte_counts()[targets[real].numpy()].sum() == split.text_bytes
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("field", ["batch_size", "seq_len"])
+def test_numbers_out_of_bounds(shards: Shards, field: str) -> None:
+    numbers = {"batch_size": 2, "seq_len": 2} | {field: 0}
+    with pytest.raises(DataError, match=f"{field}: 0 is below 1"):
+        Loader(shards.split("train"), seed=0, **numbers)
+    with pytest.raises(DataError, match=f"{field}: 0 is below 1"):
+        windows(shards.split("train"), **numbers)
+
+
+def test_other_refusals(shards: Shards) -> None:
+    split = shards.split("heldout")
+    with pytest.raises(DataError, match="seed: -1 is below 0"):
+        Loader(split, batch_size=1, seq_len=1, seed=-1)
+    with pytest.raises(DataError, match="limit_tokens: 1 is below 2"):
+        windows(split, seq_len=1, batch_size=1, limit_tokens=1)
+    with pytest.raises(DataError, match=f"heldout: {split.tokens} tokens, need at least {split.tokens + 1}"):
+        Loader(split, batch_size=1, seq_len=split.tokens, seed=0)
+    assert Loader(split, batch_size=1, seq_len=split.tokens - 1, seed=0).windows == 1

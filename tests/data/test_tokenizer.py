@@ -1,0 +1,209 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from perspectron.data import END_OF_TEXT, Tokenizer, open_corpus
+from perspectron.errors import DataError, StorageError
+
+TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 123456 äöü 😀\r\n" * 20]
+TOKENIZER = Tokenizer.train(TEXTS, 300)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text())
+@example("")
+@example("\r\n\n\r \t\0\x7f\x80")
+@example("👩‍👩‍👧‍👦 e\u0301 \ufeff\U0010ffff")
+@example(END_OF_TEXT)
+@example(f"a{END_OF_TEXT} {END_OF_TEXT}\n")
+@example(" " * 1000 + "\n" * 100)
+@example("a" * 100_000)
+@example("हिन्दी में १२३४")
+def test_round_trip_is_exact_and_never_a_separator(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.end_of_text not in ids
+    assert b"".join(map(TOKENIZER.token_bytes, ids)) == text.encode()
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.byte_counts()[ids].sum() == len(text.encode())
+
+
+def test_batch_equals_single() -> None:
+    texts = [*TEXTS, "", END_OF_TEXT, "x"]
+    assert TOKENIZER.encode_batch(texts) == [TOKENIZER.encode(text) for text in texts]
+    assert TOKENIZER.encode_batch([]) == []
+
+
+def test_saved_tokenizer_still_cannot_be_forged(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    TOKENIZER.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded.fingerprint == TOKENIZER.fingerprint
+    assert loaded.vocab_size == TOKENIZER.vocab_size == 300
+    text = f"{TEXTS[0]}{END_OF_TEXT}"
+    assert loaded.encode(text) == TOKENIZER.encode(text)
+    assert loaded.end_of_text == 0 and 0 not in loaded.encode(text)
+
+
+def test_training_is_deterministic_and_follows_the_text() -> None:
+    assert Tokenizer.train(iter(TEXTS), 300).fingerprint == TOKENIZER.fingerprint
+    assert Tokenizer.train(iter(TEXTS), 299).fingerprint != TOKENIZER.fingerprint
+    assert Tokenizer.train(["other text, other text"], 320).fingerprint != TOKENIZER.fingerprint
+
+
+def test_training_on_real_text_is_deterministic() -> None:
+    texts = [document.text for document in open_corpus("stdlib").documents("heldout")][:15]
+    assert Tokenizer.train(texts, 1000).fingerprint == Tokenizer.train(texts, 1000).fingerprint
+
+
+def test_little_text_gives_a_smaller_tokenizer() -> None:
+    small = Tokenizer.train(["ab ab"], 5000)
+    assert small.vocab_size == 258  # 256 bytes, the separator and "ab"
+    assert small.token_bytes(257) == b"ab"
+    assert small.token_bytes(0) == b""
+    assert sorted(small.token_bytes(i) for i in range(1, 257)) == [bytes([i]) for i in range(256)]
+
+
+def test_separators_in_the_training_text_are_text() -> None:
+    trained = Tokenizer.train([END_OF_TEXT * 50], 400)
+    assert trained.decode(trained.encode(END_OF_TEXT)) == END_OF_TEXT
+    assert END_OF_TEXT.encode() not in [trained.token_bytes(i) for i in range(trained.vocab_size)]
+
+
+def test_words_split_as_code_and_prose_need() -> None:
+    trained = Tokenizer.train(["        return 123456\n" * 50], 400)
+    tokens = [trained.token_bytes(i) for i in trained.encode("        return 123456\n")]
+    assert tokens == [b"       ", b" return", b" ", b"123", b"456", b"\n"]
+
+
+def test_a_megabyte_of_one_letter_trains_and_encodes() -> None:
+    trained = Tokenizer.train(["a" * 2**20, "=" * 2**20, " " * 2**20], 300)
+    assert max(trained.byte_counts()) <= 65
+    assert trained.decode(trained.encode("a" * 2**20)) == "a" * 2**20
+
+
+def test_incomplete_characters_decode_to_a_mark() -> None:
+    ids = TOKENIZER.encode("€")
+    assert TOKENIZER.decode([0, *ids, 0]) == "€"
+    assert TOKENIZER.decode(ids[:-1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("bad", [-1, 300])
+def test_unknown_ids_are_refused(bad: int) -> None:
+    with pytest.raises(DataError, match=f"{bad} is not between 0 and 299"):
+        TOKENIZER.decode([1, bad])
+
+
+def test_refusals() -> None:
+    with pytest.raises(DataError, match="vocab_size: 256 is below 257"):
+        Tokenizer.train(TEXTS, 256)
+    with pytest.raises(DataError, match="no text"):
+        Tokenizer.train(["", ""], 300)
+    with pytest.raises(DataError, match=r"'\\ud800' at 1 is half of a surrogate pair"):
+        TOKENIZER.encode("a\ud800")
+    with pytest.raises(DataError, match="surrogate"):
+        Tokenizer.train(["a\ud800"], 300)
+
+
+def test_an_error_in_the_texts_reaches_the_caller() -> None:
+    def texts() -> Any:
+        yield "some"
+        raise DataError("gone")
+
+    with pytest.raises(DataError, match="gone"):
+        Tokenizer.train(texts(), 300)
+
+
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path / "tokenizer.json"
+    TOKENIZER.save(path)
+    return path, json.loads(path.read_text())
+
+
+def normalizes(value: dict[str, Any]) -> None:
+    value["normalizer"] = {"type": "Lowercase"}
+
+
+def adds_special(value: dict[str, Any]) -> None:
+    value["added_tokens"].append(value["added_tokens"][0] | {"id": 300, "content": "<|other|>"})
+
+
+def splits_on_space(value: dict[str, Any]) -> None:
+    value["pre_tokenizer"] = {"type": "Whitespace"}
+
+
+def adds_prefix(value: dict[str, Any]) -> None:
+    value["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
+
+
+def drops_words(value: dict[str, Any]) -> None:
+    value["pre_tokenizer"]["pretokenizers"][0]["behavior"] = "Removed"
+
+
+def has_dropout(value: dict[str, Any]) -> None:
+    value["model"]["dropout"] = 0.5
+
+
+def skips_an_id(value: dict[str, Any]) -> None:
+    last = max(value["model"]["vocab"], key=value["model"]["vocab"].__getitem__)
+    value["model"]["vocab"][last] = 1000
+
+
+def lacks_a_byte(value: dict[str, Any]) -> None:
+    value["model"]["vocab"]["Ġx!"] = value["model"]["vocab"].pop("Ā")
+
+
+def holds_no_bytes(value: dict[str, Any]) -> None:
+    value["model"]["merges"].pop()
+    last = max(value["model"]["vocab"], key=value["model"]["vocab"].__getitem__)
+    value["model"]["vocab"]["中"] = value["model"]["vocab"].pop(last)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        normalizes,
+        adds_special,
+        splits_on_space,
+        adds_prefix,
+        drops_words,
+        has_dropout,
+        skips_an_id,
+        lacks_a_byte,
+        holds_no_bytes,
+    ],
+)
+def test_load_refuses_other_tokenizers(tmp_path: Path, damage: Any) -> None:
+    path, value = saved(tmp_path)
+    damage(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(DataError, match=r"tokenizer\.json: (not|ids|token|1 of 256)"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b"null", b'{"version": "1.0"'])
+def test_load_refuses_damaged_files(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer file"):
+        Tokenizer.load(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json: no such file"):
+        Tokenizer.load(path)
+
+
+def test_save_to_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = saved(tmp_path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(StorageError, match="No space left"):
+        Tokenizer.train(["ab ab"], 300).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
