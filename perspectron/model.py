@@ -4,6 +4,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -65,12 +66,9 @@ class LanguageModel(nn.Module):
     def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
         """The state before any token. `capacity`: make room for that many tokens at once (caches only)."""
         weight = self.embedding.weight
-        return LMState(
-            tuple(
-                block.mixer.init_state(batch_size, weight.device, weight.dtype, capacity)
-                for block in self.blocks
-            )
-        )
+        blocks = cast("list[Block]", self.blocks)
+        states = (b.mixer.init_state(batch_size, weight.device, weight.dtype, capacity) for b in blocks)
+        return LMState(tuple(states))
 
     def forward(
         self,
@@ -83,9 +81,9 @@ class LanguageModel(nn.Module):
     ) -> Output:
         """Read T ≥ 1 tokens after `state`.
 
-        ids, targets: [B,T], a target is the token that follows (-100: not counted). reset_BT: True where a document starts; nothing
-        before it is remembered. pad_BT: True where there is no token; the state passes unchanged. Under
-        `torch.inference_mode()` the state handed in is used up.
+        ids, targets: [B,T]; a target is the token that follows (-100: not counted). reset_BT: True where a
+        document starts; nothing before it is remembered. pad_BT: True where there is no token; the state
+        passes unchanged. Under `torch.inference_mode()` the state handed in is used up.
         """
         hidden_BTD, state, aux = self.hidden(ids, state, reset_BT=reset_BT, pad_BT=pad_BT)
         logits_BTV = self.head(hidden_BTD)
@@ -150,8 +148,9 @@ def init(model: LanguageModel, seed: int) -> None:
         elif isinstance(module, nn.RMSNorm):
             module.weight.fill_(1)
     for module in model.modules():
-        if hasattr(module, "init_weights"):
-            module.init_weights(generator)
+        own = getattr(module, "init_weights", None)
+        if callable(own):
+            own(generator)
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

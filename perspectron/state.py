@@ -1,4 +1,4 @@
-"""What a model remembers between calls: a pytree of tensors that can be forked, measured, saved and loaded."""
+"""What a model remembers between calls: a pytree of tensors to fork, measure, save and load."""
 
 import dataclasses
 import hashlib
@@ -152,7 +152,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -161,7 +161,5 @@ def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(dump(config), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(
-            memoryview(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        )
+        digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -93,7 +93,7 @@ class Attention(nn.Module):
     ) -> AttentionState:
         S = state.k_BHSK.shape[2]
         used = int(at.length_B.max()) if reset else state.used + k.shape[2]
-        if fresh and S <= used:
+        if fresh and used >= S:
             return AttentionState(k.to(state.k_BHSK.dtype), v.to(state.v_BHSK.dtype), at.length_B, used)
         ring = (state.k_BHSK, state.v_BHSK)
         if used > S:

@@ -75,29 +75,29 @@ class PDR(nn.Module):
     ) -> tuple[Tensor, PDRState, dict[str, Tensor]]:
         p_BTD, v_BTD = self.p_proj(x_BTD), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        if pad_BT is not None:
+            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)
+            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
         if reset_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
-        if pad_BT is not None:
-            gamma_BTD = gamma_BTD.masked_fill(
-                (pad_BT & ~reset_BT if reset_BT is not None else pad_BT)[:, :, None], 1
-            )
-            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
-        inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD)
+        inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
         o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at.position_BT, at.valid_BT)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
         return y_BTD, PDRState(memory_BDR, at.length_B), {}
 
     def _scan(
-        self, inputs: tuple[Tensor, ...], memory: Tensor, position_BT: Tensor, valid_BT: Tensor
+        self, inputs: list[Tensor], memory: Tensor, position_BT: Tensor, valid_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The scan, cut where some row of the batch is due for renormalisation."""
         if self.config.renorm_every == 0:
-            return pdr.scan(*inputs, memory, scale=self.config.scale)
+            q, k, v, gamma = inputs
+            return pdr.scan(q, k, v, gamma, memory, scale=self.config.scale)
         due_BT = valid_BT & ((position_BT + 1) % self.config.renorm_every == 0)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
         for stop in [*(due_BT.any(0).nonzero()[:, 0] + 1).tolist(), T]:
-            o, memory = pdr.scan(*(x[:, start:stop] for x in inputs), memory, scale=self.config.scale)
+            q, k, v, gamma = (x[:, start:stop] for x in inputs)
+            o, memory = pdr.scan(q, k, v, gamma, memory, scale=self.config.scale)
             if stop > start:
                 memory = torch.where(due_BT[:, stop - 1, None, None], pdr.renormalise(memory), memory)
             outputs.append(o)

@@ -86,10 +86,11 @@ class WindowGQA(nn.Module):
         if fresh:
             room = (0, 0, 0, config.window)
             ring = (nn.functional.pad(ring[0], room), nn.functional.pad(ring[1], room))
-        written = tuple(
-            attention.write(old, new, state.length_B, at) for old, new in zip(ring, (k, v), strict=True)
+        written = (
+            attention.write(ring[0], k, state.length_B, at),
+            attention.write(ring[1], v, state.length_B, at),
         )
-        if fresh and reset_BT is None and pad_BT is None and T <= config.window:
+        if fresh and reset_BT is None and pad_BT is None and config.window >= T:
             o = attention.attend(q, k, v, causal=True)
         elif T == 1:
             o = attention.stepped(q, written, at)

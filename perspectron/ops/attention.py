@@ -130,8 +130,8 @@ def windowed(
         at.valid_BT,
         at.length_B,
     )
-    keys = (x_BS.unfold(1, W + c, c).flatten(0, 1) for x_BS in (position_BS, segment_BS))
-    mask_NTS = visible(queries, *keys, W)
+    position_NS, segment_NS = (x_BS.unfold(1, W + c, c).flatten(0, 1) for x_BS in (position_BS, segment_BS))
+    mask_NTS = visible(queries, position_NS, segment_NS, W)
     mask_NTS.diagonal(W, 1, 2).fill_(True)  # padding sees itself: no empty softmax
 
     def blocks(old_BGWK: Tensor, new_BGTK: Tensor) -> Tensor:

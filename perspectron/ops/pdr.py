@@ -242,7 +242,8 @@ class _Scan(torch.autograd.Function):
         dstate = dstate.clone()
         for i, (start, stop) in reversed(list(enumerate(_chunks(v.shape[1])))):
             qc, kc, vc, doc, gc = _cut(start, stop, q, k, v, do, gamma)
-            state, saved = borders[i], []
+            state = borders[i]
+            saved: list[tuple[Tensor, ...]] = []
             A = qc @ kc.mT
             _, P, X = _tree(A, vc, gc, saved)
             dread = P * doc
@@ -270,7 +271,7 @@ class _Scan(torch.autograd.Function):
             dqc, dkc, dvc, dgc = _cut(start, stop, dq, dk, dv, dgamma)
             if (padding := gc.shape[1] - (stop - start)) > 0:
                 dgc[:, -padding:] = 0
-            o, P, X, do, dP, dX = _tree_tangent(qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc)
+            _, P, X, do, dP, dX = _tree_tangent(qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc)
             do += dP * (qc @ state.mT) + P * (dqc @ state.mT + qc @ dstate.mT)
             outputs.append(do[:, : stop - start])
             P, dP = P[:, -1, :, None], dP[:, -1, :, None]

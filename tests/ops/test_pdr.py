@@ -37,7 +37,7 @@ def test_gradients_equal_those_of_the_loop(T):
         return torch.autograd.grad(loss, tensors)
 
     for name, a, b in zip(
-        "q k v gamma state".split(), gradients("torch"), gradients("reference"), strict=True
+        ["q", "k", "v", "gamma", "state"], gradients("torch"), gradients("reference"), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"d{n}: {m}")
 
