@@ -98,6 +98,9 @@ def _load(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         require(isinstance(value, list | tuple), where, value, "a list")
         return tuple(_load(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        require(isinstance(value, dict), where, value, "an object")
+        return {key: _load(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Kind):
         require(isinstance(value, dict), where, value, 'an object with a "kind"')
         kind = one_of(value.get("kind"), hint.kinds(), f"{where}.kind")

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
 from perspectron.errors import PerspectronError, StorageError
 
 
@@ -56,7 +60,8 @@ def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -73,3 +78,11 @@ def read_json(path: Path, error: type[PerspectronError]) -> Any:
         raise error(f"{path}: no such file") from None
     except (OSError, ValueError) as cause:
         raise error(f"{path}: unreadable JSON ({cause})") from None
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, not atomically by itself; OSError when the disk is full."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, header)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error

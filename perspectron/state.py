@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic
+from perspectron.files import atomic, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -86,7 +85,7 @@ def save_state(
         for field in dataclasses.fields(layer):
             value, name = getattr(layer, field.name), f"{index}.{field.name}"
             if isinstance(value, Tensor):
-                tensors[name] = value.detach().cpu().contiguous()
+                tensors[name] = value.detach().cpu()
             else:
                 numbers[name] = value
     header = {
@@ -97,10 +96,7 @@ def save_state(
         "digest": _digest(tensors),
     }
     with atomic(Path(path)) as temporary:
-        try:
-            save_file(tensors, temporary, header)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        save_tensors(temporary, tensors, header)
 
 
 def load_state(path: Path | str, model: Stateful) -> LMState:

@@ -7,6 +7,7 @@ marks stay.
 
 import codecs
 import contextlib
+import fnmatch
 import gzip
 import hashlib
 import io
@@ -31,7 +32,8 @@ PIECE = 2**20
 SKIPPED_NAMES = 1000
 """Most names of skipped files or records kept per split; the count goes on."""
 
-_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_HIDDEN = (".*",)
+_NOT_STDLIB = (*_HIDDEN, "test", "tests", "idle_test", "*-packages", "__pycache__", "config-*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,7 @@ class _Files(Corpus):
 
 def _open_stdlib(heldout: float) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        (name, path)
-        for name, path in _walk(root)
-        if name.endswith(".py")
-        and not any(part in _NOT_STDLIB or part.startswith("config-") for part in name.split("/")[:-1])
-    ]
+    files = [(name, path) for name, path in _walk(root, _NOT_STDLIB) if name.endswith(".py")]
     # Sizes but no times: the same Python installed elsewhere is the same corpus.
     listing = [f"{name}\0{path.stat().st_size}" for name, path in files]
     identity = _fingerprint("stdlib", [platform.python_version(), str(heldout), *listing])
@@ -152,7 +149,7 @@ def _open_stdlib(heldout: float) -> Corpus:
 
 
 def _open_folder(root: Path, heldout: float) -> Corpus:
-    files = list(_walk(root))
+    files = _walk(root, _HIDDEN)
     identity = _fingerprint("folder", [str(root.resolve()), str(heldout), *(_facts(*file) for file in files)])
     return _Files(str(root), identity, _divide(str(root), files, heldout))
 
@@ -165,19 +162,25 @@ def _open_file(path: Path, heldout: float) -> Corpus:
     return _Files(str(path), identity, _halves(path, path.name, size, heldout))
 
 
-def _walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """Non-empty regular files under `root` as (relative POSIX path, path), sorted; hidden names left out."""
+def _walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Non-empty regular files under `root` as (relative POSIX path, path), sorted.
+
+    Folders and files whose name matches one of the `left_out` patterns are not listed.
+    """
     found: list[tuple[str, Path]] = []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
+    def wanted(names: list[str]) -> list[str]:
+        return [name for name in names if not any(fnmatch.fnmatchcase(name, p) for p in left_out)]
+
     for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+        folders[:] = wanted(folders)
+        for path in (Path(folder, name) for name in wanted(names)):
             if path.is_file() and path.stat().st_size:
                 found.append((path.relative_to(root).as_posix(), path))
-    return iter(sorted(found))
+    return sorted(found)
 
 
 def _facts(name: str, path: Path) -> str:

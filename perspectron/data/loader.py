@@ -80,7 +80,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to where `state` was taken; the batch size may differ. DataError: other data, or no such place."""
+        """Go to where `state` was taken; the batch size may differ. DataError: of other data, or no place."""
         here = self.state_dict()
         if set(state) != set(here):
             raise DataError(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from perspectron.data.corpus import SPLITS, Corpus, Document, SplitName
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
+from perspectron.errors import DataError, StorageError
 from perspectron.files import atomic, read_json, remove, sha256, write_json
 
 MANIFEST = "manifest.json"
@@ -142,6 +142,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens: {shard_tokens} is below 1")
+    if out.exists() and not out.is_dir():
+        raise StorageError(f"{out}: not a folder")
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     head = _Head(
         FORMAT,
@@ -200,13 +202,13 @@ def _resume(out: Path, head: _Head) -> _Records:
                 for i, record in enumerate(records[split]):
                     _check_shard(out, split, i, record, head, verify=True)
             return records
-    # The manifest goes first: without it no reader takes the rest for complete.
-    for name in (MANIFEST, JOURNAL):
-        remove(out / name)
-    for split in SPLITS:
-        for kind in ("bin", "starts"):
-            for old in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
+    shards = [f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}" for split in SPLITS for kind in ("bin", "starts")]
+    try:
+        for name in (MANIFEST, JOURNAL, *shards):  # without a manifest no reader takes the rest for complete
+            for old in out.glob(name):
                 remove(old)
+    except OSError as error:
+        raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
     return {split: [] for split in SPLITS}
 
 

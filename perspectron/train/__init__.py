@@ -1,1 +1,1 @@
-
+"""Training: the loop, its optimizer, and checkpoints that survive anything."""

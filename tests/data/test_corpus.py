@@ -163,7 +163,9 @@ def test_a_file_holds_out_its_end_at_a_line(
     assert len(texts(corpus, "train")) > 10
 
 
-@pytest.mark.parametrize("text", ["ab", "a\n\n", "\n\n", "äöü", "one line\n", "x" * 5000, "a\nb", "😀😀", "a\nbcdef"])
+@pytest.mark.parametrize(
+    "text", ["ab", "a\n\n", "\n\n", "äöü", "one line\n", "x" * 5000, "a\nb", "😀😀", "a\nbcdef"]
+)
 @pytest.mark.parametrize("heldout", [0.001, 0.05, 0.999])
 def test_tiny_files_give_both_splits(tmp_path: Path, text: str, heldout: float) -> None:
     path = tmp_path / "tiny"
@@ -194,7 +196,10 @@ def test_a_file_that_shrank_since_it_was_opened_is_an_error(tmp_path: Path) -> N
 
 
 def records(count: int) -> list[bytes]:
-    return [json.dumps({"text": f"Ünit {i}\r\n", "id": i}, ensure_ascii=bool(i % 2)).encode() for i in range(count)]
+    return [
+        json.dumps({"text": f"Ünit {i}\r\n", "id": i}, ensure_ascii=bool(i % 2)).encode()
+        for i in range(count)
+    ]
 
 
 def test_jsonl_plain_and_gzip_are_equal(tmp_path: Path) -> None:
@@ -273,7 +278,8 @@ def refusals(root: Path) -> list[tuple[str, str]]:
 def test_refusals_are_one_line_that_names_the_path(tmp_path: Path) -> None:
     for name, message in refusals(tmp_path):
         with pytest.raises(DataError, match=message) as caught:
-            open_corpus(str(tmp_path / name))
+            list(open_corpus(str(tmp_path / name)).documents("train"))
+            pytest.fail(f"{name} was read")
         assert str(caught.value).startswith(str(tmp_path / name) + ": ")
         assert "\n" not in str(caught.value)
 
@@ -296,3 +302,11 @@ def test_reading_holds_one_piece_at_a_time(tmp_path: Path) -> None:
     sizes = [sys.getsizeof(d.text) for d in open_corpus(str(path)).documents("train")]
     assert len(sizes) == 8
     assert max(sizes) < 2**20 + 100
+
+
+def test_jsonl_records_split_by_line_number_and_text(tmp_path: Path) -> None:
+    equal = open_corpus(str(write_records(tmp_path / "e.jsonl", [b'{"text": "same"}'] * 100)), heldout=0.5)
+    assert 30 < len(texts(equal, "heldout")) < 70
+    other = open_corpus(str(write_records(tmp_path / "o.jsonl", [b'{"text": "else"}'] * 100)), heldout=0.5)
+    lines = [{name.split(":")[1] for name in texts(corpus, "heldout")} for corpus in (equal, other)]
+    assert lines[0] != lines[1]

@@ -43,7 +43,7 @@ def interrupt(corpus: Corpus, split: SplitName, after: int) -> Corpus:
                 raise Interrupted
             yield document
 
-    corpus.documents = documents  # type: ignore[method-assign]
+    setattr(corpus, "documents", documents)  # noqa: B010 (a method, to mypy)
     return corpus
 
 
@@ -81,8 +81,13 @@ def test_shards_end_where_documents_do_unless_one_is_longer(shards: Shards) -> N
         ids = np.fromfile(shards.path / f"train-{i:05d}.bin", "<u2")
         assert (ids[0] == 0) == (record["documents"] > 0)
         assert len(ids) == record["tokens"]
-        assert np.fromfile(shards.path / f"train-{i:05d}.starts", "<i8").tolist() == np.flatnonzero(ids == 0).tolist()
-    longest = max(range(shards.split("train").documents), key=lambda i: len(shards.split("train").document(i)))
+        assert (
+            np.fromfile(shards.path / f"train-{i:05d}.starts", "<i8").tolist()
+            == np.flatnonzero(ids == 0).tolist()
+        )
+    longest = max(
+        range(shards.split("train").documents), key=lambda i: len(shards.split("train").document(i))
+    )
     assert len(shards.split("train").document(longest)) > 2 * 256
 
 
@@ -90,7 +95,7 @@ def test_shard_size_does_not_change_the_stream(
     shards: Shards, text_folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     one = encode(corpus_of(text_folder), tokenizer, tmp_path / "one")
-    many = encode(corpus_of(text_folder), tokenizer, tmp_path / "many", shard_tokens=1)
+    many = encode(corpus_of(text_folder), tokenizer, tmp_path / "many", shard_tokens=40)
     assert len(list((tmp_path / "one").glob("*.bin"))) == 2
     for name in ("train", "heldout"):
         split = shards.split(name)
@@ -140,7 +145,9 @@ def test_a_separator_written_in_a_text_is_no_start(tokenizer: Tokenizer, tmp_pat
 # Interruption
 
 
-@pytest.mark.parametrize(("split", "after"), [("train", n) for n in (0, 1, 30, 55, 60, 90)] + [("heldout", 3)])
+@pytest.mark.parametrize(
+    ("split", "after"), [("train", n) for n in (0, 1, 30, 55, 60, 90)] + [("heldout", 3)]
+)
 def test_an_interrupted_encoding_continues_to_the_same_bytes(
     shards: Shards,
     text_folder: Path,
@@ -157,10 +164,13 @@ def test_an_interrupted_encoding_continues_to_the_same_bytes(
     assert not (out / "manifest.json").exists()
     standing = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     assert (len(standing) > 2) == (after >= 30 or split == "heldout")
+    out.mkdir(exist_ok=True)
     (out / ".train-00099.bin.12345.tmp").write_bytes(b"left by a killed process")
     (out / "notes.txt").write_text("mine")
     encode(corpus_of(text_folder), tokenizer, out, shard_tokens=256)
-    assert {path: path.stat().st_mtime_ns for path in standing} == standing, "complete shards are not made again"
+    assert {path: path.stat().st_mtime_ns for path in standing} == standing, (
+        "complete shards are not made again"
+    )
     assert contents(out) == contents(shards.path) | {"notes.txt": b"mine"}
 
 
@@ -326,7 +336,9 @@ def overwrite(folder: Path, position: int, id: int) -> None:
 
 def test_ids_beyond_the_vocabulary(copy: Path, shards: Shards) -> None:
     overwrite(copy, 5, shards.vocab_size)
-    with pytest.raises(DataError, match=rf"00000\.bin: id {shards.vocab_size} at 5, expected below {shards.vocab_size}"):
+    with pytest.raises(
+        DataError, match=rf"00000\.bin: id {shards.vocab_size} at 5, expected below {shards.vocab_size}"
+    ):
         open_shards(copy)
 
 
@@ -353,7 +365,10 @@ def test_a_manifest_must_say_exactly_what_it_should(copy: Path) -> None:
         ("splits.train is not a list", lambda m: m["splits"].update(train={})),
         ("splits.train has 0 shards", lambda m: m["splits"].update(train=[])),
         (r"splits.train\[1\]: keys are not", lambda m: m["splits"]["train"][1].update(x=1)),
-        (r"train\[1\]: tokens is 0, expected a whole number", lambda m: m["splits"]["train"][1].update(tokens=0)),
+        (
+            r"train\[1\]: tokens is 0, expected a whole number",
+            lambda m: m["splits"]["train"][1].update(tokens=0),
+        ),
         (r"train\[1\]: documents is -1", lambda m: m["splits"]["train"][1].update(documents=-1)),
         (r"train\[0\].documents is 0", lambda m: m["splits"]["train"][0].update(documents=0)),
         (r"train-00001\.bin: \d+ bytes, expected", lambda m: m["splits"]["train"][1].update(tokens=9)),
@@ -376,7 +391,9 @@ def test_missing_and_malformed_manifests(copy: Path, tmp_path: Path) -> None:
         open_shards(copy)
 
 
-def test_a_folder_of_something_else_is_not_touched(text_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_not_touched(
+    text_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     (tmp_path / "train-00000.bin").write_bytes(b"not ours")
     before = contents(tmp_path)
@@ -389,7 +406,7 @@ def test_refused_arguments_and_places(text_folder: Path, tokenizer: Tokenizer, t
     with pytest.raises(DataError, match="shard_tokens: 0 is below 1"):
         encode(corpus_of(text_folder), tokenizer, tmp_path / "out", shard_tokens=0)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="file/train-00000"):
+    with pytest.raises(StorageError, match="file: not a folder"):
         encode(corpus_of(text_folder), tokenizer, tmp_path / "file")
 
 

@@ -1,0 +1,145 @@
+"""From logits to tokens: what is filtered out, and a draw that depends on nothing but (seed + row, count).
+
+Shapes: B batch, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.errors import ConfigError, NonFiniteError
+
+ROUNDING = 1e-12
+"""A sum or a logarithm that is off by this much does not change which tokens pass."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen. The fields apply in this order.
+
+    repetition_penalty: logits of the last `repetition_window` tokens are divided by it where positive and
+        multiplied where negative; 1 is off.
+    temperature: logits are divided by it; 0 takes the most likely token.
+    top_k: keep so many of the most likely tokens; 0 is off.
+    top_p: keep the fewest most likely tokens that together reach this probability; 1 is off.
+    min_p: keep tokens at least so many times as probable as the most likely one; 0 is off.
+    seed: of row 0; row i has seed + i.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "≥ 0 and finite")
+        require(self.top_k >= 0, "top_k", self.top_k, "≥ 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "> 0 and ≤ 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "≥ 0 and ≤ 1")
+        penalty = self.repetition_penalty
+        require(0 < penalty < math.inf, "repetition_penalty", penalty, "> 0 and finite")
+        require(self.repetition_window >= 1, "repetition_window", self.repetition_window, "≥ 1")
+        require(0 <= self.seed < 2**64, "seed", self.seed, "≥ 0 and < 2^64")
+
+
+def filtered(
+    logits_BV: Tensor, config: SamplingConfig, recent: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """Logits [B,V] in float64 whose softmax is what `sample` draws from: −inf where a token is excluded.
+
+    Each row is shifted so that its largest is 0. At least one token always stays; of equals, those of lower
+    id. recent: the tokens so far, row by row, for the penalty. A logit of −inf excludes its token.
+    NonFiniteError: a NaN, a +inf, or a row of nothing but −inf.
+    """
+    logits_BV = logits_BV.double()
+    _refuse_non_finite(logits_BV)
+    if recent is not None and config.repetition_penalty != 1:
+        logits_BV = _penalised(logits_BV, recent, config)
+    logits_BV = logits_BV - logits_BV.amax(1, keepdim=True)
+    top_k = config.top_k
+    if config.temperature == 0:
+        top_k = 1
+    else:
+        logits_BV = logits_BV / config.temperature
+    if 0 < top_k < logits_BV.shape[1]:
+        logits_BV = logits_BV.masked_fill(~_most_likely(logits_BV, top_k), -math.inf)
+    if config.top_p < 1:
+        logits_BV = logits_BV.masked_fill(~_nucleus(logits_BV, config.top_p), -math.inf)
+    if config.min_p > 0:
+        logits_BV = logits_BV.masked_fill(logits_BV < math.log(config.min_p) - ROUNDING, -math.inf)
+    return logits_BV
+
+
+def sample(
+    logits_BV: Tensor, recent: Sequence[Sequence[int]], drawn: int | Sequence[int], config: SamplingConfig
+) -> Tensor:
+    """One token id per row [B], int64, on the CPU.
+
+    drawn: how many tokens each row has drawn before. Row i's draw depends on its logits, (seed + i, drawn)
+    and nothing else: not on the batch, the device or torch's generators. The same noise falls on each id
+    whatever the logits (Gumbel-max), so logits that differ by a rounding error hardly ever differ in the draw.
+    NonFiniteError as `filtered`; ConfigError where `recent` or `drawn` has not one entry per row.
+    """
+    B, V = logits_BV.shape
+    counts = [drawn] * B if isinstance(drawn, int) else list(drawn)
+    for field, rows in (("recent", len(recent)), ("drawn", len(counts))):
+        if rows != B:
+            raise ConfigError(f"{field} has {rows} rows, must be as many as logits has, {B}")
+    logits_BV = filtered(logits_BV.cpu(), config, recent)
+    if config.temperature > 0:
+        noise_BV = np.stack([_gumbel(config.seed + row, count, V) for row, count in enumerate(counts)])
+        logits_BV = logits_BV + torch.from_numpy(noise_BV)
+    return logits_BV.argmax(1)
+
+
+def _refuse_non_finite(logits_BV: Tensor) -> None:
+    largest_B = logits_BV.amax(1)  # NaN if there is one
+    bad = (~largest_B.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        value = largest_B[bad[0]].item()
+        raise NonFiniteError(f"logits of row {bad[0]}: the largest is {value}, must be finite")
+
+
+def _penalised(logits_BV: Tensor, recent: Sequence[Sequence[int]], config: SamplingConfig) -> Tensor:
+    """Repetition penalty of CTRL (Keskar et al. 2019, §4.1)."""
+    seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    for row, ids in enumerate(recent):
+        seen_BV[row, list(ids[-config.repetition_window :])] = True
+    penalty = config.repetition_penalty
+    return torch.where(
+        seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV
+    )
+
+
+def _most_likely(logits_BV: Tensor, k: int) -> Tensor:
+    """The k largest of each row [B,V]; which of equals `topk` returns is not defined, so those are counted."""
+    least_B1 = logits_BV.topk(k).values[:, -1:]
+    above_BV, equal_BV = logits_BV > least_B1, logits_BV == least_B1
+    return above_BV | (equal_BV & (equal_BV.cumsum(1) <= k - above_BV.sum(1, keepdim=True)))
+
+
+def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
+    """Tokens [B,V] before which, from the most likely on, less than `top_p` is reached."""
+    ordered_BV, id_BV = logits_BV.sort(dim=1, descending=True, stable=True)
+    probability_BV = ordered_BV.softmax(1)
+    before_BV = probability_BV.cumsum(1) - probability_BV
+    keep_BV = before_BV < top_p - ROUNDING
+    keep_BV[:, 0] = True
+    return torch.zeros_like(keep_BV).scatter(1, id_BV, keep_BV)
+
+
+def _gumbel(key: int, count: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Standard Gumbel noise of draw `count`: Philox is a function of (key, counter), so there is no stream
+    to keep the place in, and its raw output is the same in every version of numpy."""
+    raw = np.random.Philox(key=key, counter=[0, count, 0, 0]).random_raw(size)
+    uniform = ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # strictly between 0 and 1
+    noise: np.ndarray[tuple[int], np.dtype[np.float64]] = -np.log(-np.log(uniform))
+    return noise

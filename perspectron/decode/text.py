@@ -1,0 +1,43 @@
+"""Tokens to text as they come: whole characters, and nothing that may turn out to begin a stop string."""
+
+import codecs
+from collections.abc import Sequence
+
+
+class TextStream:
+    """One row's text. What `push` and `flush` return, joined, is the text of the bytes pushed (what is not
+    UTF-8 becomes U+FFFD) up to the first stop string; `stopped` once there was one.
+
+    Of several stop strings the one that is complete first counts, so how the text is cut into tokens does
+    not matter.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._stop = tuple(stop)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def push(self, data: bytes) -> str:
+        """Read some bytes; the text that is now certain, perhaps none."""
+        self._held += self._decoder.decode(data)
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._release(min(found)[1])
+        return self._release(len(self._held) - self._possible_stop())
+
+    def flush(self) -> str:
+        """The rest, at the end; half a character becomes U+FFFD. Nothing after a stop string."""
+        self._held += self._decoder.decode(b"", final=True)
+        return "" if self.stopped else self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _possible_stop(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
+        ends = (self._held[-length:] for length in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)

@@ -1,0 +1,181 @@
+"""Checkpoints: a folder each, which appears whole or not at all and is verified before it is used.
+
+RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state)
+and checkpoint.json (step, data position, held-out result, and size and digest of the other two).
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from perspectron.config import dump, load
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import CheckpointError
+from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
+from perspectron.model import LanguageModel
+from perspectron.train.config import RunConfig
+
+FORMAT = "perspectron-checkpoint-1"
+MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: updates and tokens done, seconds spent, the loader's position, and the held-out
+    bits per byte at this step (None where it was not measured)."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loader: dict[str, int] = field(default_factory=dict)
+    heldout: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    progress: Progress
+    files: dict[str, Any]
+
+
+def folder(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def path_of(run: Path, step: int) -> Path:
+    return folder(run) / f"step-{step:08d}"
+
+
+def save(
+    run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+) -> Path:
+    """Write a checkpoint and drop those that are neither among the last `keep` nor the best."""
+    path = path_of(run, progress.step)
+    with atomic(path) as temporary:
+        temporary.mkdir()
+        save_tensors(temporary / MODEL, model.state_dict())
+        save_tensors(temporary / TRAINING, _training_state(model, optimizer))
+        parts = {name: temporary / name for name in (MODEL, TRAINING)}
+        files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
+        index = {"format": FORMAT, "progress": asdict(progress), "files": files}
+        (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    _prune(run, keep)
+    return path
+
+
+def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}.{name}"] = value
+    return tensors
+
+
+def _prune(run: Path, keep: int) -> None:
+    found = found_in(run)
+    for checkpoint in found[:-keep]:
+        if checkpoint is not _best(found):
+            remove(checkpoint.path)
+
+
+def _best(found: list[Checkpoint]) -> Checkpoint:
+    """The lowest held-out loss; the newest where none was measured."""
+    measured = [(c.progress.heldout, i) for i, c in enumerate(found) if c.progress.heldout is not None]
+    return found[min(measured)[1]] if measured else found[-1]
+
+
+def found_in(run: Path) -> list[Checkpoint]:
+    """The checkpoints of a run whose index reads, oldest first; their contents are not verified yet."""
+    found = []
+    for path in sorted(folder(run).glob("step-*")):
+        try:
+            index = read_json(path / INDEX, CheckpointError)
+            if index["format"] != FORMAT:
+                continue
+            found.append(Checkpoint(path, load(Progress, index["progress"]), index["files"]))
+        except (CheckpointError, KeyError, TypeError):
+            continue
+    return found
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """CheckpointError, naming the file, unless every byte is as it was written."""
+    for name, expected in checkpoint.files.items():
+        part = checkpoint.path / name
+        if not part.is_file():
+            raise CheckpointError(f"{part}: no such file")
+        if part.stat().st_size != expected["bytes"]:
+            raise CheckpointError(f"{part}: {part.stat().st_size} bytes, must be {expected['bytes']}")
+        if sha256(part) != expected["sha256"]:
+            raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected['sha256'][:12]}…")
+
+
+def restore(
+    checkpoint: Checkpoint, model: LanguageModel, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Load verified weights and, if given, the optimizer's moments and the random state."""
+    verify(checkpoint)
+    _load_weights(checkpoint.path / MODEL, model)
+    if optimizer is None:
+        return
+    tensors = _tensors(checkpoint.path / TRAINING)
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["rng.cuda"])
+    for name, parameter in model.named_parameters():
+        state = {key: tensors.get(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {
+            key: value.to(parameter.device) for key, value in state.items() if value is not None
+        }
+
+
+def _load_weights(path: Path, model: LanguageModel) -> None:
+    try:
+        model.load_state_dict(_tensors(path))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path}: weights of another model ({str(error).splitlines()[-1].strip()})"
+        ) from None
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: unreadable ({error})") from None
+
+
+def load_config(run: Path) -> RunConfig:
+    """The resolved config of a run; CheckpointError when there is none."""
+    return load(RunConfig, read_json(run / "config.json", CheckpointError), f"{run / 'config.json'}")
+
+
+def save_config(run: Path, config: RunConfig) -> None:
+    write_json(run / "config.json", dump(config))
+
+
+def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
+    """The model of a run's best held-out checkpoint (its newest where none was measured) and its tokenizer;
+    `run` may also be one checkpoint's folder.
+
+    CheckpointError when the run, the checkpoint or one of its bytes is missing or damaged.
+    """
+    only = run if (run / INDEX).exists() else None
+    run = run.resolve().parent.parent if only else run
+    config = load_config(run)
+    found = [c for c in found_in(run) if only is None or c.path.name == only.name]
+    if not found:
+        raise CheckpointError(f"{only or folder(run)}: no checkpoint that reads")
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    model.to_empty(device="cpu")
+    restore(_best(found), model)
+    return model, Tokenizer.load(run / "tokenizer.json")

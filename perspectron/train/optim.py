@@ -1,0 +1,61 @@
+"""AdamW with decay on matrices only, and the learning-rate schedules."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from perspectron.config import one_of, require
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """lr: peak learning rate. schedule: "cosine" from the peak to `final` times it, or "constant" with a
+    linear fall to it over the last `cooldown` of the steps. warmup: steps of linear rise. clip: largest
+    gradient norm, 0 is no limit."""
+
+    lr: float = 1e-3
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup: int = 50
+    final: float = 0.1
+    cooldown: float = 0.2
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of(self.schedule, ("cosine", "constant"), "schedule")
+        require(self.lr > 0, "lr", self.lr, "> 0")
+        require(self.warmup >= 0, "warmup", self.warmup, "≥ 0")
+        require(0 <= self.final <= 1, "final", self.final, "in [0, 1]")
+        require(0 <= self.cooldown <= 1, "cooldown", self.cooldown, "in [0, 1]")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "≥ 0")
+        require(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
+        require(self.clip >= 0, "clip", self.clip, "≥ 0")
+
+
+def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """One group of matrices, which decay, and one of vectors (norms, biases), which do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Of the step-th update (0-based) of `steps`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.schedule == "cosine":
+        done = (step - config.warmup) / max(1, steps - config.warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    else:
+        fall = min(1.0, (steps - step) / max(1.0, config.cooldown * steps))
+    return config.lr * (config.final + (1 - config.final) * max(0.0, fall))

@@ -1,0 +1,299 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.data import Tokenizer
+from perspectron.decode.generate import Conversation, generate, prefill
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError, NonFiniteError, StateError
+from perspectron.model import LanguageModel
+from perspectron.state import save_state
+from tests.decode.conftest import SIZES, VOCAB, Scripted, make
+
+PROMPTS = ["The cat", " sat on the mat, and then the cat sat; 123 times 😀!", "R"]
+SAMPLED = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, seed=9)
+GREEDY = SamplingConfig(temperature=0.0)
+
+
+def scripted(*scripts: list[int]) -> Scripted:
+    return Scripted(presets.get("perspective-tiny", **SIZES), list(scripts))
+
+
+def said(tokenizer: Tokenizer, *texts: str | bytes) -> list[int]:
+    """One id per byte, so that every character and stop string spans tokens."""
+    single = {tokenizer.token_bytes(id): id for id in range(1, VOCAB) if len(tokenizer.token_bytes(id)) == 1}
+    data = b"".join(text.encode() if isinstance(text, str) else text for text in texts)
+    return [single[bytes([byte])] for byte in data]
+
+
+class Listener:
+    def __init__(self, rows: int = 1) -> None:
+        self.pieces: list[list[str]] = [[] for _ in range(rows)]
+
+    def __call__(self, row: int, piece: str) -> None:
+        assert piece
+        self.pieces[row].append(piece)
+
+    def texts(self) -> list[str]:
+        return ["".join(pieces) for pieces in self.pieces]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY])
+def test_batch_is_each_prompt_alone(
+    model: LanguageModel, tokenizer: Tokenizer, sampling: SamplingConfig
+) -> None:
+    batch = generate(model, tokenizer, PROMPTS, max_tokens=30, sampling=sampling)
+    assert len(set(batch.texts)) == 3
+    for row, prompt in enumerate(PROMPTS):
+        seeded = dataclasses.replace(sampling, seed=sampling.seed + row)
+        alone = generate(model, tokenizer, [prompt], max_tokens=30, sampling=seeded)
+        assert (alone.ids, alone.texts) == ([batch.ids[row]], [batch.texts[row]])
+        by_ids = generate(model, tokenizer, [tokenizer.encode(prompt)], max_tokens=30, sampling=seeded)
+        assert by_ids.ids == alone.ids
+
+
+def test_greedy_is_argmax_of_the_whole_forward(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    (ids,) = generate(model, tokenizer, PROMPTS[:1], max_tokens=20, sampling=GREEDY).ids
+    read = [0, *tokenizer.encode(PROMPTS[0])]
+    with torch.no_grad():
+        best = model(torch.tensor([read + ids])).logits[0].argmax(1).tolist()
+    assert ids == best[len(read) - 1 : -1]
+
+
+def test_chunks_and_torch_seed_change_nothing(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    results = []
+    for seed, chunk in enumerate((1, 7, 512)):
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        results.append(generate(model, tokenizer, PROMPTS, max_tokens=12, sampling=SAMPLED, chunk=chunk).ids)
+        assert torch.equal(before, torch.random.get_rng_state())
+    assert results[0] == results[1] == results[2]
+    other = dataclasses.replace(SAMPLED, seed=10)
+    assert generate(model, tokenizer, PROMPTS, max_tokens=12, sampling=other).ids != results[0]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_25_and_25_through_disk_are_50(
+    model: LanguageModel, tokenizer: Tokenizer, prompts: list[str], tmp_path: Path
+) -> None:
+    whole = generate(model, tokenizer, prompts, max_tokens=50, sampling=SAMPLED)
+    assert whole.finished == ["length"] * len(prompts)
+    first = generate(model, tokenizer, prompts, max_tokens=25, sampling=SAMPLED)
+    first.conversation.save(tmp_path / "talk", model)
+    loaded = Conversation.load(tmp_path / "talk", model)
+    second = generate(
+        model, tokenizer, [""] * len(prompts), max_tokens=25, sampling=SAMPLED, conversation=loaded
+    )
+    assert [a + b for a, b in zip(first.ids, second.ids, strict=True)] == whole.ids
+    for field in ("pending", "recent", "drawn"):
+        assert getattr(second.conversation, field) == getattr(whole.conversation, field)
+    last = [generate(model, tokenizer, [" and"] * len(prompts), max_tokens=5, conversation=c.conversation).ids
+            for c in (whole, second)]  # fmt: skip
+    assert last[0] == last[1]
+
+
+def test_conversation_holds_everything_drawn_and_finished_rows_wait(
+    model: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """Rows that stop early, at a stop string, and one that goes on: each then equals its history read alone."""
+    free = generate(model, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED)
+    stop = free.texts[0][5:8]
+    result = generate(model, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED, stop=[stop])
+    assert result.finished[0] == "stop" and "length" in result.finished
+    assert len(result.ids[0]) < 10 and stop not in result.texts[0]
+    assert all(ids == free.ids[row][: len(ids)] for row, ids in enumerate(result.ids))
+    talk = result.conversation
+    assert talk.drawn == [len(ids) for ids in result.ids]
+    assert talk.pending == [ids[-1:] for ids in result.ids]
+    logits = prefill(model, talk.pending, talk.fork().state)[0]
+    for row, prompt in enumerate(PROMPTS):
+        whole = [0, *tokenizer.encode(prompt), *result.ids[row]]
+        assert talk.recent[row] == whole[1:]
+        torch.testing.assert_close(logits[row], prefill(model, [whole])[0][0], rtol=1e-3, atol=1e-3)
+        state = prefill(model, [whole[:-1]])[1].layers[0]
+        mine = talk.state.select(torch.tensor([row])).layers[0]
+        for field in dataclasses.fields(state):
+            if field.name in ("memory_BDR", "length_B"):
+                torch.testing.assert_close(getattr(mine, field.name), getattr(state, field.name))
+
+
+def test_a_waiting_row_is_frozen_bit_for_bit(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
+    model = scripted(said(tokenizer, "ab."), said(tokenizer, "abcdefghij"))
+    together = generate(model, tokenizer, ["x", "x"], max_tokens=10, sampling=GREEDY, stop=["."])
+    model = scripted(said(tokenizer, "ab."), said(tokenizer, "abc"))
+    short = generate(model, tokenizer, ["x", "x"], max_tokens=3, sampling=GREEDY, stop=["."])
+    assert together.texts == ["ab", "abcdefghij"] and short.texts == ["ab", "abc"]
+    for layer, other in zip(together.conversation.state.layers, short.conversation.state.layers, strict=True):
+        for field in dataclasses.fields(layer):
+            mine, theirs = getattr(layer, field.name), getattr(other, field.name)
+            assert torch.equal(mine[0], theirs[0])
+            assert not torch.equal(mine[1], theirs[1])
+
+
+def test_end_of_text_ends_a_row_and_then_begins_a_document(
+    perspective: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    model = scripted([*said(tokenizer, "ab"), 0], said(tokenizer, "abcde"))
+    ears = Listener(2)
+    result = generate(model, tokenizer, ["x", "yz"], max_tokens=5, sampling=GREEDY, on_text=ears)
+    assert result.texts == ears.texts() == ["ab", "abcde"]
+    assert result.finished == ["end", "length"]
+    assert result.ids[0][-1] == 0 and result.conversation.pending[0] == [0]
+    assert 0 not in result.conversation.recent[0]
+
+    ended = dataclasses.replace(result.conversation, state=prefill(perspective, [[0, 5], [0, 6, 7]])[1])
+    on = generate(perspective, tokenizer, ["R", "R"], max_tokens=8, sampling=GREEDY, conversation=ended)
+    new = generate(perspective, tokenizer, ["R"], max_tokens=8, sampling=GREEDY)
+    assert on.ids[0] == new.ids[0]
+
+
+def test_stop_string_spans_tokens_and_its_beginning_is_held_back(tokenizer: Tokenizer) -> None:
+    ears = Listener()
+    model = scripted(said(tokenizer, "hi\nUs\nUser: no"))
+    stop = ["\nUser:", "never"]
+    result = generate(model, tokenizer, ["x"], max_tokens=99, sampling=GREEDY, stop=stop, on_text=ears)
+    assert result.texts == ["hi\nUs"] == ears.texts()
+    assert ears.pieces == [["h", "i", "\nUs"]]
+    assert result.finished == ["stop"]
+    assert tokenizer.decode(result.ids[0]) == "hi\nUs\nUser:"
+
+
+def test_what_was_held_back_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    for script, finish in ((said(tokenizer, "hi\nUs"), "length"), ([*said(tokenizer, "hi\nUs"), 0], "end")):
+        ears = Listener()
+        result = generate(
+            scripted(script),
+            tokenizer,
+            ["x"],
+            max_tokens=len(script),
+            sampling=GREEDY,
+            stop=["\nUser"],
+            on_text=ears,
+        )
+        assert result.texts == ["hi\nUs"] == ears.texts() and result.finished == [finish]
+
+
+def test_characters_stream_whole(tokenizer: Tokenizer) -> None:
+    ears = Listener()
+    script = said(tokenizer, "a😀é", "😀".encode()[:3])
+    result = generate(
+        scripted(script), tokenizer, ["x"], max_tokens=len(script), sampling=GREEDY, on_text=ears
+    )
+    assert ears.pieces == [["a", "😀", "é", "\ufffd"]]
+    assert result.texts == ears.texts() == [tokenizer.decode(script)]
+
+
+def test_streamed_pieces_are_the_texts(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    hot = SamplingConfig(temperature=3.0)
+    ears = Listener(3)
+    result = generate(model, tokenizer, PROMPTS, max_tokens=60, sampling=hot, on_text=ears)
+    assert ears.texts() == result.texts == [tokenizer.decode(ids) for ids in result.ids]
+    assert any("\ufffd" in text for text in result.texts)
+
+
+def test_repetition_penalty_counts_prompt_and_drawn_tokens(tokenizer: Tokenizer) -> None:
+    """A model that always prefers the same ten tokens, in order, says the first that left the window."""
+    favourites = said(tokenizer, "abcdefghij")
+
+    class Stubborn(Scripted):
+        def head(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = torch.full((*hidden.shape[:-1], VOCAB), -100.0)
+            logits[..., favourites] = torch.arange(20.0, 10.0, -1)
+            return logits
+
+    model = Stubborn(presets.get("perspective-tiny", **SIZES), [])
+    config = dataclasses.replace(GREEDY, repetition_penalty=3.0, repetition_window=8)
+    result = generate(model, tokenizer, [said(tokenizer, "abxxx")], max_tokens=7, sampling=config)
+    assert result.texts == ["cdefabg"]
+    assert result.conversation.recent == [said(tokenizer, "xcdefabg")]
+    more = generate(model, tokenizer, [[]], max_tokens=2, sampling=config, conversation=result.conversation)
+    assert more.texts == ["hi"]
+    assert generate(model, tokenizer, ["ab"], max_tokens=3, sampling=GREEDY).texts == ["aaa"]
+
+
+def test_fork_goes_on_twice(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    talk = generate(model, tokenizer, PROMPTS, max_tokens=5, sampling=SAMPLED).conversation
+    kept = talk.fork()
+    first = generate(model, tokenizer, [""] * 3, max_tokens=9, sampling=SAMPLED, conversation=talk)
+    second = generate(model, tokenizer, [""] * 3, max_tokens=9, sampling=SAMPLED, conversation=kept)
+    assert first.ids == second.ids
+
+
+def test_model_may_have_more_ids_than_the_tokenizer(tokenizer: Tokenizer) -> None:
+    model = make("perspective-tiny")
+    model.embedding = torch.nn.Embedding(4 * VOCAB, SIZES["d_model"])
+    model.config = dataclasses.replace(model.config, vocab_size=4 * VOCAB)
+    result = generate(model, tokenizer, ["x"], max_tokens=50, sampling=SamplingConfig(temperature=9.0))
+    assert all(id < VOCAB for id in result.ids[0])
+    with pytest.raises(ConfigError, match=rf"= {VOCAB}, must be ≥ 0 and < {VOCAB}$"):
+        generate(model, tokenizer, [[VOCAB]], max_tokens=1)
+
+
+def test_model_is_left_as_it_was(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    assert model.training
+    generate(model, tokenizer, ["x"], max_tokens=2)
+    assert model.training and not torch.is_inference_mode_enabled()
+
+
+def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
+    model = perspective
+
+    def refused(match: str, prompts: list[str] | list[list[int]], **options: object) -> None:
+        with pytest.raises(ConfigError, match=match):
+            generate(model, tokenizer, prompts, **{"max_tokens": 1, **options})
+
+    refused(r"^prompt has no tokens, must be ≥ 1 \(row 0\)$", [""])
+    refused(r"^prompt has no tokens, must be ≥ 1 \(row 1\)$", [[1], []])
+    refused(r"^prompts = \[\], must be at least one$", [])
+    refused(r"^max_tokens = 0, must be ≥ 1$", ["x"], max_tokens=0)
+    refused(r"^stop = 'ab', must be a list of strings$", ["x"], stop="ab")
+    refused(r"^stop = \['a', ''\], must be strings of at least one character$", ["x"], stop=["a", ""])
+    refused(r"^chunk = 0, must be ≥ 1$", ["x"], chunk=0)
+    refused(r"\(row 0\) = 300, must be ≥ 0 and < 300$", [[300]])
+    talk = generate(model, tokenizer, ["x"], max_tokens=1).conversation
+    refused("2 given, must be as many as the conversation has rows, 1", ["", ""], conversation=talk)
+    narrow = make("perspective-tiny")
+    narrow.config = dataclasses.replace(narrow.config, vocab_size=VOCAB - 1)
+    with pytest.raises(
+        ConfigError, match=r"^vocab_size of the tokenizer = 300, must be ≤ that of the model, 299"
+    ):
+        generate(narrow, tokenizer, ["x"], max_tokens=1)
+
+
+def test_logits_that_are_not_finite(tokenizer: Tokenizer) -> None:
+    model = make("perspective-tiny")
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="row 0"):
+        generate(model, tokenizer, ["x"], max_tokens=1)
+
+
+def test_loading_what_is_no_conversation(
+    perspective: LanguageModel, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = perspective
+    talk = generate(model, tokenizer, ["x", "y"], max_tokens=3).conversation
+    good = {"pending": [[1], [1]], "recent": [[], []], "drawn": [1, 1]}
+    bad = [
+        {},
+        {"conversation": None},
+        {"conversation": {"pending": [[1], [1]], "recent": [[], []]}},
+        {"conversation": good | {"drawn": [1]}},
+        {"conversation": good | {"drawn": [1, "1"]}},
+        {"conversation": good | {"pending": [1, 1]}},
+        {"conversation": good | {"recent": [[], [0.5]]}},
+    ]
+    for extra in bad:
+        save_state(tmp_path / "talk", talk.state, model, extra=extra)
+        with pytest.raises(StateError, match="not a conversation"):
+            Conversation.load(tmp_path / "talk", model)
+    save_state(tmp_path / "talk", talk.state, model, extra={"conversation": good})
+    assert Conversation.load(tmp_path / "talk", model).drawn == [1, 1]
+    talk.save(tmp_path / "talk", model)
+    with pytest.raises(StateError, match="state of model"):
+        Conversation.load(tmp_path / "talk", scripted([]))
+    with pytest.raises(StateError, match="no such file"):
+        Conversation.load(tmp_path / "none", model)

@@ -1,0 +1,118 @@
+"""Reading prompts: any lengths, any chunks, constant memory."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.data import Tokenizer
+from perspectron.decode.generate import END_OF_TEXT, prefill
+from perspectron.errors import ConfigError
+from perspectron.model import LanguageModel
+from perspectron.state import LMState
+from tests.decode.conftest import VOCAB
+
+EXACT = {"rtol": 0, "atol": 1e-9}
+
+
+@pytest.fixture(scope="module")
+def double(model: LanguageModel) -> LanguageModel:
+    return copy.deepcopy(model).double()
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def close(state: LMState, expected: LMState) -> None:
+    """Equal where it matters: a cache may have more room than its twin."""
+    for mine, other in zip(pytree.tree_leaves(state), pytree.tree_leaves(expected), strict=True):
+        if isinstance(mine, Tensor):
+            if mine.ndim == 4:
+                room = min(mine.shape[2], other.shape[2])
+                mine, other = mine[:, :, :room], other[:, :, :room]
+            torch.testing.assert_close(mine, other, **EXACT)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 512])
+def test_batch_of_different_lengths_reads_as_each_alone(double: LanguageModel, chunk: int) -> None:
+    first, more = prompts_of(1, 40, 17, 7), prompts_of(9, 1, 8, 3)
+    with torch.inference_mode():
+        logits, state = prefill(double, first, chunk=chunk)
+        again, state = prefill(double, more, state, chunk=chunk)
+        for row in range(4):
+            whole = double(torch.tensor([first[row] + more[row]])).logits[0]
+            torch.testing.assert_close(logits[row], whole[len(first[row]) - 1], **EXACT)
+            torch.testing.assert_close(again[row], whole[-1], **EXACT)
+            following = torch.tensor([[5, 6]])
+            alone = prefill(double, [first[row] + more[row]])[1]
+            expected = double(following, alone).logits
+            got = double(following, state.select(torch.tensor([row]))).logits
+            torch.testing.assert_close(got, expected, **EXACT)
+
+
+def test_nothing_is_remembered_across_end_of_text(double: LanguageModel) -> None:
+    assert Tokenizer.end_of_text == END_OF_TEXT
+    a, b, c = prompts_of(20, 9, 30)
+    logits, state = prefill(double, [[*a, 0, *b], [0, *c]], chunk=8)
+    for row, ids in enumerate(([0, *b], [0, *c])):
+        expected, alone = prefill(double, [ids])
+        torch.testing.assert_close(logits[row : row + 1], expected, **EXACT)
+        got = prefill(double, [[3]], state.select(torch.tensor([row])))[0]
+        torch.testing.assert_close(got, prefill(double, [[3]], alone)[0], **EXACT)
+    # Also when it is the first token read after a state.
+    after = prefill(double, [[0, *b]], prefill(double, [a])[1])[0]
+    torch.testing.assert_close(after, prefill(double, [[0, *b]])[0], **EXACT)
+
+
+def test_a_row_that_waits_is_untouched(double: LanguageModel) -> None:
+    short, long = prompts_of(5, 60)
+    close(
+        prefill(double, [short, long], chunk=4)[1].select(torch.tensor([0])),
+        prefill(double, [short], chunk=4)[1],
+    )
+
+
+MEMORY = """
+import resource, torch
+from perspectron.decode.generate import prefill
+from tests.decode.conftest import make
+torch.set_num_threads(1)
+model = make("perspective-tiny")
+peaks, sizes = [], []
+for length in (10_000, 100_000):
+    prompt = list(range(1, 251)) * (length // 250)
+    state = prefill(model, [prompt])[1]
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    sizes.append(state.nbytes)
+print(peaks[1] - peaks[0], sizes[1] - sizes[0])
+"""
+
+
+def test_memory_does_not_grow_with_the_prompt() -> None:
+    """10,000 and then 100,000 tokens: 90,000 hidden states more would be 11,500 KiB."""
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=root, capture_output=True, text=True, check=True)
+    kib, state_bytes = map(int, run.stdout.split())
+    assert state_bytes == 0
+    assert kib < 4000  # the prompt's own list is 800
+
+
+def test_errors(model: LanguageModel) -> None:
+    with pytest.raises(ConfigError, match=r"^prompts = \[\], must be at least one$"):
+        prefill(model, [])
+    with pytest.raises(ConfigError, match=r"^prompt has no tokens, must be ≥ 1 \(row 1\)$"):
+        prefill(model, [[1], []])
+    for id in (-1, VOCAB):
+        with pytest.raises(ConfigError, match=rf"\(row 1\) = {id}, must be ≥ 0 and < {VOCAB}$"):
+            prefill(model, [[1], [1, id, 1]])
+    with pytest.raises(ConfigError, match=r"^chunk = 0, must be ≥ 1$"):
+        prefill(model, [[1]], chunk=0)
+    with pytest.raises(ConfigError, match="2 given, must be as many as the state has rows, 1"):
+        prefill(model, [[1], [1]], model.init_state(1))

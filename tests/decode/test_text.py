@@ -1,0 +1,54 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perspectron.decode.text import TextStream
+
+
+def spoken(parts: list[bytes], stop: list[str]) -> list[str]:
+    stream, pieces = TextStream(stop), []
+    for part in parts:
+        pieces.append(stream.push(part))
+        if stream.stopped:
+            break
+    return [*pieces, stream.flush()]
+
+
+def cut(text: str, stop: list[str]) -> str:
+    """Letter by letter, up to the first stop string."""
+    for end in range(len(text) + 1):
+        lengths = [len(one) for one in stop if text[:end].endswith(one)]
+        if lengths:
+            return text[: end - max(lengths)]
+    return text
+
+
+pieces_of_text = st.lists(st.text("abé😀", max_size=3).map(str.encode) | st.binary(max_size=3), max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(pieces_of_text, st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3))
+def test_pieces_join_to_the_text_up_to_the_first_stop(parts: list[bytes], stop: list[str]) -> None:
+    whole = b"".join(parts)
+    expected = cut(whole.decode("utf-8", "replace"), stop)
+    assert "".join(spoken(parts, stop)) == expected
+    assert "".join(spoken([bytes([byte]) for byte in whole], stop)) == expected
+
+
+def test_a_character_comes_out_whole() -> None:
+    assert spoken([b"a\xf0\x9f", b"\x98", b"\x80b"], []) == ["a", "", "😀b", ""]
+    assert spoken([b"a\xf0\x9f"], []) == ["a", "\ufffd"]
+    assert spoken([b"\xf0\x9f", b"b"], []) == ["", "\ufffdb", ""]
+
+
+def test_what_may_begin_a_stop_string_is_held_back_and_no_more() -> None:
+    assert spoken([b"one\n", b"Us", b"er", b":no"], ["\nUser:"]) == ["one", "", "", "", ""]
+    assert spoken([b"one\n", b"Us", b"ed"], ["\nUser:"]) == ["one", "", "\nUsed", ""]
+    assert spoken([b"one\n", b"\n", b"Us"], ["\nUser:"]) == ["one", "\n", "", "\nUs"]
+    assert spoken([b"one"], ["\nUser:"]) == ["one", ""]
+    assert spoken([b"a", b"a", b"b"], ["aab"]) == ["", "", "", ""]
+    assert spoken([b"aa", b"ab"], ["aab"]) == ["", "a", ""]
+
+
+def test_the_stop_that_is_complete_first_counts() -> None:
+    assert spoken([b"xabcd"], ["abcd", "bc"]) == ["xa", ""]
+    assert spoken([b"xabc"], ["c", "abc"]) == ["x", ""]

@@ -1,0 +1,488 @@
+"""Every mixer against the contract (design.md), by its line in MIXERS alone: nothing here knows one of them.
+
+Shapes: B batch, T time, D model width.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import perspectron
+from perspectron.config import BlockConfig, ModelConfig
+from perspectron.mixers import MIXERS
+from perspectron.state import LMState
+
+D = 16
+LENGTHS = [1, 63, 64, 65, 150]
+MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+
+every_mixer = pytest.mark.parametrize("name", MIXERS)
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+stateless = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int) -> None:
+    """Wide weights: gates go from almost 0 to almost 1, attention from flat to sharp."""
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+    for part in module.modules():
+        if hasattr(part, "init_weights"):
+            part.init_weights(draw)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter.dtype)
+        parameter += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 3.0)
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    module = MIXERS[name].module(D, 1e-6, MIXERS[name].small)
+    randomise(module, seed)
+    return module.to(dtype)
+
+
+def tokens(B: int, T: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def empty(module: nn.Module, B: int, dtype: torch.dtype = torch.float64, capacity: int = 0):
+    return module.init_state(B, torch.device("cpu"), dtype, capacity)
+
+
+def fork(state):
+    return LMState((state,)).fork().layers[0]
+
+
+def select(state, rows: list[int]):
+    return LMState((state,)).select(torch.tensor(rows)).layers[0]
+
+
+def leaves(state) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def warm(module: nn.Module, B: int, T: int = 37, dtype: torch.dtype = torch.float64):
+    """A non-empty state."""
+    with torch.no_grad():
+        return module(tokens(B, T, seed=99, dtype=dtype), empty(module, B, dtype))[1]
+
+
+def pieces(T: int, cuts) -> list[slice]:
+    edges = [0, *sorted(set(cuts)), T]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+
+
+def read(module: nn.Module, x_BTD: Tensor, state, cuts=(), *, reset_BT=None, pad_BT=None):
+    """(outputs, state) of the tokens, read in pieces; None masks stay None."""
+    outputs = []
+    for part in pieces(x_BTD.shape[1], cuts):
+        reset, pad = (None if mask is None else mask[:, part] for mask in (reset_BT, pad_BT))
+        y, state, _ = module(x_BTD[:, part], state, reset_BT=reset, pad_BT=pad)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def close(a: Tensor, b: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def check(module, x_BTD, state, cuts, mode, *, reset_BT=None, pad_BT=None, tolerance=1e-9) -> None:
+    """A batch with resets and padding, read in pieces, equals each of its documents read alone without either:
+    at its tokens, and over the 20 tokens after its end. Outputs at padding are finite."""
+    B, T, _ = x_BTD.shape
+    start = fork(state)
+    after = tokens(B, 20, seed=7, dtype=x_BTD.dtype)
+    with mode():
+        y, end = read(module, x_BTD, fork(state), cuts, reset_BT=reset_BT, pad_BT=pad_BT)
+        y_after, _ = read(module, after, end)
+    assert y.isfinite().all()
+    for row in range(B):
+        reset = [] if reset_BT is None else reset_BT[row].nonzero()[:, 0].tolist()
+        valid = torch.ones(T, dtype=torch.bool) if pad_BT is None else ~pad_BT[row]
+        with torch.no_grad():
+            alone = select(start, [row])
+            for part in pieces(T, reset):
+                if part.start in reset:
+                    alone = empty(module, 1, x_BTD.dtype)
+                keep = torch.arange(part.start, part.stop)[valid[part]]
+                if len(keep):
+                    expected, alone, _ = module(x_BTD[row, keep][None], alone)
+                    close(y[row, keep], expected[0], tolerance)
+            close(y_after[row], module(after[row : row + 1], alone)[0][0], tolerance)
+
+
+@every_mixer
+def test_the_table_entry_fits_together(name):
+    entry = MIXERS[name]
+    assert entry.small.kind == name
+    module = build(name)
+    assert module.config == entry.small
+    state = empty(module, 3)
+    assert type(state) is entry.state and dataclasses.is_dataclass(state)
+    y, after, aux = module(tokens(3, 5), state)
+    assert y.shape == (3, 5, D) and type(after) is entry.state and isinstance(aux, dict)
+    assert all(leaf.shape[0] == 3 for leaf in leaves(after)), "every state tensor has the batch first"
+
+
+# ---------------------------------------------------------------- time
+
+
+@every_mixer
+@every_mode
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_output_sees_a_later_token(name, mode, masked):
+    module, x = build(name), tokens(2, 150)
+    masks = {"reset_BT": torch.zeros(2, 150, dtype=torch.bool), "pad_BT": torch.zeros(2, 150, dtype=torch.bool)}
+    masks = masks if masked else {}
+    with mode():
+        before, _ = read(module, x, empty(module, 2), **masks)
+        for t in (0, 1, 7, 8, 63, 64, 127, 128, 149):
+            changed = x.clone()
+            changed[:, t] += 1
+            y, _ = read(module, changed, empty(module, 2), **masks)
+            close(y[:, :t], before[:, :t], 1e-12)
+            assert (y[:, t] - before[:, t]).abs().max() > 1e-3
+
+
+@every_mixer
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
+def test_steps_equal_the_whole(name, T, dtype, tolerance):
+    module, x = build(name, dtype), tokens(2, T, dtype=dtype)
+    whole, _ = read(module, x, empty(module, 2, dtype))
+    for capacity in (0, T):
+        with torch.inference_mode():
+            steps, _ = read(module, x, empty(module, 2, dtype, capacity), range(T))
+        close(steps, whole.detach(), tolerance)
+
+
+@every_mixer
+@stateless
+@pytest.mark.parametrize("capacity", [0, 40])
+def test_split_anywhere(name, mode, capacity):
+    module, x = build(name), tokens(2, 150)
+    whole, end = read(module, x, empty(module, 2))
+    rest, _ = read(module, tokens(2, 20, seed=7), end)
+    for split in (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 149):
+        with mode():
+            y, end = read(module, x, empty(module, 2, capacity=capacity), [split])
+            close(y, whole.detach(), 1e-9)
+            close(read(module, tokens(2, 20, seed=7), end)[0], rest.detach(), 1e-9)
+
+
+@every_mixer
+@stateless
+@HYPOTHESIS
+@given(st.lists(st.integers(1, 149), max_size=20))
+def test_split_into_many(name, mode, cuts):
+    module, x = build(name), tokens(1, 150)
+    whole, _ = read(module, x, empty(module, 1))
+    with mode():
+        close(read(module, x, empty(module, 1), cuts)[0], whole.detach(), 1e-9)
+
+
+@every_mixer
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=["train", "no_grad"])
+@pytest.mark.parametrize("T", [1, 30])
+@pytest.mark.parametrize("masked", [False, True])
+def test_outside_inference_mode_the_state_handed_in_stays(name, mode, T, masked):
+    module, mask = build(name), torch.zeros(2, T, dtype=torch.bool) if masked else None
+    for state in (empty(module, 2), empty(module, 2, capacity=60), warm(module, 2)):
+        kept = fork(state)
+        with mode():
+            read(module, tokens(2, T), state, reset_BT=mask, pad_BT=mask)
+        assert pytree.tree_structure(state) == pytree.tree_structure(kept)
+        for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(kept), strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+# ---------------------------------------------------------------- rows
+
+
+@every_mixer
+@every_mode
+@pytest.mark.parametrize("cuts", [[], [40, 41, 42]])
+def test_rows_do_not_meet(name, mode, cuts):
+    module, x, state = build(name), tokens(4, 90), warm(build(name), 4)
+    order = [2, 0, 3, 1]
+    with mode():
+        y, _ = read(module, x, fork(state), cuts)
+        close(read(module, x[order], select(state, order), cuts)[0], y[order], 1e-12)
+        for row in range(4):
+            close(read(module, x[row : row + 1], select(state, [row]), cuts)[0], y[row : row + 1], 1e-12)
+        x[1] += 1
+        y_other, _ = read(module, x, fork(state), cuts)
+    close(y_other[[0, 2, 3]], y[[0, 2, 3]], 1e-12)
+    assert (y_other[1] - y[1]).abs().max() > 1e-3
+
+
+@every_mixer
+@stateless
+def test_selected_rows_go_on_by_themselves(name, mode):
+    module, state = build(name), warm(build(name), 3)
+    rows = [1, 1, 0, 2, 1]
+    x = tokens(5, 30)
+    with mode():
+        y, _ = read(module, x, select(state, rows), [1, 2, 3])
+        for i, row in enumerate(rows):
+            close(y[i : i + 1], read(module, x[i : i + 1], select(state, [row]))[0], 1e-9)
+
+
+@every_mixer
+@stateless
+def test_a_fork_goes_its_own_way(name, mode):
+    module, ways = build(name), [tokens(2, 40, seed) for seed in (3, 4)]
+    with mode():
+        expected = [read(module, x, warm(module, 2))[0] for x in ways]
+        state = warm(module, 2)
+        other = fork(state)
+        outputs = [[], []]
+        for t in range(40):
+            y, state, _ = module(ways[0][:, t : t + 1], state)
+            outputs[0].append(y)
+            y, other, _ = module(ways[1][:, t : t + 1], other)
+            outputs[1].append(y)
+    for parts, whole in zip(outputs, expected, strict=True):
+        close(torch.cat(parts, 1), whole, 1e-9)
+
+
+# ---------------------------------------------------------------- padding and packing
+
+
+def padding(T: int) -> Tensor:
+    """Rows without padding; with it left, right, in the middle, scattered, on all but one token, everywhere."""
+    pad = torch.zeros(7, T, dtype=torch.bool)
+    pad[1, : T // 3] = True
+    pad[2, T // 4 :] = True
+    pad[3, T // 5 : -T // 4] = True
+    pad[4] = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.5
+    pad[5, :-1] = True
+    pad[6] = True
+    return pad
+
+
+@every_mixer
+@every_mode
+@pytest.mark.parametrize("start", ["empty", "warm"])
+@pytest.mark.parametrize("cuts", [[], [10, 20, 64, 100], range(150)], ids=["whole", "pieces", "steps"])
+def test_padding_is_as_if_it_were_not_there(name, mode, start, cuts):
+    module, pad = build(name), padding(150)
+    state = empty(module, len(pad)) if start == "empty" else warm(module, len(pad))
+    check(module, tokens(len(pad), 150), state, cuts, mode, pad_BT=pad)
+
+
+@every_mixer
+@stateless
+@pytest.mark.parametrize("cuts", [[], [3, 4], range(12)], ids=["whole", "pieces", "steps"])
+def test_a_call_may_hold_nothing_but_padding(name, mode, cuts):
+    module, x = build(name), tokens(2, 12)
+    for state in (empty(module, 2), empty(module, 2, capacity=30), warm(module, 2)):
+        check(module, x, state, cuts, mode, pad_BT=torch.ones(2, 12, dtype=torch.bool))
+
+
+@every_mixer
+@stateless
+@pytest.mark.parametrize("cuts", [[], range(150)], ids=["whole", "steps"])
+def test_what_stands_in_padding_does_not_matter(name, mode, cuts):
+    module, pad = build(name), padding(150)
+    x = tokens(len(pad), 150)
+    with mode():
+        y, end = read(module, x, empty(module, len(pad)), cuts, pad_BT=pad)
+        after, _ = read(module, tokens(len(pad), 20, seed=7), end)
+        for fill in (0.0, -3.0, 1e30):
+            filled = x.masked_fill(pad[..., None], fill)
+            y_filled, end = read(module, filled, empty(module, len(pad)), cuts, pad_BT=pad)
+            close(y_filled[~pad], y[~pad], 1e-12)
+            assert y_filled.isfinite().all()
+            close(read(module, tokens(len(pad), 20, seed=7), end)[0], after, 1e-12)
+
+
+@every_mixer
+def test_padding_has_no_part_in_gradients(name):
+    module, pad, gradients = build(name), padding(150), []
+    for fill in (0.0, 1e4):
+        x = tokens(len(pad), 150).masked_fill(pad[..., None], fill).requires_grad_()
+        y, _ = read(module, x, warm(module, len(pad)), [70], pad_BT=pad)
+        gradients.append(torch.autograd.grad(y[~pad].square().sum(), [x, *module.parameters()]))
+        assert gradients[-1][0][pad].abs().max() == 0
+        assert gradients[-1][0][~pad].abs().max() > 0
+    for a, b in zip(*gradients, strict=True):
+        close(a, b, 1e-9)
+
+
+def resets(T: int) -> Tensor:
+    """Rows with no reset; in the first column; on the last token; two and more in a row; many; everywhere."""
+    reset = torch.zeros(6, T, dtype=torch.bool)
+    reset[1, 0] = True
+    reset[2, -1] = True
+    reset[3, [5, 6, T // 2, T // 2 + 1, T // 2 + 2]] = True
+    reset[4] = torch.rand(T, generator=torch.Generator().manual_seed(0)) < 0.1
+    reset[5] = True
+    return reset
+
+
+@every_mixer
+@every_mode
+@pytest.mark.parametrize("start", ["empty", "warm"])
+@pytest.mark.parametrize("cuts", [[], [10, 75, 76, 100], range(150)], ids=["whole", "pieces", "steps"])
+def test_packed_documents_equal_each_alone(name, mode, start, cuts):
+    module, reset = build(name), resets(150)
+    state = empty(module, len(reset)) if start == "empty" else warm(module, len(reset))
+    check(module, tokens(len(reset), 150), state, cuts, mode, reset_BT=reset)
+
+
+@every_mixer
+@every_mode
+@pytest.mark.parametrize("cuts", [[], [3, 4, 8, 9, 30], range(50)], ids=["whole", "pieces", "steps"])
+def test_resets_and_padding_together(name, mode, cuts):
+    draw = torch.Generator().manual_seed(5)
+    pad, reset = (torch.rand(8, 50, generator=draw) < p for p in (0.4, 0.1))
+    pad[0, :9], reset[0, 8], reset[0, 9] = True, True, False  # a document that begins with padding
+    pad[1, -1], reset[1, -1] = True, True  # and one that is nothing else
+    module = build(name)
+    check(module, tokens(8, 50), warm(module, 8), cuts, mode, reset_BT=reset, pad_BT=pad)
+
+
+@every_mixer
+@HYPOTHESIS
+@given(st.data())
+def test_any_resets_padding_split_and_start(name, data):
+    B, T = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 40))
+    bits = st.lists(st.integers(0, 3), min_size=B * T, max_size=B * T)
+    pad = torch.tensor(data.draw(bits)).view(B, T) == 0
+    reset = torch.tensor(data.draw(bits)).view(B, T) == 0
+    module = build(name)
+    state = empty(module, B) if data.draw(st.booleans()) else warm(module, B, data.draw(st.integers(1, 20)))
+    cuts = data.draw(st.lists(st.integers(1, 39).filter(lambda cut: cut < T), max_size=8)) if T > 1 else []
+    mode = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode]))
+    check(module, tokens(B, T), state, cuts, mode, reset_BT=reset, pad_BT=pad)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@every_mixer
+@pytest.mark.parametrize("T", [0, 1, 60])
+def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
+    config = ModelConfig("one block", 11, D, (BlockConfig(MIXERS[name].small, None),))
+    model = perspectron.build(config)
+    randomise(model.blocks[0].mixer, 0)
+    ids = torch.randint(11, (2, 100), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        state = model(ids[:, :T]).state if T else model.init_state(2)
+        perspectron.save_state(tmp_path / "state", state, model)
+        loaded = perspectron.load_state(tmp_path / "state", model)
+        assert loaded.nbytes == state.nbytes
+        for part in pieces(100 - T, [1, 2, 20]):
+            here = slice(T + part.start, T + part.stop)
+            outputs = model(ids[:, here], state), model(ids[:, here], loaded)
+            assert torch.equal(outputs[0].logits, outputs[1].logits)
+            state, loaded = (output.state for output in outputs)
+
+
+@every_mixer
+@pytest.mark.parametrize("T", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_stay(name, T, dtype):
+    module = build(name, dtype)
+    start = empty(module, 2, dtype)
+    kept = [leaf.dtype for leaf in leaves(start)]
+    assert all(torch.finfo(d).bits >= torch.finfo(dtype).bits for d in kept if d.is_floating_point)
+    with torch.inference_mode():
+        y, state, _ = module(tokens(2, T, dtype=dtype), start)
+        assert y.dtype == dtype
+        assert [leaf.dtype for leaf in leaves(state)] == kept
+        before = LMState((state,)).fork().layers[0]
+        after = module(tokens(2, 1, seed=4, dtype=dtype), state)[1]
+    for old, new in zip(leaves(before), leaves(after), strict=True):
+        if new.is_floating_point() and old.shape == new.shape and (old != new).double().mean() > 0.5:
+            assert torch.finfo(new.dtype).bits >= 32, "what every token writes whole must not be rounded to 16 bits"
+
+
+@every_mixer
+@pytest.mark.parametrize("T", [1, 70])
+def test_under_autocast_the_state_is_not_rounded(name, T):
+    module = build(name, torch.float32)
+    x = tokens(2, T, dtype=torch.float32)
+    state = warm(module, 2, dtype=torch.float32)
+    exact, _ = read(module, x, state)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, after = read(module, x, state)
+    assert y.dtype == torch.bfloat16
+    assert all(leaf.dtype == torch.float32 for leaf in leaves(after) if leaf.is_floating_point())
+    assert (y - exact).norm() < 0.1 * exact.norm()
+
+
+@every_mixer
+@every_mode
+def test_bytes_are_those_of_the_tensors(name, mode):
+    """`nbytes` is the sum over tensors; no tensor keeps a larger one alive; memory never shrinks below it."""
+    module, sizes = build(name), []
+    with mode():
+        state = empty(module, 2)
+        for T in (30, 1, 1, 30, 30):
+            state = module(tokens(2, T), state)[1]
+            if torch.is_grad_enabled():
+                state = LMState((state,)).detach().layers[0]
+            tensors = [leaf for field in dataclasses.fields(state) for leaf in leaves(getattr(state, field.name))]
+            counted = LMState((state,)).nbytes
+            assert counted == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+            assert sum(storage.nbytes() for storage in storages.values()) == counted
+            sizes.append(counted)
+    assert sizes == sorted(sizes)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients(module: nn.Module, x: Tensor, state, cuts=()) -> dict[str, Tensor]:
+    """Of a fixed weighting of the outputs and of 20 more after them: by input, parameters and initial state."""
+    leaves_in, tree = pytree.tree_flatten(fork(state))
+    for leaf in leaves_in:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaf.requires_grad_()
+    x = x.clone().requires_grad_()
+    y, end = read(module, x, pytree.tree_unflatten(leaves_in, tree), cuts)
+    y = torch.cat([y, read(module, tokens(len(x), 20, seed=7, dtype=x.dtype), end)[0]], 1)
+    loss = (y * tokens(*y.shape[:2], seed=3, dtype=y.dtype)).sum()
+    wanted = {"x": x} | dict(module.named_parameters())
+    wanted |= {f"state[{i}]": leaf for i, leaf in enumerate(leaves_in) if getattr(leaf, "requires_grad", False)}
+    assert len(wanted) > 1 + len(list(module.parameters())), "no state to differentiate"
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+@every_mixer
+@pytest.mark.parametrize("T", LENGTHS)
+def test_float32_follows_float64(name, T):
+    single = build(name, torch.float32)
+    double = copy.deepcopy(single).double()
+    x, state = tokens(2, T, dtype=torch.float32), warm(single, 2, dtype=torch.float32)
+    exact_state = pytree.tree_map_only(
+        Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, state
+    )
+    y, exact = read(single, x, state)[0].detach(), read(double, x.double(), exact_state)[0].detach()
+    assert (y - exact).norm() < 1e-5 * exact.norm()
+    fine = gradients(double, x.double(), exact_state)
+    for key, coarse in gradients(single, x, state).items():
+        assert fine[key].norm() > 0, key
+        assert (coarse - fine[key]).norm() < 1e-4 * fine[key].norm(), key
+
+
+@every_mixer
+@pytest.mark.parametrize("start", ["warm", "full"])
+@pytest.mark.parametrize("cuts", [[1], [70], [149], [1, 2, 3, 64, 65, 130]], ids=str)
+def test_gradients_flow_through_the_state(name, start, cuts):
+    module, x = build(name), tokens(2, 150)
+    state = warm(module, 2, 5 if start == "warm" else 100)
+    whole, split = gradients(module, x, state), gradients(module, x, state, cuts)
+    for key in whole:
+        scale = whole[key].norm()
+        assert scale > 0 and (split[key] - whole[key]).norm() < 1e-9 * scale, key
