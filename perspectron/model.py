@@ -154,8 +154,11 @@ def init(model: LanguageModel, seed: int) -> None:
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
-    """A model on the current default device, initialised from `seed`."""
-    model = LanguageModel(config)
-    if model.embedding.weight.device.type == "cpu":
-        init(model, seed)
-    return model
+    """A model on the current default device, initialised from `seed` (on the meta device: shapes alone)."""
+    device = torch.get_default_device()
+    with torch.device("meta"):  # where torch's own initialisation draws nothing from the global generator
+        model = LanguageModel(config)
+    if device.type == "meta":
+        return model
+    init(model.to_empty(device="cpu"), seed)
+    return model.to(device)

@@ -98,4 +98,6 @@ def get(name: str, **overrides: Any) -> ModelConfig:
     for key, value in overrides.items():
         default = preset.sizes[one_of(key, preset.sizes, f"{name}: key")]
         require(type(value) is type(default), key, value, f"of type {type(default).__name__}")
+        if isinstance(value, list):
+            require(all(type(item) is int for item in value), key, value, "a list of int")
     return preset.design(name, preset.sizes | overrides)

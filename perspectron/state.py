@@ -93,8 +93,8 @@ def save_state(
         "model": model.fingerprint(),
         "numbers": json.dumps(numbers),
         "extra": json.dumps(extra or {}),
-        "digest": _digest(tensors),
     }
+    header["digest"] = _digest(header, tensors)
     with atomic(Path(path)) as temporary:
         save_tensors(temporary, tensors, header)
 
@@ -138,13 +138,14 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise StateError(f"{path}: not a saved state ({error})") from None
     if header.get("format") != FORMAT:
         raise StateError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}")
-    if _digest(tensors) != header["digest"]:
+    digest = header.pop("digest", None)
+    if _digest(header, tensors) != digest:
         raise StateError(f"{path}: damaged, its contents do not match its digest")
     return header, tensors
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

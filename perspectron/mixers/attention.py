@@ -94,7 +94,8 @@ class Attention(nn.Module):
         S = state.k_BHSK.shape[2]
         used = int(at.length_B.max()) if reset else state.used + k.shape[2]
         if fresh and used >= S:
-            return AttentionState(k.to(state.k_BHSK.dtype), v.to(state.v_BHSK.dtype), at.length_B, used)
+            k, v = (new.to(state.k_BHSK.dtype).contiguous() for new in (k, v))  # v is a view of q, k and v
+            return AttentionState(k, v, at.length_B, used)
         ring = (state.k_BHSK, state.v_BHSK)
         if used > S:
             grow = (0, 0, 0, max(used, 2 * S) - S)

@@ -95,5 +95,6 @@ class WindowGQA(nn.Module):
         elif T == 1:
             o = attention.stepped(q, written, at)
         else:
-            o = attention.windowed(q, k, v, ring, state.length_B, at)
+            padded = pad_BT is not None
+            o = attention.windowed(q, k, v, ring, state.length_B, at, padded=padded)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}

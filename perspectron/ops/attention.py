@@ -109,15 +109,32 @@ def cached(
     return attend(q_BHTK, k, v, mask_BTS)
 
 
+def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
+    return x_BHTK.gather(2, order_BT[:, None, :, None].expand_as(x_BHTK))
+
+
 def windowed(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    ring: tuple[Tensor, Tensor],
+    before_B: Tensor,
+    at: Places,
+    *,
+    padded: bool = False,
 ) -> Tensor:
     """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before.
+    `padded`: the chunk may hold padding.
 
     The chunk is cut into blocks of c = min(W, T) queries, each of which sees the c keys of its own block and
     the W keys before it: work and memory are linear in T.
     """
     W, T, B = ring[0].shape[2], q_BHTK.shape[2], q_BHTK.shape[0]
+    if padded:  # tokens first, padding behind them: then W tokens back is W columns back
+        order_BT = (~at.valid_BT).long().argsort(dim=1, stable=True)
+        tokens = at._replace(**{name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]})
+        chunk = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
+        return _columns(windowed(*chunk, ring, before_B, tokens), order_BT.argsort(1))
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T

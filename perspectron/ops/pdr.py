@@ -51,24 +51,27 @@ def scan(
         raise ValueError(f"q, k, v, gamma have shapes {shapes}; want [B,T,R], [B,T,R], [B,T,D], [B,T,D]")
     if state_BDR is not None and state_BDR.shape != (B, D, R):
         raise ValueError(f"state has shape {tuple(state_BDR.shape)}, want {(B, D, R)}")
-    with torch.autocast(q_BTR.device.type, enabled=False):
-        inputs = [q_BTR, k_BTR, v_BTD, gamma_BTD] + ([] if state_BDR is None else [state_BDR])
-        dtype = torch.float32
-        for tensor in inputs:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-        q, k, v, gamma = (x.to(dtype) for x in inputs[:4])
-        state = v.new_zeros(B, D, R) if state_BDR is None else state_BDR.to(dtype)
-        q = q * (R**-0.5 if scale is None else scale)
-        if backend == "reference":
-            return reference(q, k, v, gamma, state)
-        if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
-            return _step_(q, k, v, gamma, state)
-        if T == 0:
-            return v, state
-        if torch.is_inference_mode_enabled():
-            return _forward(q, k, v, gamma, state)
-        o, state, _ = _Scan.apply(q, k, v, gamma, state)
-        return o, state
+    device = q_BTR.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return scan(q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, scale=scale, backend=backend)
+    inputs = [q_BTR, k_BTR, v_BTD, gamma_BTD] + ([] if state_BDR is None else [state_BDR])
+    dtype = torch.float32
+    for tensor in inputs:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    q, k, v, gamma = (x.to(dtype) for x in inputs[:4])
+    state = v.new_zeros(B, D, R) if state_BDR is None else state_BDR.to(dtype)
+    q = q * (R**-0.5 if scale is None else scale)
+    if backend == "reference":
+        return reference(q, k, v, gamma, state)
+    if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
+        return _step_(q, k, v, gamma, state)
+    if T == 0:
+        return v, state
+    if torch.is_inference_mode_enabled():
+        return _forward(q, k, v, gamma, state)
+    o, state, _ = _Scan.apply(q, k, v, gamma, state)
+    return o, state
 
 
 def reference(

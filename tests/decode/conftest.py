@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,11 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session", params=DESIGNS)
 def model(request: pytest.FixtureRequest) -> LanguageModel:
     return make(request.param)
+
+
+@pytest.fixture(scope="session")
+def double(model: LanguageModel) -> LanguageModel:
+    return copy.deepcopy(model).double()
 
 
 @pytest.fixture(scope="session")

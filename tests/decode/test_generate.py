@@ -14,7 +14,7 @@ from perspectron.state import save_state
 from tests.decode.conftest import SIZES, VOCAB, Scripted, make
 
 PROMPTS = ["The cat", " sat on the mat, and then the cat sat; 123 times 😀!", "R"]
-SAMPLED = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, seed=9)
+SAMPLED = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, seed=15)
 GREEDY = SamplingConfig(temperature=0.0)
 
 
@@ -71,7 +71,7 @@ def test_chunks_and_torch_seed_change_nothing(model: LanguageModel, tokenizer: T
         results.append(generate(model, tokenizer, PROMPTS, max_tokens=12, sampling=SAMPLED, chunk=chunk).ids)
         assert torch.equal(before, torch.random.get_rng_state())
     assert results[0] == results[1] == results[2]
-    other = dataclasses.replace(SAMPLED, seed=10)
+    other = dataclasses.replace(SAMPLED, seed=16)
     assert generate(model, tokenizer, PROMPTS, max_tokens=12, sampling=other).ids != results[0]
 
 
@@ -95,32 +95,25 @@ def test_25_and_25_through_disk_are_50(
     assert last[0] == last[1]
 
 
-def test_conversation_holds_everything_drawn_and_finished_rows_wait(
-    model: LanguageModel, tokenizer: Tokenizer
-) -> None:
-    """Rows that stop early, at a stop string, and one that goes on: each then equals its history read alone."""
-    free = generate(model, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED)
+def test_conversation_holds_everything_drawn(double: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Whether a row stopped early and waited or went on: its state is that of its history read at once."""
+    free = generate(double, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED)
     stop = free.texts[0][5:8]
-    result = generate(model, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED, stop=[stop])
+    result = generate(double, tokenizer, PROMPTS, max_tokens=40, sampling=SAMPLED, stop=[stop])
     assert result.finished[0] == "stop" and "length" in result.finished
     assert len(result.ids[0]) < 10 and stop not in result.texts[0]
     assert all(ids == free.ids[row][: len(ids)] for row, ids in enumerate(result.ids))
     talk = result.conversation
     assert talk.drawn == [len(ids) for ids in result.ids]
     assert talk.pending == [ids[-1:] for ids in result.ids]
-    logits = prefill(model, talk.pending, talk.fork().state)[0]
+    logits = prefill(double, talk.pending, talk.state)[0]
     for row, prompt in enumerate(PROMPTS):
-        whole = [0, *tokenizer.encode(prompt), *result.ids[row]]
-        assert talk.recent[row] == whole[1:]
-        torch.testing.assert_close(logits[row], prefill(model, [whole])[0][0], rtol=1e-3, atol=1e-3)
-        state = prefill(model, [whole[:-1]])[1].layers[0]
-        mine = talk.state.select(torch.tensor([row])).layers[0]
-        for field in dataclasses.fields(state):
-            if field.name in ("memory_BDR", "length_B"):
-                torch.testing.assert_close(getattr(mine, field.name), getattr(state, field.name))
+        history = [0, *tokenizer.encode(prompt), *result.ids[row]]
+        assert talk.recent[row] == history[1:]
+        torch.testing.assert_close(logits[row], prefill(double, [history])[0][0], rtol=0, atol=1e-9)
 
 
-def test_a_waiting_row_is_frozen_bit_for_bit(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
+def test_a_waiting_row_is_frozen_bit_for_bit(tokenizer: Tokenizer) -> None:
     model = scripted(said(tokenizer, "ab."), said(tokenizer, "abcdefghij"))
     together = generate(model, tokenizer, ["x", "x"], max_tokens=10, sampling=GREEDY, stop=["."])
     model = scripted(said(tokenizer, "ab."), said(tokenizer, "abc"))

@@ -1,6 +1,5 @@
 """Reading prompts: any lengths, any chunks, constant memory."""
 
-import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,6 @@ from perspectron.state import LMState
 from tests.decode.conftest import VOCAB
 
 EXACT = {"rtol": 0, "atol": 1e-9}
-
-
-@pytest.fixture(scope="module")
-def double(model: LanguageModel) -> LanguageModel:
-    return copy.deepcopy(model).double()
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

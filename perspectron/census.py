@@ -1,0 +1,146 @@
+"""What a model costs: parameters, FLOPs per token and state bytes, counted from the model itself.
+
+The model is built on the meta device, which knows shapes and holds no numbers, so any size answers at once.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from perspectron.config import ModelConfig
+from perspectron.ffn import RoutedSwiGLU
+from perspectron.model import Block, LanguageModel
+
+CONTEXTS = (1024, 8192, 65536, 262144)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one kind: how many modules of that kind, and in all of them together."""
+
+    modules: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Census:
+    """parameters: all. active: those that one token touches. groups: by kind; norms and biases apart from the
+    matrices. flops: of reading one token when the context holds so many, multiply and add counted as two.
+    state_bytes: of one conversation that long, summed over its tensors in float32."""
+
+    parameters: int
+    active_parameters: int
+    groups: dict[str, Group]
+    flops_per_token: dict[int, int]
+    state_bytes: dict[int, int]
+
+
+def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
+    """Count the model of `config` at these context lengths."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    idle = sum(module.idle_parameters() for module in model.modules() if isinstance(module, RoutedSwiGLU))
+    states = {context: model.init_state(1, capacity=context) for context in contexts}
+    return Census(
+        parameters,
+        parameters - idle,
+        _groups(model),
+        {context: _step_flops(model, context) for context in contexts},
+        {context: state.nbytes for context, state in states.items()},
+    )
+
+
+def _groups(model: LanguageModel) -> dict[str, Group]:
+    modules, sizes = Counter[str](), Counter[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, Block):
+            modules[module.config.mixer.kind] += 1
+            if isinstance(getattr(module, "ffn", None), RoutedSwiGLU):
+                modules["router"] += 1
+            if module.config.ffn is not None:
+                modules["experts" if module.config.ffn.kind == "routed" else module.config.ffn.kind] += 1
+        elif name == "embedding":
+            modules["embedding"] += 1
+        elif isinstance(module, torch.nn.RMSNorm):
+            modules["norms and biases"] += 1
+    blocks = list(model.blocks)
+    for name, parameter in model.named_parameters():
+        sizes[_group_of(name, parameter.ndim, blocks)] += parameter.numel()
+    return {kind: Group(max(modules[kind], 1), size) for kind, size in sizes.items()}
+
+
+def _group_of(name: str, ndim: int, blocks: list[Any]) -> str:
+    if ndim < 2:
+        return "norms and biases"
+    if not name.startswith("blocks."):
+        return "embedding"
+    _, index, room, *rest = name.split(".")
+    block = blocks[int(index)]
+    if room == "mixer":
+        return str(block.config.mixer.kind)
+    if block.config.ffn.kind == "routed":
+        return "router" if rest[0] == "route_proj" else "experts"
+    return str(block.config.ffn.kind)
+
+
+def _step_flops(model: LanguageModel, context: int) -> int:
+    """Each distinct block runs once; alike blocks cost alike."""
+    x_11D = torch.zeros(1, 1, model.config.d_model, device="meta")
+    alike, total = Counter(model.config.blocks), 0
+    state = model.init_state(1, capacity=context)
+    with torch.inference_mode():
+        for config, count in alike.items():
+            first = model.config.blocks.index(config)
+            with FlopCounter() as counter:
+                model.blocks[first](x_11D, state.layers[first], None, None)
+            total += count * counter.total
+        with FlopCounter() as counter:
+            model.head(model.norm(x_11D))
+    return total + counter.total
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts what runs under it: 2·m·n·k for a matrix product, one per element (two for a fused multiply and
+    add) for arithmetic on floating tensors. What only moves data counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with self:  # a composite operation counts as what it is made of
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in _PRODUCTS:
+            self.total += _PRODUCTS[name](args)
+        elif isinstance(out, torch.Tensor) and out.is_floating_point() and torch.Tag.pointwise in func.tags:
+            self.total += out.numel() * (2 if name.startswith("addc") else 1)
+        return out
+
+
+def _attention(args: tuple[Any, ...]) -> int:
+    q, k, v = (tuple(x.shape) for x in args[:3])
+    return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+_PRODUCTS: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    "mm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
+    "bmm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
+    "addmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
+    "baddbmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+}

@@ -1,0 +1,497 @@
+"""The language model: one answer for any way of reading, initialisation, census, routed experts.
+
+Shapes: B batch, T time, D model width, N tokens, E experts, A axes.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import perspectron
+from perspectron import presets
+from perspectron.config import BlockConfig, FFNConfig, ModelConfig
+from perspectron.errors import ConfigError
+from perspectron.ffn import RoutedConfig, RoutedSwiGLU, SwiGLUConfig
+from perspectron.mixers import MIXERS
+from perspectron.mixers.pdr import PDR, PDRConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model import LanguageModel
+from perspectron.ops import pdr
+from perspectron.routing import distance2, lattice
+
+V, D = 64, 32
+GQA = WindowGQAConfig(heads=4, kv_heads=2, window=32)
+
+
+def config(*mixers, ffn: FFNConfig | None = SwiGLUConfig(48)) -> ModelConfig:  # noqa: B008
+    return ModelConfig("test", V, D, tuple(BlockConfig(mixer, ffn) for mixer in mixers))
+
+
+@torch.no_grad()
+def widened(model: LanguageModel, seed: int = 0) -> LanguageModel:
+    """Logits of a few units, and gates exactly 0, exactly 1 and all between."""
+    draw = torch.Generator().manual_seed(seed)
+    model.embedding.weight.normal_(0, 0.25, generator=draw)
+    for module in model.modules():
+        if isinstance(module, PDR):
+            bias = torch.cat(
+                [torch.full((4,), -2000.0), torch.full((4,), 2000.0), torch.linspace(-9, 9, D - 8)]
+            )
+            module.p_proj.bias.copy_(bias[torch.randperm(D, generator=draw)])
+    return model
+
+
+def ids(B: int, T: int, seed: int = 0) -> Tensor:
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def read(model: LanguageModel, ids_BT: Tensor, pieces, state=None, reset_BT=None, pad_BT=None) -> Tensor:
+    outputs = []
+    start = 0
+    for stop in [*pieces, ids_BT.shape[1]]:
+        reset, pad = (None if mask is None else mask[:, start:stop] for mask in (reset_BT, pad_BT))
+        output = model(ids_BT[:, start:stop], state, reset_BT=reset, pad_BT=pad)
+        state, start = output.state, stop
+        outputs.append(output.logits)
+    return torch.cat(outputs, 1)
+
+
+# ---------------------------------------------------------------- one answer for any way of reading
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
+def test_prefill_any_split_and_steps_agree_over_1000_tokens(dtype, tolerance):
+    model = widened(perspectron.build(config(PDRConfig(8), GQA, PDRConfig(8)))).to(dtype)
+    gates = []
+    for module in model.modules():
+        if isinstance(module, PDR):
+            module.p_proj.register_forward_hook(
+                lambda module, args, p: gates.append(torch.sigmoid(p.detach()))
+            )
+    text = ids(1, 1000)
+    whole = model(text).logits.detach()
+    for gate in gates:
+        assert gate.min() == 0 and gate.max() == 1 and (gate == 0).sum() < gate.numel() / 4
+        assert ((gate > 0.4) & (gate < 0.6)).any()
+    assert len(gates) == 2 and whole.std() > 1
+    with torch.inference_mode():
+        for pieces in (
+            [1],
+            [500],
+            [31, 32, 33, 64, 128, 129, 513, 999],
+            range(100, 1000, 100),
+            range(1, 1000),
+        ):
+            assert (read(model, text, pieces) - whole).abs().max() < tolerance
+    with torch.no_grad():
+        assert (read(model, text, [1, 2, 3, 700, 701]) - whole).abs().max() < tolerance
+
+
+def test_packed_and_padded_documents_equal_each_alone():
+    model = widened(perspectron.build(config(PDRConfig(8), GQA))).double()
+    documents = [ids(1, T, seed=T) for T in (70, 1, 40, 90)]
+    row = torch.cat([documents[0], ids(1, 13), *documents[1:]], 1)
+    reset, pad = (torch.zeros_like(row, dtype=torch.bool) for _ in range(2))
+    pad[:, 70:83] = True
+    reset[:, [0, 83, 84, 124]] = True
+    alone = torch.cat([model(document).logits for document in documents], 1)
+    for pieces in ([], [75, 83, 84, 130]):
+        logits = read(model, row, pieces, reset_BT=reset, pad_BT=pad)
+        torch.testing.assert_close(logits[~pad], alone[0], rtol=1e-9, atol=1e-9)
+
+
+def test_no_tokens_are_an_error():
+    model = perspectron.build(config(PDRConfig(8)))
+    for bad in (ids(2, 0), ids(1, 5)[0]):
+        with pytest.raises(ValueError, match=r"ids have shape \(.*\), want \[B, T\] with T ≥ 1"):
+            model(bad)
+
+
+# ---------------------------------------------------------------- loss and gradients
+
+
+def test_loss_is_the_mean_over_targets_that_count():
+    model = widened(perspectron.build(config(PDRConfig(8)))).double()
+    text, targets = ids(2, 30), ids(2, 30, seed=1)
+    targets[0, 5:] = -100
+    output = model(text, targets=targets)
+    counted = [(b, t) for b in range(2) for t in range(30) if targets[b, t] != -100]
+    expected = sum(-output.logits[b, t].log_softmax(-1)[targets[b, t]] for b, t in counted) / len(counted)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=1e-12)
+    assert model(text).loss is None
+
+
+def test_without_any_target_the_loss_is_0():
+    model = perspectron.build(config(PDRConfig(8), GQA))
+    loss = model(ids(2, 9), targets=torch.full((2, 9), -100)).loss
+    assert loss == 0
+    loss.backward()
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_recomputing_gives_the_same_gradients():
+    model = widened(perspectron.build(config(PDRConfig(8), GQA, ffn=RoutedConfig(16, (2, 2)))))
+    calls = []
+    model.blocks[0].mixer.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradients(recompute: bool) -> list[Tensor]:
+        model.recompute = recompute
+        with torch.no_grad():
+            state = model(ids(2, 40, seed=2)).state
+        loss = model(ids(2, 70), state, targets=ids(2, 70, seed=1)).loss
+        routed = ("route_proj.weight", "route_proj.bias")
+        return list(
+            torch.autograd.grad(loss, [p for n, p in model.named_parameters() if not n.endswith(routed)])
+        )
+
+    plain = gradients(False)
+    assert len(calls) == 2
+    for a, b in zip(plain, gradients(True), strict=True):
+        assert a.abs().max() > 0 and torch.equal(a, b)
+    assert len(calls) == 5, "the forward pass ran again"
+
+
+# ---------------------------------------------------------------- initialisation
+
+
+def everything() -> ModelConfig:
+    """Every mixer, in width 16, with each kind of feed-forward network."""
+    ffns = (None, SwiGLUConfig(24), RoutedConfig(8, (2, 2)))
+    mixers = [*(entry.small for entry in MIXERS.values()), PDRConfig(4, out_norm=True)]
+    return ModelConfig("all", V, 16, tuple(BlockConfig(mixer, ffns[i % 3]) for i, mixer in enumerate(mixers)))
+
+
+def test_a_seed_gives_the_same_model_and_another_seed_another():
+    weights = [perspectron.build(everything(), seed).state_dict() for seed in (3, 3, 4)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    drawn = [name for name in weights[0] if not torch.equal(weights[0][name], weights[2][name])]
+    matrices = [name for name, weight in weights[0].items() if weight.ndim > 1]
+    assert set(matrices) <= set(drawn)
+    assert all(weight.isfinite().all() for weight in weights[0].values())
+    prints = [perspectron.build(everything(), seed).fingerprint() for seed in (3, 3, 4)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_building_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = perspectron.build(everything(), 5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert perspectron.build(everything(), 5).fingerprint() == first.fingerprint()
+
+
+def test_building_on_the_meta_device_takes_no_memory():
+    with torch.device("meta"):
+        model = perspectron.build("perspective-1t")
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_model_from_the_meta_device_is_whole_once_its_weights_are_loaded():
+    real = perspectron.build(everything(), 1)
+    with torch.device("meta"):
+        model = perspectron.build(everything())
+    model.to_empty(device="cpu").load_state_dict(real.state_dict())
+    text = ids(2, 40)
+    a, b = real(text, targets=text), model(text, targets=text)
+    assert a.logits.isfinite().all() and torch.equal(a.logits, b.logits) and torch.equal(a.loss, b.loss)
+    assert model.fingerprint() == real.fingerprint()
+
+
+def test_initial_weights_are_as_documented():
+    model = perspectron.build(presets.get("perspective-tiny", renorm_every=7), 0)
+    block = model.blocks[0]
+    assert block.mixer.p_proj.bias.sigmoid().sub(0.95).abs().max() < 1e-4
+    noise = block.mixer.p_proj.weight - torch.eye(192)
+    spread = {
+        "embedding": (model.embedding.weight, 0.02),
+        "identity": (noise, 0.01 * 192**-0.5),
+        "q_proj": (block.mixer.q_proj.weight, 192**-0.5),
+        "o_proj": (block.mixer.o_proj.weight, 192**-0.5 * 8**-0.5),
+        "down_proj": (block.ffn.down_proj.weight, 704**-0.5 * 8**-0.5),
+    }
+    for name, (weight, expected) in spread.items():
+        assert weight.std().item() == pytest.approx(expected, rel=0.03), name
+    loss = model(torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))[:, :-1],
+                 targets=torch.randint(2048, (2, 63), generator=torch.Generator().manual_seed(1))).loss  # fmt: skip
+    assert abs(loss.item() - torch.tensor(2048.0).log().item()) < 0.1
+
+
+def test_a_bfloat16_model_keeps_its_memory_in_float32():
+    model = perspectron.build(config(PDRConfig(8), GQA)).bfloat16()
+    with torch.inference_mode():
+        output = model(ids(2, 20))
+        output = model(ids(2, 1), output.state)
+    assert output.logits.dtype == torch.bfloat16
+    assert output.state.layers[0].memory_BDR.dtype == torch.float32
+    assert output.state.layers[1].k_BGWK.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- census
+
+
+@functools.cache
+def on_meta(name: str) -> LanguageModel:
+    with torch.device("meta"):
+        return perspectron.build(name)
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_census_of_the_trillion_parameter_model():
+    """decisions.md §2."""
+    model = on_meta("perspective-1t")
+    mixers = [block.mixer for block in model.blocks]
+    fast = [mixer for mixer in mixers if isinstance(mixer, PDR)]
+    assert [i for i, mixer in enumerate(mixers) if not isinstance(mixer, PDR)] == list(range(3, 80, 4))
+    assert {sum(p.numel() for p in mixer.parameters() if p.ndim == 2) for mixer in fast} == {52_428_800}
+    routed = [module for module in model.modules() if isinstance(module, RoutedSwiGLU)]
+    experts = sum(m.gate_EFD.numel() + m.up_EFD.numel() + m.down_EDF.numel() for m in routed)
+    total, idle = size(model), sum(module.idle_parameters() for module in routed)
+    assert len(fast) == len(routed) == 60
+    assert round(experts / 1e9, 2) == 1038.85
+    assert round(total / 1e9, 2) == 1045.67
+    assert round((total - experts) / 1e9, 4) == 6.8258
+    assert round((total - idle) / 1e9, 3) == 14.942
+    assert round(model.embedding.weight.numel() / 1e6, 1) == 134.2
+
+
+def test_what_all_experts_share_is_a_model_of_its_own():
+    whole, shared = on_meta("perspective-1t"), on_meta("perspective-1t-dense")
+    shapes, own = ({name: p.shape for name, p in model.named_parameters()} for model in (whole, shared))
+    assert own.items() <= shapes.items()
+    rest = {name.split(".", 2)[2] for name in shapes.keys() - own.keys()}
+    assert rest == {"ffn_norm.weight", "ffn.route_proj.weight", "ffn.route_proj.bias",
+                    "ffn.gate_EFD", "ffn.up_EFD", "ffn.down_EDF"}  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", ["tiny", "20m", "125m"])
+def test_twins_are_equal_in_width_depth_and_within_2_percent_in_size(scale):
+    a, b = (on_meta(f"{design}-{scale}") for design in ("perspective", "transformer"))
+    assert abs(size(b) / size(a) - 1) < 0.02
+    for key in ("d_model", "vocab_size"):
+        assert getattr(a.config, key) == getattr(b.config, key)
+    assert len(a.config.blocks) == len(b.config.blocks)
+    assert {block.mixer.kind for block in b.config.blocks} == {"attention"}
+
+
+def test_a_twin_follows_overridden_sizes():
+    changed = {"layers": 6, "rank": 64, "hidden": 400}
+    a, b = (presets.get(f"{design}-tiny", **changed) for design in ("perspective", "transformer"))
+    with torch.device("meta"):
+        assert abs(size(LanguageModel(b)) / size(LanguageModel(a)) - 1) < 0.02
+    assert len(b.blocks) == 6
+
+
+@pytest.mark.parametrize("name", ["perspective-tiny", "transformer-tiny"])
+def test_heads_must_divide_the_width(name):
+    with (
+        torch.device("meta"),
+        pytest.raises(ConfigError, match=r"heads = 10, must be a divisor of d_model / 2 = 96"),
+    ):
+        LanguageModel(presets.get(name, heads=10))
+
+
+# ---------------------------------------------------------------- routed experts
+
+
+def routed(torus: tuple[int, ...], dtype: torch.dtype = torch.float64) -> RoutedSwiGLU:
+    module = RoutedSwiGLU(D, RoutedConfig(12, torus))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        module.route_proj.weight.normal_(0, 0.3, generator=draw)
+        module.init_weights(draw)
+    return module.to(dtype)
+
+
+def nearest(z_A: list[float], torus: tuple[int, ...]) -> int:
+    """The nearest cell, from coordinates counted by hand."""
+    best = []
+    for e in range(torch.tensor(torus).prod().item()):
+        rest, d2 = e, 0.0
+        for n, z in zip(torus, z_A, strict=True):
+            apart = abs(z - (rest % n + 0.5) / n) % 1
+            d2 += min(apart, 1 - apart) ** 2
+            rest //= n
+        best.append((d2, e))
+    return min(best)[1]
+
+
+@pytest.mark.parametrize("torus", [(8, 4, 4), (3,), (2, 5), (1,)])
+def test_experts_equal_a_loop_over_tokens(torus):
+    module = routed(torus)
+    x = torch.randn(3, 40, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, aux = module(x)
+    reached = set()
+    for b in range(3):
+        for t in range(40):
+            e = nearest(module.route_proj(x[b, t]).tolist(), torus)
+            gate, up = module.gate_EFD[e] @ x[b, t], module.up_EFD[e] @ x[b, t]
+            expected = module.down_EDF[e] @ (F.silu(gate) * up)
+            torch.testing.assert_close(y[b, t], expected, rtol=1e-12, atol=1e-12)
+            reached.add(e)
+    assert aux == {} and len(reached) > 0.4 * module.gate_EFD.shape[0]
+    torch.testing.assert_close(module(x[:1, :1])[0], y[:1, :1], rtol=1e-12, atol=1e-12)
+
+
+def test_an_expert_nobody_reaches_gets_no_gradient():
+    module = routed((4, 2))
+    x = torch.randn(1, 3, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    reached = {nearest(z.tolist(), (4, 2)) for z in module.route_proj(x[0])}
+    module(x)[0].square().sum().backward()
+    for weight in (module.gate_EFD, module.up_EFD, module.down_EDF):
+        for e in range(8):
+            assert (weight.grad[e].abs().max() > 0) == (e in reached)
+    assert module.route_proj.weight.grad is None
+
+
+def test_idle_parameters_are_those_a_token_does_not_touch():
+    module = routed((4, 2))
+    module(torch.ones(1, 1, D, dtype=torch.float64))[0].sum().backward()
+    touched = sum(int((w.grad != 0).sum()) for w in (module.gate_EFD, module.up_EFD, module.down_EDF))
+    router = module.route_proj.weight.numel() + module.route_proj.bias.numel()
+    assert size(module) - module.idle_parameters() == touched + router
+
+
+@pytest.mark.parametrize("pieces", [[1], [13, 14, 90], range(1, 120)], ids=["1", "some", "steps"])
+def test_prefill_equals_steps_with_experts(pieces):
+    model = widened(perspectron.build(config(PDRConfig(8), GQA, ffn=RoutedConfig(16, (3, 2))))).double()
+    whole = model(ids(2, 120)).logits.detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(read(model, ids(2, 120), pieces), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_lattice_counts_x_fastest():
+    centre_EA = lattice((8, 4, 4))
+    assert centre_EA.shape == (128, 3)
+    for x, y, z in [(0, 0, 0), (7, 0, 0), (0, 1, 0), (3, 2, 1), (7, 3, 3)]:
+        expected = [(x + 0.5) / 8, (y + 0.5) / 4, (z + 0.5) / 4]
+        assert centre_EA[x + 8 * y + 32 * z].tolist() == expected
+
+
+def test_distances_wrap_around():
+    query = torch.tensor([[0.95, 0.5]], dtype=torch.float64)
+    centre = torch.tensor([[0.05, 0.5], [0.05, 0.4], [0.45, 0.0]], dtype=torch.float64)
+    expected = torch.tensor([[0.01, 0.02, 0.5]], dtype=torch.float64)
+    for turn in ([0, 0], [1, 0], [-3, 2], [0, -1]):
+        moved = query + torch.tensor(turn)
+        torch.testing.assert_close(distance2(moved, centre), expected, rtol=1e-9, atol=1e-9)
+    cells = lattice((8,)).double()
+    for z, cell in ((0.99, 7), (1.03, 0), (-0.01, 7), (0.13, 1), (-7.99, 0)):
+        assert distance2(torch.tensor([[z]], dtype=torch.float64), cells).argmin() == cell
+
+
+# ---------------------------------------------------------------- options of PDR
+
+
+def mixer(seed: int = 0, size: float = 3.0, **options) -> PDR:
+    module = PDR(D, 1e-6, PDRConfig(4, **options)).double()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+        module.v_proj.weight.mul_(size)
+        module.p_proj.bias.add_(4)
+    return module
+
+
+def start(module: PDR, B: int):
+    return module.init_state(B, torch.device("cpu"), torch.float64)
+
+
+def renormed_loop(module: PDR, x_TD: Tensor, every: int) -> tuple[Tensor, Tensor, int]:
+    """One document by the plain recurrence: its outputs, its last state, how often it was shrunk."""
+    S, shrunk, outputs = torch.zeros(D, 4, dtype=torch.float64), 0, []
+    for t, x in enumerate(x_TD):
+        gamma = torch.sigmoid(module.p_proj(x))
+        S = gamma[:, None] * S + module.v_proj(x)[:, None] * module.k_proj(x)[None]
+        outputs.append(module.o_proj(4**-0.5 * S @ module.q_proj(x)))
+        if (t + 1) % every == 0 and S.norm() > (D * 4) ** 0.5:
+            S, shrunk = S * (D * 4) ** 0.5 / S.norm(), shrunk + 1
+    return torch.stack(outputs), S, shrunk
+
+
+@pytest.mark.parametrize(
+    "pieces", [[], [6], [7, 8, 14, 50], range(1, 60)], ids=["whole", "6", "some", "steps"]
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_renormalisation_is_the_same_for_any_split_padding_and_packing(pieces, mode):
+    module, x = (
+        mixer(renorm_every=7),
+        torch.randn(4, 60, D, generator=torch.Generator().manual_seed(1)).double(),
+    )
+    reset, pad = torch.zeros(4, 60, dtype=torch.bool), torch.zeros(4, 60, dtype=torch.bool)
+    pad[1, :20] = pad[2, 5:8] = pad[2, 30:] = True
+    reset[2, 12] = reset[3, [0, 9, 10, 59]] = True
+    masks = (reset, pad)
+    with mode():
+        outputs, state, begin = [], start(module, 4), 0
+        for stop in [*pieces, 60]:
+            reset_BT, pad_BT = (mask[:, begin:stop] for mask in masks)
+            y, state, _ = module(x[:, begin:stop], state, reset_BT=reset_BT, pad_BT=pad_BT)
+            outputs.append(y)
+            begin = stop
+    y = torch.cat(outputs, 1)
+    for row in range(4):
+        edges = [0, *reset[row].nonzero()[:, 0].tolist(), 60]
+        for a, b in itertools.pairwise(edges):
+            keep = torch.arange(a, b)[~pad[row, a:b]]
+            if len(keep):
+                expected, last, shrunk = renormed_loop(module, x[row, keep], 7)
+                assert shrunk == len(keep) // 7, "the test's state must be a large one"
+                torch.testing.assert_close(y[row, keep], expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(state.memory_BDR[row], last, rtol=1e-9, atol=1e-9)
+
+
+def test_renormalisation_leaves_a_small_state_alone():
+    x = torch.randn(2, 60, D, generator=torch.Generator().manual_seed(1)).double()
+    small, off = mixer(size=0.01, renorm_every=7), mixer(size=0.01)
+    (a, state, _), (b, expected, _) = (module(x, start(module, 2)) for module in (small, off))
+    assert 0 < expected.memory_BDR.norm(dim=(1, 2)).max() < (D * 4) ** 0.5
+    torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(state.memory_BDR, expected.memory_BDR, rtol=1e-13, atol=1e-15)
+    zero, empty = torch.zeros_like(x), start(small, 2)
+    y, state, _ = small(zero, empty)
+    assert (y == 0).all() and (state.memory_BDR == 0).all()
+
+
+def test_renormalised_gradients_are_those_of_the_loop():
+    module = mixer(renorm_every=7)
+    x = torch.randn(1, 30, D, generator=torch.Generator().manual_seed(1)).double()
+    fast = torch.autograd.grad(module(x, start(module, 1))[0].square().sum(), list(module.parameters()))
+    slow = torch.autograd.grad(renormed_loop(module, x[0], 7)[0].square().sum(), list(module.parameters()))
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_the_readout_can_be_normed():
+    plain, normed = mixer(), mixer(out_norm=True)
+    normed.load_state_dict(plain.state_dict() | {"norm.weight": torch.linspace(0.5, 2, D).double()})
+    x = torch.randn(2, 30, D, generator=torch.Generator().manual_seed(1)).double()
+    q, k, v = plain.q_proj(x), plain.k_proj(x), plain.v_proj(x)
+    o, _ = pdr.scan(q, k, v, torch.sigmoid(plain.p_proj(x)), backend="reference")
+    expected = o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * torch.linspace(0.5, 2, D).double()
+    y, _, _ = normed(x, start(normed, 2))
+    torch.testing.assert_close(y, plain.o_proj(expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(plain(x, start(plain, 2))[0], plain.o_proj(o), rtol=1e-12, atol=1e-12)
+    with torch.inference_mode():
+        step_state = start(normed, 2)
+        for t in range(30):
+            step, step_state, _ = normed(x[:, t : t + 1], step_state)
+            torch.testing.assert_close(step[:, 0], y[:, t].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_the_readout_scale_can_be_set():
+    x = torch.randn(2, 30, D, generator=torch.Generator().manual_seed(1)).double()
+    one, three = (mixer(scale=scale) for scale in (1.0, 3.0))
+    torch.testing.assert_close(3 * one(x, start(one, 2))[0], three(x, start(three, 2))[0])
+    assert dataclasses.replace(one.config, scale=None) == mixer().config
+    torch.testing.assert_close(one(x, start(one, 2))[0], 2 * mixer()(x, start(one, 2))[0])

@@ -1,0 +1,286 @@
+"""A saved state comes back whole or not at all."""
+
+import builtins
+import contextlib
+import errno
+import json
+import os
+import pickle
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import perspectron
+from perspectron.config import BlockConfig, ModelConfig
+from perspectron.errors import StateError, StorageError
+from perspectron.ffn import SwiGLUConfig
+from perspectron.mixers import MIXERS
+
+CONFIG = ModelConfig(
+    "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in MIXERS.values())
+)
+EXTRA = {"prompt": "Ein Schluß → 終\n", "tokens": [3, 1, 4], "seed": 12345, "temperature": 0.7, "stop": None}
+
+
+@pytest.fixture(scope="module")
+def model() -> perspectron.LanguageModel:
+    return perspectron.build(CONFIG)
+
+
+def ids(T: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(11, (2, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def state(model) -> perspectron.LMState:
+    with torch.inference_mode():
+        return model(ids(20)).state
+
+
+@pytest.fixture
+def path(model, state, tmp_path) -> Path:
+    perspectron.save_state(tmp_path / "chat.state", state, model, extra=EXTRA)
+    return tmp_path / "chat.state"
+
+
+def continued(model, state) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids(9, seed=1), state.fork()).logits
+
+
+def refused(path: Path, model) -> None:
+    """Neither the state nor what was saved with it loads, and the error is one line that names the file."""
+    for call in (lambda: perspectron.load_state(path, model), lambda: perspectron.load_extra(path)):
+        with pytest.raises(StateError) as caught:
+            call()
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_round_trip(model, state, path):
+    loaded = perspectron.load_state(path, model)
+    assert torch.equal(continued(model, loaded), continued(model, state))
+    assert perspectron.load_extra(path) == EXTRA
+    assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in state.layers]
+    assert loaded.nbytes == state.nbytes
+    assert os.listdir(path.parent) == ["chat.state"]
+
+
+def test_extra_is_empty_unless_given(model, state, tmp_path):
+    perspectron.save_state(tmp_path / "a", state, model)
+    assert perspectron.load_extra(tmp_path / "a") == {}
+
+
+def test_saving_replaces_and_makes_folders(model, state, path):
+    later = path.parent / "new" / "folder" / "chat.state"
+    for target in (path, later):
+        with torch.inference_mode():
+            other = model(ids(3)).state
+        perspectron.save_state(target, other, model, extra={"turn": 2})
+        assert torch.equal(continued(model, perspectron.load_state(target, model)), continued(model, other))
+        assert perspectron.load_extra(target) == {"turn": 2}
+
+
+def test_saving_with_gradients_and_detaching(model, tmp_path):
+    state = model(ids(20)).state
+    assert any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(state) if torch.is_tensor(leaf))
+    perspectron.save_state(tmp_path / "a", state, model)
+    loaded = perspectron.load_state(tmp_path / "a", model)
+    for kept in (loaded, state.detach()):
+        assert not any(
+            leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(kept) if torch.is_tensor(leaf)
+        )
+        assert torch.equal(continued(model, kept), continued(model, state))
+
+
+# ---------------------------------------------------------------- another model
+
+
+def test_a_state_of_other_weights_is_refused(model, path):
+    with pytest.raises(StateError, match=r"state of model [0-9a-f]{12}, this model is [0-9a-f]{12}"):
+        perspectron.load_state(path, perspectron.build(CONFIG, seed=1))
+    touched = perspectron.build(CONFIG)
+    perspectron.load_state(path, touched)
+    with torch.no_grad():
+        touched.blocks[0].mixer_norm.weight[3] += 1e-6
+    with pytest.raises(StateError, match="this model is"):
+        perspectron.load_state(path, touched)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ModelConfig("every mixer", 11, 16, CONFIG.blocks, norm_eps=1e-5),
+        ModelConfig("every mixer", 11, 16, CONFIG.blocks[:-1]),
+        ModelConfig("every mixer", 12, 16, CONFIG.blocks),
+    ],
+    ids=["norm_eps", "blocks", "vocab_size"],
+)
+def test_a_state_of_another_config_is_refused(path, other):
+    with pytest.raises(StateError, match="this model is"):
+        perspectron.load_state(path, perspectron.build(other))
+
+
+def test_a_state_of_another_precision_is_refused(path):
+    with pytest.raises(StateError, match="this model is"):
+        perspectron.load_state(path, perspectron.build(CONFIG).double())
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_truncated_file_is_refused(model, path):
+    whole = path.read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, model)
+    path.write_bytes(whole + b"\0")
+    refused(path, model)
+
+
+def test_one_flipped_bit_anywhere_is_refused(model, path):
+    """Every byte of the header, and 40 of the tensors."""
+    whole, draw = path.read_bytes(), random.Random(0)
+    tensors = 8 + int.from_bytes(whole[:8], "little")
+    for position in [*range(tensors), *draw.sample(range(tensors, len(whole)), 40)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        refused(path, model)
+    path.write_bytes(whole)
+    perspectron.load_state(path, model)
+
+
+def test_one_other_byte_anywhere_never_loads_other_values(model, state, path):
+    """Any byte for any other: refused, or (blanks that pad the header) the same state."""
+    whole, draw, expected = path.read_bytes(), random.Random(1), continued(model, state)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            loaded, extra = perspectron.load_state(path, model), perspectron.load_extra(path)
+        except StateError:
+            continue
+        assert torch.equal(continued(model, loaded), expected) and extra == EXTRA
+
+
+def test_a_missing_file_and_a_folder_are_refused(model, tmp_path):
+    refused(tmp_path / "nothing", model)
+    refused(tmp_path, model)
+
+
+def test_other_files_are_refused(model, tmp_path):
+    tensors = {"0.memory_BDR": torch.zeros(1, 16, 4)}
+    good = {"format": "perspectron-state-1", "model": model.fingerprint(), "numbers": "{}", "extra": "{}"}
+    headers = [
+        None,
+        {},
+        {"format": "pt"},
+        {"format": "perspectron-state-0"},
+        {"format": "perspectron-state-1"},
+        good,
+        good | {"digest": "0" * 64},
+        good | {"numbers": "{garbage", "digest": "garbage"},
+        good | {"extra": "\x00\xff", "digest": ""},
+    ]
+    for i, header in enumerate(headers):
+        save_file(tensors, tmp_path / str(i), header)
+        refused(tmp_path / str(i), model)
+    for i, content in enumerate([b"", b"{}", b"\xff" * 100, json.dumps(good).encode(), os.urandom(1000)]):
+        (tmp_path / f"other{i}").write_bytes(content)
+        refused(tmp_path / f"other{i}", model)
+
+
+class Bomb:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return open, (str(self.target), "w")
+
+
+def test_nothing_is_unpickled(model, path, tmp_path, monkeypatch):
+    mark = tmp_path / "exploded"
+    (tmp_path / "pickle").write_bytes(pickle.dumps(Bomb(mark)))
+    torch.save(Bomb(mark), tmp_path / "torch")
+    pickle.loads((tmp_path / "pickle").read_bytes()).close()
+    assert mark.exists(), "the bomb works"
+    mark.unlink()
+    for name in ("pickle", "torch"):
+        refused(tmp_path / name, model)
+    assert not mark.exists()
+    for target in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+        monkeypatch.setattr(target, lambda *_, **__: pytest.fail("unpickled"))
+    for name in ("eval", "exec"):
+        monkeypatch.setattr(builtins, name, lambda *_: pytest.fail("executed"))
+    perspectron.load_state(path, model)
+    perspectron.load_extra(path)
+
+
+# ---------------------------------------------------------------- a save that fails
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextlib.contextmanager
+def quota(size: int):
+    """Files of this process cannot grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def still_there(model, state, path: Path, before: bytes) -> None:
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name], "no temporary file is left"
+    assert torch.equal(continued(model, perspectron.load_state(path, model)), continued(model, state))
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_the_old_file(model, state, path):
+    before = path.read_bytes()
+    with torch.inference_mode():
+        other = model(ids(30)).state
+    with pytest.raises(StorageError, match=r"chat\.state: not written"), quota(4096):
+        perspectron.save_state(path, other, model)
+    still_there(model, state, path, before)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fills_up_at_the_end_leaves_the_old_file(model, state, path, monkeypatch, call):
+    before = path.read_bytes()
+    with torch.inference_mode():
+        other = model(ids(30)).state
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(StorageError, match=r"chat\.state: not written .*No space left on device"):
+        perspectron.save_state(path, other, model)
+    monkeypatch.undo()
+    still_there(model, state, path, before)
+
+
+def test_an_interrupted_save_leaves_the_old_file(model, state, path, monkeypatch):
+    before = path.read_bytes()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        perspectron.save_state(path, state, model)
+    monkeypatch.undo()
+    still_there(model, state, path, before)
+
+
+def test_an_extra_that_is_no_json_leaves_the_old_file(model, state, path):
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        perspectron.save_state(path, state, model, extra={"a": object()})
+    still_there(model, state, path, before)
