@@ -83,6 +83,8 @@ def read_json(path: Path, error: type[PerspectronError]) -> Any:
 def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
     """Write tensors as safetensors, not atomically by itself; OSError when the disk is full."""
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, header)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, header
+        )
     except SafetensorError as error:
         raise OSError(str(error)) from error

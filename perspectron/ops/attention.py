@@ -133,8 +133,8 @@ def windowed(
     if padded:  # tokens first, padding behind them: then W tokens back is W columns back
         order_BT = (~at.valid_BT).long().argsort(dim=1, stable=True)
         tokens = at._replace(**{name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]})
-        chunk = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return _columns(windowed(*chunk, ring, before_B, tokens), order_BT.argsort(1))
+        q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
+        return _columns(windowed(q, k, v, ring, before_B, tokens), order_BT.argsort(1))
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T

@@ -162,6 +162,11 @@ def save_config(run: Path, config: RunConfig) -> None:
     write_json(run / "config.json", dump(config))
 
 
+def run_of(path: Path) -> Path:
+    """The run's folder: `path`, or the one that the checkpoint `path` belongs to."""
+    return path.resolve().parent.parent if (path / INDEX).exists() else path
+
+
 def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     """The model of a run's best held-out checkpoint (its newest where none was measured) and its tokenizer;
     `run` may also be one checkpoint's folder.
@@ -169,7 +174,7 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     CheckpointError when the run, the checkpoint or one of its bytes is missing or damaged.
     """
     only = run if (run / INDEX).exists() else None
-    run = run.resolve().parent.parent if only else run
+    run = run_of(run)
     config = load_config(run)
     found = [c for c in found_in(run) if only is None or c.path.name == only.name]
     if not found:

@@ -12,19 +12,26 @@ from perspectron.config import one_of, require
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """lr: peak learning rate. schedule: "cosine" from the peak to `final` times it, or "constant" with a
-    linear fall to it over the last `cooldown` of the steps. warmup: steps of linear rise. clip: largest
-    gradient norm, 0 is no limit."""
+    """AdamW and its learning rate."""
 
     lr: float = 1e-3
+    """Peak learning rate."""
     schedule: Literal["cosine", "constant"] = "cosine"
+    """The fall after the warm-up: along a cosine, or none until the last `cooldown` of the steps."""
     warmup: int = 50
+    """Steps of linear rise."""
     final: float = 0.1
+    """Share of the peak at the end."""
     cooldown: float = 0.2
+    """Share of the steps in which a constant rate falls."""
     weight_decay: float = 0.1
+    """Of matrices; norms and biases do not decay."""
     beta1: float = 0.9
+    """Of the mean of gradients."""
     beta2: float = 0.95
+    """Of the mean of their squares."""
     clip: float = 1.0
+    """Largest gradient norm; 0 is no limit."""
 
     def __post_init__(self) -> None:
         one_of(self.schedule, ("cosine", "constant"), "schedule")

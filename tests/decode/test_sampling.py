@@ -52,6 +52,13 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, ids: list[int]) -> N
     assert kept(LOGITS.double(), top_p=top_p) == [ids]
 
 
+def test_rounding_of_the_sum_admits_no_further_token() -> None:
+    for count in range(2, 200):
+        for reach in (1, count // 2, count - 1):
+            got = kept(torch.zeros(1, count), top_p=max(1, reach) / count)
+            assert got == [list(range(max(1, reach)))]
+
+
 @pytest.mark.parametrize(
     ("min_p", "ids"),
     [(0.125, [0, 1, 2, 3, 4]), (0.126, [1, 2, 3]), (0.25, [1, 2, 3]), (0.5, [1, 3]), (1.0, [1])],

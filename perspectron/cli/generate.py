@@ -1,0 +1,90 @@
+"""`perspectron generate`."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+import perspectron
+from perspectron.config import require
+from perspectron.decode.generate import Conversation, Generation, generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue one prompt or several, and conversations from where they stopped.
+
+    Example: perspectron generate runs/quickstart/perspective "def main(" --max-tokens 200
+
+    Stop and go on: add --save-state tree.state, and later
+    perspectron generate runs/quickstart/perspective --load-state tree.state
+
+    A long text: perspectron generate runs/quickstart/perspective - < book.txt
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, or of one of its checkpoints."""
+    prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Texts to continue, together in one batch; "-" reads standard input."""
+    max_tokens: int = 200
+    """Tokens to draw at most, for each prompt."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are not shown."""
+    load_state: Path | None = None
+    """Go on after this saved conversation; the prompt, if any, follows it."""
+    save_state: Path | None = None
+    """Keep the conversation in this file."""
+    json: bool = False
+    """Print one JSON object instead of the text as it comes."""
+
+    def __call__(self) -> int:
+        model, tokenizer = perspectron.load(self.run)
+        conversation = Conversation.load(self.load_state, model) if self.load_state else None
+        start = time.perf_counter()
+        single = not self.json and len(self.prompts) <= 1
+        result = generate(
+            model,
+            tokenizer,
+            self._texts(conversation),
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            stop=self.stop,
+            conversation=conversation,
+            on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
+        )
+        if self.save_state is not None:
+            result.conversation.save(self.save_state, model)
+        self._print(result, single, time.perf_counter() - start)
+        return 0
+
+    def _texts(self, conversation: Conversation | None) -> list[str]:
+        if self.prompts == ("-",):
+            return [sys.stdin.read()]
+        if "-" in self.prompts:
+            raise ConfigError('prompts = "-" among others, must be alone')
+        if self.prompts:
+            return list(self.prompts)
+        require(conversation is not None, "prompts", "none", 'given: a text, or "-" for standard input')
+        return [""] * (len(conversation.pending) if conversation else 0)
+
+    def _print(self, result: Generation, single: bool, seconds: float) -> None:
+        if self.json:
+            counts = [len(ids) for ids in result.ids]
+            fields = {
+                "texts": result.texts,
+                "finished": result.finished,
+                "tokens": counts,
+                "seconds": seconds,
+            }
+            print(json.dumps(fields))
+        elif single:
+            print()
+        else:
+            for prompt, text in zip(self.prompts or result.texts, result.texts, strict=True):
+                print(f"── {prompt!r}\n{text}")

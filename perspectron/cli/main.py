@@ -1,0 +1,100 @@
+"""`perspectron COMMAND`: parse, run, and turn a user's mistake into one line and exit code 2."""
+
+import contextlib
+import io
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tyro
+
+import perspectron
+from perspectron.cli.evaluate import Eval
+from perspectron.cli.generate import Generate
+from perspectron.cli.inspect import Inspect
+from perspectron.cli.quickstart import Quickstart
+from perspectron.cli.tokenize import Tokenize
+from perspectron.cli.train import Train, from_toml
+from perspectron.errors import ConfigError, PerspectronError
+
+
+class Command(Protocol):
+    """Options parsed; calling it does the work and gives the exit code."""
+
+    def __call__(self) -> int: ...
+
+
+COMMANDS: dict[str, Any] = {
+    "quickstart": Quickstart,
+    "train": Train,
+    "generate": Generate,
+    "eval": Eval,
+    "inspect": Inspect,
+    "tokenize": Tokenize,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, 2 for a user's error, 128 + n when signal n stopped it."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        print(perspectron.__version__)
+        return 0
+    try:
+        return _parse(arguments)()
+    except PerspectronError as error:
+        print(f"perspectron: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stdout = io.StringIO()  # whoever read our output has gone; nothing more to flush to
+        return 141
+
+
+def _parse(arguments: list[str]) -> Command:
+    if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
+        given = repr(arguments[0]) if arguments else "nothing"
+        raise ConfigError(f"command = {given}, must be one of {', '.join(COMMANDS)} (see perspectron --help)")
+    config = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
+    config += [flag.removeprefix("--config=") for flag in arguments if flag.startswith("--config=")]
+    default: Any = from_toml(config[-1]) if arguments[0] == "train" and config else None
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            if arguments[0] in COMMANDS:
+                options: dict[str, Any] = {} if default is None else {"default": default}
+                command: Command = tyro.cli(
+                    COMMANDS[arguments[0]],
+                    args=arguments[1:],
+                    prog=f"perspectron {arguments[0]}",
+                    config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+                    **options,
+                )
+                return command
+            _overview()
+            raise SystemExit(0)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {arguments[0]} --help)") from None
+
+
+def _overview() -> None:
+    print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
+    for name, command in COMMANDS.items():
+        print(f"  {name:<11} {str(command.__doc__).splitlines()[0]}")
+    print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
+
+
+def _one_line(box: str) -> str:
+    """The message inside the parser's box, up to its rule."""
+    words: list[str] = []
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if set(text) == {"─"}:
+            break
+        if text[:1] not in ("╭", "╰"):
+            words.append(text)
+    return " ".join(" ".join(words).split())

@@ -1,0 +1,112 @@
+"""`perspectron quickstart`."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import perspectron
+from perspectron import presets
+from perspectron.cli.evaluate import text_of
+from perspectron.cli.tokenize import Tokenize
+from perspectron.cli.train import fit
+from perspectron.data import open_shards
+from perspectron.decode.generate import Conversation, generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.eval.perplexity import compressors, heldout
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import OptimConfig
+
+PROMPT = "def read_lines(path):\n"
+STATE = "conversation.state"
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """Train a small Perspective model and its transformer twin, compare them, generate, stop and go on.
+
+    Example: perspectron quickstart
+    The text is Python's own standard library. Run it again and it goes on from where it stopped.
+    """
+
+    out: Path = Path("runs/quickstart")
+    """Folder for everything it makes."""
+    data: str = "stdlib"
+    """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    steps: int = 1000
+    """Updates of each model, of 8 × 128 tokens."""
+
+    def __call__(self) -> int:
+        start, console = time.perf_counter(), Console(highlight=False)
+        console.print(f"[bold]1  Text[/]  {self.data}")
+        sizes = presets.PRESETS["perspective-tiny"].sizes
+        Tokenize(data=self.data, out=self.out / "corpus", vocab_size=sizes["vocab_size"])()
+        console.print(
+            "\n[bold]2  Training[/]  perspective-tiny, then its twin, on the same tokens in the same order"
+        )
+        for name in ("perspective", "transformer"):
+            config = RunConfig(presets.get(f"{name}-tiny"), self._training())
+            stopped = fit(self.out / name, config)
+            if stopped:
+                return stopped
+        console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz saw no other text")
+        console.print(self._comparison())
+        console.print("\n[bold]4  Generation[/]  of perspective-tiny, then continued from the state on disk")
+        self._conversation(console)
+        console.print(f"\ndone in {time.perf_counter() - start:.0f} s; go on with one of these:")
+        console.print(
+            f'  perspectron generate {self.out}/perspective "import " --max-tokens 200', markup=False
+        )
+        console.print(f"  perspectron generate {self.out}/perspective --load-state {self.out}/{STATE}")
+        console.print(
+            "  perspectron train --data YOUR_TEXT --out runs/mine     perspectron inspect perspective-1t"
+        )
+        return 0
+
+    def _training(self) -> TrainConfig:
+        return TrainConfig(
+            data=str(self.out / "corpus"),
+            steps=self.steps,
+            batch_size=8,
+            seq_len=128,
+            eval_every=max(1, self.steps // 4),
+            eval_tokens=16384,
+            save_every=0,
+            optim=OptimConfig(lr=4e-3, warmup=50),
+        )
+
+    def _comparison(self) -> Table:
+        table = Table()
+        table.add_column("")
+        table.add_column("bits per byte", justify="right")
+        table.add_column("parameters", justify="right")
+        table.add_column("state at 8,192 tokens", justify="right")
+        split = open_shards(self.out / "corpus").split("heldout")
+        for name in ("perspective", "transformer"):
+            model, tokenizer = perspectron.load(self.out / name)
+            result = heldout(model, split, tokenizer, seq_len=512)
+            size = sum(parameter.numel() for parameter in model.parameters())
+            state = model.init_state(1, capacity=8192).nbytes
+            table.add_row(model.config.name, f"{result.bits_per_byte:.3f}", f"{size:,}", f"{state:,} bytes")
+        for other, bits in compressors(text_of(split, tokenizer, split.tokens)).items():
+            table.add_row(other, f"{bits:.3f}")
+        table.caption = f"{split.text_bytes:,} bytes that neither model was trained on"
+        return table
+
+    def _conversation(self, console: Console) -> None:
+        model, tokenizer = perspectron.load(self.out / "perspective")
+        sampling, path = SamplingConfig(temperature=0.7, min_p=0.05), self.out / STATE
+        first = generate(model, tokenizer, [PROMPT], max_tokens=80, sampling=sampling)
+        first.conversation.save(path, model)
+        again = Conversation.load(path, model)
+        second = generate(model, tokenizer, [""], max_tokens=80, sampling=sampling, conversation=again)
+        whole = generate(model, tokenizer, [PROMPT], max_tokens=160, sampling=sampling)
+        console.print(PROMPT + first.texts[0], markup=False, end="")
+        console.print(
+            f"\n── saved to {path} ({path.stat().st_size:,} bytes), loaded, continued ──", style="dim"
+        )
+        console.print(second.texts[0], markup=False)
+        same = first.ids[0] + second.ids[0] == whole.ids[0]
+        console.print(f"── the same tokens as without the stop: {'yes' if same else 'no'} ──", style="dim")

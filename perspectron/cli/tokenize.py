@@ -1,0 +1,61 @@
+"""`perspectron tokenize`."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Train a tokenizer on a corpus and encode it, once for many runs; interrupted, it goes on.
+
+    Example: perspectron tokenize my_texts/ --out corpora/mine --vocab-size 8192
+
+    Then: perspectron train --data corpora/mine --preset perspective-20m --out runs/mine
+    """
+
+    data: tyro.conf.Positional[str]
+    """"stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    out: Path
+    """Folder for the tokenizer and the shards."""
+    vocab_size: int = 8192
+    """Tokens that the tokenizer may have."""
+    tokenizer: Path | None = None
+    """A tokenizer.json to use instead of training one."""
+    heldout: float = 0.05
+    """Share of the text that is never trained on."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        if not 0 < self.heldout < 1:
+            raise ConfigError(f"heldout = {self.heldout}, must be in (0, 1)")
+        corpus, kept = open_corpus(self.data, self.heldout), self.out / "tokenizer.json"
+        source = self.tokenizer or (kept if kept.exists() else None)
+        if source is not None:
+            tokenizer = Tokenizer.load(source)
+        else:
+            tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
+        tokenizer.save(kept)
+        shards = encode(corpus, tokenizer, self.out)
+        splits = {name: shards.split(name) for name in ("train", "heldout")}
+        facts = {
+            name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}
+            for name, s in splits.items()
+        }
+        if self.json:
+            print(json.dumps(facts | {"vocab_size": tokenizer.vocab_size, "skipped": corpus.skipped}))
+            return 0
+        for name, fact in facts.items():
+            print(
+                f"{name}: {fact['documents']:,} documents, {fact['bytes']:,} bytes, {fact['tokens']:,} tokens"
+            )
+        print(f"vocabulary: {tokenizer.vocab_size:,}; in {self.out}")
+        if corpus.skipped_count:
+            print(f"unreadable and left out: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
+        return 0
