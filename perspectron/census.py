@@ -6,8 +6,9 @@ The model is built on the meta device, which knows shapes and holds no numbers, 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,13 +31,14 @@ class Group:
 @dataclass(frozen=True)
 class Census:
     """parameters: all. active: those that one token touches. groups: by kind; norms and biases apart from the
-    matrices. flops: of reading one token when the context holds so many, multiply and add counted as two.
-    state_bytes: of one conversation that long, summed over its tensors in float32."""
+    matrices. flops: of reading one token when the context holds so many, multiply and add counted as two; by kind at
+    the shortest context. state_bytes: of one conversation that long, summed over its tensors in float32."""
 
     parameters: int
     active_parameters: int
     groups: dict[str, Group]
     flops_per_token: dict[int, int]
+    flops_by_kind: dict[str, int]
     state_bytes: dict[int, int]
 
 
@@ -47,11 +49,13 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     idle = sum(module.idle_parameters() for module in model.modules() if isinstance(module, RoutedSwiGLU))
     states = {context: model.init_state(1, capacity=context) for context in contexts}
+    flops = {context: _step_flops(model, context) for context in contexts}
     return Census(
         parameters,
         parameters - idle,
         _groups(model),
-        {context: _step_flops(model, context) for context in contexts},
+        {context: by_kind.total() for context, by_kind in flops.items()},
+        dict(flops[min(contexts)]),
         {context: state.nbytes for context, state in states.items()},
     )
 
@@ -89,20 +93,30 @@ def _group_of(name: str, ndim: int, blocks: list[Any]) -> str:
     return str(block.config.ffn.kind)
 
 
-def _step_flops(model: LanguageModel, context: int) -> int:
-    """Each distinct block runs once; alike blocks cost alike."""
+def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
+    """By kind, of one token. Each distinct block runs once; alike blocks cost alike."""
     x_11D = torch.zeros(1, 1, model.config.d_model, device="meta")
-    alike, total = Counter(model.config.blocks), 0
     state = model.init_state(1, capacity=context)
-    with torch.inference_mode():
-        for config, count in alike.items():
-            first = model.config.blocks.index(config)
-            with FlopCounter() as counter:
-                model.blocks[first](x_11D, state.layers[first], None, None)
-            total += count * counter.total
-        with FlopCounter() as counter:
-            model.head(model.norm(x_11D))
-    return total + counter.total
+    flops = Counter(
+        {"embedding": _count(partial(model.head, x_11D)), "norms": _count(partial(model.norm, x_11D))}
+    )
+    for config, count in Counter(model.config.blocks).items():
+        first = model.config.blocks.index(config)
+        block, layer = cast(Block, model.blocks[first]), state.layers[first]
+        mixer = _count(partial(block.mixer, x_11D, layer))
+        ffn = 0 if config.ffn is None else _count(partial(block.ffn, x_11D))
+        whole = _count(partial(block, x_11D, layer, None, None))
+        flops[config.mixer.kind] += count * mixer
+        flops["norms"] += count * (whole - mixer - ffn)
+        if config.ffn is not None:
+            flops[config.ffn.kind] += count * ffn
+    return flops
+
+
+def _count(function: Callable[[], object]) -> int:
+    with torch.inference_mode(), FlopCounter() as counter:
+        function()
+    return counter.total
 
 
 class FlopCounter(TorchDispatchMode):

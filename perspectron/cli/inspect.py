@@ -13,23 +13,6 @@ from perspectron.census import Census, census
 from perspectron.config import ModelConfig
 from perspectron.train import checkpoint
 
-CLAIMS = {
-    "perspective-1t": {
-        "parameters": "1,046.2 B (topology §3.3)",
-        "active parameters": "14.95 B (topology §3.3)",
-        "pdr": "52.5 M per layer (pdr §4.2)",
-        "window_gqa": "41.9 M per layer (topology §3.1)",
-        "swiglu": "135.3 M per layer (topology §3.1)",
-        "experts": "135.3 M per expert and layer, 1,039 B (topology §3.2)",
-        "embedding": "131 M (topology §3.1)",
-        "norms and biases": "1.6 M (topology §3.1)",
-        "state": "120 MB of PDR in fp16 (pdr §5.3), 42 MB of KV (topology §4)",
-        "flops per token": "110 M per PDR layer (pdr §4.1)",
-    },
-    "perspective-1t-dense": {"parameters": "6.83 B shared (topology §3.1)"},
-}
-"""What the source documents say, by preset; shown beside what is counted."""
-
 
 @dataclass(frozen=True)
 class Inspect:
@@ -62,8 +45,8 @@ class Inspect:
             print(json.dumps(fields))
         else:
             console = Console(highlight=False)
-            console.print(_parameters(config, counted))
-            console.print(_costs(config, counted))
+            tables = (_parameters(config, counted), _costs(counted), _claims(config.name, counted))
+            console.print(*filter(None, tables), sep="\n")
         return 0
 
     def _config(self) -> ModelConfig:
@@ -75,31 +58,62 @@ class Inspect:
 
 
 def _parameters(config: ModelConfig, counted: Census) -> Table:
-    claims = CLAIMS.get(config.name, {})
     table = Table(title=f"{config.name}: parameters", title_justify="left")
     table.add_column("group")
     for column in ("modules", "each", "all"):
-        table.add_column(column, justify="right")
-    if claims:
-        table.add_column("the documents say")
-    rows = [
-        (kind, f"{g.modules:,}", f"{g.parameters // g.modules:,}", f"{g.parameters:,}")
-        for kind, g in counted.groups.items()
-    ]
-    rows.append(("parameters", "", "", f"{counted.parameters:,}"))
-    rows.append(("active parameters", "", "", f"{counted.active_parameters:,}"))
-    for row in rows:
-        table.add_row(*row, *([claims.get(row[0], "")] if claims else []))
+        table.add_column(column, justify="right", no_wrap=True)
+    for kind, group in counted.groups.items():
+        each = f"{group.parameters // group.modules:,}"
+        table.add_row(kind, f"{group.modules:,}", each, f"{group.parameters:,}")
+    table.add_row("parameters", "", "", f"{counted.parameters:,}", style="bold")
+    table.add_row("active for a token", "", "", f"{counted.active_parameters:,}", style="bold")
     return table
 
 
-def _costs(config: ModelConfig, counted: Census) -> Table:
-    claims = CLAIMS.get(config.name, {})
+def _costs(counted: Census) -> Table:
     table = Table(title="costs by context (state in float32)", title_justify="left")
     for column in ("context", "FLOPs per token", "state bytes"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for context, flops in counted.flops_per_token.items():
         table.add_row(f"{context:,}", f"{flops:,}", f"{counted.state_bytes[context]:,}")
-    if claims.get("flops per token"):
-        table.caption = f"the documents say: {claims['flops per token']}; {claims['state']}"
+    return table
+
+
+def _claims(name: str, counted: Census) -> Table | None:
+    """What is counted beside what the source documents say; None for a preset that none describes."""
+
+    def billions(count: float) -> str:
+        return f"{count / 1e9:,.2f} B"
+
+    def each(kind: str) -> str:
+        return f"{counted.groups[kind].parameters / counted.groups[kind].modules / 1e6:.1f} M"
+
+    shared = counted.parameters - sum(g.parameters for kind, g in counted.groups.items() if kind == "experts")
+    rows = [("shared parameters", billions(shared), "6.83 B", "topology §3.1")]
+    if name == "perspective-1t":
+        flops = counted.flops_by_kind["pdr"] / counted.groups["pdr"].modules
+        rows += [
+            ("all parameters", billions(counted.parameters), "1,046.2 B", "topology §3.3"),
+            ("active parameters", billions(counted.active_parameters), "14.95 B", "topology §3.3"),
+            ("expert parameters", billions(counted.groups["experts"].parameters), "1,039 B", "topology §3.2"),
+            ("PDR FLOPs, a layer", f"{flops / 1e6:.1f} M", "110 M", "pdr §4.1"),
+        ]
+    elif name != "perspective-1t-dense":
+        return None
+    rows += [
+        ("PDR matrices, a layer", each("pdr"), "52.5 M", "pdr §4.2"),
+        ("GQA matrices, a layer", each("window_gqa"), "41.9 M", "topology §3.1"),
+        ("shared FFN, a layer", each("swiglu"), "135.3 M", "topology §3.1"),
+        (
+            "state",
+            f"{min(counted.state_bytes.values()) / 2e6:.0f} MB (16 bits)",
+            "120 + 42 MB",
+            "pdr §5.3",
+        ),
+    ]
+    table = Table(title="beside the documents", title_justify="left")
+    for column in ("", "counted", "claimed", "where"):
+        table.add_column(column, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -20,7 +20,7 @@ class Tokenize:
     """
 
     data: tyro.conf.Positional[str]
-    """"stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    """ "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
     out: Path
     """Folder for the tokenizer and the shards."""
     vocab_size: int = 8192

@@ -1,10 +1,13 @@
 """Checkpoints: a folder each, which appears whole or not at all and is verified before it is used.
 
 RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state)
-and checkpoint.json (step, data position, held-out result, and size and digest of the other two).
+and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest).
 """
 
+import contextlib
+import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from perspectron.config import dump, load
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import CheckpointError
+from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
 from perspectron.model import LanguageModel
 from perspectron.train.config import RunConfig
@@ -63,10 +66,15 @@ def save(
         save_tensors(temporary / TRAINING, _training_state(model, optimizer))
         parts = {name: temporary / name for name in (MODEL, TRAINING)}
         files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
-        index = {"format": FORMAT, "progress": asdict(progress), "files": files}
+        index: dict[str, Any] = {"format": FORMAT, "progress": asdict(progress), "files": files}
+        index["digest"] = _digest(index)
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     _prune(run, keep)
     return path
+
+
+def _digest(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -82,8 +90,11 @@ def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> d
 def _prune(run: Path, keep: int) -> None:
     found = found_in(run)
     for checkpoint in found[:-keep]:
-        if checkpoint is not _best(found):
-            remove(checkpoint.path)
+        if checkpoint is not _best(found):  # hidden first: a kill must not leave half of one in sight
+            hidden = checkpoint.path.with_name(f".{checkpoint.path.name}.old.tmp")
+            remove(hidden)
+            os.replace(checkpoint.path, hidden)
+            remove(hidden)
 
 
 def _best(found: list[Checkpoint]) -> Checkpoint:
@@ -92,18 +103,42 @@ def _best(found: list[Checkpoint]) -> Checkpoint:
     return found[min(measured)[1]] if measured else found[-1]
 
 
+def paths(run: Path) -> list[Path]:
+    """The folders of a run's checkpoints, oldest first, whatever is in them."""
+    return sorted(path for path in folder(run).glob("step-*") if path.name[len("step-") :].isdecimal())
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
+    not verified yet."""
+    index = read_json(path / INDEX, CheckpointError)
+    try:
+        digest = index.pop("digest")
+        if index["format"] != FORMAT:
+            raise CheckpointError(f"{path / INDEX}: format {index['format']!r}, must be {FORMAT!r}")
+        if digest != _digest(index):
+            raise CheckpointError(f"{path / INDEX}: damaged, it does not match its digest")
+        return Checkpoint(path, load(Progress, index["progress"]), index["files"])
+    except (AttributeError, KeyError, TypeError, ConfigError):
+        raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
+
+
 def found_in(run: Path) -> list[Checkpoint]:
     """The checkpoints of a run whose index reads, oldest first; their contents are not verified yet."""
     found = []
-    for path in sorted(folder(run).glob("step-*")):
-        try:
-            index = read_json(path / INDEX, CheckpointError)
-            if index["format"] != FORMAT:
-                continue
-            found.append(Checkpoint(path, load(Progress, index["progress"]), index["files"]))
-        except (CheckpointError, KeyError, TypeError):
-            continue
+    for path in paths(run):
+        with contextlib.suppress(CheckpointError):
+            found.append(read(path))
     return found
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint to damaged-step-…, so that no newer or better one is dropped for its sake."""
+    try:
+        remove(path.with_name(f"damaged-{path.name}"))
+        path.rename(path.with_name(f"damaged-{path.name}"))
+    except OSError as error:
+        raise StorageError(f"{path}: not renamed ({error.strerror})") from error
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -173,12 +208,12 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
 
     CheckpointError when the run, the checkpoint or one of its bytes is missing or damaged.
     """
-    only = run if (run / INDEX).exists() else None
+    chosen = [run] if (run / INDEX).exists() else paths(run)
     run = run_of(run)
     config = load_config(run)
-    found = [c for c in found_in(run) if only is None or c.path.name == only.name]
+    found = [read(path) for path in chosen]
     if not found:
-        raise CheckpointError(f"{only or folder(run)}: no checkpoint that reads")
+        raise CheckpointError(f"{folder(run)}: no checkpoint in it")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.to_empty(device="cpu")

@@ -49,15 +49,15 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
 
 
 class _Axis:
-    """A vertical axis with three to eight round ticks around the values; extreme first losses are cut."""
+    """A vertical axis with three to eight round ticks around the values."""
 
     def __init__(self, values: list[float]) -> None:
         low, high = min(values), max(values)
-        span = max(high - low, 1e-3)
+        span = max(high - low, 1e-3, 1e-6 * abs(high))
+        power = math.floor(math.log10(span / 6))
         self.tick = next(
             step
-            for power in range(-5, 6)
-            for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)
+            for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power, 10.0 ** (power + 1))
             if span / step <= 6
         )
         self.low = math.floor(low / self.tick) * self.tick

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.data import Batch, Loader, Shards, Tokenizer
-from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
+from perspectron.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from perspectron.eval.perplexity import Heldout, heldout
 from perspectron.files import atomic, remove
 from perspectron.model import Block, build
@@ -80,23 +80,30 @@ class Trainer:
         return compiled
 
     def _resume(self) -> None:
-        """Load the newest checkpoint that verifies; forget what was written after it."""
-        for leftover in checkpoint.folder(self.run_dir).glob(".*.tmp"):
-            remove(leftover)
-        found = checkpoint.found_in(self.run_dir)
-        while found:
+        """Load the newest checkpoint that verifies; set damaged newer ones aside and forget what was written
+        after it. CheckpointError when there are checkpoints and none of them verifies."""
+        for place in (self.run_dir, checkpoint.folder(self.run_dir)):
+            for leftover in place.glob(".*.tmp"):
+                remove(leftover)
+        damaged = []
+        for path in reversed(checkpoint.paths(self.run_dir)):
             try:
-                checkpoint.restore(found[-1], self.model, self.optimizer)
-                break
+                found = checkpoint.read(path)
+                checkpoint.restore(found, self.model, self.optimizer)
             except CheckpointError as error:
                 self.damaged = self.damaged or error
-                found.pop()
-        if found:
-            self.progress = found[-1].progress
+                damaged.append(path)
+                continue
+            self.progress = found.progress
             self.loader.load_state_dict(self.progress.loader)
-            self.best = min((c.progress.heldout for c in found if c.progress.heldout), default=math.inf)
-        elif self.damaged:
-            raise self.damaged
+            break
+        else:
+            if self.damaged:
+                raise self.damaged
+        for path in damaged:
+            checkpoint.set_aside(path)
+        measured = [c.progress.heldout for c in checkpoint.found_in(self.run_dir)]
+        self.best = min((value for value in measured if value is not None), default=math.inf)
         self._truncate_metrics()
 
     def _truncate_metrics(self) -> None:
@@ -114,11 +121,13 @@ class Trainer:
         """
         train = self.config.train
         last = train.steps if until is None else min(until, train.steps)
-        with _signals() as caught, (self.run_dir / METRICS).open("a", encoding="utf-8") as log:
+        with _signals() as caught, (self.run_dir / METRICS).open("ab", buffering=0) as log:
 
             def note(line: Metrics) -> None:
-                log.write(json.dumps(line) + "\n")
-                log.flush()
+                try:
+                    log.write(json.dumps(line).encode() + b"\n")
+                except OSError as error:
+                    raise StorageError(f"{self.run_dir / METRICS}: not written ({error.strerror})") from error
                 report(line)
 
             while self.progress.step < last and not caught:
@@ -199,6 +208,8 @@ class Trainer:
             limit_tokens=train.eval_tokens or None,
             dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
         )
+        if not math.isfinite(result.bits_per_byte):
+            raise NonFiniteError(f"step {self.progress.step}: held-out loss is {result.bits_per_byte}")
         self.progress = replace(self.progress, heldout=result.bits_per_byte)
         self.best = min(self.best, result.bits_per_byte)
         return {
