@@ -233,6 +233,22 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32():
     assert output.state.layers[1].k_BGWK.dtype == torch.bfloat16
 
 
+def test_gates_near_1_are_not_rounded_to_1_in_bfloat16():
+    module = PDR(D, 1e-6, PDRConfig(4))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.1)
+        module.p_proj.weight.zero_()
+        module.p_proj.bias.fill_(7)
+    x = torch.zeros(1, 500, D, dtype=torch.bfloat16)
+    x[:, 0] = 1
+    _, state, _ = module.bfloat16()(x, module.init_state(1, x.device, x.dtype))
+    first = module.v_proj(x[0, 0]).float()[:, None] * module.k_proj(x[0, 0]).float()
+    torch.testing.assert_close(
+        state.memory_BDR[0], first * torch.tensor(7.0).sigmoid() ** 499, rtol=1e-3, atol=0
+    )
+
+
 # ---------------------------------------------------------------- census
 
 
@@ -429,7 +445,7 @@ def test_renormalisation_is_the_same_for_any_split_padding_and_packing(pieces, m
         torch.randn(4, 60, D, generator=torch.Generator().manual_seed(1)).double(),
     )
     reset, pad = torch.zeros(4, 60, dtype=torch.bool), torch.zeros(4, 60, dtype=torch.bool)
-    pad[1, :20] = pad[2, 5:8] = pad[2, 30:] = True
+    pad[1, :20] = pad[2, 6:9] = pad[2, 30:] = True  # a token is due at column 9, not at the padding before it
     reset[2, 12] = reset[3, [0, 9, 10, 59]] = True
     masks = (reset, pad)
     with mode():

@@ -104,6 +104,7 @@ def prefill(
         raise ConfigError(f"prompts: {B} given, must be as many as the state has rows, {_rows(state)}")
     device = model.embedding.weight.device
     fresh = state is None
+    state = None if state is None else state.to(device)  # a loaded one is on the CPU
     last_BD = torch.zeros(B, model.config.d_model, dtype=model.embedding.weight.dtype, device=device)
     row_B = torch.arange(B, device=device)
     for start in range(0, max(map(len, prompts)), chunk):

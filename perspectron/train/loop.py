@@ -57,6 +57,7 @@ class Trainer:
         self.loader = Loader(
             shards.split("train"), batch_size=train.batch_size, seq_len=train.seq_len, seed=train.seed
         )
+        torch.manual_seed(train.seed)
         self.model = build(config.model, train.seed).to(self.device)
         self.model.recompute = train.recompute
         if train.dtype == "auto":
@@ -185,7 +186,8 @@ class Trainer:
         loss: Tensor = output.loss
         value = loss.item()
         if not math.isfinite(value):
-            where = first_non_finite(self.model, lambda: self.model(ids, targets=targets, reset_BT=reset))
+            with autocast(self.device, self.config.train.dtype):
+                where = first_non_finite(self.model, lambda: self.model(ids, targets=targets, reset_BT=reset))
             raise NonFiniteError(f"step {self.progress.step + 1}: loss is {value}, first in {where}")
         (loss / self.config.train.accumulate).backward()
         return value

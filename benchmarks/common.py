@@ -1,0 +1,248 @@
+"""What every benchmark here does: refuse on red tests, state its conditions, take turns, report with spread.
+
+Imported first, so that the code measured is that of this checkout, whose commit is printed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+MATMUL_SIZES = (384, 768, 1536, 3072)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of some measurements, and how many there were."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def text(self, scale: float = 1.0) -> str:
+        if self.count == 1:
+            return f"{self.median * scale:.4g} (once)"
+        return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """above / below, pair by pair."""
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+# Command line
+
+
+def parser(description: str, *, threads: int, repeats: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks share; `threads` and `repeats` are this one's defaults."""
+    made = argparse.ArgumentParser(description=description.split("\n\n")[0])
+    made.add_argument("--threads", type=int, default=threads, help="threads of torch (%(default)s)")
+    made.add_argument("--repeats", type=int, default=repeats, help="rounds measured (%(default)s)")
+    made.add_argument(
+        "--quick", action="store_true", help="tiny shapes: does it run? The numbers say nothing"
+    )
+    made.add_argument(
+        "--json", metavar="PATH", help="write results and conditions there; - is standard output"
+    )
+    made.add_argument("--child", help=argparse.SUPPRESS)
+    return made
+
+
+class Report:
+    """Checks the tests, then prints: the conditions at once, lines as they come, the JSON at the end."""
+
+    def __init__(self, args: argparse.Namespace, tests: Sequence[str], *, dtype: str, shapes: str) -> None:
+        self.name, self.json = Path(sys.argv[0]).stem, args.json
+        self.conditions = conditions(args) | {"dtype": dtype, "shapes": shapes}
+        self.conditions["tests"] = require_green(*tests)
+        self.say(*(f"{key:>9}: {value}" for key, value in self.conditions.items()), "")
+
+    def say(self, *lines: str) -> None:
+        print(*lines, sep="\n", flush=True, file=sys.stderr if self.json == "-" else sys.stdout)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Columns, the first one left, the others right."""
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            self.say("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+        self.say("")
+
+    def finish(self, results: dict[str, Any]) -> None:
+        whole = {"benchmark": self.name, "conditions": self.conditions, "results": results}
+        text = json.dumps(whole, indent=1, default=asdict) + "\n"
+        if self.json == "-":
+            sys.stdout.write(text)
+        elif self.json:
+            Path(self.json).write_text(text, encoding="utf-8")
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Under which this run is made."""
+    return {
+        "device": "cpu",
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": args.threads,
+        "load": round(os.getloadavg()[0], 2),
+        "memory": f"{available_bytes() / 1e9:.1f} GB free",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "quick": args.quick,
+    }
+
+
+def cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()}, {torch.backends.cpu.get_cpu_capability()}"
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Of the checkout, and whether what is measured differs from it."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *command], capture_output=True, text=True
+        ).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "perspectron", "benchmarks")
+    return (git("rev-parse", "--short=12", "HEAD") or "none") + (" with changes" if changed else "")
+
+
+def require_green(*tests: str) -> str:
+    """Run these tests; the line that sums them up, or SystemExit when any is red or none ran."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{done.stdout[-4000:]}{done.stderr[-2000:]}\nnot measured: {shlex.join(tests)} is red"
+        )
+    return f"green in {time.perf_counter() - start:.0f} s: {shlex.join(tests)}"
+
+
+# Time
+
+
+def interleave(
+    contenders: dict[str, Callable[[], object]], repeats: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call, `repeats` per contender. They take turns, in reverse order every other round."""
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warmup + repeats):
+        for name in names if turn % 2 == 0 else reversed(names):
+            start = time.perf_counter()
+            contenders[name]()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def matmul_peak(dtype: torch.dtype, *, quick: bool = False) -> float:
+    """FLOP/s of the fastest square matrix product on the threads in use now: best size, best repeat."""
+    best = 0.0
+    for size in MATMUL_SIZES[:1] if quick else MATMUL_SIZES:
+        a, b = (torch.randn(size, size).to(dtype) for _ in "ab")
+        out = torch.mm(a, b)
+        end, repeats = time.perf_counter() + (0.05 if quick else 1.0), 0
+        while repeats < 2 or time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            best = max(best, 2 * size**3 / (time.perf_counter() - start))
+            repeats += 1
+    return best
+
+
+# Memory
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
+
+
+class Peak:
+    """`with Peak() as peak: …`; then `peak.bytes` is how far resident memory rose above where it stood at the
+    beginning (None where there is no /proc).
+
+    The kernel's high-water mark is set back first. getrusage's ru_maxrss cannot be: it holds the peak of
+    importing torch and, in a subprocess, that of the process which started it.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before = None
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            self.bytes = max(0, _status("VmHWM") - self._before)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def child(spec: dict[str, Any], needs_bytes: float = 0) -> dict[str, Any]:
+    """What this same script prints in a fresh process under `--child`, so that memory is that of one contender;
+    {"not_run": why} when `needs_bytes` are not free or the process died."""
+    if needs_bytes > 0.9 * available_bytes():
+        free = available_bytes() / 1e9
+        return {"not_run": f"needs about {needs_bytes / 1e9:.1f} GB, {free:.1f} GB are free"}
+    done = subprocess.run(
+        [sys.executable, sys.argv[0], "--child", json.dumps(spec)], capture_output=True, text=True
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        return {"not_run": f"exit code {done.returncode}: {last[0]}"}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def peak_text(measured: dict[str, Any]) -> str:
+    """The `peak_bytes` of a child's answer, or why there is none."""
+    if "not_run" in measured:
+        return f"not run: {measured['not_run']}"
+    size = measured["peak_bytes"]
+    return (
+        "not measured" if size is None else f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.1f} MB"
+    )

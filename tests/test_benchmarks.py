@@ -1,0 +1,104 @@
+"""Every benchmark runs to its end on tiny shapes, says its conditions, and refuses when its op's tests are red.
+
+All run at once, in processes of their own: in a smoke run the times say nothing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"pdr_scan": [], "decode": [], "train": ["--dtypes", "bfloat16"], "precision": []}
+CONDITIONS = {
+    *("device", "cpu", "cores", "threads", "load", "torch"),
+    *("commit", "command", "dtype", "shapes", "tests", "quick"),
+}
+
+
+def start(name: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", "-", *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    red = tmp_path_factory.mktemp("red") / "test_red.py"
+    red.write_text("def test_red():\n    assert False\n")
+    started = {name: start(name, *options) for name, options in SCRIPTS.items()}
+    started["red"] = start("pdr_scan", PYTEST_ADDOPTS=str(red))  # pytest itself reads it
+    found = {}
+    for name, process in started.items():
+        out, err = process.communicate()
+        found[name] = (process.returncode, out, err)
+    return found
+
+
+@pytest.fixture
+def results(outcomes):
+    def of(name: str):
+        code, out, err = outcomes[name]
+        assert code == 0, err
+        whole = json.loads(out)
+        assert whole["benchmark"] == name
+        assert CONDITIONS <= whole["conditions"].keys()
+        assert whole["conditions"]["tests"].startswith("green")
+        return whole["results"]
+
+    return of
+
+
+def test_pdr_scan(results):
+    found = results("pdr_scan")
+    assert max(found["agreement"].values()) < 1e-10
+    for shape in found["shapes"]:
+        for key in ("tree_seconds", "loop_seconds", "ratio_to_loop", "ratio_to_materialised"):
+            assert 0 < shape[key]["low"] <= shape[key]["median"] <= shape[key]["high"]
+        assert set(shape["memory"]) == {"tree", "loop", "materialised"}
+        assert shape["memory"]["materialised"]["peak_bytes"] > 0
+        assert 0 < shape["share_of_matmul_peak"] < 1
+
+
+def test_decode(results):
+    found = results("decode")
+    flat, growing = (list(contexts.values()) for contexts in found["models"].values())
+    assert len({entry["state_bytes"] for entry in flat}) == 1
+    sizes = [entry["state_bytes"] for entry in growing]
+    assert sizes == sorted(set(sizes))
+    assert found["paired"]["ratio"]["count"] == found["paired"]["pairs"]
+    assert set(found["longest_to_shortest"]) == set(found["models"])
+
+
+def test_train(results):
+    pytest.importorskip("transformers")
+    for run in results("train")["runs"]:
+        assert set(run["models"]) == {"perspective-20m", "transformer-20m", "gpt2"}
+        counts = [model["parameters"] for model in run["models"].values()]
+        assert max(counts) < 1.1 * min(counts)
+        assert run["perspective_to_transformer-20m"]["median"] > 0
+        for model in run["models"].values():
+            assert model["tokens_per_second"]["median"] > 0
+            assert "peak_bytes" in model["memory"]
+
+
+def test_precision(results):
+    found = results("precision")
+    assert {(run["dtype"], run["seed"]) for run in found["runs"]} == {
+        (dtype, seed) for dtype in ("float32", "bfloat16") for seed in (0, 1)
+    }
+    for key in ("bits_per_byte", "bits_per_byte_in_float32"):
+        assert len(found[key]["differences"]) == 2
+        assert found[key]["seed_deviation"] > 0
+
+
+def test_a_red_test_is_refused(outcomes):
+    code, out, err = outcomes["red"]
+    assert code != 0
+    assert out == ""
+    assert "test_red" in err
+    assert "not measured" in err

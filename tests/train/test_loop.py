@@ -1,0 +1,352 @@
+"""What a step does, what the loop writes, and how it stops at numbers that are none."""
+
+import copy
+import json
+import math
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from perspectron.errors import ConfigError, NonFiniteError
+from perspectron.eval.perplexity import Heldout
+from perspectron.train import checkpoint, loop
+from perspectron.train.curve import draw
+from perspectron.train.loop import read_metrics
+from perspectron.train.optim import OptimConfig, adamw, learning_rate
+
+MODELS = ("perspective-tiny", "transformer-tiny")
+
+
+def losses(trainer) -> list[float]:
+    return [line["loss"] for line in read_metrics(trainer.run_dir) if "loss" in line]
+
+
+# Learning
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_learns(runs, tmp_path, model):
+    trainer = runs.trainer(
+        tmp_path, model, steps=100, eval_every=50, eval_tokens=0, save_every=0,
+        optim=OptimConfig(lr=1e-2, warmup=5),
+    )  # fmt: skip
+    start = trainer.measure()["heldout_bits_per_byte"]
+    trainer.fit()
+    course = losses(trainer)
+    assert course[0] == pytest.approx(math.log(300), abs=0.3)
+    assert sum(course[-5:]) / 5 < 0.4 * course[0]
+    held = [m["heldout_bits_per_byte"] for m in read_metrics(tmp_path) if "heldout_bits_per_byte" in m]
+    assert len(held) == 2
+    assert trainer.best == min(held) < 0.5 * start
+    assert trainer.progress.tokens == 100 * 4 * 32
+
+
+def test_the_mean_gradient_of_accumulated_batches_is_that_of_one(runs, tmp_path):
+    """In float64: 3 batches of 2 windows against one batch of 6."""
+    gradients = []
+    for name, batch_size, accumulate in (("many", 2, 3), ("one", 6, 1)):
+        trainer = runs.trainer(tmp_path / name, batch_size=batch_size, accumulate=accumulate, clip=0.0)
+        trainer.model.double()
+        seen = {}
+        trainer.optimizer.step = lambda t=trainer, s=seen: s.update(
+            {n: p.grad.clone() for n, p in t.model.named_parameters()}
+        )
+        line = trainer.step()
+        gradients.append((seen, line))
+    (many, first), (one, second) = gradients
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-12)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-10)
+    assert first["tokens"] == second["tokens"] == 6 * 32
+    for name in one:
+        assert one[name].dtype == torch.float64
+        torch.testing.assert_close(many[name], one[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_recompute_changes_no_bit(runs, tmp_path, model):
+    plain = runs.trainer(tmp_path / "plain", model, steps=3)
+    plain.fit()
+    again = runs.trainer(tmp_path / "again", model, steps=3, recompute=True)
+    assert again.model.recompute and not plain.model.recompute
+    again.fit()
+    runs.assert_same(runs.outcome(again), runs.outcome(plain))
+
+
+def test_one_step_is_a_plain_adamw_step(runs, tmp_path):
+    """Against torch's unfused AdamW in a loop of its own, clipped."""
+    trainer = runs.trainer(tmp_path, clip=0.1)
+    model, config = copy.deepcopy(trainer.model), trainer.config.train.optim
+    batch = trainer.loader.next_batch()
+    trainer.loader.load_state_dict(trainer.loader.state_dict() | {"epoch": 0, "cursor": 0})
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=config.lr / 3, betas=(config.beta1, config.beta2), foreach=False)
+    loss = model(batch.ids_BT, targets=batch.targets_BT, reset_BT=batch.reset_BT).loss
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    plain.step()
+    line = trainer.step()
+    assert line["loss"] == loss.item()
+    assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+    assert line["lr"] == pytest.approx(config.lr / 3)
+    assert norm > 0.1
+    for (name, a), b in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
+def test_clip_bounds_the_gradient_and_reports_it_unclipped(runs, tmp_path, clip):
+    trainer = runs.trainer(tmp_path, clip=clip)
+    norms = []
+    trainer.optimizer.step = lambda: norms.append(
+        nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item()
+    )
+    reported = trainer.step()["grad_norm"]
+    assert reported > 0.1
+    assert norms[0] == pytest.approx(0.01 if clip == 0.01 else reported, rel=1e-3)
+
+
+# The optimizer
+
+
+def test_only_matrices_decay(runs, tmp_path):
+    trainer = runs.trainer(tmp_path)
+    optimizer = adamw(trainer.model, OptimConfig(lr=0.1, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    names = {"matrix": 0, "vector": 0}
+    for name, parameter in trainer.model.named_parameters():
+        kind, factor = ("matrix", 0.95) if parameter.ndim == 2 else ("vector", 1.0)
+        names[kind] += 1
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-6, atol=1e-9)
+        assert name.endswith(("norm.weight", "bias")) == (kind == "vector")
+    assert min(names.values()) > 5
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == sum(names.values())
+
+
+def test_cosine_schedule_at_known_points():
+    config = OptimConfig(lr=2.0, schedule="cosine", warmup=10, final=0.1)
+    at = {0: 0.2, 4: 1.0, 9: 2.0, 10: 2.0, 60: 2 * (0.1 + 0.9 / 2), 110: 0.2, 500: 0.2}
+    for step, expected in at.items():
+        assert learning_rate(step, 110, config) == pytest.approx(expected)
+    quarter = 2 * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert learning_rate(35, 110, config) == pytest.approx(quarter)
+    assert learning_rate(109, 110, config) == pytest.approx(0.2, rel=0.01)
+
+
+def test_constant_schedule_with_cooldown_at_known_points():
+    config = OptimConfig(lr=1.0, schedule="constant", warmup=5, final=0.0, cooldown=0.2)
+    at = {0: 0.2, 4: 1.0, 5: 1.0, 79: 1.0, 80: 1.0, 90: 0.5, 95: 0.25, 99: 0.05, 100: 0.0}
+    for step, expected in at.items():
+        assert learning_rate(step, 100, config) == pytest.approx(expected)
+    ends = replace(config, final=0.3)
+    assert learning_rate(90, 100, ends) == pytest.approx(0.65)
+    assert learning_rate(99, 100, replace(config, cooldown=0.0)) == 1.0
+    assert learning_rate(0, 100, replace(config, warmup=0)) == 1.0
+
+
+def test_the_schedule_is_what_the_steps_use(runs, tmp_path):
+    trainer = runs.trainer(tmp_path, steps=6)
+    seen = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (seen.extend(g["lr"] for g in trainer.optimizer.param_groups), step())
+    trainer.fit()
+    expected = [learning_rate(i, 6, trainer.config.train.optim) for i in range(6)]
+    assert seen == [lr for lr in expected for _ in range(2)]
+    assert [line["lr"] for line in read_metrics(tmp_path) if "lr" in line] == expected
+    assert len(set(expected)) > 4
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("place", "module"),
+    [
+        ("blocks.1.mixer.v_proj.weight", "blocks.1.mixer.v_proj"),
+        ("blocks.3.ffn.down_proj.weight", "blocks.3.ffn.down_proj"),
+        ("norm.weight", "norm"),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_before_the_update(runs, tmp_path, place, module, bad):
+    trainer = runs.trainer(tmp_path)
+    trainer.fit(until=2)
+    with torch.no_grad():
+        trainer.model.get_parameter(place).view(-1)[0] = bad
+    before, _, _ = runs.outcome(trainer)
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    text = str(error.value)
+    assert text.startswith("step 3: loss is ") and text.endswith(f"first in {module}")
+    after, _, _ = runs.outcome(trainer)
+    assert all(torch.equal(before[name].nan_to_num(7), after[name].nan_to_num(7)) for name in before)
+    assert all(not module._forward_hooks for module in trainer.model.modules())
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    assert runs.trainer(tmp_path).progress.step == 2
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_update(runs, tmp_path):
+    trainer = runs.trainer(tmp_path)
+    trainer.fit(until=2)
+    before, _, _ = runs.outcome(trainer)
+    parameter = trainer.model.get_parameter("blocks.2.mixer.k_proj.weight")
+    parameter.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+    with pytest.raises(
+        NonFiniteError, match=r"^step 3: gradient is not finite in blocks\.2\.mixer\.k_proj\.weight"
+    ):
+        trainer.fit()
+    after, _, _ = runs.outcome(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_held_out_loss_that_is_not_finite_is_neither_logged_nor_saved(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "heldout", lambda *_, **__: Heldout(math.nan, math.nan, 10, 10))
+    trainer = runs.trainer(tmp_path)
+    with pytest.raises(NonFiniteError, match="step 4: held-out loss is nan"):
+        trainer.fit()
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert runs.trainer(tmp_path).progress.step == 3
+
+
+# Precision and device
+
+
+def test_bfloat16_trains_close_to_float32(runs, tmp_path):
+    results = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = runs.trainer(tmp_path / dtype, steps=30, dtype=dtype, eval_every=0, eval_tokens=0)
+        trainer.fit()
+        assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+        results[dtype] = (trainer.best, losses(trainer))
+    assert results["bfloat16"][1] != results["float32"][1]
+    assert results["bfloat16"][0] == pytest.approx(results["float32"][0], rel=0.02)
+    assert results["bfloat16"][1][-1] < 0.9 * results["bfloat16"][1][0]
+
+
+@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
+def test_auto_is_settled_by_measuring_and_saved(runs, tmp_path, monkeypatch, faster):
+    calls = []
+    monkeypatch.setattr(loop, "faster", lambda *given: calls.append(given) or faster)
+    trainer = runs.trainer(tmp_path / "auto", steps=3, dtype="auto")
+    assert len(calls) == 1
+    assert trainer.config.train.dtype == checkpoint.load_config(tmp_path / "auto").train.dtype == faster
+    trainer.fit()
+    told = runs.trainer(tmp_path / "told", steps=3, dtype=faster)
+    told.fit()
+    runs.assert_same(runs.outcome(trainer), runs.outcome(told))
+
+
+def test_measuring_the_precision_leaves_no_trace(runs, tmp_path):
+    auto = runs.trainer(tmp_path / "auto", dtype="auto")
+    dtype = json.loads((tmp_path / "auto" / "config.json").read_text())["train"]["dtype"]
+    assert dtype in ("float32", "bfloat16")
+    told = runs.trainer(tmp_path / "told", dtype=dtype)
+    assert all(p.grad is None for p in auto.model.parameters())
+    assert auto.loader.state_dict() == told.loader.state_dict()
+    assert auto.model.fingerprint() == told.model.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:7", "abacus"])
+def test_a_device_that_is_not_there_is_refused(runs, tmp_path, monkeypatch, name):
+    real = torch.empty
+
+    def empty(*shape, device=None, **more):  # the same with a torch that has CUDA and a machine that has one
+        if device is not None and str(device).startswith("cuda"):
+            raise AssertionError("Torch not compiled with CUDA enabled")
+        return real(*shape, device=device, **more)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ConfigError, match=f"^device = '{name}', must be one that this machine has"):
+        runs.trainer(tmp_path, device=name)
+    assert not (tmp_path / "config.json").exists()
+
+
+# Metrics and curve
+
+
+def test_the_metrics_parse_and_count(runs, tmp_path):
+    trainer = runs.trainer(tmp_path, steps=8, eval_every=4)
+    reported = []
+    trainer.fit(report=reported.append)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines == reported == read_metrics(tmp_path)
+    trained = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in trained] == list(range(1, 9))
+    assert [line["tokens"] for line in trained] == [128 * i for i in range(1, 9)]
+    assert [line["step"] for line in lines if "heldout_bits_per_byte" in line] == [4, 8]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    seconds = [line["seconds"] for line in trained]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+
+
+def test_a_torn_last_line_is_left_out(runs, tmp_path):
+    runs.trainer(tmp_path, steps=8).fit(until=4)
+    metrics = tmp_path / "metrics.jsonl"
+    whole, content = read_metrics(tmp_path), metrics.read_bytes()
+    last = len(content.splitlines(keepends=True)[-1])
+    for cut in range(2, last + 1, 7):
+        metrics.write_bytes(content[:-cut])
+        assert read_metrics(tmp_path) == whole[:-1]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def svg_lines(path):
+    """{class: its points} of the curve's polylines."""
+    text = path.read_text(encoding="utf-8")
+    assert "nan" not in text.lower() and "inf" not in text.lower()
+    root = ET.fromstring(text)
+    found = root.iter("{http://www.w3.org/2000/svg}polyline")
+    return {
+        line.get("class"): [tuple(map(float, p.split(","))) for p in line.get("points").split()]
+        for line in found
+    }
+
+
+def test_the_curve_shows_both_losses(runs, tmp_path):
+    trainer = runs.trainer(tmp_path, steps=8, eval_every=2)
+    trainer.fit()
+    lines = svg_lines(tmp_path / "loss.svg")
+    assert set(lines) == {"raw", "loss", "held"}
+    assert len(lines["held"]) == 4 + 1 and len(lines["raw"]) == 8 + 1  # the last one twice
+    assert lines["raw"][0][1] < lines["raw"][-1][1]  # downwards on the page
+    assert f"{trainer.best:.3f}" in (tmp_path / "loss.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [2.0, 2.0, 2.0],
+        [0.0, 0.0],
+        [1e8, 5.0, 4.0],
+        [1e8, 1e8],
+        [6.0, 0.0],
+        [3e-7, 1e-7],
+        [5.0 - i / 500 for i in range(2500)],
+    ],
+    ids=["flat", "zero", "huge first", "huge flat", "edge", "tiny", "long"],
+)
+def test_the_curve_holds_any_finite_losses(tmp_path, values):
+    metrics = [{"step": i + 1, "loss": value} for i, value in enumerate(values)]
+    metrics += [{"step": len(values), "heldout_bits_per_byte": value} for value in values[-1:]]
+    draw(metrics, tmp_path / "loss.svg")
+    lines = svg_lines(tmp_path / "loss.svg")
+    assert set(lines) == {"raw", "loss", "held"}
+    for points in lines.values():
+        assert all(0 <= x <= 720 and 0 <= y <= 400 for x, y in points)
+    text = (tmp_path / "loss.svg").read_text()
+    assert 2 * 2 <= text.count("</text>") < 40
+
+
+def test_no_curve_of_one_step(tmp_path):
+    draw([{"step": 1, "loss": 2.0}], tmp_path / "loss.svg")
+    assert not (tmp_path / "loss.svg").exists()

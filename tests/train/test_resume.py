@@ -1,0 +1,201 @@
+"""A run that was stopped anywhere, in any way, ends with the bits of one that never stopped."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import perspectron
+from perspectron.config import dump
+from perspectron.train import checkpoint
+from perspectron.train.loop import read_metrics
+
+VARIANTS = [
+    {},
+    {"model": "transformer-tiny"},
+    {"accumulate": 2, "recompute": True, "clip": 0.05},
+    {"clip": 0.0, "batch_size": 3, "eval_every": 0, "save_every": 0},
+    {"dtype": "bfloat16"},
+]
+
+
+def record(trainer):
+    """Every batch that the trainer will read."""
+    batches, read = [], trainer.loader.next_batch
+
+    def next_batch():
+        batches.append(read())
+        return batches[-1]
+
+    trainer.loader.next_batch = next_batch
+    return batches
+
+
+def drive(run: Path, runs, config, kills: int) -> dict:
+    """Train in other processes (see driver.py); its summary."""
+    run.mkdir(exist_ok=True)
+    runs.tokenizer.save(run / "tokenizer.json")
+    (run.parent / "config-of-run.json").write_text(json.dumps(dump(config)))
+    root = Path(perspectron.__file__).parents[1]
+    driver = Path(__file__).with_name("driver.py")
+    environment = os.environ | {
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [sys.executable, driver, run, runs.data, run.parent / "config-of-run.json", str(kills)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_same_on_disk(a: Path, b: Path, config):
+    """Checkpoints kept, every tensor in the newest, progress, metrics and config."""
+    kept = [[path.name for path in checkpoint.paths(run)] for run in (a, b)]
+    assert kept[0] == kept[1]
+    newest = [checkpoint.path_of(run, config.train.steps) for run in (a, b)]
+    for name in (checkpoint.MODEL, checkpoint.TRAINING):
+        first, second = (load_file(path / name) for path in newest)
+        assert first.keys() == second.keys() and len(first) >= 30
+        assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    progress = [vars(checkpoint.read(path).progress) | {"seconds": None} for path in newest]
+    assert progress[0] == progress[1]
+    timings = ("seconds", "tokens_per_second")
+    metrics = [[{k: v for k, v in m.items() if k not in timings} for m in read_metrics(r)] for r in (a, b)]
+    assert metrics[0] == metrics[1]
+    assert checkpoint.load_config(a) == checkpoint.load_config(b)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_half_and_half_equals_whole(runs, tmp_path, variant):
+    whole = runs.trainer(tmp_path / "whole", **variant)
+    expected = record(whole)
+    assert whole.fit() is None
+    assert whole.progress.loader["epoch"] >= 1  # the order crosses an epoch's end
+    drawn_after = torch.rand(3)
+
+    torch.manual_seed(5)  # another process may have drawn anything
+    first = runs.trainer(tmp_path / "halves", **variant)
+    batches = record(first)
+    first.fit(until=7)
+    torch.manual_seed(6)
+    second = runs.trainer(tmp_path / "halves", **variant)
+    assert second.progress.step == 7
+    more = record(second)
+    second.fit()
+    batches += more
+
+    runs.assert_same(runs.outcome(second), runs.outcome(whole))
+    assert len(batches) == len(expected) == 14 * variant.get("accumulate", 1)
+    for a, b in zip(batches, expected, strict=True):
+        assert torch.equal(a.ids_BT, b.ids_BT) and torch.equal(a.targets_BT, b.targets_BT)
+    assert torch.equal(torch.rand(3), drawn_after)
+
+
+def test_the_random_state_is_restored(runs, tmp_path):
+    runs.trainer(tmp_path).fit(until=3, report=lambda line: torch.rand(5))
+    expected = torch.get_rng_state()
+    torch.manual_seed(12)
+    runs.trainer(tmp_path)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_every_step_a_new_trainer(runs, tmp_path):
+    whole = runs.trainer(tmp_path / "whole", steps=6)
+    whole.fit()
+    for step in range(1, 7):
+        last = runs.trainer(tmp_path / "steps", steps=6)
+        last.fit(until=step)
+    runs.assert_same(runs.outcome(last), runs.outcome(whole))
+
+
+def test_what_came_after_the_checkpoint_is_forgotten(runs, tmp_path):
+    """Steps done and logged but not saved are done and logged again, once."""
+    whole = runs.trainer(tmp_path / "whole")
+    whole.fit()
+    crashed = runs.trainer(tmp_path / "crashed")
+
+    def crash(line):
+        if line["step"] == 11:  # saved at 9 (and at a best held-out of 4 or 8)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crashed.fit(report=crash)
+    metrics = tmp_path / "crashed" / "metrics.jsonl"
+    assert read_metrics(tmp_path / "crashed")[-1]["step"] == 11
+    metrics.write_bytes(metrics.read_bytes() + b'{"step": 12, "tok')
+    again = runs.trainer(tmp_path / "crashed")
+    assert again.progress.step == 9
+    assert read_metrics(tmp_path / "crashed")[-1]["step"] == 9
+    again.fit()
+    runs.assert_same(runs.outcome(again), runs.outcome(whole))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops(runs, tmp_path, number):
+    whole = runs.trainer(tmp_path / "whole")
+    whole.fit()
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    stopped = runs.trainer(tmp_path / "stopped")
+
+    def stop(line):
+        if line["step"] == 5:
+            os.kill(os.getpid(), number)
+
+    assert stopped.fit(report=stop) == number
+    assert stopped.progress.step == 5
+    assert checkpoint.path_of(tmp_path / "stopped", 5).is_dir()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    again = runs.trainer(tmp_path / "stopped")
+    assert again.progress.step == 5
+    assert again.fit() is None
+    runs.assert_same(runs.outcome(again), runs.outcome(whole))
+
+
+def test_a_second_interrupt_acts_at_once(runs, tmp_path):
+    trainer = runs.trainer(tmp_path)
+
+    def stop(line):
+        if line["step"] == 4 and "loss" in line:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(report=stop)
+    assert runs.trainer(tmp_path).progress.step == 3
+
+
+def test_another_process_goes_on(runs, tmp_path):
+    variant = {"model": "transformer-tiny", "accumulate": 2, "recompute": True, "clip": 0.05}
+    whole = runs.trainer(tmp_path / "whole", **variant)
+    whole.fit()
+    runs.trainer(tmp_path / "run", **variant).fit(until=7)
+    summary = drive(tmp_path / "run", runs, runs.config(**variant), kills=0)
+    assert summary["status"] == 0
+    assert_same_on_disk(tmp_path / "run", tmp_path / "whole", whole.config)
+
+
+def test_twenty_kills(runs, tmp_path):
+    config = runs.config(steps=64, save_every=2, eval_every=6, seq_len=16, keep=2)
+    whole = runs.start(tmp_path / "whole", config)
+    whole.fit()
+    summary = drive(tmp_path / "run", runs, config, kills=20)
+    assert summary["status"] == 0
+    assert len(summary["checkpoints"]) == 20
+    assert summary["inside"] >= 3, "too few kills fell into a save"
+    assert_same_on_disk(tmp_path / "run", tmp_path / "whole", config)
+    assert list((tmp_path / "run").rglob("*.tmp")) == []
+    assert math.isfinite(whole.best)
