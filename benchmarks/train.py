@@ -52,7 +52,7 @@ TINY = {"vocab_size": 512, "d_model": 48, "hidden": 96, "rank": 8, "window": 16,
 QUICK = (Setting(2, 32, 32, TINY),)
 
 
-def gpt2(setting: Setting) -> nn.Module:
+def gpt2(setting: Setting) -> Any:
     """GPT-2 as wide as the perspective model, with the depth that brings it nearest in parameters."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -108,7 +108,7 @@ def flops(name: str, setting: Setting) -> tuple[int, int]:
     """(parameters, FLOPs of a step)."""
     B, T, tokens = setting.B, setting.T, setting.B * setting.T
     with torch.device("meta"):
-        model = gpt2(setting) if name == GPT2 else LanguageModel(presets.get(name, **setting.sizes))
+        model: Any = gpt2(setting) if name == GPT2 else LanguageModel(presets.get(name, **setting.sizes))
     count = parameters(model)
     if name == GPT2:
         D = model.config.n_embd

@@ -65,10 +65,9 @@ def _groups(model: LanguageModel) -> dict[str, Group]:
     for name, module in model.named_modules():
         if isinstance(module, Block):
             modules[module.config.mixer.kind] += 1
-            if isinstance(getattr(module, "ffn", None), RoutedSwiGLU):
-                modules["router"] += 1
-            if module.config.ffn is not None:
-                modules["experts" if module.config.ffn.kind == "routed" else module.config.ffn.kind] += 1
+            kind = module.config.ffn.kind
+            modules[{"routed": "experts"}.get(kind, kind)] += 1
+            modules["router"] += kind == "routed"
         elif name == "embedding":
             modules["embedding"] += 1
         elif isinstance(module, torch.nn.RMSNorm):
@@ -98,18 +97,20 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
     x_11D = torch.zeros(1, 1, model.config.d_model, device="meta")
     state = model.init_state(1, capacity=context)
     flops = Counter(
-        {"embedding": _count(partial(model.head, x_11D)), "norms": _count(partial(model.norm, x_11D))}
+        {
+            "embedding": _count(partial(model.head, x_11D)),
+            "norms and biases": _count(partial(model.norm, x_11D)),
+        }
     )
     for config, count in Counter(model.config.blocks).items():
         first = model.config.blocks.index(config)
         block, layer = cast(Block, model.blocks[first]), state.layers[first]
         mixer = _count(partial(block.mixer, x_11D, layer))
-        ffn = 0 if config.ffn is None else _count(partial(block.ffn, x_11D))
-        whole = _count(partial(block, x_11D, layer, None, None))
+        ffn = _count(partial(model.ffn_of(block), x_11D))
+        whole = _count(partial(block, x_11D, layer, model.ffn_of(block), None, None))
         flops[config.mixer.kind] += count * mixer
-        flops["norms"] += count * (whole - mixer - ffn)
-        if config.ffn is not None:
-            flops[config.ffn.kind] += count * ffn
+        flops["norms and biases"] += count * (whole - mixer - ffn)
+        flops[config.ffn.kind] += count * ffn
     return flops
 
 

@@ -43,10 +43,10 @@ class FFNConfig(Kind):
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One layer: a mixer, then a feed-forward network or none."""
+    """One layer: a mixer, then a feed-forward network."""
 
     mixer: MixerConfig
-    ffn: FFNConfig | None
+    ffn: FFNConfig
     residual: Literal["sequential"] = "sequential"
 
 

@@ -26,6 +26,14 @@ class SwiGLUConfig(FFNConfig):
 
 
 @dataclass(frozen=True)
+class TiedConfig(FFNConfig):
+    """The network of another block, `block`, with this block's own norm before it."""
+
+    kind = "tied"
+    block: int
+
+
+@dataclass(frozen=True)
 class RoutedConfig(FFNConfig):
     """hidden: F of each expert. torus: experts per axis of the lattice they stand on."""
 
@@ -56,8 +64,6 @@ class RoutedSwiGLU(nn.Module):
 
     The choice is the document's (an argmin, no gate), so no gradient reaches the router.
     """
-
-    centre_EA: Tensor
 
     def __init__(self, d_model: int, config: RoutedConfig) -> None:
         super().__init__()
@@ -99,3 +105,4 @@ class RoutedSwiGLU(nn.Module):
 
 
 FFNS = {"swiglu": SwiGLU, "routed": RoutedSwiGLU}
+"""The kinds that have weights of their own; a tied network is another block's."""

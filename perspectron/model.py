@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.ffn import FFNS
+from perspectron.config import BlockConfig, ModelConfig, one_of
+from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.state import LMState, fingerprint
 
@@ -36,19 +36,17 @@ class Block(nn.Module):
         self.config = config
         self.mixer_norm = nn.RMSNorm(d_model, norm_eps)
         self.mixer = MIXERS[config.mixer.kind].module(d_model, norm_eps, config.mixer)
-        if config.ffn is not None:
-            self.ffn_norm = nn.RMSNorm(d_model, norm_eps)
+        self.ffn_norm = nn.RMSNorm(d_model, norm_eps)
+        if not isinstance(config.ffn, TiedConfig):
             self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
 
     def forward(
-        self, x_BTD: Tensor, state: object, reset_BT: Tensor | None, pad_BT: Tensor | None
+        self, x_BTD: Tensor, state: object, ffn: nn.Module, reset_BT: Tensor | None, pad_BT: Tensor | None
     ) -> tuple[Tensor, object, dict[str, Tensor]]:
         mixed, state, aux = self.mixer(self.mixer_norm(x_BTD), state, reset_BT=reset_BT, pad_BT=pad_BT)
         x_BTD = x_BTD + mixed
-        if self.config.ffn is not None:
-            y_BTD, more = self.ffn(self.ffn_norm(x_BTD))
-            x_BTD, aux = x_BTD + y_BTD, aux | more
-        return x_BTD, state, aux
+        y_BTD, more = ffn(self.ffn_norm(x_BTD))
+        return x_BTD + y_BTD, state, aux | more
 
 
 class LanguageModel(nn.Module):
@@ -59,6 +57,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False
+        for index, block in enumerate(config.blocks):
+            if isinstance(block.ffn, TiedConfig):
+                own = [i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig)]
+                one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config.d_model, config.norm_eps, block) for block in config.blocks)
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
@@ -107,16 +109,21 @@ class LanguageModel(nn.Module):
         state = self.init_state(ids_BT.shape[0]) if state is None else state
         x_BTD = self.embedding(ids_BT)
         layers, aux = [], dict[str, Tensor]()
-        for block, layer in zip(self.blocks, state.layers, strict=True):
+        for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
                 x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
-                    block, x_BTD, layer, reset_BT, pad_BT, use_reentrant=False
+                    block, x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, use_reentrant=False
                 )
             else:
-                x_BTD, layer, terms = block(x_BTD, layer, reset_BT, pad_BT)
+                x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT)
             layers.append(layer)
             aux.update({name: aux.get(name, 0) + term for name, term in terms.items()})
         return self.norm(x_BTD), LMState(tuple(layers)), aux
+
+    def ffn_of(self, block: Block) -> nn.Module:
+        """The feed-forward network of a block: its own, or the one it is tied to."""
+        tied = block.config.ffn
+        return cast(Block, self.blocks[tied.block] if isinstance(tied, TiedConfig) else block).ffn
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B,T,V]."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from perspectron.config import BlockConfig, MixerConfig, ModelConfig, one_of, require
-from perspectron.ffn import RoutedConfig, SwiGLUConfig
+from perspectron.ffn import RoutedConfig, SwiGLUConfig, TiedConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -33,7 +33,7 @@ def perspective(name: str, sizes: Sizes) -> ModelConfig:
     """Blocks of four: three PDR layers, then windowed GQA (decisions.md §2).
 
     `ffn`: "dense", a SwiGLU in every layer; "routed", ternary-to-be experts on a torus in the PDR layers;
-    "seed", none in the PDR layers, which leaves what the routed model shares between experts.
+    "seed", the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
     """
     one_of(sizes["ffn"], ("dense", "routed", "seed"), "ffn")
     require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
@@ -41,10 +41,11 @@ def perspective(name: str, sizes: Sizes) -> ModelConfig:
     routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]))
     pdr = PDRConfig(sizes["rank"], out_norm=sizes["out_norm"], renorm_every=sizes["renorm_every"])
     gqa = WindowGQAConfig(sizes["heads"], sizes["kv_heads"], sizes["window"])
-    fast = BlockConfig(pdr, {"dense": dense, "routed": routed, "seed": None}[sizes["ffn"]])
-    slow = BlockConfig(gqa, dense)
-    blocks = tuple(slow if layer % 4 == 3 else fast for layer in range(sizes["layers"]))
-    return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], blocks)
+    blocks = []
+    for layer in range(sizes["layers"]):
+        ffn = {"dense": dense, "routed": routed, "seed": TiedConfig(layer // 4 * 4 + 3)}[sizes["ffn"]]
+        blocks.append(BlockConfig(gqa, dense) if layer % 4 == 3 else BlockConfig(pdr, ffn))
+    return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], tuple(blocks))
 
 
 def transformer(name: str, sizes: Sizes) -> ModelConfig:

@@ -62,9 +62,9 @@ def test_every_preset_survives_a_round_trip_through_json(name):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_mixer_config_survives_a_round_trip(name):
-    block = BlockConfig(MIXERS[name].small, None)
+    block = BlockConfig(MIXERS[name].small, SwiGLUConfig(8))
     written = json.loads(json.dumps(dump(block)))
-    assert written["mixer"]["kind"] == name and written["ffn"] is None
+    assert written["mixer"]["kind"] == name and written["ffn"]["kind"] == "swiglu"
     assert load(BlockConfig, written) == block
 
 
@@ -119,8 +119,8 @@ MISTAKES = [
         "config.blocks[0].mixer: key = 'window', must be one of rank, scale, out_norm, renorm_every",
     ),
     (FFN, {"kind": "swiglu", "hidden": 0}, "hidden = 0, must be ≥ 1"),
-    (FFN, {"kind": "mlp"}, "config.blocks[0].ffn.kind = 'mlp', must be one of swiglu, routed"),
-    (FFN, {"hidden": 4}, "config.blocks[0].ffn.kind = None, must be one of swiglu, routed"),
+    (FFN, {"kind": "mlp"}, "config.blocks[0].ffn.kind = 'mlp', must be one of swiglu, tied, routed"),
+    (FFN, {"hidden": 4}, "config.blocks[0].ffn.kind = None, must be one of swiglu, tied, routed"),
     ([*FFN, "torus"], [2, 2.5], "config.blocks[0].ffn.torus[1] = 2.5, must be of type int"),
     ([*FFN, "torus"], [2, 0], "torus = (2, 0), must be one or more lengths ≥ 1"),
     ([*FFN, "torus"], [], "torus = (), must be one or more lengths ≥ 1"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import perspectron
 from perspectron.config import BlockConfig, ModelConfig
+from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
 from perspectron.state import LMState
 
@@ -377,7 +378,7 @@ def test_any_resets_padding_split_and_start(name, data):
 @every_mixer
 @pytest.mark.parametrize("T", [0, 1, 60])
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
-    config = ModelConfig("one block", 11, D, (BlockConfig(MIXERS[name].small, None),))
+    config = ModelConfig("one block", 11, D, (BlockConfig(MIXERS[name].small, SwiGLUConfig(8)),))
     model = perspectron.build(config)
     randomise(model.blocks[0].mixer, 0)
     ids = torch.randint(11, (2, 100), generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ import perspectron
 from perspectron import presets
 from perspectron.config import BlockConfig, FFNConfig, ModelConfig
 from perspectron.errors import ConfigError
-from perspectron.ffn import RoutedConfig, RoutedSwiGLU, SwiGLUConfig
+from perspectron.ffn import RoutedConfig, RoutedSwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.pdr import PDR, PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -156,12 +156,35 @@ def test_recomputing_gives_the_same_gradients():
     assert len(calls) == 5, "the forward pass ran again"
 
 
+def test_a_tied_network_is_the_other_blocks_own():
+    config = everything()
+    model = perspectron.build(config).double()
+    ids = torch.arange(12).remainder(V).view(2, 6)
+    model(ids, targets=ids).loss.backward()
+    assert not hasattr(model.blocks[0], "ffn")
+    untied = ModelConfig(
+        "untied", V, 16, (BlockConfig(config.blocks[0].mixer, SwiGLUConfig(24)), *config.blocks[1:])
+    )
+    other = perspectron.build(untied).double()
+    other.load_state_dict(model.state_dict() | {
+        name.replace("blocks.1.ffn.", "blocks.0.ffn."): weight
+        for name, weight in model.state_dict().items() if name.startswith("blocks.1.ffn.")
+    }, strict=False)  # fmt: skip
+    if isinstance(config.blocks[3].ffn, TiedConfig):
+        other.blocks[3].load_state_dict(model.blocks[3].state_dict())
+    assert torch.equal(other(ids).logits, model(ids).logits)
+    with pytest.raises(ConfigError, match=r"blocks\[0\].ffn.block = 0, must be one of 1"):
+        perspectron.build(
+            ModelConfig("self", V, 16, (BlockConfig(PDRConfig(4), TiedConfig(0)), config.blocks[1]))
+        )
+
+
 # ---------------------------------------------------------------- initialisation
 
 
 def everything() -> ModelConfig:
     """Every mixer, in width 16, with each kind of feed-forward network."""
-    ffns = (None, SwiGLUConfig(24), RoutedConfig(8, (2, 2)))
+    ffns = (TiedConfig(1), SwiGLUConfig(24), RoutedConfig(8, (2, 2)))
     mixers = [*(entry.small for entry in MIXERS.values()), PDRConfig(4, out_norm=True)]
     return ModelConfig("all", V, 16, tuple(BlockConfig(mixer, ffns[i % 3]) for i, mixer in enumerate(mixers)))
 
@@ -281,11 +304,12 @@ def test_census_of_the_trillion_parameter_model():
 
 
 def test_what_all_experts_share_is_a_model_of_its_own():
+    """All but the experts and their router."""
     whole, shared = on_meta("perspective-1t"), on_meta("perspective-1t-dense")
     shapes, own = ({name: p.shape for name, p in model.named_parameters()} for model in (whole, shared))
     assert own.items() <= shapes.items()
     rest = {name.split(".", 2)[2] for name in shapes.keys() - own.keys()}
-    assert rest == {"ffn_norm.weight", "ffn.route_proj.weight", "ffn.route_proj.bias",
+    assert rest == {"ffn.route_proj.weight", "ffn.route_proj.bias",
                     "ffn.gate_EFD", "ffn.up_EFD", "ffn.down_EDF"}  # fmt: skip
 
 

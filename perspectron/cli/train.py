@@ -84,7 +84,7 @@ def from_toml(path: str) -> Train:
 
 def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code."""
-    console = console or Console(stderr=True, highlight=False)
+    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     tokenizer, shards, summary = prepare(
         run, config.train.data, config.train.heldout, config.model.vocab_size
     )

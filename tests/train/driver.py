@@ -61,13 +61,14 @@ def main(run: Path, data: Path, config: RunConfig, kills: int) -> None:
         if kind == "save":
             halves = f".step-*.{child}.tmp"
             wait_for(lambda halves=halves: any(checkpoints.glob(halves)), child)
-            time.sleep(draw.choice([0, draw.uniform(0, 0.003), draw.uniform(0, 0.02)]))
+            time.sleep(draw.choice([0, draw.uniform(0, 0.003), draw.uniform(0, 0.01)]))
         elif kind == "step":
             grown = 200 * draw.randint(1, 3)  # a line is about that long
             wait_for(lambda more=before + grown: size(run / "metrics.jsonl") >= more, child)
-            time.sleep(draw.uniform(0, 0.03))
+            time.sleep(draw.uniform(0, 0.01))
         else:
-            time.sleep(draw.uniform(0, 0.15))
+            end, enough = time.monotonic() + draw.uniform(0, 0.15), before + 600
+            wait_for(lambda e=end, s=enough: time.monotonic() > e or size(run / "metrics.jsonl") > s, child)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):

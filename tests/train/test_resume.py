@@ -189,7 +189,7 @@ def test_another_process_goes_on(runs, tmp_path):
 
 
 def test_twenty_kills(runs, tmp_path):
-    config = runs.config(steps=64, save_every=2, eval_every=6, seq_len=16, keep=2)
+    config = runs.config(steps=72, save_every=2, eval_every=6, seq_len=16, keep=2)
     whole = runs.start(tmp_path / "whole", config)
     whole.fit()
     summary = drive(tmp_path / "run", runs, config, kills=20)

@@ -1,0 +1,247 @@
+"""The commands as a user types them, and what a mistake looks like."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli.main import main
+from perspectron.data import open_shards
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--set",
+    "d_model=32",
+    "layers=4",
+    "hidden=32",
+    "rank=8",
+    "heads=2",
+    "kv_heads=1",
+    "window=16",
+    "vocab_size=300",
+]
+TRAIN = [
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "32",
+    "--eval-every",
+    "0",
+    "--save-every",
+    "0",
+    "--eval-tokens",
+    "64",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "cats"
+    assert main(["train", "--data", str(text), "--out", str(out), "--steps", "30", *SMALL, *TRAIN]) == 0
+    return out
+
+
+def test_train_leaves_what_the_readme_says(run):
+    for name in ("config.json", "tokenizer.json", "metrics.jsonl", "loss.svg", "checkpoints/step-00000030"):
+        assert (run / name).exists(), name
+    assert json.loads((run / "config.json").read_text())["train"]["steps"] == 30
+
+
+def test_train_speaks_json_lines(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    assert (
+        main(["train", "--data", str(text), "--out", str(out), "--steps", "2", "--json", *SMALL, *TRAIN]) == 0
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert "heldout_bits_per_byte" in lines[-1]
+
+
+def test_toml_sets_and_flags_override(tmp_path, text):
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'[model]\npreset = "transformer-tiny"\nd_model = 32\nlayers = 1\nheads = 2\nkv_heads = 1\nvocab_size = 300\n'
+        f'[train]\ndata = "{text}"\nsteps = 9\nbatch_size = 2\nseq_len = 16\neval_tokens = 64\n[train.optim]\nlr = 0.5\n'
+    )
+    assert (
+        main(["train", "--config", str(toml), "--out", str(tmp_path / "run"), "--steps", "1", "--lr", "0.25"])
+        == 0
+    )
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["train"]["steps"] == 1
+    assert config["train"]["optim"]["lr"] == 0.25
+    assert config["train"]["seq_len"] == 16
+    assert config["model"]["blocks"][0]["mixer"]["kind"] == "attention"
+
+
+def test_generate_streams_the_same_text_as_json_gives(run, capsys):
+    command = ["generate", str(run), "the cat", "--max-tokens", "12", "--seed", "3"]
+    assert main(command) == 0
+    streamed = capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert streamed == answer["texts"][0] + "\n"
+    assert answer["tokens"] == [12] or answer["finished"] == ["end"]
+
+
+def test_a_conversation_goes_on_from_disk(run, tmp_path, capsys):
+    state = str(tmp_path / "cat.state")
+
+    def text(*options: str) -> str:
+        assert main(["generate", str(run), *options, "--temperature", "0", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["texts"][0]
+
+    whole = text("the cat", "--max-tokens", "24")
+    first = text("the cat", "--max-tokens", "12", "--save-state", state)
+    assert first + text("--max-tokens", "12", "--load-state", state) == whole
+
+
+def test_generate_reads_standard_input_and_several_prompts(run):
+    command = [sys.executable, "-m", "perspectron", "generate", str(run), "--max-tokens", "4", "--json"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    asked = subprocess.run(
+        [*command, "-"], input="the dog " * 500, capture_output=True, text=True, env=env, check=True
+    )
+    assert json.loads(asked.stdout)["tokens"] == [4]
+    asked = subprocess.run(
+        [*command, "the", "a longer one"], capture_output=True, text=True, env=env, check=True
+    )
+    assert len(json.loads(asked.stdout)["texts"]) == 2
+
+
+def test_eval_counts_every_held_out_byte(run, capsys):
+    assert main(["eval", str(run), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    held = open_shards(run / "data").split("heldout")
+    assert answer["text_bytes"] == held.text_bytes
+    assert 0 < answer["bits_per_byte"] < 8
+    assert set(answer["compressors"]) == {"gzip -9", "xz -9"}
+
+
+def test_eval_of_another_text(run, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("the dog sat on the cat.\n" * 200)
+    assert main(["eval", str(run), "--data", str(tmp_path / "other.txt"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text_bytes"] > 1000
+
+
+def test_inspect_of_presets_and_runs(run, capsys):
+    assert main(["inspect", "perspective-1t", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] == 1_045_670_990_004
+    assert answer["active_parameters"] == 14_941_753_524
+    assert answer["groups"]["pdr"] == 60 * 52_428_800
+    assert round(answer["flops_by_kind"]["pdr"] / 60 / 1e6) == 110
+    assert len(set(answer["state_bytes"].values())) == 1
+    assert main(["inspect", str(run)]) == 0
+    assert "perspective-tiny" in capsys.readouterr().out
+
+
+def test_inspect_of_the_full_size_fits_a_narrow_terminal_uncut(capsys):
+    assert main(["inspect", "perspective-1t"]) == 0
+    out = capsys.readouterr().out
+    assert "1,038,845,214,720" in out and "52,428,800" in out and "…" not in out
+
+
+def test_tokenize_then_train_on_it(tmp_path, text, capsys):
+    corpus = str(tmp_path / "corpus")
+    assert main(["tokenize", str(text), "--out", corpus, "--vocab-size", "280", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["vocab_size"] == 280
+    assert (
+        main(["train", "--data", corpus, "--out", str(tmp_path / "run"), "--steps", "1", *SMALL, *TRAIN]) == 0
+    )
+    assert json.loads((tmp_path / "run/config.json").read_text())["model"]["vocab_size"] == 280
+
+
+def test_quickstart_is_whole(tmp_path, text, capsys):
+    assert main(["quickstart", "--out", str(tmp_path / "tour"), "--data", str(text), "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    for words in ("perspective-tiny", "transformer-tiny", "gzip -9", "xz -9", "without the stop: yes"):
+        assert words in out, words
+
+
+MISTAKES = [
+    ([], "command = nothing, must be one of quickstart"),
+    (["nope"], "command = 'nope', must be one of quickstart"),
+    (["train"], "out = None, must be given"),
+    (["train", "--stepz", "1"], "--stepz"),
+    (["train", "--steps", "x"], "invalid literal"),
+    (["train", "--out", "{tmp}/o", "--steps", "0"], "steps = 0, must be ≥ 1"),
+    (["train", "--out", "{tmp}/o", "--lr", "nan"], "lr = nan, must be > 0"),
+    (["train", "--out", "{tmp}/o", "--preset", "gpt5"], "preset = 'gpt5', must be one of perspective-tiny"),
+    (["train", "--out", "{tmp}/o", "--set", "rank=0"], "rank = 0, must be ≥ 1"),
+    (["train", "--out", "{tmp}/o", "--set", "window=0"], "window = 0, must be ≥ 1"),
+    (["train", "--out", "{tmp}/o", "--set", "rnak=1"], "key = 'rnak', must be one of"),
+    (["train", "--out", "{tmp}/o", "--set", "rank"], "set = 'rank', must be KEY=VALUE"),
+    (["train", "--out", "{tmp}/o", "--data", "{tmp}/missing"], "missing: no such file or folder"),
+    (["train", "--out", "{tmp}/o", "--data", "{tmp}/empty"], "empty"),
+    (["train", "--out", "{tmp}/o", "--config", "{tmp}/missing.toml"], "missing.toml"),
+    (["train", "--resume", "{tmp}/missing"], "missing/config.json: no such file"),
+    (["generate", "{tmp}/missing", "hello"], "missing/config.json: no such file"),
+    (["generate", "{run}", ""], "prompt has no tokens, must be ≥ 1"),
+    (["generate", "{run}"], "prompts = 'none', must be given"),
+    (["generate", "{run}", "a", "--top-p", "2"], "top_p = 2.0, must be"),
+    (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
+    (["eval", "{tmp}/missing"], "missing/config.json: no such file"),
+    (["inspect", "nope"], "preset = 'nope', must be one of"),
+    (["inspect", "perspective-tiny", "--set", "heads=10"], "heads = 10, must be"),
+    (["tokenize", "{tmp}/empty", "--out", "{tmp}/o"], "empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    assert main([part.format(run=run, tmp=tmp_path) for part in arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_run_is_not_overwritten(run, capsys):
+    assert main(["train", "--out", str(run)]) == 2
+    assert "must be a new folder" in capsys.readouterr().err
+
+
+def test_a_flipped_byte_is_named_and_an_older_checkpoint_still_generates(run, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    train = [*TRAIN, "--save-every", "1", "--keep", "3"]
+    assert main(["train", "--data", str(text), "--out", str(out), "--steps", "3", *SMALL, *train]) == 0
+    newest = out / "checkpoints/step-00000003/model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-5] ^= 1
+    newest.write_bytes(data)
+    assert main(["generate", str(out), "the"]) == 2
+    assert f"{newest}: damaged" in capsys.readouterr().err
+    assert main(["generate", str(out / "checkpoints/step-00000002"), "the", "--max-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "generate", "eval", "inspect", "tokenize"])
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"Example: perspectron {command}" in capsys.readouterr().out
+
+
+def test_the_readme_runs(tmp_path, text, monkeypatch, capsys):
+    readme = (ROOT / "README.md").read_text()
+    assert ".venv/bin/perspectron quickstart\n" in readme
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "--data", str(text), "--steps", "2"]) == 0
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.S)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "bytes, however long the text:" in capsys.readouterr().out
