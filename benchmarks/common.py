@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,7 +152,7 @@ def require_green(*tests: str) -> str:
 
 
 def interleave(
-    contenders: dict[str, Callable[[], object]], repeats: int, warmup: int = 1
+    contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` per contender. They take turns, in reverse order every other round."""
     names = list(contenders)

@@ -77,7 +77,7 @@ def prepare(
     report: common.Report, names: tuple[str, ...], contexts: list[int], limit: int, room: int
 ) -> dict[tuple[str, int], Stepper]:
     """A stepper for every model and context that fits into memory."""
-    steppers = {}
+    steppers: dict[tuple[str, int], Stepper] = {}
     for name in names:
         model = build(presets.get(name)).eval()
         if name.startswith("perspective"):

@@ -87,8 +87,9 @@ SCANS: dict[str, Scan] = {
 
 
 def estimated_bytes(name: str, shape: Shape) -> float:
-    """Memory to have free before `name` is run. Autograd keeps the loop's states about three times; of the materialised
-    scan its elements at all levels (2 T), the inner prefixes (T) and the states (T), and works on 6 L."""
+    """Memory to have free before `name` is run. Autograd holds the loop's states about three times; of the
+    materialised scan its elements at all levels (2 T), the inner prefixes (T) and the states (T), and works on
+    6 L."""
     states, state = shape.T, 4.0 * shape.B * shape.D * shape.R
     if name == "materialised":
         return state * (4 * states + 6 * min(SOURCE_CHUNK, shape.T)) + 0.3e9

@@ -69,7 +69,7 @@ def summary(runs: list[dict[str, Any]], key: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=torch.get_num_threads(), repeats=3)
-    parser.add_argument("--steps", type=int, default=200, help="of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="of each run (%(default)s)")
     parser.add_argument("--data", default="stdlib", help="what to train on (%(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

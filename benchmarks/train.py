@@ -145,11 +145,14 @@ def alone(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(
-    names: list[str], setting: Setting, dtype: str, threads: int, repeats: int, peak: float
+    names: list[str], setting: Setting, dtype: str, threads: int, repeats: int, *, quick: bool
 ) -> dict[str, Any]:
     tokens = setting.B * setting.T
+    peak = common.matmul_peak(getattr(torch, dtype), quick=quick)
     seconds = common.interleave({name: stepper(name, setting, dtype) for name in names}, repeats)
+    peak = max(peak, common.matmul_peak(getattr(torch, dtype), quick=quick))
     result: dict[str, Any] = {"batch": setting.B, "seq_len": setting.T, "dtype": dtype, "models": {}}
+    result["matmul_peak_gflops_per_second"] = peak / 1e9
     for name in names:
         count, total = flops(name, setting)
         spec = {"name": name, "setting": asdict(setting), "dtype": dtype, "threads": threads}
@@ -167,8 +170,9 @@ def measure(
     return result
 
 
-def show(report: common.Report, setting: Setting, result: dict[str, Any], peak: float) -> None:
-    report.say(f"{setting}, {result['dtype']} (matrix product: {peak / 1e9:.0f} GFLOP/s)")
+def show(report: common.Report, setting: Setting, result: dict[str, Any]) -> None:
+    peak = result["matmul_peak_gflops_per_second"]
+    report.say(f"{setting}, {result['dtype']} (matrix product: {peak:.0f} GFLOP/s)")
     rows = [
         [
             name,
@@ -213,13 +217,10 @@ def main() -> None:
     )
     results = []
     for dtype in args.dtypes:
-        peak = common.matmul_peak(getattr(torch, dtype), quick=args.quick)
-        repeats = args.repeats if dtype == "float32" else args.bf16_repeats
+        repeats = 1 if args.quick else args.repeats if dtype == "float32" else args.bf16_repeats
         for setting in settings:
-            repeats = 1 if args.quick else repeats
-            results.append(measure(names, setting, dtype, args.threads, repeats, peak))
-            results[-1]["matmul_peak_gflops_per_second"] = peak / 1e9
-            show(report, setting, results[-1], peak)
+            results.append(measure(names, setting, dtype, args.threads, repeats, quick=args.quick))
+            show(report, setting, results[-1])
     report.finish({"bars": BARS, "runs": results})
 
 

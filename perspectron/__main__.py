@@ -2,6 +2,6 @@
 
 import sys
 
-from perspectron.cli.main import main
+from perspectron.cli.main import console
 
-sys.exit(main())
+sys.exit(console())

@@ -21,8 +21,13 @@ CONDITIONS = {
 
 def start(name: str, *options: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json", "-", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        [*command, "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
 
 

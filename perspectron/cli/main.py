@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 import tyro
 
 import perspectron
@@ -33,6 +34,13 @@ COMMANDS: dict[str, Any] = {
     "inspect": Inspect,
     "tokenize": Tokenize,
 }
+
+
+def console() -> int:
+    """The program. Numbers too small for full precision count as zero: products of many gates meet them, and
+    a processor handles each a hundred times slower. Worker threads take this over when they start."""
+    torch.set_flush_denormal(True)
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
