@@ -15,7 +15,7 @@ from perspectron.model import LanguageModel
 Sizes = dict[str, Any]
 
 TINY: Sizes = {
-    "vocab_size": 2048, "d_model": 192, "layers": 4, "hidden": 704, "rank": 32, "heads": 4, "kv_heads": 2,
+    "vocab_size": 2048, "d_model": 128, "layers": 4, "hidden": 472, "rank": 32, "heads": 4, "kv_heads": 2,
     "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [8, 4, 4],
 }  # fmt: skip
 M20: Sizes = TINY | {

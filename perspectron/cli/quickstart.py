@@ -36,7 +36,7 @@ class Quickstart:
     """Folder for everything it makes."""
     data: str = "stdlib"
     """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
-    steps: int = 1000
+    steps: int = 500
     """Updates of each model, of 8 × 128 tokens."""
 
     def __call__(self) -> int:
@@ -75,7 +75,7 @@ class Quickstart:
             eval_every=0,
             eval_tokens=0,
             save_every=0,
-            optim=OptimConfig(lr=4e-3, warmup=50),
+            optim=OptimConfig(lr=5e-3, warmup=30),
         )
 
     def _comparison(self) -> Table:
