@@ -36,7 +36,7 @@ class Quickstart:
     """Folder for everything it makes."""
     data: str = "stdlib"
     """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
-    steps: int = 500
+    steps: int = 700
     """Updates of each model, of 8 × 128 tokens."""
 
     def __call__(self) -> int:
