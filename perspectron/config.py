@@ -47,7 +47,6 @@ class BlockConfig:
 
     mixer: MixerConfig
     ffn: FFNConfig
-    residual: Literal["sequential"] = "sequential"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def atomic(path: Path) -> Iterator[Path]:
     On any error the temporary is removed and what stood at `path` before is untouched.
     Raises StorageError for an OSError (full disk, read-only folder).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old.tmp"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove(temporary)
@@ -46,12 +46,15 @@ def atomic(path: Path) -> Iterator[Path]:
         for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
             sync(part)
         if temporary.is_dir() and path.is_dir():
-            remove(path)
+            os.replace(path, aside)
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
     finally:
+        if aside.is_dir() and not path.exists():
+            os.replace(aside, path)
+        remove(aside)
         remove(temporary)
 
 

@@ -91,7 +91,8 @@ class LanguageModel(nn.Module):
         logits_BTV = self.head(hidden_BTD)
         loss = None
         if targets is not None:
-            total = F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten(), reduction="sum")
+            full = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+            total = F.cross_entropy(full.flatten(0, 1), targets.flatten(), reduction="sum")
             loss = total / (targets != -100).sum().clamp_min(1)
         return Output(logits_BTV, state, loss, aux)
 
@@ -107,6 +108,8 @@ class LanguageModel(nn.Module):
         if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
             raise ValueError(f"ids have shape {tuple(ids_BT.shape)}, want [B, T] with T ≥ 1")
         state = self.init_state(ids_BT.shape[0]) if state is None else state
+        if state.batch_size != ids_BT.shape[0]:
+            raise ValueError(f"ids have {ids_BT.shape[0]} rows, the state has {state.batch_size}")
         x_BTD = self.embedding(ids_BT)
         layers, aux = [], dict[str, Tensor]()
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):

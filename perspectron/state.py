@@ -53,6 +53,11 @@ class LMState:
         return _map(lambda tensor: tensor.to(device), self)
 
     @property
+    def batch_size(self) -> int:
+        """Rows; every tensor has the batch first."""
+        return next(len(leaf) for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor))
+
+    @property
     def nbytes(self) -> int:
         """Bytes, summed over the tensors."""
         return sum(leaf.nbytes for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor))

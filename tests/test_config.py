@@ -104,7 +104,6 @@ MISTAKES = [
     (["blocks"], {}, "config.blocks = {}, must be a list"),
     (["blocks"], "pdr", "config.blocks = 'pdr', must be a list"),
     (["blocks", 0], "pdr", "config.blocks[0] = 'pdr', must be an object"),
-    (["blocks", 0, "residual"], "pre", "config.blocks[0].residual = 'pre', must be one of sequential"),
     (MIXER, "pdr", "config.blocks[0].mixer = 'pdr', must be an object with a \"kind\""),
     (MIXER, {"kind": "pdr"}, "config.blocks[0].mixer.rank = 'nothing', must be given"),
     ([*MIXER, "rank"], 0, "rank = 0, must be ≥ 1"),
@@ -175,7 +174,7 @@ def test_overrides_arrive():
     assert (slow.kind, slow.heads, slow.kv_heads, slow.window) == ("window_gqa", 6, 3, 5)
     assert config.blocks[7].ffn == SwiGLUConfig(9)
     routed = presets.get("perspective-tiny", ffn="routed", torus=[3, 2])
-    assert routed.blocks[0].ffn == RoutedConfig(704, (3, 2))
+    assert routed.blocks[0].ffn == RoutedConfig(472, (3, 2))
     assert presets.get("perspective-tiny") == presets.get("perspective-tiny"), "no override stays behind"
 
 

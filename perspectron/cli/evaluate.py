@@ -9,7 +9,9 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.config import require
 from perspectron.data import Split, Tokenizer, encode, open_corpus
+from perspectron.device import pick_device
 from perspectron.eval.perplexity import Heldout, compressors, heldout
 from perspectron.train import checkpoint
 from perspectron.train.prepare import prepare
@@ -36,11 +38,17 @@ class Eval:
     """Let the state go on from window to window; only a document's start empties it."""
     tokens: int = 0
     """Measure the first so many tokens; 0 is all."""
+    device: str = "auto"
+    """ "auto" is CUDA where there is one."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
+        require(self.seq_len is None or self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
+        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         model, tokenizer = perspectron.load(self.run)
+        model.to(pick_device(self.device))
         config = checkpoint.load_config(checkpoint.run_of(self.run))
         with tempfile.TemporaryDirectory() as scratch:
             split = self._split(tokenizer, Path(scratch))
@@ -65,8 +73,7 @@ class Eval:
             return encode(open_corpus(self.data, self.heldout), tokenizer, scratch).split("heldout")
         run = checkpoint.run_of(self.run)
         config = checkpoint.load_config(run)
-        _, shards, _ = prepare(run, config.train.data, config.train.heldout, config.model.vocab_size)
-        return shards.split("heldout")
+        return prepare(run, config)[1].split("heldout")
 
 
 def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:

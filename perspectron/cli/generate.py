@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tyro
@@ -12,7 +12,8 @@ import perspectron
 from perspectron.config import require
 from perspectron.decode.generate import Conversation, Generation, generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError
+from perspectron.device import pick_device
+from perspectron.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,25 @@ class Generate:
     """Go on after this saved conversation; the prompt, if any, follows it."""
     save_state: Path | None = None
     """Keep the conversation in this file."""
+    device: str = "auto"
+    """ "auto" is CUDA where there is one."""
     json: bool = False
     """Print one JSON object instead of the text as it comes."""
 
     def __call__(self) -> int:
         model, tokenizer = perspectron.load(self.run)
-        conversation = Conversation.load(self.load_state, model) if self.load_state else None
-        start = time.perf_counter()
-        single = not self.json and len(self.prompts) <= 1
+        device = pick_device(self.device)
+        model.to(device)
+        conversation = None
+        if self.load_state is not None:
+            conversation = Conversation.load(self.load_state, model)
+            conversation = replace(conversation, state=conversation.state.to(device))
+        texts, start = self._texts(conversation), time.perf_counter()
+        single = not self.json and len(texts) == 1
         result = generate(
             model,
             tokenizer,
-            self._texts(conversation),
+            texts,
             max_tokens=self.max_tokens,
             sampling=self.sampling,
             stop=self.stop,
@@ -60,12 +68,12 @@ class Generate:
         )
         if self.save_state is not None:
             result.conversation.save(self.save_state, model)
-        self._print(result, single, time.perf_counter() - start)
+        self._print(texts, result, single, time.perf_counter() - start)
         return 0
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):
-            return [sys.stdin.read()]
+            return [_standard_input()]
         if "-" in self.prompts:
             raise ConfigError('prompts = "-" among others, must be alone')
         if self.prompts:
@@ -73,7 +81,7 @@ class Generate:
         require(conversation is not None, "prompts", "none", 'given: a text, or "-" for standard input')
         return [""] * (len(conversation.pending) if conversation else 0)
 
-    def _print(self, result: Generation, single: bool, seconds: float) -> None:
+    def _print(self, given: list[str], result: Generation, single: bool, seconds: float) -> None:
         if self.json:
             counts = [len(ids) for ids in result.ids]
             fields = {
@@ -86,5 +94,12 @@ class Generate:
         elif single:
             print()
         else:
-            for prompt, text in zip(self.prompts or result.texts, result.texts, strict=True):
+            for prompt, text in zip(given, result.texts, strict=True):
                 print(f"── {prompt!r}\n{text}")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: byte {error.start} is not UTF-8") from None

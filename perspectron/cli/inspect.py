@@ -10,7 +10,8 @@ from rich.table import Table
 
 from perspectron import presets
 from perspectron.census import Census, census
-from perspectron.config import ModelConfig
+from perspectron.cli.train import assignment
+from perspectron.config import ModelConfig, require
 from perspectron.train import checkpoint
 
 
@@ -51,9 +52,8 @@ class Inspect:
 
     def _config(self) -> ModelConfig:
         if Path(self.model).is_dir():
+            require(not self.set, "set", " ".join(self.set), "left out for a run")
             return checkpoint.load_config(checkpoint.run_of(Path(self.model))).model
-        from perspectron.cli.train import assignment
-
         return presets.get(self.model, **dict(map(assignment, self.set)))
 
 
@@ -104,12 +104,7 @@ def _claims(name: str, counted: Census) -> Table | None:
         ("PDR matrices, a layer", each("pdr"), "52.5 M", "pdr §4.2"),
         ("GQA matrices, a layer", each("window_gqa"), "41.9 M", "topology §3.1"),
         ("shared FFN, a layer", each("swiglu"), "135.3 M", "topology §3.1"),
-        (
-            "state",
-            f"{min(counted.state_bytes.values()) / 2e6:.0f} MB (16 bits)",
-            "120 + 42 MB",
-            "pdr §5.3",
-        ),
+        ("state", f"{min(counted.state_bytes.values()) / 1e6:.0f} MB (float32)", "120 + 42 MB", "pdr §5.3"),
     ]
     table = Table(title="beside the documents", title_justify="left")
     for column in ("", "counted", "claimed", "where"):

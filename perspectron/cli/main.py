@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ def console() -> int:
     """The program. Numbers too small for full precision count as zero: products of many gates meet them, and
     a processor handles each a hundred times slower. Worker threads take this over when they start."""
     torch.set_flush_denormal(True)
+    warnings.showwarning = _warn
     return main()
 
 
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stdout = io.StringIO()  # whoever read our output has gone; nothing more to flush to
         return 141
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"perspectron: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _parse(arguments: list[str]) -> Command:

@@ -11,7 +11,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.evaluate import text_of
 from perspectron.cli.tokenize import Tokenize
-from perspectron.cli.train import fit
+from perspectron.cli.train import fit, resolved
 from perspectron.data import open_shards
 from perspectron.decode.generate import Conversation, generate
 from perspectron.decode.sampling import SamplingConfig
@@ -68,7 +68,7 @@ class Quickstart:
 
     def _training(self) -> TrainConfig:
         return TrainConfig(
-            data=str(self.out / "corpus"),
+            data=resolved(str(self.out / "corpus")),
             steps=self.steps,
             batch_size=8,
             seq_len=128,

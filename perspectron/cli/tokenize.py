@@ -36,9 +36,8 @@ class Tokenize:
         if not 0 < self.heldout < 1:
             raise ConfigError(f"heldout = {self.heldout}, must be in (0, 1)")
         corpus, kept = open_corpus(self.data, self.heldout), self.out / "tokenizer.json"
-        source = self.tokenizer or (kept if kept.exists() else None)
-        if source is not None:
-            tokenizer = Tokenizer.load(source)
+        if self.tokenizer is not None:
+            tokenizer = Tokenizer.load(self.tokenizer)
         else:
             tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
         tokenizer.save(kept)
@@ -49,7 +48,12 @@ class Tokenize:
             for name, s in splits.items()
         }
         if self.json:
-            print(json.dumps(facts | {"vocab_size": tokenizer.vocab_size, "skipped": corpus.skipped}))
+            extra = {
+                "vocab_size": tokenizer.vocab_size,
+                "skipped_count": corpus.skipped_count,
+                "skipped": corpus.skipped,
+            }
+            print(json.dumps(facts | extra))
             return 0
         for name, fact in facts.items():
             print(

@@ -48,14 +48,22 @@ class Train:
         if (self.out is None) == (self.resume is None):
             raise ConfigError("out = None, must be given, or resume in its place")
         if self.resume is not None:
+            given = Train(resume=self.resume, json=self.json)
+            require(self == given, "resume", str(self.resume), "alone: everything else comes from the run")
             return fit(self.resume, checkpoint.load_config(self.resume), as_json=self.json)
         assert self.out is not None
         if (self.out / "config.json").exists():
             raise ConfigError(f"out = '{self.out}', must be a new folder; go on with --resume {self.out}")
-        return fit(self.out, RunConfig(self.model(), self.train), as_json=self.json)
+        train = replace(self.train, data=resolved(self.train.data))
+        return fit(self.out, RunConfig(self.model(), train), as_json=self.json)
 
     def model(self) -> ModelConfig:
         return presets.get(self.preset, **dict(map(assignment, self.set)))
+
+
+def resolved(data: str) -> str:
+    """A corpus by its full path, so that a run goes on from any folder."""
+    return data if data == "stdlib" else str(Path(data).resolve())
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -85,11 +93,10 @@ def from_toml(path: str) -> Train:
 def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-    tokenizer, shards, summary = prepare(
-        run, config.train.data, config.train.heldout, config.model.vocab_size
-    )
+    tokenizer, shards, summary = prepare(run, config)
     if tokenizer.vocab_size < config.model.vocab_size:
         config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    config = same_as_before(run, config)
     trainer = Trainer(run, config, tokenizer, shards)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     console.print(summary)
@@ -106,6 +113,19 @@ def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console
     if trainer.best < math.inf:
         console.print(f"best held-out: {trainer.best:.3f} bits per byte; curve: {run / CURVE}")
     return 0
+
+
+def same_as_before(run: Path, config: RunConfig) -> RunConfig:
+    """The config of the run if it has one, which settled what was "auto". ConfigError when another is asked."""
+    if not (run / "config.json").is_file():
+        return config
+    saved = checkpoint.load_config(run)
+    if config.train.dtype == "auto":
+        config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
+    require(
+        config == saved, "config", str(run), "that of the run (see its config.json), or a new folder given"
+    )
+    return saved
 
 
 def _fit(trainer: Trainer, as_json: bool, console: Console) -> int | None:

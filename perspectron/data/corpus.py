@@ -89,7 +89,7 @@ def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text") ->
     `source` is `"stdlib"` (the `.py` files of the running Python, tests excluded), a folder (every file in
     it, hidden ones excluded; `./stdlib` for a folder of that name), a `.jsonl` or `.jsonl.gz` file (the
     string under `text_field` of each line), or a text file, plain or `.gz`. Files and records go to a split
-    by a hash of their relative path, or line number and text; of a single text file the last `heldout` of its
+    by a hash of their relative path, or of a record's text; of a single text file the last `heldout` of its
     bytes is held out.
 
     DataError: nothing there, no text in it, too little to split, or `heldout` out of bounds.
@@ -304,7 +304,7 @@ def _border(block: bytes) -> int:
 class _JsonLines(Corpus):
     def __init__(self, path: Path, heldout: float, text_field: str) -> None:
         facts = [str(path.resolve()), str(heldout), text_field, _facts(path.name, path)]
-        super().__init__(str(path), _fingerprint("jsonl", facts))
+        super().__init__(str(path), _fingerprint("jsonl by text", facts))
         self._path = path
         self._heldout = heldout
         self._field = text_field
@@ -332,7 +332,7 @@ class _JsonLines(Corpus):
             for number, line in enumerate(file, 1):
                 if line.strip():
                     text = _text_of(line, self._field)
-                    yield number, text, _share(b"%d\0" % number + (line if text is None else text.encode()))
+                    yield number, text, _share(line if text is None else text.encode())
 
     def _stream(self, split: SplitName) -> Iterator[Document]:
         for number, text, share in self._records():

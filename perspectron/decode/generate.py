@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.config import require
@@ -19,7 +18,7 @@ from perspectron.errors import ConfigError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, load_extra, load_state, save_state
 
-END_OF_TEXT = 0
+END_OF_TEXT_ID = 0
 """The id that stands before every document. Models are trained to remember nothing across it."""
 
 Finish = Literal["stop", "end", "length"]
@@ -66,7 +65,7 @@ class Conversation:
         """Read a saved conversation. StateError: missing, damaged, another model's, or a bare state."""
         state = load_state(path, model)
         fields: Any = load_extra(path).get("conversation")
-        if not _are_conversation_fields(fields, _rows(state)):
+        if not _are_conversation_fields(fields, state.batch_size):
             raise StateError(f"{path}: not a conversation, lacks its pending, recent and drawn tokens")
         return cls(state, fields["pending"], fields["recent"], fields["drawn"])
 
@@ -100,8 +99,8 @@ def prefill(
     require(chunk >= 1, "chunk", chunk, "≥ 1")
     _check_ids(prompts, model.config.vocab_size)
     B = len(prompts)
-    if state is not None and _rows(state) != B:
-        raise ConfigError(f"prompts: {B} given, must be as many as the state has rows, {_rows(state)}")
+    if state is not None and state.batch_size != B:
+        raise ConfigError(f"prompts: {B} given, must be as many as the state has rows, {state.batch_size}")
     device = model.embedding.weight.device
     fresh = state is None
     state = None if state is None else state.to(device)  # a loaded one is on the CPU
@@ -187,7 +186,7 @@ class _Row:
         self.ids.append(id)
         self.drawn += 1
         piece = self.stream.push(data)
-        if id == END_OF_TEXT:
+        if id == END_OF_TEXT_ID:
             self.finished = "end"
         else:
             self.recent = [*self.recent, id][-window:]
@@ -207,7 +206,7 @@ def _unread(
     """What each row has to read, and the state to read it after."""
     if conversation is None:
         _check_ids(given, vocab_size)
-        return [[END_OF_TEXT, *ids] for ids in given], None
+        return [[END_OF_TEXT_ID, *ids] for ids in given], None
     B, rows = len(given), len(conversation.pending)
     if rows != B:
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {rows}")
@@ -223,7 +222,7 @@ def _begin(
     drawn = [0] * len(given) if conversation is None else conversation.drawn
     # The penalty does not count the end of a document: it is no repetition.
     recent = [
-        [*old, *(id for id in new if id != END_OF_TEXT)][-window:]
+        [*old, *(id for id in new if id != END_OF_TEXT_ID)][-window:]
         for old, new in zip(recent, given, strict=True)
     ]
     return [_Row(ids, count, TextStream(stop)) for ids, count in zip(recent, drawn, strict=True)]
@@ -244,9 +243,9 @@ def _batch(
     """ids, reset and pad [B,T] of rows of any lengths, padded at the right; None where the mask is empty.
     `fresh`: nothing was read before, so that a document that starts at column 0 resets nothing."""
     T = max(map(len, parts))
-    ids_BT = torch.tensor([part + [END_OF_TEXT] * (T - len(part)) for part in parts])
+    ids_BT = torch.tensor([part + [END_OF_TEXT_ID] * (T - len(part)) for part in parts])
     pad_BT = torch.arange(T) >= torch.tensor([len(part) for part in parts])[:, None]
-    reset_BT = (ids_BT == END_OF_TEXT) & ~pad_BT
+    reset_BT = (ids_BT == END_OF_TEXT_ID) & ~pad_BT
     if fresh:
         reset_BT[:, 0] = False
     reset, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
@@ -260,11 +259,6 @@ def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
             raise ConfigError(f"prompt has no tokens, must be ≥ 1 (row {row})")
         for id in (min(ids), max(ids)):
             require(0 <= id < vocab_size, f"prompt: token id (row {row})", id, f"≥ 0 and < {vocab_size}")
-
-
-def _rows(state: LMState) -> int:
-    """The batch size of a state: every tensor in it has the batch first."""
-    return next(len(leaf) for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
 
 
 def _are_conversation_fields(fields: Any, rows: int) -> bool:

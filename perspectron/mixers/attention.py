@@ -92,7 +92,7 @@ class Attention(nn.Module):
         self, k: Tensor, v: Tensor, state: AttentionState, at: attention.Places, fresh: bool, reset: bool
     ) -> AttentionState:
         S = state.k_BHSK.shape[2]
-        used = int(at.length_B.max()) if reset else state.used + k.shape[2]
+        used = max(1, int(at.length_B.max())) if reset else state.used + k.shape[2]
         if fresh and used >= S:
             k, v = (new.to(state.k_BHSK.dtype).contiguous() for new in (k, v))  # v is a view of q, k and v
             return AttentionState(k, v, at.length_B, used)

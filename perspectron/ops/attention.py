@@ -161,10 +161,12 @@ def windowed(
 
 
 def rope(x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:
-    """Rotary positions, the two halves of a head paired; angles in float64, so that any position is exact."""
+    """Rotary positions, the two halves of a head paired. Angles in float64, products at least in float32: a far
+    position costs no precision."""
     half = x_BHTK.shape[-1] // 2
     frequency = base ** (-torch.arange(half, dtype=torch.float64, device=x_BHTK.device) / half)
     angle_B1TF = (position_BT[:, :, None] * frequency)[:, None]
-    cos, sin = angle_B1TF.cos().to(x_BHTK.dtype), angle_B1TF.sin().to(x_BHTK.dtype)
-    a, b = x_BHTK.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    dtype = torch.promote_types(x_BHTK.dtype, torch.float32)
+    cos, sin = angle_B1TF.cos().to(dtype), angle_B1TF.sin().to(dtype)
+    a, b = x_BHTK.to(dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x_BHTK.dtype)

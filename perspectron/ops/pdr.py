@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perspectron.errors import BackendError
 
 CHUNK = 128
 BACKENDS = ("auto", "reference", "torch")
+TWICE = "pdr.scan is differentiable once; for second derivatives use backend='reference'"
 
 
 def scan(
@@ -34,10 +34,10 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
 
-    Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or,
-    if any input is, in float64; autocast does not reach inside. Differentiable in every input, in reverse and
-    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for
-    one token without gradients, the step.
+    Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
+    any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
+    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one
+    token in inference mode, the step.
 
     Under `torch.inference_mode()` one token updates `state_BDR` in place and returns it.
     Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
@@ -238,46 +238,97 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dstate: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, gamma, borders = ctx.saved_tensors
-        gradients = [torch.empty_like(x) for x in (q, k, v, gamma)]
-        dstate = dstate.clone()
-        for i, (start, stop) in reversed(list(enumerate(_chunks(v.shape[1])))):
-            qc, kc, vc, doc, gc = _cut(start, stop, q, k, v, do, gamma)
-            state = borders[i]
-            saved: list[tuple[Tensor, ...]] = []
-            A = qc @ kc.mT
-            _, P, X = _tree(A, vc, gc, saved)
-            dread = P * doc
-            dP = (qc @ state.mT).mul_(doc)
-            dP[:, -1] += (dstate * state).sum(-1)
-            dX = kc @ dstate.mT
-            dk = X @ dstate
-            dq = dread @ state
-            dstate = torch.baddbmm(P[:, -1, :, None] * dstate, dread.mT, qc)
-            dA, dv, dgamma = _tree_backward(A, vc, saved, doc, dP, dX)
-            dq.baddbmm_(dA, kc)
-            dk.baddbmm_(dA.mT, qc)
-            for whole, part in zip(gradients, (dq, dk, dv, dgamma), strict=True):
-                whole[:, start:stop] = part[:, : stop - start]
-        return *gradients, dstate
+        gradients: tuple[Tensor, ...] = _Gradient.apply(*ctx.saved_tensors, do, dstate)
+        return gradients
 
     @staticmethod
     def jvp(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dgamma: Tensor, dstate: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, gamma, state = ctx.saved_tensors
-        outputs = []
-        for start, stop in _chunks(v.shape[1]):
-            qc, kc, vc, gc = _cut(start, stop, q, k, v, gamma)
-            dqc, dkc, dvc, dgc = _cut(start, stop, dq, dk, dv, dgamma)
-            if (padding := gc.shape[1] - (stop - start)) > 0:
-                dgc[:, -padding:] = 0
-            _, P, X, do, dP, dX = _tree_tangent(qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc)
-            do += dP * (qc @ state.mT) + P * (dqc @ state.mT + qc @ dstate.mT)
-            outputs.append(do[:, : stop - start])
-            P, dP = P[:, -1, :, None], dP[:, -1, :, None]
-            dstate = P * dstate + dP * state + X.mT @ dkc + dX.mT @ kc
-            state = P * state + X.mT @ kc
-        return torch.cat(outputs, 1), dstate, None
+        with _full_precision(dq):
+            q, k, v, gamma, state = ctx.saved_tensors
+            return (*_tangent(q, k, v, gamma, state, dq, dk, dv, dgamma, dstate), None)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Scan`, as a function of its own, so that differentiating it again is an error and not
+    a silent zero."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+    ) -> tuple[Tensor, ...]:
+        with _full_precision(do):
+            return _backward(q, k, v, gamma, borders, do, dstate)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(TWICE)
+
+
+def _full_precision(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, γ and the first state: chunks from the last to the first."""
+    gradients = [torch.empty_like(x) for x in (q, k, v, gamma)]
+    dstate = dstate.clone()
+    for i, (start, stop) in reversed(list(enumerate(_chunks(v.shape[1])))):
+        qc, kc, vc, doc, gc = _cut(start, stop, q, k, v, do, gamma)
+        state = borders[i]
+        saved: list[tuple[Tensor, ...]] = []
+        A = qc @ kc.mT
+        _, P, X = _tree(A, vc, gc, saved)
+        dread = P * doc
+        dP = (qc @ state.mT).mul_(doc)
+        dP[:, -1] += (dstate * state).sum(-1)
+        dX = kc @ dstate.mT
+        dk = X @ dstate
+        dq = dread @ state
+        dstate = torch.baddbmm(P[:, -1, :, None] * dstate, dread.mT, qc)
+        dA, dv, dgamma = _tree_backward(A, vc, saved, doc, dP, dX)
+        dq.baddbmm_(dA, kc)
+        dk.baddbmm_(dA.mT, qc)
+        for whole, part in zip(gradients, (dq, dk, dv, dgamma), strict=True):
+            whole[:, start:stop] = part[:, : stop - start]
+    return *gradients, dstate
+
+
+def _tangent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gamma: Tensor,
+    state: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dgamma: Tensor,
+    dstate: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Tangents of the outputs and of the last state."""
+    outputs = []
+    for start, stop in _chunks(v.shape[1]):
+        qc, kc, vc, gc = _cut(start, stop, q, k, v, gamma)
+        dqc, dkc, dvc, dgc = _cut(start, stop, dq, dk, dv, dgamma)
+        if (padding := gc.shape[1] - (stop - start)) > 0:
+            dgc[:, -padding:] = 0
+        _, P, X, do, dP, dX = _tree_tangent(qc @ kc.mT, vc, gc, dqc @ kc.mT + qc @ dkc.mT, dvc, dgc)
+        do += dP * (qc @ state.mT) + P * (dqc @ state.mT + qc @ dstate.mT)
+        outputs.append(do[:, : stop - start])
+        P, dP = P[:, -1, :, None], dP[:, -1, :, None]
+        dstate = P * dstate + dP * state + X.mT @ dkc + dX.mT @ kc
+        state = P * state + X.mT @ kc
+    return torch.cat(outputs, 1), dstate

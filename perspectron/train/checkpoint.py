@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A folder, what its index says of the run, and size and digest of its other files. config: the resolved
+    config as plain values; tokenizer: its fingerprint."""
+
     path: Path
     progress: Progress
+    config: dict[str, Any]
+    tokenizer: str
     files: dict[str, Any]
 
 
@@ -56,7 +62,12 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def save(
-    run: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, progress: Progress, keep: int
+    run: Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
 ) -> Path:
     """Write a checkpoint and drop those that are neither among the last `keep` nor the best."""
     path = path_of(run, progress.step)
@@ -66,10 +77,16 @@ def save(
         save_tensors(temporary / TRAINING, _training_state(model, optimizer))
         parts = {name: temporary / name for name in (MODEL, TRAINING)}
         files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
-        index: dict[str, Any] = {"format": FORMAT, "progress": asdict(progress), "files": files}
+        index: dict[str, Any] = {
+            "format": FORMAT,
+            "progress": asdict(progress),
+            "config": dump(config),
+            "tokenizer": tokenizer.fingerprint,
+            "files": files,
+        }
         index["digest"] = _digest(index)
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _prune(run, keep)
+    _prune(run, config.train.keep)
     return path
 
 
@@ -118,7 +135,8 @@ def read(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path / INDEX}: format {index['format']!r}, must be {FORMAT!r}")
         if digest != _digest(index):
             raise CheckpointError(f"{path / INDEX}: damaged, it does not match its digest")
-        return Checkpoint(path, load(Progress, index["progress"]), index["files"])
+        progress = load(Progress, index["progress"])
+        return Checkpoint(path, progress, index["config"], index["tokenizer"], index["files"])
     except (AttributeError, KeyError, TypeError, ConfigError):
         raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
 
@@ -154,10 +172,20 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def restore(
-    checkpoint: Checkpoint, model: LanguageModel, optimizer: torch.optim.Optimizer | None = None
+    checkpoint: Checkpoint,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Load verified weights and, if given, the optimizer's moments and the random state."""
+    """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
+    the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
+    if checkpoint.config["model"] != dump(model.config):
+        raise CheckpointError(f"{checkpoint.path}: of another model config than the run's config.json")
+    if checkpoint.tokenizer != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.path}: of tokenizer {checkpoint.tokenizer[:12]}, not {tokenizer.fingerprint[:12]}"
+        )
     _load_weights(checkpoint.path / MODEL, model)
     if optimizer is None:
         return
@@ -206,16 +234,36 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     """The model of a run's best held-out checkpoint (its newest where none was measured) and its tokenizer;
     `run` may also be one checkpoint's folder.
 
-    CheckpointError when the run, the checkpoint or one of its bytes is missing or damaged.
+    A damaged checkpoint gives a warning, and the newest one that verifies is taken. CheckpointError when the
+    run, its config or its tokenizer is missing or damaged, or no checkpoint verifies.
     """
     chosen = [run] if (run / INDEX).exists() else paths(run)
     run = run_of(run)
-    config = load_config(run)
-    found = [read(path) for path in chosen]
-    if not found:
-        raise CheckpointError(f"{folder(run)}: no checkpoint in it")
+    config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.to_empty(device="cpu")
-    restore(_best(found), model)
-    return model, Tokenizer.load(run / "tokenizer.json")
+    found, failed = _readable(chosen)
+    if found:
+        found.append(found.pop(found.index(_best(found))))
+    while found:
+        try:
+            restore(found[-1], model, tokenizer)
+        except CheckpointError as error:
+            failed.append(error)
+            found.pop()
+        else:
+            if failed:
+                warnings.warn(f"{failed[0]}; using {found[-1].path.name}", stacklevel=2)
+            return model, tokenizer
+    raise failed[0] if failed else CheckpointError(f"{folder(run)}: no checkpoint in it")
+
+
+def _readable(chosen: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
+    found, failed = [], []
+    for path in chosen:
+        try:
+            found.append(read(path))
+        except CheckpointError as error:
+            failed.append(error)
+    return found, failed

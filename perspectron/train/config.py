@@ -48,6 +48,7 @@ class TrainConfig:
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         for name in ("eval_every", "save_every", "eval_tokens"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         one_of(self.dtype, ("auto", "float32", "bfloat16"), "dtype")
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.data import Batch, Loader, Shards, Tokenizer
-from perspectron.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
+from perspectron.device import pick_device
+from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.eval.perplexity import Heldout, heldout
 from perspectron.files import atomic, remove
 from perspectron.model import Block, build
@@ -28,17 +29,6 @@ from perspectron.train.precision import autocast, faster
 
 Metrics = dict[str, Any]
 METRICS, CURVE = "metrics.jsonl", "loss.svg"
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one. ConfigError when it is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
-        raise ConfigError(f"device = {name!r}, must be one that this machine has (auto, cpu, cuda)") from None
-    return torch.device(name)
 
 
 class Trainer:
@@ -90,7 +80,7 @@ class Trainer:
         for path in reversed(checkpoint.paths(self.run_dir)):
             try:
                 found = checkpoint.read(path)
-                checkpoint.restore(found, self.model, self.optimizer)
+                checkpoint.restore(found, self.model, self.tokenizer, self.optimizer)
             except CheckpointError as error:
                 self.damaged = self.damaged or error
                 damaged.append(path)
@@ -183,14 +173,14 @@ class Trainer:
         )
         with autocast(self.device, self.config.train.dtype):
             output = self._forward(ids, targets=targets, reset_BT=reset)
-        loss: Tensor = output.loss
+        loss: Tensor = output.loss + sum(output.aux.values())
         value = loss.item()
         if not math.isfinite(value):
             with autocast(self.device, self.config.train.dtype):
                 where = first_non_finite(self.model, lambda: self.model(ids, targets=targets, reset_BT=reset))
             raise NonFiniteError(f"step {self.progress.step + 1}: loss is {value}, first in {where}")
         (loss / self.config.train.accumulate).backward()
-        return value
+        return output.loss.item()
 
     def _stop_at_gradient(self) -> None:
         named = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
@@ -230,7 +220,7 @@ class Trainer:
         ):
             return path
         return checkpoint.save(
-            self.run_dir, self.model, self.optimizer, self.progress, self.config.train.keep
+            self.run_dir, self.config, self.tokenizer, self.model, self.optimizer, self.progress
         )
 
 

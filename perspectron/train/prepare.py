@@ -2,37 +2,58 @@
 
 from pathlib import Path
 
-from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
-from perspectron.errors import ConfigError
+from perspectron.data import Corpus, Shards, Tokenizer, encode, open_corpus, open_shards
+from perspectron.errors import ConfigError, DataError
+from perspectron.train.config import RunConfig
 
 
-def prepare(run: Path, source: str, heldout: float, vocab_size: int) -> tuple[Tokenizer, Shards, str]:
-    """(tokenizer, shards, a line that says what was read).
+def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
+    """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
-    `source` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json beside
-    it). The tokenizer is kept as RUN/tokenizer.json; a corpus is encoded into RUN/data, and an encoding that
-    was interrupted goes on. DataError as the data room raises it; ConfigError when `vocab_size` is smaller
-    than the tokenizer given.
+    `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
+    beside it). The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only
+    compared; a corpus is encoded into RUN/data, and an encoding that was interrupted goes on. DataError as the
+    data room raises it, and when shards and tokenizer do not belong together; ConfigError when the model has
+    fewer ids than the tokenizer.
     """
+    source, kept = config.train.data, run / "tokenizer.json"
+    resumes = (run / "config.json").is_file()
     if (Path(source) / "manifest.json").is_file():
         shards, tokenizer = open_shards(Path(source)), Tokenizer.load(Path(source) / "tokenizer.json")
-        if tokenizer.vocab_size > vocab_size:
-            raise ConfigError(f"vocab_size = {vocab_size}, must be ≥ the {tokenizer.vocab_size} of {source}")
-        tokenizer.save(run / "tokenizer.json")
-        return tokenizer, shards, source
-    kept = run / "tokenizer.json"
-    if (run / "data" / "manifest.json").is_file() and kept.is_file():
-        return Tokenizer.load(kept), open_shards(run / "data"), f"{source}, as encoded before"
-    corpus = open_corpus(source, heldout)
-    if kept.is_file():
-        tokenizer = Tokenizer.load(kept)
+        summary = source
+    elif resumes and (run / "data" / "manifest.json").is_file():
+        shards, tokenizer = open_shards(run / "data"), Tokenizer.load(kept)
+        summary = f"{source}, as encoded before"
     else:
-        tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), vocab_size)
+        corpus = open_corpus(source, config.train.heldout)
+        texts = (document.text for document in corpus.documents("train"))
+        tokenizer = Tokenizer.load(kept) if resumes else Tokenizer.train(texts, config.model.vocab_size)
+        shards = encode(corpus, tokenizer, run / "data")
+        summary = _summary(corpus, shards)
+    _check(run, config, tokenizer, shards)
+    if not resumes:
         tokenizer.save(kept)
-    shards = encode(corpus, tokenizer, run / "data")
-    skipped = (
-        f"; {corpus.skipped_count} unreadable, the first {corpus.skipped[0]}" if corpus.skipped_count else ""
-    )
+    return tokenizer, shards, summary
+
+
+def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"vocab_size = {config.model.vocab_size}, must be ≥ {tokenizer.vocab_size}, the tokenizer's"
+        )
+    known = {f"{shards.path}: encoded": shards.tokenizer_fingerprint}
+    if (run / "config.json").is_file():
+        known[f"{run}: trained"] = Tokenizer.load(run / "tokenizer.json").fingerprint
+    for what, fingerprint in known.items():
+        if fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"{what} with tokenizer {fingerprint[:12]}, the tokenizer here is {tokenizer.fingerprint[:12]}"
+            )
+
+
+def _summary(corpus: Corpus, shards: Shards) -> str:
+    skipped = corpus.skipped_count
     train, held = shards.split("train"), shards.split("heldout")
-    summary = f"{source}: {train.documents} documents, {train.text_bytes / 1e6:.1f} MB to train on, "
-    return tokenizer, shards, summary + f"{held.text_bytes / 1e6:.2f} MB held out{skipped}"
+    read = f"{corpus.source}: {train.documents} documents, {train.text_bytes / 1e6:.1f} MB to train on, "
+    read += f"{held.text_bytes / 1e6:.2f} MB held out"
+    return read + (f"; {skipped} unreadable, the first {corpus.skipped[0]}" if skipped else "")

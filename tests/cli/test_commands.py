@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import perspectron
 from perspectron.cli.main import main
 from perspectron.data import open_shards
 
@@ -72,8 +73,9 @@ def test_train_speaks_json_lines(tmp_path, text, capsys):
 def test_toml_sets_and_flags_override(tmp_path, text):
     toml = tmp_path / "run.toml"
     toml.write_text(
-        f'[model]\npreset = "transformer-tiny"\nd_model = 32\nlayers = 1\nheads = 2\nkv_heads = 1\nvocab_size = 300\n'
-        f'[train]\ndata = "{text}"\nsteps = 9\nbatch_size = 2\nseq_len = 16\neval_tokens = 64\n[train.optim]\nlr = 0.5\n'
+        '[model]\npreset = "transformer-tiny"\nd_model = 32\nlayers = 1\nheads = 2\nkv_heads = 1\n'
+        f'vocab_size = 300\n[train]\ndata = "{text}"\nsteps = 9\nbatch_size = 2\nseq_len = 16\n'
+        "eval_tokens = 64\n[train.optim]\nlr = 0.5\n"
     )
     assert (
         main(["train", "--config", str(toml), "--out", str(tmp_path / "run"), "--steps", "1", "--lr", "0.25"])
@@ -194,6 +196,11 @@ MISTAKES = [
     (["generate", "{run}", "a", "--top-p", "2"], "top_p = 2.0, must be"),
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
     (["eval", "{tmp}/missing"], "missing/config.json: no such file"),
+    (["train", "--resume", "{run}", "--steps", "50"], "must be alone"),
+    (["train", "--out", "{tmp}/o", "--seed", "18446744073709551616"], "seed = 18446744073709551616, must be in"),
+    (["train", "--out", "{tmp}/o", "--device", "meta"], "device = 'meta', must be one that this machine has"),
+    (["inspect", "{run}", "--set", "rank=5"], "must be left out for a run"),
+    (["eval", "{run}", "--seq-len", "0"], "seq_len = 0, must be ≥ 1"),
     (["inspect", "nope"], "preset = 'nope', must be one of"),
     (["inspect", "perspective-tiny", "--set", "heads=10"], "heads = 10, must be"),
     (["tokenize", "{tmp}/empty", "--out", "{tmp}/o"], "empty"),
@@ -216,7 +223,7 @@ def test_a_run_is_not_overwritten(run, capsys):
     assert "must be a new folder" in capsys.readouterr().err
 
 
-def test_a_flipped_byte_is_named_and_an_older_checkpoint_still_generates(run, text, tmp_path, capsys):
+def test_a_flipped_byte_is_named_and_the_last_good_checkpoint_generates(run, text, tmp_path, capsys):
     out = tmp_path / "run"
     train = [*TRAIN, "--save-every", "1", "--keep", "3"]
     assert main(["train", "--data", str(text), "--out", str(out), "--steps", "3", *SMALL, *train]) == 0
@@ -224,9 +231,59 @@ def test_a_flipped_byte_is_named_and_an_older_checkpoint_still_generates(run, te
     data = bytearray(newest.read_bytes())
     data[-5] ^= 1
     newest.write_bytes(data)
-    assert main(["generate", str(out), "the"]) == 2
+    with pytest.warns(UserWarning, match="damaged.*using step-00000002"):
+        assert main(["generate", str(out), "the", "--max-tokens", "2"]) == 0
+    assert main(["generate", str(newest.parent), "the"]) == 2
     assert f"{newest}: damaged" in capsys.readouterr().err
-    assert main(["generate", str(out / "checkpoints/step-00000002"), "the", "--max-tokens", "2"]) == 0
+
+
+def test_a_failed_start_leaves_nothing_that_a_second_one_trains_on(text, tmp_path, capsys):
+    out, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text("completely different words here\n" * 400)
+    assert (
+        main(
+            ["train", "--data", str(other), "--out", str(out), "--steps", "1", "--seq-len", "100000", *SMALL]
+        )
+        == 2
+    )
+    assert main(["train", "--data", str(text), "--out", str(out), "--steps", "1", *SMALL, *TRAIN]) == 0
+    shards, tokenizer = open_shards(out / "data"), perspectron.load(out)[1]
+    assert "the cat sat" in tokenizer.decode(shards.split("train").read(0, 60).tolist())
+
+
+def test_shards_and_tokenizer_must_belong_together(text, run, tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
+    (corpus / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    capsys.readouterr()
+    assert main(["train", "--data", str(corpus), "--out", str(tmp_path / "run"), *SMALL, *TRAIN]) == 2
+    assert "encoded with tokenizer" in capsys.readouterr().err
+
+
+def test_eval_never_writes_into_the_run(text, tmp_path, capsys):
+    corpus, out = tmp_path / "corpus", tmp_path / "run"
+    assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
+    assert main(["train", "--data", str(corpus), "--out", str(out), "--steps", "1", *SMALL, *TRAIN]) == 0
+    kept = (out / "tokenizer.json").read_bytes()
+    assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "270"]) == 0
+    assert main(["eval", str(out)]) == 2
+    assert (out / "tokenizer.json").read_bytes() == kept
+
+
+def test_a_second_quickstart_with_other_steps_is_refused(text, tmp_path, capsys):
+    tour = ["quickstart", "--out", str(tmp_path / "tour"), "--data", str(text), "--steps"]
+    assert main([*tour, "2"]) == 0
+    assert main([*tour, "2"]) == 0
+    assert main([*tour, "3"]) == 2
+    assert "that of the run" in capsys.readouterr().err
+
+
+def test_rows_of_a_loaded_conversation_do_not_mix(run, tmp_path, capsys):
+    state = str(tmp_path / "two.state")
+    main(["generate", str(run), "the cat", "the dog", "--max-tokens", "4", "--save-state", state])
+    capsys.readouterr()
+    assert main(["generate", str(run), "--load-state", state, "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out.count("── ") == 2
 
 
 @pytest.mark.parametrize("command", ["quickstart", "train", "generate", "eval", "inspect", "tokenize"])

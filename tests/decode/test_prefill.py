@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import END_OF_TEXT, prefill
+from perspectron.decode.generate import END_OF_TEXT_ID, prefill
 from perspectron.errors import ConfigError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
@@ -51,7 +51,7 @@ def test_batch_of_different_lengths_reads_as_each_alone(double: LanguageModel, c
 
 
 def test_nothing_is_remembered_across_end_of_text(double: LanguageModel) -> None:
-    assert Tokenizer.end_of_text == END_OF_TEXT
+    assert Tokenizer.end_of_text == END_OF_TEXT_ID
     a, b, c = prompts_of(20, 9, 30)
     logits, state = prefill(double, [[*a, 0, *b], [0, *c]], chunk=8)
     for row, ids in enumerate(([0, *b], [0, *c])):

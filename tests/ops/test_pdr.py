@@ -62,6 +62,30 @@ def test_gradcheck_in_both_modes():
     assert torch.autograd.gradcheck(lambda *x: pdr.scan(*x), tensors, check_forward_ad=True)
 
 
+def test_second_derivatives_are_an_error_not_a_silent_zero():
+    tensors = [x.requires_grad_() for x in inputs(5)]
+
+    def loss(q):
+        return pdr.scan(q, *tensors[1:])[0].square().sum()
+
+    (gradient,) = torch.autograd.grad(loss(tensors[0]), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.func.jvp(torch.func.grad(loss), (tensors[0],), (tensors[0],))
+
+
+def test_autocast_does_not_reach_the_backward_pass_or_the_tangents():
+    tensors = [x.requires_grad_() for x in inputs(70, dtype=torch.float32)]
+    exact = torch.autograd.grad(pdr.scan(*tensors)[0].sum(), tensors)
+    o, _ = pdr.scan(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(torch.autograd.grad(o.sum(), tensors), exact, strict=True):
+            assert torch.equal(a, b)
+        _, tangent = torch.func.jvp(lambda q: pdr.scan(q, *tensors[1:])[0], (tensors[0],), (tensors[0],))
+    torch.testing.assert_close(tangent, o)  # the output is linear in q
+
+
 @pytest.mark.parametrize("split", [1, 63, 64, 65, 150])
 def test_split_anywhere(split):
     q, k, v, gamma, state = inputs(200)

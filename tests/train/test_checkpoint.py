@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 import perspectron
 from perspectron import files
+from perspectron.data import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.eval.perplexity import Heldout
 from perspectron.train import checkpoint, loop
@@ -169,9 +170,10 @@ def test_a_damaged_newest_is_passed_over(run, runs, go_on, flip, tmp_path, name,
         bad.unlink()
     else:
         bad.write_bytes(b'["something else"]')
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.load_run(run)
-    assert str(bad) in one_line(error)
+    with pytest.warns(UserWarning, match="using step-00000004") as caught:
+        model, _ = checkpoint.load_run(run)
+    assert str(bad) in str(caught[0].message)
+    assert model.fingerprint() == checkpoint.load_run(checkpoint.path_of(run, 4))[0].fingerprint()
     trainer = go_on(run)
     assert trainer.progress.step == 4
     assert isinstance(trainer.damaged, CheckpointError) and str(bad) in str(trainer.damaged)
@@ -253,14 +255,33 @@ def test_a_checkpoint_of_another_model_is_refused(run, runs, sizes):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as error:
         runs.trainer(run, model=runs.small(**sizes), steps=8)
-    assert "weights of another model" in one_line(error)
+    assert "of another model config" in one_line(error)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_config_of_another_model_is_refused(run, runs):
     config = checkpoint.load_config(run)
     checkpoint.save_config(run, dataclasses.replace(config, model=runs.small(d_model=16)))
-    with pytest.raises(CheckpointError, match="weights of another model"):
+    with pytest.raises(CheckpointError, match="of another model config"):
+        checkpoint.load_run(run)
+
+
+@pytest.mark.parametrize("change", [{"norm_eps": 0.1}, {"window": 15}])
+def test_a_config_whose_weights_fit_is_refused_too(run, runs, change):
+    config = checkpoint.load_config(run)
+    if "window" in change:
+        changed = runs.small(**change)
+        assert changed != config.model
+    else:
+        changed = dataclasses.replace(config.model, **change)
+    checkpoint.save_config(run, dataclasses.replace(config, model=changed))
+    with pytest.raises(CheckpointError, match="of another model config"):
+        checkpoint.load_run(run)
+
+
+def test_another_tokenizer_is_refused(run):
+    Tokenizer.train(["something else entirely"], 270).save(run / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="of tokenizer"):
         checkpoint.load_run(run)
 
 
