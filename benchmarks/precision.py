@@ -82,8 +82,9 @@ def main() -> None:
     report = common.Report(args, TESTS, dtype=" and ".join(DTYPES), shapes=shapes)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
+        asked = TrainConfig(data=data, heldout=0.2 if args.quick else 0.05)
         tokenizer, shards, read = prepare(
-            Path(folder), data, 0.2 if args.quick else 0.05, sizes["vocab_size"]
+            Path(folder), RunConfig(presets.get("perspective-tiny", **sizes), asked)
         )
         report.say(read, "")
         for seed in range(seeds):

@@ -9,6 +9,8 @@ Shapes: B batch, T time, L tokens of one chunk, D value width (rows of the state
 the tree, n pairs of blocks.
 """
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -64,6 +66,8 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
+    if backend == "auto":
+        _say(device)
     if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
         return _step_(q, k, v, gamma, state)
     if T == 0:
@@ -72,6 +76,14 @@ def scan(
         return _forward(q, k, v, gamma, state)
     o, state, _ = _Scan.apply(q, k, v, gamma, state)
     return o, state
+
+
+@functools.cache
+def _say(device: str) -> None:
+    """Once for each kind of device."""
+    logging.getLogger("perspectron").info(
+        "pdr.scan: auto runs the torch tree on %s, and the step for one token", device
+    )
 
 
 def reference(
