@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,9 @@ def test_decode(results):
 
 
 def test_train(results):
-    pytest.importorskip("transformers")
+    models = {"perspective-20m", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
     for run in results("train")["runs"]:
-        assert set(run["models"]) == {"perspective-20m", "transformer-20m", "gpt2"}
+        assert set(run["models"]) == models
         counts = [model["parameters"] for model in run["models"].values()]
         assert max(counts) < 1.1 * min(counts)
         assert run["perspective_to_transformer-20m"]["median"] > 0

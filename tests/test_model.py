@@ -231,13 +231,13 @@ def test_initial_weights_are_as_documented():
     model = perspectron.build(presets.get("perspective-tiny", renorm_every=7), 0)
     block = model.blocks[0]
     assert block.mixer.p_proj.bias.sigmoid().sub(0.95).abs().max() < 1e-4
-    noise = block.mixer.p_proj.weight - torch.eye(192)
+    noise = block.mixer.p_proj.weight - torch.eye(128)
     spread = {
         "embedding": (model.embedding.weight, 0.02),
-        "identity": (noise, 0.01 * 192**-0.5),
-        "q_proj": (block.mixer.q_proj.weight, 192**-0.5),
-        "o_proj": (block.mixer.o_proj.weight, 192**-0.5 * 8**-0.5),
-        "down_proj": (block.ffn.down_proj.weight, 704**-0.5 * 8**-0.5),
+        "identity": (noise, 0.01 * 128**-0.5),
+        "q_proj": (block.mixer.q_proj.weight, 128**-0.5),
+        "o_proj": (block.mixer.o_proj.weight, 128**-0.5 * 8**-0.5),
+        "down_proj": (block.ffn.down_proj.weight, 472**-0.5 * 8**-0.5),
     }
     for name, (weight, expected) in spread.items():
         assert weight.std().item() == pytest.approx(expected, rel=0.03), name
@@ -335,7 +335,7 @@ def test_a_twin_follows_overridden_sizes():
 def test_heads_must_divide_the_width(name):
     with (
         torch.device("meta"),
-        pytest.raises(ConfigError, match=r"heads = 10, must be a divisor of d_model / 2 = 96"),
+        pytest.raises(ConfigError, match=r"heads = 10, must be a divisor of d_model / 2 = 64"),
     ):
         LanguageModel(presets.get(name, heads=10))
 
