@@ -5,6 +5,7 @@ JSON lines one record at a time. Text is the file's own bytes decoded as UTF-8; 
 marks stay.
 """
 
+import abc
 import codecs
 import contextlib
 import fnmatch
@@ -44,7 +45,7 @@ class Document:
     text: str
 
 
-class Corpus:
+class Corpus(abc.ABC):
     """Documents of two disjoint splits. Made by `open_corpus`.
 
     `fingerprint` changes when the source, its files (paths, sizes, times) or the way they are split change.
@@ -74,8 +75,9 @@ class Corpus:
         self._counts[split] = 0
         return self._stream(split)
 
+    @abc.abstractmethod
     def _stream(self, split: SplitName) -> Iterator[Document]:
-        raise NotImplementedError
+        """Documents of a split, in order."""
 
     def _skip(self, split: SplitName, name: str) -> None:
         self._counts[split] += 1
