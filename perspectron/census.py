@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from perspectron.block import Block
 from perspectron.config import ModelConfig
 from perspectron.ffn import RoutedSwiGLU
-from perspectron.model import Block, LanguageModel
+from perspectron.model import LanguageModel
 
 CONTEXTS = (1024, 8192, 65536, 262144)
 
@@ -64,13 +65,17 @@ def _groups(model: LanguageModel) -> dict[str, Group]:
     modules, sizes = Counter[str](), Counter[str]()
     for name, module in model.named_modules():
         if isinstance(module, Block):
-            modules[module.config.mixer.kind] += 1
-            kind = module.config.ffn.kind
-            modules[{"routed": "experts"}.get(kind, kind)] += 1
-            modules["router"] += kind == "routed"
-        elif name == "embedding":
-            modules["embedding"] += 1
-        elif isinstance(module, torch.nn.RMSNorm):
+            if module.config.mixer is not None:
+                modules[module.config.mixer.kind] += 1
+            if module.config.ffn is not None:
+                kind = module.config.ffn.kind
+                modules[{"routed": "experts"}.get(kind, kind)] += 1
+                modules["router"] += kind == "routed"
+        elif name in ("embedding", "positions"):
+            modules[name] += 1
+        elif name == "lm_head":
+            modules["head"] += 1
+        elif isinstance(module, torch.nn.RMSNorm | torch.nn.LayerNorm):
             modules["norms and biases"] += 1
     blocks = list(model.blocks)
     for name, parameter in model.named_parameters():
@@ -82,7 +87,8 @@ def _group_of(name: str, ndim: int, blocks: list[Any]) -> str:
     if ndim < 2:
         return "norms and biases"
     if not name.startswith("blocks."):
-        return "embedding"
+        room = name.split(".")[0]
+        return {"lm_head": "head"}.get(room, room)
     _, index, room, *rest = name.split(".")
     block = blocks[int(index)]
     if room == "mixer":
@@ -98,19 +104,23 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
     state = model.init_state(1, capacity=context)
     flops = Counter(
         {
-            "embedding": _count(partial(model.head, x_11D)),
+            "embedding" if model.config.head is None else "head": _count(partial(model.head, x_11D)),
             "norms and biases": _count(partial(model.norm, x_11D)),
         }
     )
     for config, count in Counter(model.config.blocks).items():
         first = model.config.blocks.index(config)
         block, layer = cast(Block, model.blocks[first]), state.layers[first]
-        mixer = _count(partial(block.mixer, x_11D, layer))
-        ffn = _count(partial(model.ffn_of(block), x_11D))
-        whole = _count(partial(block, x_11D, layer, model.ffn_of(block), None, None))
-        flops[config.mixer.kind] += count * mixer
+        network = model.ffn_of(block)
+        x_11D = torch.zeros(1, 1, model.config.d_token if first == 0 else model.config.d_model, device="meta")
+        whole = _count(partial(block, x_11D, layer, network, None, None))
+        mixer = 0 if config.mixer is None else _count(partial(block.mixer, x_11D, layer))
+        ffn = 0 if network is None else _count(partial(network, x_11D, x_11D))
+        if config.mixer is not None:
+            flops[config.mixer.kind] += count * mixer
+        if config.ffn is not None:
+            flops[config.ffn.kind] += count * ffn
         flops["norms and biases"] += count * (whole - mixer - ffn)
-        flops[config.ffn.kind] += count * ffn
     return flops
 
 

@@ -34,36 +34,114 @@ class Kind:
 
 
 class MixerConfig(Kind):
-    """What mixes over time; one subclass in each file of `perspectron.mixers`."""
+    """What mixes over time; one subclass in each file of `perspectron.mixers`. A field `d_token`, where there is
+    one, is the width of what it reads, if that is not the model width."""
 
 
 class FFNConfig(Kind):
     """What mixes over channels; the subclasses stand in `perspectron.ffn`."""
 
 
+class ResidualConfig(Kind):
+    """How a block adds up; `perspectron.block` does it. x is its input, h what the ffn's norm reads."""
+
+
+@dataclass(frozen=True)
+class SequentialConfig(ResidualConfig):
+    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (seeds/topology.md §2, decisions.md §2)."""
+
+    kind = "sequential"
+
+
+@dataclass(frozen=True)
+class Law5Config(ResidualConfig):
+    """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (seeds/adr.md law 5, decisions.md §4)."""
+
+    kind = "law5"
+
+
+@dataclass(frozen=True)
+class RouteGatedConfig(ResidualConfig):
+    """h = x + a, a = mixer(norm(x)); m = ffn(norm(h)); y = x + scale · (g a + (1 − g) m), one learned g per block
+    (seeds/lens.md, enhancement 4; decisions.md §5). scale: 2 gives GPT-2 at g = ½. anneal: after `anneal_after`
+    updates, the bias under g's sigmoid falls by this much with each."""
+
+    kind = "route_gated"
+    scale: float = 1.0
+    anneal: float = 0.0
+    anneal_after: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.scale > 0, "scale", self.scale, "> 0")
+        require(self.anneal >= 0, "anneal", self.anneal, "≥ 0")
+        require(self.anneal_after >= 0, "anneal_after", self.anneal_after, "≥ 0")
+
+
+@dataclass(frozen=True)
+class NoResidualConfig(ResidualConfig):
+    """y = mixer(x), nothing added; the ffn must be missing (seeds/drm.md, decisions.md §6)."""
+
+    kind = "none"
+
+
+class HeadConfig(Kind):
+    """What gives the logits; the subclasses stand in `perspectron.heads`."""
+
+
 @dataclass(frozen=True)
 class BlockConfig:
-    """One layer: a mixer, then a feed-forward network."""
+    """One layer: a mixer, then a feed-forward network; either may be missing."""
 
-    mixer: MixerConfig
-    ffn: FFNConfig
+    mixer: MixerConfig | None
+    ffn: FFNConfig | None
+    residual: ResidualConfig = SequentialConfig()
+
+    def __post_init__(self) -> None:
+        match self.residual:
+            case NoResidualConfig():
+                require(self.mixer is not None, "mixer", None, "given with residual none")
+                require(self.ffn is None, "ffn", self.ffn, "None with residual none")
+            case Law5Config():
+                require(self.mixer is not None, "mixer", None, "given with residual law5")
+            case RouteGatedConfig():
+                require(self.ffn is not None, "ffn", None, "given with residual route_gated")
+            case _:
+                given = self.mixer is not None or self.ffn is not None
+                require(given, "ffn", None, "given where mixer is not")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A language model: embedding, blocks, final norm, head tied to the embedding."""
+    """A language model: embedding, blocks, final norm, head.
+
+    head: None is the embedding, transposed. positions: length of a learned table of positions added to the
+    embedding, the longest document that can be read; 0 is none. norm: "rms", or "layer" with biases.
+    """
 
     name: str
     vocab_size: int
     d_model: int
     blocks: tuple[BlockConfig, ...]
+    head: HeadConfig | None = None
+    positions: int = 0
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         require(self.vocab_size >= 1, "vocab_size", self.vocab_size, "≥ 1")
         require(self.d_model >= 1, "d_model", self.d_model, "≥ 1")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
+        require(self.positions >= 0, "positions", self.positions, "≥ 0")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
+        require(self.positions > 0 or any(block.mixer for block in self.blocks), "blocks", self.blocks,
+                "with a mixer in one of them")  # fmt: skip
+        require(self.head is not None or self.d_token == self.d_model, "head", None,
+                f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
+
+    @property
+    def d_token(self) -> int:
+        """Width of the embedding: the model width, unless the first mixer says otherwise."""
+        return getattr(self.blocks[0].mixer, "d_token", None) or self.d_model
 
 
 def dump(value: Any) -> Any:

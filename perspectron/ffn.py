@@ -1,10 +1,12 @@
-"""Feed-forward networks: what a block does to each token by itself.
+"""Feed-forward networks: what a block does to each token by itself. Each reads the normed hidden state and, if
+it wants it, the context: what the block's mixer gave for that token.
 
 Shapes: B batch, T time, D model width, F hidden width, E experts, N tokens.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,9 @@ from torch import Tensor, nn
 
 from perspectron.config import FFNConfig, require
 from perspectron.routing import distance2, lattice
+from perspectron.terms import Term
+
+Activation = Literal["gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,35 @@ class SwiGLUConfig(FFNConfig):
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+
+
+@dataclass(frozen=True)
+class MLPConfig(FFNConfig):
+    """hidden: F. activation: GELU, exact or by tanh as GPT-2 was trained."""
+
+    kind = "mlp"
+    hidden: int
+    activation: Activation = "gelu"
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+
+
+@dataclass(frozen=True)
+class ContextMLPConfig(FFNConfig):
+    """hidden: F. context: read what the mixer gave, through `context_rank` numbers (0: all of it);
+    stop_gradient: without teaching the mixer through it. activation: as in "mlp"."""
+
+    kind = "context_mlp"
+    hidden: int
+    context: bool = True
+    context_rank: int = 0
+    stop_gradient: bool = False
+    activation: Activation = "gelu"
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+        require(self.context_rank >= 0, "context_rank", self.context_rank, "≥ 0")
 
 
 @dataclass(frozen=True)
@@ -55,8 +89,50 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(d_model, config.hidden, bias=False)
         self.down_proj = nn.Linear(config.hidden, d_model, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x_BTD: Tensor, context_BTD: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)), {}
+
+
+def gelu(x: Tensor, activation: Activation) -> Tensor:
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """W_down GELU(W_up x), with biases."""
+
+    def __init__(self, d_model: int, config: MLPConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.up_proj = nn.Linear(d_model, config.hidden)
+        self.down_proj = nn.Linear(config.hidden, d_model)
+
+    def forward(self, x_BTD: Tensor, context_BTD: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
+        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation)), {}
+
+
+class ContextMLP(nn.Module):
+    """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (seeds/lens.md, enhancement 5)."""
+
+    def __init__(self, d_model: int, config: ContextMLPConfig) -> None:
+        super().__init__()
+        require(config.context_rank <= d_model, "context_rank", config.context_rank, f"≤ d_model = {d_model}")
+        self.config = config
+        width = d_model
+        if config.context:
+            width += config.context_rank or d_model
+        if config.context and config.context_rank > 0:
+            self.context_proj = nn.Linear(d_model, config.context_rank, bias=False)
+        self.up_proj = nn.Linear(width, config.hidden)
+        self.gate_proj = nn.Linear(width, config.hidden)
+        self.down_proj = nn.Linear(config.hidden, d_model)
+
+    def forward(self, x_BTD: Tensor, context_BTD: Tensor) -> tuple[Tensor, dict[str, Term]]:
+        if self.config.context:
+            context_BTD = context_BTD.detach() if self.config.stop_gradient else context_BTD
+            narrow = self.config.context_rank > 0
+            x_BTD = torch.cat([x_BTD, self.context_proj(context_BTD) if narrow else context_BTD], -1)
+        gate = torch.sigmoid(self.gate_proj(x_BTD))
+        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate), {}
 
 
 class RoutedSwiGLU(nn.Module):
@@ -85,7 +161,7 @@ class RoutedSwiGLU(nn.Module):
         E = self.gate_EFD.shape[0]
         return (self.gate_EFD.numel() + self.up_EFD.numel() + self.down_EDF.numel()) // E * (E - 1)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x_BTD: Tensor, context_BTD: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         x_ND = x_BTD.flatten(0, 1)
         centre_EA = lattice(self.config.torus).to(x_ND)
         expert_N = distance2(self.route_proj(x_ND), centre_EA).argmin(1)
@@ -104,5 +180,5 @@ class RoutedSwiGLU(nn.Module):
         return F.linear(F.silu(F.linear(x_ND, gate)) * F.linear(x_ND, up), down)
 
 
-FFNS = {"swiglu": SwiGLU, "routed": RoutedSwiGLU}
+FFNS = {"swiglu": SwiGLU, "mlp": MLP, "context_mlp": ContextMLP, "routed": RoutedSwiGLU}
 """The kinds that have weights of their own; a tied network is another block's."""

@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, final norm, and a head tied to the embedding.
+"""The language model: embedding, blocks, final norm and head.
 
 Shapes: B batch, T time, D model width, V vocabulary.
 """
@@ -11,42 +11,30 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from perspectron.config import BlockConfig, ModelConfig, one_of
-from perspectron.ffn import FFNS, TiedConfig
-from perspectron.mixers import MIXERS
+from perspectron.block import NORMS, Block
+from perspectron.config import ModelConfig, one_of, require
+from perspectron.ffn import TiedConfig
+from perspectron.heads import HEADS, Emitter
+from perspectron.ops.attention import places
 from perspectron.state import LMState, fingerprint
+from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
 class Output:
-    """logits [B,T,V]; the state after the last token; the mean loss (None without targets); terms by name
-    that blocks want added to it."""
+    """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); what blocks
+    report, by name, summed over them."""
 
     logits: Tensor
     state: LMState
     loss: Tensor | None
-    aux: dict[str, Tensor]
+    aux: dict[str, Term]
 
-
-class Block(nn.Module):
-    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (seeds/topology.md §2, decisions.md §2)."""
-
-    def __init__(self, d_model: int, norm_eps: float, config: BlockConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.mixer_norm = nn.RMSNorm(d_model, norm_eps)
-        self.mixer = MIXERS[config.mixer.kind].module(d_model, norm_eps, config.mixer)
-        self.ffn_norm = nn.RMSNorm(d_model, norm_eps)
-        if not isinstance(config.ffn, TiedConfig):
-            self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
-
-    def forward(
-        self, x_BTD: Tensor, state: object, ffn: nn.Module, reset_BT: Tensor | None, pad_BT: Tensor | None
-    ) -> tuple[Tensor, object, dict[str, Tensor]]:
-        mixed, state, aux = self.mixer(self.mixer_norm(x_BTD), state, reset_BT=reset_BT, pad_BT=pad_BT)
-        x_BTD = x_BTD + mixed
-        y_BTD, more = ffn(self.ffn_norm(x_BTD))
-        return x_BTD + y_BTD, state, aux | more
+    def objective(self) -> Tensor:
+        """What training minimises: the loss and every term by its weight."""
+        if self.loss is None:
+            raise ValueError("objective: targets = None, must be given to the forward")
+        return self.loss + sum(term.weight * term.value for term in self.aux.values() if term.weight)
 
 
 class LanguageModel(nn.Module):
@@ -61,16 +49,31 @@ class LanguageModel(nn.Module):
             if isinstance(block.ffn, TiedConfig):
                 own = [i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig)]
                 one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config.d_model, config.norm_eps, block) for block in config.blocks)
-        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_token)
+        if config.positions > 0:
+            self.positions = nn.Embedding(config.positions, config.d_token)
+        self.blocks = nn.ModuleList(
+            Block(config.d_model, config.norm, config.norm_eps, block) for block in config.blocks
+        )
+        self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
+        if config.head is not None:
+            self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
 
     def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
         """The state before any token. `capacity`: make room for that many tokens at once (caches only)."""
         weight = self.embedding.weight
         blocks = cast("list[Block]", self.blocks)
-        states = (b.mixer.init_state(batch_size, weight.device, weight.dtype, capacity) for b in blocks)
-        return LMState(tuple(states))
+        states = (b.init_state(batch_size, weight.device, weight.dtype, capacity) for b in blocks)
+        length_B = None
+        if self.config.positions > 0:
+            length_B = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        return LMState(tuple(states), length_B)
+
+    def set_step(self, step: int) -> None:
+        """Tell every module that follows a schedule how many updates were done."""
+        for module in self.modules():
+            if module is not self and callable(own := getattr(module, "set_step", None)):
+                own(step)
 
     def forward(
         self,
@@ -89,6 +92,8 @@ class LanguageModel(nn.Module):
         """
         hidden_BTD, state, aux = self.hidden(ids, state, reset_BT=reset_BT, pad_BT=pad_BT)
         logits_BTV = self.head(hidden_BTD)
+        if isinstance(getattr(self, "lm_head", None), Emitter):
+            aux |= self.lm_head.terms(logits_BTV, reset_BT, pad_BT)
         loss = None
         if targets is not None:
             full = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
@@ -103,15 +108,15 @@ class LanguageModel(nn.Module):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
-    ) -> tuple[Tensor, LMState, dict[str, Tensor]]:
-        """What the head reads [B,T,D], the new state, and auxiliary terms summed over blocks."""
+    ) -> tuple[Tensor, LMState, dict[str, Term]]:
+        """What the head reads [B,T,D], the new state, and what blocks report, summed over them."""
         if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
             raise ValueError(f"ids have shape {tuple(ids_BT.shape)}, want [B, T] with T ≥ 1")
         state = self.init_state(ids_BT.shape[0]) if state is None else state
         if state.batch_size != ids_BT.shape[0]:
             raise ValueError(f"ids have {ids_BT.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD = self.embedding(ids_BT)
-        layers, aux = [], dict[str, Tensor]()
+        x_BTD, length_B = self._embed(ids_BT, state.length_B, reset_BT, pad_BT)
+        layers, aux = [], dict[str, Term]()
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
                 x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
@@ -120,17 +125,36 @@ class LanguageModel(nn.Module):
             else:
                 x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT)
             layers.append(layer)
-            aux.update({name: aux.get(name, 0) + term for name, term in terms.items()})
-        return self.norm(x_BTD), LMState(tuple(layers)), aux
+            for name, term in terms.items():
+                aux[name] = Term(aux[name].value + term.value, term.weight) if name in aux else term
+        return self.norm(x_BTD), LMState(tuple(layers), length_B), aux
 
-    def ffn_of(self, block: Block) -> nn.Module:
-        """The feed-forward network of a block: its own, or the one it is tied to."""
+    def _embed(
+        self, ids_BT: Tensor, length_B: Tensor | None, reset_BT: Tensor | None, pad_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embeddings [B,T,·] with the learned positions, if any, and the tokens of the document after them."""
+        x_BTD = self.embedding(ids_BT)
+        if length_B is None:
+            return x_BTD, None
+        P, at = self.config.positions, places(length_B, ids_BT.shape[1], reset_BT, pad_BT)
+        if not ids_BT.is_meta:
+            last = int(at.position_BT.masked_fill(~at.valid_BT, 0).max())
+            require(last < P, "position", last, f"< positions = {P}, the learned table of {self.config.name}")
+        return x_BTD + self.positions(at.position_BT.clamp(0, P - 1)), at.length_B
+
+    def ffn_of(self, block: Block) -> nn.Module | None:
+        """The feed-forward network of a block: its own, the one it is tied to, or none."""
+        if block.config.ffn is None:
+            return None
         tied = block.config.ffn
         return cast(Block, self.blocks[tied.block] if isinstance(tied, TiedConfig) else block).ffn
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B,T,V]."""
-        return F.linear(hidden_BTD, self.embedding.weight)
+        if self.config.head is None:
+            return F.linear(hidden_BTD, self.embedding.weight)
+        logits_BTV: Tensor = self.lm_head(hidden_BTD)
+        return logits_BTV
 
     def fingerprint(self) -> str:
         """Hex digest of config and weights; a saved state carries it."""
@@ -143,7 +167,7 @@ def init(model: LanguageModel, seed: int) -> None:
 
     Embedding N(0, 0.02²); every linear weight N(0, 1/fan_in), those that write into the residual stream
     (`o_proj`, `down_proj`) divided by √(2·blocks); biases 0; norms 1. A module with an `init_weights` then
-    sets its own (a mixer's near-identity, a router's spread).
+    sets its own (a mixer's near-identity, a router's spread, a gate's start).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
@@ -155,8 +179,10 @@ def init(model: LanguageModel, seed: int) -> None:
             module.weight.normal_(0, scale * module.in_features**-0.5, generator=generator)
             if module.bias is not None:
                 module.bias.zero_()
-        elif isinstance(module, nn.RMSNorm):
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             module.weight.fill_(1)
+            if isinstance(module, nn.LayerNorm):
+                module.bias.zero_()
     for module in model.modules():
         own = getattr(module, "init_weights", None)
         if callable(own):

@@ -5,12 +5,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from perspectron.config import BlockConfig, MixerConfig, ModelConfig, one_of, require
-from perspectron.ffn import RoutedConfig, SwiGLUConfig, TiedConfig
+from perspectron.config import (
+    BlockConfig,
+    FFNConfig,
+    ModelConfig,
+    ResidualConfig,
+    RouteGatedConfig,
+    SequentialConfig,
+    one_of,
+    require,
+)
+from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUConfig, TiedConfig
 from perspectron.mixers.attention import AttentionConfig
+from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
+
+LAYER_NORM_EPS = 1e-5  # GPT-2's
 
 Sizes = dict[str, Any]
 
@@ -26,6 +38,21 @@ M125: Sizes = M20 | {
 }  # fmt: skip
 T1: Sizes = M125 | {
     "d_model": 4096, "layers": 80, "hidden": 11008, "rank": 256, "heads": 32, "kv_heads": 8, "ffn": "routed",
+}  # fmt: skip
+
+GPT2_TINY: Sizes = {
+    "vocab_size": 2048, "d_model": 128, "layers": 4, "heads": 4, "hidden": 512, "positions": 1024,
+}  # fmt: skip
+GPT2_20M: Sizes = {
+    "vocab_size": 8192, "d_model": 384, "layers": 8, "heads": 6, "hidden": 1888, "positions": 1024,
+}  # fmt: skip
+GPT2_125M: Sizes = GPT2_20M | {"vocab_size": 32768, "d_model": 768, "layers": 12, "heads": 12, "hidden": 3920}
+GPT2_124M: Sizes = GPT2_125M | {"vocab_size": 50257, "hidden": 3072}
+
+LENSES: Sizes = {
+    "reciprocity": True, "discoverability": True, "gates": True, "route": True, "context": True,
+    "context_rank": 0, "stop_gradient": False, "disc_scale": False, "output_gate": False,
+    "route_scale": 1.0, "anneal": 0.0, "anneal_after": 0,
 }  # fmt: skip
 
 
@@ -53,13 +80,47 @@ def transformer(name: str, sizes: Sizes) -> ModelConfig:
     layer, and a SwiGLU widened or narrowed (in steps of 8) so that the parameters match."""
 
     def twin(hidden: int) -> ModelConfig:
-        mixer: MixerConfig = AttentionConfig(sizes["heads"])
-        block = BlockConfig(mixer, SwiGLUConfig(hidden))
+        block = BlockConfig(AttentionConfig(sizes["heads"]), SwiGLUConfig(hidden))
         return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], (block,) * sizes["layers"])
 
     surplus = _parameters(perspective(name, sizes)) - _parameters(twin(sizes["hidden"]))
     step = 8 * 3 * sizes["d_model"] * sizes["layers"]
     return twin(max(8, sizes["hidden"] + 8 * round(surplus / step)))
+
+
+def gpt2(name: str, sizes: Sizes) -> ModelConfig:
+    """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
+    mixer = AttentionConfig(sizes["heads"], rope_base=None, bias=True)
+    return _gpt2(name, sizes, BlockConfig(mixer, MLPConfig(sizes["hidden"], "gelu_tanh")))
+
+
+def lens(name: str, sizes: Sizes) -> ModelConfig:
+    """GPT-2 with lenses; each part can be switched off, and without all of them it is GPT-2.
+
+    `reciprocity`, `discoverability`, `gates` (mixture learned or fixed), `route` (gate between attention and
+    network), `context` (the network reads what attention gave).
+    """
+    mixer = LensConfig(
+        sizes["heads"], sizes["reciprocity"], sizes["discoverability"], sizes["gates"], sizes["disc_scale"],
+        sizes["output_gate"],
+    )  # fmt: skip
+    ffn: FFNConfig = MLPConfig(sizes["hidden"], "gelu_tanh")
+    if sizes["context"]:
+        ffn = ContextMLPConfig(
+            sizes["hidden"], True, sizes["context_rank"], sizes["stop_gradient"], "gelu_tanh"
+        )
+    residual: ResidualConfig = SequentialConfig()
+    if sizes["route"]:
+        residual = RouteGatedConfig(sizes["route_scale"], sizes["anneal"], sizes["anneal_after"])
+    return _gpt2(name, sizes, BlockConfig(mixer, ffn, residual))
+
+
+def _gpt2(name: str, sizes: Sizes, block: BlockConfig) -> ModelConfig:
+    require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
+    return ModelConfig(
+        name, sizes["vocab_size"], sizes["d_model"], (block,) * sizes["layers"],
+        positions=sizes["positions"], norm="layer", norm_eps=LAYER_NORM_EPS,
+    )  # fmt: skip
 
 
 def _parameters(config: ModelConfig) -> int:
@@ -68,20 +129,35 @@ def _parameters(config: ModelConfig) -> int:
 
 
 class Preset(NamedTuple):
+    """summary: one line. source: of the design."""
+
     design: Callable[[str, Sizes], ModelConfig]
     sizes: Sizes
     summary: str
+    source: str
 
+
+TOPOLOGY, LENS, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "seeds/lens.md", "decisions.md §7"
 
 PRESETS = {
-    "perspective-tiny": Preset(perspective, TINY, "the quickstart's model, seeds/topology.md in small"),
-    "perspective-20m": Preset(perspective, M20, "6 PDR and 2 windowed GQA layers of width 384"),
-    "perspective-125m": Preset(perspective, M125, "9 PDR and 3 windowed GQA layers of width 768"),
-    "perspective-1t-dense": Preset(perspective, T1 | {"ffn": "seed"}, "the 6.83 B that all experts share"),
-    "perspective-1t": Preset(perspective, T1, "seeds/topology.md: 80 layers, 128 experts, 1.05 T"),
-    "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny"),
-    "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m"),
-    "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m"),
+    "perspective-tiny": Preset(
+        perspective, TINY, "the quickstart's model: 3 PDR layers, 1 windowed GQA", TOPOLOGY
+    ),
+    "perspective-20m": Preset(perspective, M20, "6 PDR and 2 windowed GQA layers of width 384", TOPOLOGY),
+    "perspective-125m": Preset(perspective, M125, "9 PDR and 3 windowed GQA layers of width 768", TOPOLOGY),
+    "perspective-1t-dense": Preset(
+        perspective, T1 | {"ffn": "seed"}, "the 6.83 B that all experts share", TOPOLOGY
+    ),
+    "perspective-1t": Preset(perspective, T1, "80 layers, 128 experts in each of 60, 1.05 T", TOPOLOGY),
+    "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 208}, "GPT-2 with lenses, width 128", LENS),
+    "lens-20m": Preset(lens, GPT2_20M | LENSES | {"hidden": 752}, "GPT-2 with lenses, width 384", LENS),
+    "lens-gpt2-124m": Preset(lens, GPT2_124M | LENSES, "GPT-2 124M with every lens: 209.4 M", LENS),
+    "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny", BASELINE),
+    "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m", BASELINE),
+    "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m", BASELINE),
+    "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m", BASELINE),
+    "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m", BASELINE),
+    "gpt2-124m": Preset(gpt2, GPT2_124M, "GPT-2 as published: its weights fit", BASELINE),
 }
 
 
@@ -98,6 +174,8 @@ def get(name: str, **overrides: Any) -> ModelConfig:
     preset = PRESETS[one_of(name, PRESETS, "preset")]
     for key, value in overrides.items():
         default = preset.sizes[one_of(key, preset.sizes, f"{name}: key")]
+        if type(default) is float and type(value) is int:
+            overrides[key] = value = float(value)
         require(type(value) is type(default), key, value, f"of type {type(default).__name__}")
         if isinstance(value, list):
             require(all(type(item) is int for item in value), key, value, "a list of int")

@@ -1,6 +1,5 @@
 """What a model remembers between calls: a pytree of tensors to fork, measure, save and load."""
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound=type[Any])
-FORMAT = "perspectron-state-1"
+FORMAT = "perspectron-state-2"
 
 
 def register(cls: T) -> T:
@@ -36,6 +35,8 @@ class LMState:
     state handed in is used up. Keep a `fork()` to go back to it."""
 
     layers: tuple["DataclassInstance", ...]
+    length_B: Tensor | None = None
+    """Tokens of the document so far [B], where the model has learned positions."""
 
     def fork(self) -> "LMState":
         """An independent copy."""
@@ -86,13 +87,11 @@ def save_state(
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
-    for index, layer in enumerate(state.layers):
-        for field in dataclasses.fields(layer):
-            value, name = getattr(layer, field.name), f"{index}.{field.name}"
-            if isinstance(value, Tensor):
-                tensors[name] = value.detach().cpu()
-            else:
-                numbers[name] = value
+    for where, value in pytree.tree_leaves_with_path(state):
+        if isinstance(value, Tensor):
+            tensors[_name(where)] = value.detach().cpu()
+        else:
+            numbers[_name(where)] = value
     header = {
         "format": FORMAT,
         "model": model.fingerprint(),
@@ -115,15 +114,20 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
             f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}"
         )
     numbers = json.loads(header["numbers"])
-    layers = []
-    for index, layer in enumerate(model.init_state(1).layers):
-        names = {field.name: f"{index}.{field.name}" for field in dataclasses.fields(layer)}
-        try:
-            layers.append(type(layer)(**{key: tensors[name] if name in tensors else numbers[name]
-                                         for key, name in names.items()}))  # fmt: skip
-        except KeyError as error:
-            raise StateError(f"{path}: layer {index} lacks {error}") from None
-    return LMState(tuple(layers))
+
+    def leaf(where: pytree.KeyPath, _: object) -> Tensor | int:
+        name = _name(where)
+        if name not in tensors and name not in numbers:
+            raise StateError(f"{path}: lacks {name}")
+        return tensors[name] if name in tensors else numbers[name]
+
+    loaded: LMState = pytree.tree_map_with_path(leaf, model.init_state(1))
+    return loaded
+
+
+def _name(where: pytree.KeyPath) -> str:
+    """layers[0].k_BHSK"""
+    return pytree.keystr(where).removeprefix(".")
 
 
 def load_extra(path: Path | str) -> dict[str, Any]:

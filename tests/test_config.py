@@ -78,7 +78,7 @@ def test_defaults_are_filled_in_and_numbers_become_what_the_field_holds():
     config = load(ModelConfig, plain() | {"norm_eps": 1})
     assert type(config.norm_eps) is float
     expected = (BlockConfig(PDRConfig(4), RoutedConfig(8, (2, 3))),)
-    assert config == ModelConfig("small", 10, 16, expected, 1.0)
+    assert config == ModelConfig("small", 10, 16, expected, norm_eps=1.0)
     assert load(ModelConfig, plain()).norm_eps == 1e-6
     assert load(ModelConfig, changed(["blocks", 0, "mixer", "scale"], None)).blocks[0].mixer.scale is None
 
@@ -86,8 +86,13 @@ def test_defaults_are_filled_in_and_numbers_become_what_the_field_holds():
 # ---------------------------------------------------------------- mistakes in a file
 
 MIXER, FFN = ["blocks", 0, "mixer"], ["blocks", 0, "ffn"]
+FFN_KINDS = "swiglu, mlp, context_mlp, tied, routed"
 MISTAKES = [
-    (["d_modle"], 4, "config: key = 'd_modle', must be one of name, vocab_size, d_model, blocks, norm_eps"),
+    (
+        ["d_modle"],
+        4,
+        "config: key = 'd_modle', must be one of name, vocab_size, d_model, blocks, head, positions, norm, norm_eps",
+    ),
     (["d_model"], 16.0, "config.d_model = 16.0, must be of type int"),
     (["d_model"], "16", "config.d_model = '16', must be of type int"),
     (["d_model"], True, "config.d_model = True, must be of type int"),
@@ -118,8 +123,8 @@ MISTAKES = [
         "config.blocks[0].mixer: key = 'window', must be one of rank, scale, out_norm, renorm_every",
     ),
     (FFN, {"kind": "swiglu", "hidden": 0}, "hidden = 0, must be ≥ 1"),
-    (FFN, {"kind": "mlp"}, "config.blocks[0].ffn.kind = 'mlp', must be one of swiglu, tied, routed"),
-    (FFN, {"hidden": 4}, "config.blocks[0].ffn.kind = None, must be one of swiglu, tied, routed"),
+    (FFN, {"kind": "moe"}, "config.blocks[0].ffn.kind = 'moe', must be one of " + FFN_KINDS),
+    (FFN, {"hidden": 4}, "config.blocks[0].ffn.kind = None, must be one of " + FFN_KINDS),
     ([*FFN, "torus"], [2, 2.5], "config.blocks[0].ffn.torus[1] = 2.5, must be of type int"),
     ([*FFN, "torus"], [2, 0], "torus = (2, 0), must be one or more lengths ≥ 1"),
     ([*FFN, "torus"], [], "torus = (), must be one or more lengths ≥ 1"),

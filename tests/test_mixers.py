@@ -455,14 +455,17 @@ def test_bytes_are_those_of_the_tensors(name, mode):
 
 
 def gradients(module: nn.Module, x: Tensor, state, cuts=()) -> dict[str, Tensor]:
-    """Of a fixed weighting of the outputs and of 20 more after them: by input, parameters and initial state."""
+    """Of a fixed weighting of the outputs and of 20 more after them, where the second row begins a document (so
+    that a learned start takes part): by input, parameters and initial state."""
     leaves_in, tree = pytree.tree_flatten(fork(state))
     for leaf in leaves_in:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             leaf.requires_grad_()
     x = x.clone().requires_grad_()
     y, end = read(module, x, pytree.tree_unflatten(leaves_in, tree), cuts)
-    y = torch.cat([y, read(module, tokens(len(x), 20, seed=7, dtype=x.dtype), end)[0]], 1)
+    reset = torch.zeros(len(x), 20, dtype=torch.bool)
+    reset[1, 9] = True
+    y = torch.cat([y, read(module, tokens(len(x), 20, seed=7, dtype=x.dtype), end, reset_BT=reset)[0]], 1)
     loss = (y * tokens(*y.shape[:2], seed=3, dtype=y.dtype)).sum()
     wanted = {"x": x} | dict(module.named_parameters())
     wanted |= {

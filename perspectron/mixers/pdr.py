@@ -12,6 +12,7 @@ from perspectron.config import MixerConfig, require
 from perspectron.ops import pdr
 from perspectron.ops.attention import places
 from perspectron.state import register
+from perspectron.terms import Term
 
 GATE_BIAS = 2.944  # logit(0.95), seeds/pdr.md §7.2
 IDENTITY_NOISE = 0.01
@@ -72,7 +73,7 @@ class PDR(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, state: PDRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
-    ) -> tuple[Tensor, PDRState, dict[str, Tensor]]:
+    ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         p_BTD, v_BTD = self.p_proj(x_BTD), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.ops import attention
 from perspectron.state import register
+from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class WindowGQA(nn.Module):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
-    ) -> tuple[Tensor, WindowGQAState, dict[str, Tensor]]:
+    ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
         q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)

@@ -4,7 +4,7 @@ A cache is a ring of S slots: the token at position p of its document stands in 
 holds what follows from the number of tokens read, and nothing else is stored. Full attention is a ring that
 is never let run full.
 
-Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width.
+Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width, V value width.
 """
 
 from typing import NamedTuple
@@ -80,23 +80,50 @@ def visible(at: Places, key_position_BS: Tensor, key_segment_BS: Tensor, window:
 
 
 def attend(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_BTS: Tensor | None = None, *, causal: bool = False
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    mask_BTS: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ / √K) v [B,H,T,K] on the fused kernel; H / G query heads share a key head."""
+    """softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is K^-½
+    when not given; values may be narrower than keys."""
     mask = None if mask_BTS is None else mask_BTS[:, None]
-    return F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype), mask, is_causal=causal, enable_gqa=True
+    k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
+    K, V = q_BHTK.shape[-1], v.shape[-1]
+    if V != K and q_BHTK.shape[2] == 1 and mask is not None:
+        # One query: the fused kernel wants equal widths, and padding would copy the cache for every token.
+        scores = (q_BHTK * (K**-0.5 if scale is None else scale)) @ k.mT
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    o = F.scaled_dot_product_attention(
+        q_BHTK,
+        k,
+        F.pad(v, (0, K - V)),
+        mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q_BHTK.shape[1] != k.shape[1],
     )
+    return o[..., :V]
 
 
-def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places) -> Tensor:
+def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
     """One token attends to a ring that already holds it."""
     length_B = at.length_B.clamp_min(1)  # padding before any token sees slot 0: no empty softmax
-    return attend(q_BH1K, *ring, slots(length_B, ring[0].shape[2])[:, None] >= 0)
+    return attend(q_BH1K, *ring, slots(length_B, ring[0].shape[2])[:, None] >= 0, scale=scale)
 
 
 def cached(
-    q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, ring: tuple[Tensor, Tensor], before_B: Tensor, at: Places
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTV: Tensor,
+    ring: tuple[Tensor, Tensor],
+    before_B: Tensor,
+    at: Places,
+    *,
+    scale: float | None = None,
 ) -> Tensor:
     """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself."""
     old_BS = slots(before_B, ring[0].shape[2])
@@ -105,8 +132,8 @@ def cached(
     segment_BS = torch.cat([torch.zeros_like(old_BS), at.segment_BT], 1)
     mask_BTS = visible(at, position_BS, segment_BS, None)
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
-    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTK), strict=True))
-    return attend(q_BHTK, k, v, mask_BTS)
+    k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
+    return attend(q_BHTK, k, v, mask_BTS, scale=scale)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:

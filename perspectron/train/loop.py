@@ -14,12 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from perspectron.block import Block
 from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.device import pick_device
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.eval.perplexity import Heldout, heldout
 from perspectron.files import atomic, remove
-from perspectron.model import Block, build
+from perspectron.model import build
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Progress
 from perspectron.train.config import RunConfig
@@ -139,9 +140,12 @@ class Trainer:
         lr = learning_rate(self.progress.step, train.steps, train.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = 0.0
+        self.model.set_step(self.progress.step)
+        loss, aux = 0.0, dict[str, float]()
         for _ in range(train.accumulate):
-            loss += self._backward(self.loader.next_batch()) / train.accumulate
+            part, terms = self._backward(self.loader.next_batch())
+            loss += part / train.accumulate
+            aux = {name: aux.get(name, 0.0) + value / train.accumulate for name, value in terms.items()}
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not math.isfinite(norm.item()):
@@ -165,22 +169,23 @@ class Trainer:
             "grad_norm": norm.item(),
             "tokens_per_second": tokens / seconds,
             "seconds": self.progress.seconds,
-        }
+        } | ({"aux": aux} if aux else {})
 
-    def _backward(self, batch: Batch) -> float:
+    def _backward(self, batch: Batch) -> tuple[float, dict[str, float]]:
+        """One batch's gradients; its loss, and what the model reports beside it."""
         ids, targets, reset = (
             None if x is None else x.to(self.device) for x in (batch.ids_BT, batch.targets_BT, batch.reset_BT)
         )
         with autocast(self.device, self.config.train.dtype):
             output = self._forward(ids, targets=targets, reset_BT=reset)
-        loss: Tensor = output.loss + sum(output.aux.values())
+        loss: Tensor = output.objective()
         value = loss.item()
         if not math.isfinite(value):
             with autocast(self.device, self.config.train.dtype):
                 where = first_non_finite(self.model, lambda: self.model(ids, targets=targets, reset_BT=reset))
             raise NonFiniteError(f"step {self.progress.step + 1}: loss is {value}, first in {where}")
         (loss / self.config.train.accumulate).backward()
-        return output.loss.item()
+        return output.loss.item(), {name: term.value.item() for name, term in output.aux.items()}
 
     def _stop_at_gradient(self) -> None:
         named = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)

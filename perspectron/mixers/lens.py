@@ -1,0 +1,102 @@
+"""Lens-gated attention (seeds/lens.md, enhancements 1-3; decisions.md §5).
+
+Shapes: B batch, T time, D model width, H heads, K head width, L lenses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.mixers import cache
+from perspectron.mixers.cache import Cache
+from perspectron.ops import attention, lens
+from perspectron.terms import Term
+
+GATES = (2.773, 1.099, 0.0)  # softmax: 0.80 standard, 0.15 reciprocal, 0.05 discoverability
+QUERY_NOISE = 0.02
+
+
+@dataclass(frozen=True)
+class LensConfig(MixerConfig):
+    """heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
+    gates: learn how they mix, per head; else the mixture stays at its start. disc_scale: scale discoverability by
+    K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads, a control to compare with."""
+
+    kind = "lens"
+    heads: int
+    reciprocity: bool = True
+    discoverability: bool = True
+    gates: bool = True
+    disc_scale: bool = False
+    output_gate: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+
+    @property
+    def enabled(self) -> tuple[bool, bool, bool]:
+        return True, self.reciprocity, self.discoverability
+
+
+class Lens(nn.Module):
+    """softmax(w₀ q_i·k_j/√K + w₁ q_j·k_i/√K + w₂ k_j·u) v over all earlier tokens j; w sums to 1."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
+        super().__init__()
+        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        self.config = config
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model)
+        self.o_proj = nn.Linear(d_model, d_model)
+        if config.discoverability:
+            self.u_HK = nn.Parameter(torch.empty(config.heads, d_model // config.heads))
+        if config.gates and sum(config.enabled) > 1:
+            self.gates_HL = nn.Parameter(torch.empty(config.heads, sum(config.enabled)))
+        if config.output_gate:
+            self.gate_proj = nn.Linear(d_model, d_model)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """u small; the gates at 0.80 : 0.15 : 0.05 of the lenses there are."""
+        if self.config.discoverability:
+            self.u_HK.normal_(0, QUERY_NOISE, generator=generator)
+        if hasattr(self, "gates_HL"):
+            self.gates_HL.copy_(self._start(self.gates_HL))
+
+    def _start(self, like: Tensor) -> Tensor:
+        values = [gate for gate, on in zip(GATES, self.config.enabled, strict=True) if on]
+        return torch.tensor(values, dtype=like.dtype, device=like.device).expand(self.config.heads, -1)
+
+    def weights(self) -> Tensor:
+        """How the lenses mix [H,3], at least in float32; 0 for a lens that is off."""
+        gates_HL = self.gates_HL if hasattr(self, "gates_HL") else self._start(self.qkv_proj.weight)
+        mix_HL = gates_HL.to(torch.promote_types(gates_HL.dtype, torch.float32)).softmax(-1)
+        columns = iter(mix_HL.unbind(1))
+        zero_H = torch.zeros_like(mix_HL[:, 0])
+        return torch.stack([next(columns) if on else zero_H for on in self.config.enabled], 1)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> Cache:
+        """The empty cache: keys, queries where they are needed later (reciprocity), and values."""
+        H = self.config.heads
+        width = self.o_proj.in_features // H
+        keys = 2 * width if self.config.reciprocity else width
+        return cache.empty(batch_size, H, keys, width, device, dtype, capacity)
+
+    def forward(
+        self, x_BTD: Tensor, state: Cache, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, Cache, dict[str, Term]]:
+        B, T, D = x_BTD.shape
+        q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+        scale = q.shape[-1] ** -0.5
+        u_HK = self.u_HK if self.config.discoverability else None
+        q, k = lens.features(
+            q, k, u_HK, self.weights(), reciprocity=self.config.reciprocity, disc_scale=self.config.disc_scale
+        )
+        at = attention.places(state.length_B, T, reset_BT, pad_BT)
+        o, state = cache.attend(q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, scale=scale)
+        o_BTD = o.transpose(1, 2).reshape(B, T, D)
+        if self.config.output_gate:
+            o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))
+        return self.o_proj(o_BTD), state, {}
