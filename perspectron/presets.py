@@ -123,6 +123,11 @@ def _gpt2(name: str, sizes: Sizes, block: BlockConfig) -> ModelConfig:
     )  # fmt: skip
 
 
+def parameters(name: str) -> int:
+    """Of a preset, counted from the built model."""
+    return _parameters(get(name))
+
+
 def _parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in LanguageModel(config).parameters())

@@ -15,6 +15,8 @@ import perspectron
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
 from perspectron.cli.inspect import Inspect
+from perspectron.cli.list import List
+from perspectron.cli.prune_attention import PruneAttention
 from perspectron.cli.quickstart import Quickstart
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.train import Train, from_toml
@@ -33,6 +35,8 @@ COMMANDS: dict[str, Any] = {
     "generate": Generate,
     "eval": Eval,
     "inspect": Inspect,
+    "list": List,
+    "prune-attention": PruneAttention,
     "tokenize": Tokenize,
 }
 
@@ -98,7 +102,7 @@ def _parse(arguments: list[str]) -> Command:
 def _overview() -> None:
     print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
     for name, command in COMMANDS.items():
-        print(f"  {name:<11} {str(command.__doc__).splitlines()[0]}")
+        print(f"  {name:<16} {str(command.__doc__).splitlines()[0]}")
     print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
 
 

@@ -9,22 +9,42 @@ from perspectron.mixers.cache import Cache
 
 class Mixer(NamedTuple):
     """A table entry: the module, which takes (d_model, norm_eps, config), its state, a small config by which
-    tests build it at a width of 16, and where it comes from."""
+    tests build it at a width of 16, what it is in a line, and where it comes from."""
 
     module: type[Any]
     state: type[Any]
     small: MixerConfig
+    about: str
     source: str
 
 
 MIXERS = {
-    "pdr": Mixer(pdr.PDR, pdr.PDRState, pdr.PDRConfig(rank=4), "seeds/pdr.md §2"),
+    "pdr": Mixer(
+        pdr.PDR,
+        pdr.PDRState,
+        pdr.PDRConfig(rank=4),
+        "Perspective Decay Recurrence: a matrix memory whose rows fade by gates of their own",
+        "seeds/pdr.md §2",
+    ),
     "window_gqa": Mixer(
         window_gqa.WindowGQA,
         window_gqa.WindowGQAState,
         window_gqa.WindowGQAConfig(heads=4, kv_heads=2, window=8),
+        "attention to the last W tokens, query heads in groups, rotary positions",
         "seeds/topology.md §2.2",
     ),
-    "lens": Mixer(lens.Lens, Cache, lens.LensConfig(heads=2), "seeds/lens.md, enhancements 1-3"),
-    "attention": Mixer(attention.Attention, Cache, attention.AttentionConfig(heads=2), "decisions.md §7"),
+    "lens": Mixer(
+        lens.Lens,
+        Cache,
+        lens.LensConfig(heads=2),
+        "attention through three lenses: what I seek, who seeks me, what wants to be found",
+        "seeds/lens.md, enhancements 1-3",
+    ),
+    "attention": Mixer(
+        attention.Attention,
+        Cache,
+        attention.AttentionConfig(heads=2),
+        "full attention, with rotary positions or as in GPT-2",
+        "decisions.md §7",
+    ),
 }

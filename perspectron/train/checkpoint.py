@@ -66,16 +66,18 @@ def save(
     config: RunConfig,
     tokenizer: Tokenizer,
     model: LanguageModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     progress: Progress,
 ) -> Path:
-    """Write a checkpoint and drop those that are neither among the last `keep` nor the best."""
+    """Write a checkpoint and drop those that are neither among the last `keep` nor the best. Without an optimizer
+    it holds the weights alone, and training cannot go on from it."""
     path = path_of(run, progress.step)
     with atomic(path) as temporary:
         temporary.mkdir()
         save_tensors(temporary / MODEL, model.state_dict())
-        save_tensors(temporary / TRAINING, _training_state(model, optimizer))
-        parts = {name: temporary / name for name in (MODEL, TRAINING)}
+        if optimizer is not None:
+            save_tensors(temporary / TRAINING, _training_state(model, optimizer))
+        parts = {part.name: part for part in temporary.iterdir()}
         files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
         index: dict[str, Any] = {
             "format": FORMAT,
@@ -88,6 +90,15 @@ def save(
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     _prune(run, config.train.keep)
     return path
+
+
+def export(
+    run: Path, config: RunConfig, tokenizer: Tokenizer, model: LanguageModel, progress: Progress
+) -> None:
+    """A run in a new folder that holds these weights: to load, measure and generate from."""
+    save_config(run, config)
+    tokenizer.save(run / "tokenizer.json")
+    save(run, config, tokenizer, model, None, progress)
 
 
 def _digest(index: dict[str, Any]) -> str:
@@ -189,6 +200,8 @@ def restore(
     _load_weights(checkpoint.path / MODEL, model)
     if optimizer is None:
         return
+    if TRAINING not in checkpoint.files:
+        raise CheckpointError(f"{checkpoint.path}: holds the weights alone, training cannot go on from it")
     tensors = _tensors(checkpoint.path / TRAINING)
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A loss curve as SVG: training loss (thin as it came, thick smoothed) and held-out bits per byte."""
+"""Curves of a run as SVG: its loss, and what its model reports beside it."""
 
 import math
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from perspectron.files import atomic
 
+PANELS = 2
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 60, 60, 40, 48
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #333 } .title { font-size: 14px; font-weight: 600 }
@@ -19,7 +20,8 @@ text { font: 12px system-ui, sans-serif; fill: #333 } .title { font-size: 14px; 
 
 
 def draw(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Write the curve of these metrics lines to `path`; with fewer than two steps there is none to draw."""
+    """Training loss (thin as it came, thick smoothed) and held-out bits per byte of these metrics lines; with fewer
+    than two steps there is none to draw."""
     losses = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
     held = [
         (line["step"], line["heldout_bits_per_byte"]) for line in metrics if "heldout_bits_per_byte" in line
@@ -39,9 +41,32 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
         body += right.labels(WIDTH - RIGHT + 8, "start")
         legend += f' · <tspan class="theld">held-out bits per byte {held[-1][1]:.3f} (right)</tspan>'
     title = f'<text class="title" x="{LEFT}" y="24">{legend}</text>'
+    _write(path, WIDTH, HEIGHT, [title, *body])
+
+
+def draw_terms(metrics: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each quantity that the model reported ("aux" in the metrics); nothing where there is none."""
+    lines = [line for line in metrics if "aux" in line]
+    if len(lines) < 2:
+        return
+    last, body = lines[-1]["step"], list[str]()
+    names = list(lines[-1]["aux"])
+    for index, name in enumerate(names):
+        points = [(line["step"], line["aux"][name]) for line in lines if name in line["aux"]]
+        axis = _Axis([value for _, value in points])
+        title = f"{name.replace('_', ' ')} {points[-1][1]:.3g}"
+        panel = [*axis.grid(LEFT - 8, "end"), *_steps(last), _line("raw", points, last, axis)]
+        panel.append(_line("loss", _smooth(points), last, axis))
+        panel.append(f'<text class="title" x="{LEFT}" y="24">{title}</text>')
+        x, y = index % PANELS * WIDTH, index // PANELS * HEIGHT
+        body.append(f'<g transform="translate({x} {y})">{"".join(panel)}</g>')
+    _write(path, WIDTH * min(PANELS, len(names)), HEIGHT * -(-len(names) // PANELS), body)
+
+
+def _write(path: Path, width: int, height: int, body: list[str]) -> None:
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f'<style>{STYLE}</style><rect class="back" width="{WIDTH}" height="{HEIGHT}"/>{title}'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+        f'<style>{STYLE}</style><rect class="back" width="{width}" height="{height}"/>'
         f"{''.join(body)}</svg>\n"
     )
     with atomic(path) as temporary:

@@ -24,12 +24,12 @@ from perspectron.model import build
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Progress
 from perspectron.train.config import RunConfig
-from perspectron.train.curve import draw
+from perspectron.train.curve import draw, draw_terms
 from perspectron.train.optim import adamw, learning_rate
 from perspectron.train.precision import autocast, faster
 
 Metrics = dict[str, Any]
-METRICS, CURVE = "metrics.jsonl", "loss.svg"
+METRICS, CURVE, TERMS = "metrics.jsonl", "loss.svg", "terms.svg"
 
 
 class Trainer:
@@ -131,7 +131,9 @@ class Trainer:
                 if _due(step, train.save_every) or self.best < best or step == last:
                     self.save()
             self.save()
-        draw(read_metrics(self.run_dir), self.run_dir / CURVE)
+        metrics = read_metrics(self.run_dir)
+        draw(metrics, self.run_dir / CURVE)
+        draw_terms(metrics, self.run_dir / TERMS)
         return caught[0] if caught else None
 
     def step(self) -> Metrics:

@@ -1,0 +1,94 @@
+"""`perspectron prune-attention`."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import perspectron
+from perspectron.config import require
+from perspectron.eval.perplexity import heldout
+from perspectron.prune import prune, route_gates
+from perspectron.train import checkpoint
+from perspectron.train.prepare import prepare
+
+
+@dataclass(frozen=True)
+class PruneAttention:
+    """Drop attention and its cache where the route gate leans on it least: held-out loss against cache bytes for
+    every number of blocks, and the model without n of them as a run of its own.
+
+    Example: perspectron prune-attention runs/lens --blocks 2
+
+    The table alone: perspectron prune-attention runs/lens
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run whose blocks have route gates (lens-*)."""
+    blocks: int | None = None
+    """Export a model without attention in this many blocks, those of lowest g."""
+    out: Path | None = None
+    """Folder of the exported run (default: RUN-without-N)."""
+    context: int = 1024
+    """Tokens that the cache is measured at."""
+    tokens: int = 0
+    """Measure the loss on the first so many held-out tokens; 0 is all."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        require(self.context >= 1, "context", self.context, "≥ 1")
+        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        model, tokenizer = perspectron.load(self.run)
+        gates = route_gates(model)
+        if self.blocks is not None:
+            require(1 <= self.blocks <= len(gates), "blocks", self.blocks, f"from 1 to {len(gates)}")
+        out = self.out or self.run.with_name(f"{self.run.name}-without-{self.blocks}")
+        require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")
+        run = checkpoint.run_of(self.run)
+        config = checkpoint.load_config(run)
+        split = prepare(run, config)[1].split("heldout")
+        dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
+        rows = []
+        for n in range(len(gates) + 1):
+            pruned = prune(model, [index for _, index in gates[:n]])
+            loss = heldout(
+                pruned,
+                split,
+                tokenizer,
+                seq_len=config.train.seq_len,
+                limit_tokens=self.tokens or None,
+                dtype=dtype,
+            ).bits_per_byte
+            cache = pruned.init_state(1, capacity=self.context).nbytes
+            g, block = gates[n - 1] if n else (None, None)
+            rows.append({"removed": n, "block": block, "g": g, "bits_per_byte": loss, "cache_bytes": cache})
+            if n and n == self.blocks:
+                progress = checkpoint.Progress(heldout=loss)
+                exported = replace(config, model=pruned.config)
+                checkpoint.export(out, exported, tokenizer, pruned, progress)
+        exported_to = str(out) if self.blocks is not None else None
+        if self.json:
+            print(json.dumps({"context": self.context, "rows": rows, "exported": exported_to}))
+        else:
+            console = Console(highlight=False)
+            console.print(_table(rows, self.context))
+            if exported_to:
+                console.print(f"without attention in {self.blocks} blocks: {exported_to}", soft_wrap=True)
+        return 0
+
+
+def _table(rows: list[dict[str, int | float | None]], context: int) -> Table:
+    title = f"attention removed block by block, lowest route gate first (cache at {context:,} tokens)"
+    table = Table(title=title, title_justify="left")
+    for column in ("removed", "block", "its g", "held-out bits per byte", "cache bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        g, block = row["g"], row["block"]
+        shown = ("", "") if g is None else (str(block), f"{g:.3f}")
+        table.add_row(str(row["removed"]), *shown, f"{row['bits_per_byte']:.3f}", f"{row['cache_bytes']:,}")
+    return table

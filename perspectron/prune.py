@@ -1,0 +1,53 @@
+"""A model without attention, and so without cache, in the blocks whose route gate leans on it least
+(seeds/lens.md, enhancement 4; decisions.md §5)."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from perspectron.block import Block
+from perspectron.config import BlockConfig, RouteGatedConfig, require
+from perspectron.ffn import ContextMLPConfig
+from perspectron.model import LanguageModel
+
+
+def route_gates(model: LanguageModel) -> list[tuple[float, int]]:
+    """(g, index of the block) of every block with a route gate and a mixer, lowest g first.
+
+    ConfigError when there is none.
+    """
+    gates = []
+    for index, block in enumerate(cast("list[Block]", model.blocks)):
+        if isinstance(block.config.residual, RouteGatedConfig) and block.config.mixer is not None:
+            gates.append((block.route().item(), index))
+    require(len(gates) > 0, "model", model.config.name, "one whose blocks have route gates and mixers")
+    return sorted(gates)
+
+
+@torch.no_grad()
+def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
+    """A new model that computes what `model` does when the mixers of `blocks` give nothing."""
+    config = replace(
+        model.config,
+        blocks=tuple(
+            _without(block) if i in blocks else block for i, block in enumerate(model.config.blocks)
+        ),
+    )
+    with torch.device("meta"):
+        pruned = LanguageModel(config)
+    whole, kept = model.state_dict(), dict[str, Tensor]()
+    for name, slot in pruned.state_dict().items():
+        # A network that no longer reads the context keeps the columns of its other input.
+        kept[name] = whole[name] if slot.ndim < 2 else whole[name][:, : slot.shape[1]].contiguous()
+    pruned.load_state_dict(kept, assign=True)
+    return pruned
+
+
+def _without(block: BlockConfig) -> BlockConfig:
+    ffn = block.ffn
+    if isinstance(ffn, ContextMLPConfig):
+        ffn = replace(ffn, context=False, context_rank=0)
+    return replace(block, mixer=None, ffn=ffn)
