@@ -13,7 +13,7 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.mixers.attention import AttentionState
+from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState
 
@@ -66,9 +66,9 @@ def filled(model: LanguageModel, context: int, room: int) -> LMState:
     """A cache of `context` random tokens with room for some more."""
     layers = []
     for layer in model.init_state(1, capacity=context + room).layers:
-        assert isinstance(layer, AttentionState)
+        assert isinstance(layer, Cache)
         layer.k_BHSK.normal_()
-        layer.v_BHSK.normal_()
+        layer.v_BHSV.normal_()
         layers.append(replace(layer, length_B=torch.tensor([context]), used=context))
     return LMState(tuple(layers))
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.ops import tiled
+
 
 class Places(NamedTuple):
     """Where the tokens of a chunk stand."""
@@ -89,23 +91,25 @@ def attend(
     scale: float | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is K^-½
-    when not given; values may be narrower than keys."""
+    when not given.
+
+    Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
+    would copy the cache for every token), and so does causal float32 on a CPU (`tiled`).
+    """
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
-    K, V = q_BHTK.shape[-1], v.shape[-1]
-    if V != K and q_BHTK.shape[2] == 1 and mask is not None:
-        # One query: the fused kernel wants equal widths, and padding would copy the cache for every token.
-        scores = (q_BHTK * (K**-0.5 if scale is None else scale)) @ k.mT
-        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-    o = F.scaled_dot_product_attention(
-        q_BHTK,
-        k,
-        F.pad(v, (0, K - V)),
-        mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q_BHTK.shape[1] != k.shape[1],
-    )
+    (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
+    scale = K**-0.5 if scale is None else scale
+    if V != K and T == 1:
+        scores = (q_BHTK * scale) @ k.mT
+        scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ v
+    if V != K and causal and q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64):
+        o = tiled.attend(q_BHTK.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
+        return o.unflatten(0, (B, H))
+    grouped = k.shape[1] != H
+    v = F.pad(v, (0, K - V)) if V != K else v
+    o = F.scaled_dot_product_attention(q_BHTK, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o[..., :V]
 
 
