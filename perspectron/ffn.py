@@ -57,6 +57,9 @@ class ContextMLPConfig(FFNConfig):
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
         require(self.context_rank >= 0, "context_rank", self.context_rank, "≥ 0")
+        for name in ("context_rank", "stop_gradient"):
+            unused = self.context or not getattr(self, name)
+            require(unused, name, getattr(self, name), "left out where context is off")
 
 
 @dataclass(frozen=True)

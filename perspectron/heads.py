@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import HeadConfig, require
+from perspectron.ops import drm
+from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,16 @@ class LinearHeadConfig(HeadConfig):
 
 @dataclass(frozen=True)
 class EmitterConfig(HeadConfig):
-    """hidden: width between the two layers."""
+    """hidden: width between the two layers. stability: part in the loss of how much logits change from token to
+    token."""
 
     kind = "emitter"
     hidden: int
+    stability: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+        require(self.stability >= 0, "stability", self.stability, "≥ 0")
 
 
 class LinearHead(nn.Linear):
@@ -46,11 +51,18 @@ class Emitter(nn.Module):
 
     def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
         super().__init__()
+        self.config = config
         self.up_proj = nn.Linear(d_model, config.hidden)
         self.out_proj = nn.Linear(config.hidden, vocab_size)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.out_proj(F.gelu(self.up_proj(x_BTD)))
+
+    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
+        """What is asked of the logits themselves."""
+        if self.config.stability == 0:
+            return {}
+        return {"stability": Term(drm.logit_change(logits_BTV, reset_BT, pad_BT), self.config.stability)}
 
 
 HEADS = {"linear": LinearHead, "emitter": Emitter}

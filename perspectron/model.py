@@ -34,7 +34,7 @@ class Output:
         """What training minimises: the loss and every term by its weight."""
         if self.loss is None:
             raise ValueError("objective: targets = None, must be given to the forward")
-        return self.loss + sum(term.weight * term.value for term in self.aux.values() if term.weight)
+        return self.loss + sum(term.penalty() for term in self.aux.values())
 
 
 class LanguageModel(nn.Module):
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
                 x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT)
             layers.append(layer)
             for name, term in terms.items():
-                aux[name] = Term(aux[name].value + term.value, term.weight) if name in aux else term
+                aux[name] = aux[name].plus(term) if name in aux else term
         return self.norm(x_BTD), LMState(tuple(layers), length_B), aux
 
     def _embed(

@@ -8,6 +8,7 @@ import torch
 from perspectron.config import (
     BlockConfig,
     FFNConfig,
+    Law5Config,
     ModelConfig,
     ResidualConfig,
     RouteGatedConfig,
@@ -16,9 +17,13 @@ from perspectron.config import (
     require,
 )
 from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUConfig, TiedConfig
+from perspectron.heads import LinearHeadConfig
+from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
+from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
 
@@ -46,8 +51,28 @@ GPT2_TINY: Sizes = {
 GPT2_20M: Sizes = {
     "vocab_size": 8192, "d_model": 384, "layers": 8, "heads": 6, "hidden": 1888, "positions": 1024,
 }  # fmt: skip
-GPT2_125M: Sizes = GPT2_20M | {"vocab_size": 32768, "d_model": 768, "layers": 12, "heads": 12, "hidden": 3920}
+GPT2_125M: Sizes = GPT2_20M | {"vocab_size": 32768, "d_model": 768, "layers": 12, "heads": 12, "hidden": 3840}
 GPT2_124M: Sizes = GPT2_125M | {"vocab_size": 50257, "hidden": 3072}
+
+ADR_TINY: Sizes = GPT2_TINY | {
+    "hidden": 336, "halflife": [4.0, 128.0], "emit": "state", "share_heads": False, "cold_start": False,
+    "norm": "post", "solver": "sequential", "tied": True,
+}  # fmt: skip
+ADR_20M: Sizes = ADR_TINY | GPT2_20M | {"hidden": 1496}
+ADR_124M: Sizes = ADR_TINY | GPT2_124M | {"hidden": 2680}
+ADR_DEMO: Sizes = ADR_TINY | {"vocab_size": 50257, "d_model": 256, "hidden": 1024, "tied": False}
+
+GLA_TINY: Sizes = {
+    "vocab_size": 2048, "d_model": 128, "layers": 4, "heads": 4, "gate_rank": 16, "hidden": 440,
+}  # fmt: skip
+GLA_20M: Sizes = GLA_TINY | {"vocab_size": 8192, "d_model": 384, "layers": 8, "heads": 6, "hidden": 1296}
+GLA_125M: Sizes = GLA_20M | {"vocab_size": 32768, "d_model": 768, "layers": 12, "heads": 12, "hidden": 2584}
+
+SSD_TINY: Sizes = {
+    "vocab_size": 2048, "d_model": 128, "layers": 8, "head_dim": 32, "state": 64, "expand": 2,
+}  # fmt: skip
+SSD_20M: Sizes = SSD_TINY | {"vocab_size": 8192, "d_model": 384, "layers": 17, "head_dim": 64, "state": 128}
+SSD_125M: Sizes = SSD_20M | {"vocab_size": 32768, "d_model": 768, "layers": 26, "state": 128}
 
 LENSES: Sizes = {
     "reciprocity": True, "discoverability": True, "gates": True, "route": True, "context": True,
@@ -123,6 +148,49 @@ def _gpt2(name: str, sizes: Sizes, block: BlockConfig) -> ModelConfig:
     )  # fmt: skip
 
 
+def adr(name: str, sizes: Sizes) -> ModelConfig:
+    """GPT-2 whose keys and values are memories; the half-life of a memory grows from the first layer to the last by
+    equal factors, `halflife` tokens from and to (decisions.md §4).
+
+    `norm`: "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
+    """
+    one_of(sizes["norm"], ("post", "pre"), "norm")
+    layers, (first, last) = sizes["layers"], sizes["halflife"]
+    require(layers >= 1, "layers", layers, "≥ 1")
+    require(first > 0 and last > 0, "halflife", sizes["halflife"], "two numbers of tokens > 0")
+    residual = Law5Config() if sizes["norm"] == "post" else SequentialConfig()
+    blocks = []
+    for layer in range(layers):
+        halflife = first * (last / first) ** (layer / max(1, layers - 1))
+        mixer = ADRConfig(
+            sizes["heads"], 0.5 ** (1 / halflife), sizes["emit"], sizes["share_heads"], sizes["cold_start"],
+            solver=sizes["solver"],
+        )  # fmt: skip
+        blocks.append(BlockConfig(mixer, MLPConfig(sizes["hidden"]), residual))
+    return ModelConfig(
+        name, sizes["vocab_size"], sizes["d_model"], tuple(blocks), None if sizes["tied"] else LinearHeadConfig(),
+        sizes["positions"], "layer", LAYER_NORM_EPS,
+    )  # fmt: skip
+
+
+def gla(name: str, sizes: Sizes) -> ModelConfig:
+    """Gated linear attention with SwiGLU, as published."""
+    block = BlockConfig(GLAConfig(sizes["heads"], sizes["gate_rank"]), SwiGLUConfig(sizes["hidden"]))
+    return _stack(name, sizes, block)
+
+
+def ssd(name: str, sizes: Sizes) -> ModelConfig:
+    """Mamba-2: a stack of mixers, without feed-forward networks."""
+    return _stack(
+        name, sizes, BlockConfig(SSDConfig(sizes["head_dim"], sizes["state"], sizes["expand"]), None)
+    )
+
+
+def _stack(name: str, sizes: Sizes, block: BlockConfig) -> ModelConfig:
+    require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
+    return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], (block,) * sizes["layers"])
+
+
 def parameters(name: str) -> int:
     """Of a preset, counted from the built model."""
     return _parameters(get(name))
@@ -142,7 +210,8 @@ class Preset(NamedTuple):
     source: str
 
 
-TOPOLOGY, LENS, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "seeds/lens.md", "decisions.md §7"
+TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
+ADR, LENS = "seeds/adr.md", "seeds/lens.md"
 
 PRESETS = {
     "perspective-tiny": Preset(
@@ -154,15 +223,26 @@ PRESETS = {
         perspective, T1 | {"ffn": "seed"}, "the 6.83 B that all experts share", TOPOLOGY
     ),
     "perspective-1t": Preset(perspective, T1, "80 layers, 128 experts in each of 60, 1.05 T", TOPOLOGY),
-    "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 208}, "GPT-2 with lenses, width 128", LENS),
+    "adr-demo": Preset(adr, ADR_DEMO, "4 layers of width 256, as in the document", ADR),
+    "adr-tiny": Preset(adr, ADR_TINY, "memories in attention, as large as perspective-tiny", ADR),
+    "adr-20m": Preset(adr, ADR_20M, "memories in attention, as large as perspective-20m", ADR),
+    "adr-124m": Preset(adr, ADR_124M, "memories in attention, as large as GPT-2 124M", ADR),
+    "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 216}, "GPT-2 with lenses, width 128", LENS),
     "lens-20m": Preset(lens, GPT2_20M | LENSES | {"hidden": 752}, "GPT-2 with lenses, width 384", LENS),
     "lens-gpt2-124m": Preset(lens, GPT2_124M | LENSES, "GPT-2 124M with every lens: 209.4 M", LENS),
     "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny", BASELINE),
     "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m", BASELINE),
     "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m", BASELINE),
+    "gpt2-tiny": Preset(gpt2, GPT2_TINY | {"hidden": 536}, "GPT-2 as large as perspective-tiny", BASELINE),
     "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m", BASELINE),
     "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m", BASELINE),
     "gpt2-124m": Preset(gpt2, GPT2_124M, "GPT-2 as published: its weights fit", BASELINE),
+    "gla-tiny": Preset(gla, GLA_TINY, "gated linear attention, as large as perspective-tiny", BASELINE),
+    "gla-20m": Preset(gla, GLA_20M, "gated linear attention, as large as perspective-20m", BASELINE),
+    "gla-125m": Preset(gla, GLA_125M, "gated linear attention, as large as perspective-125m", BASELINE),
+    "ssd-tiny": Preset(ssd, SSD_TINY, "Mamba-2, as large as perspective-tiny", BASELINE),
+    "ssd-20m": Preset(ssd, SSD_20M, "Mamba-2, as large as perspective-20m", BASELINE),
+    "ssd-125m": Preset(ssd, SSD_125M, "Mamba-2, as large as perspective-125m", BASELINE),
 }
 
 
@@ -183,5 +263,6 @@ def get(name: str, **overrides: Any) -> ModelConfig:
             overrides[key] = value = float(value)
         require(type(value) is type(default), key, value, f"of type {type(default).__name__}")
         if isinstance(value, list):
-            require(all(type(item) is int for item in value), key, value, "a list of int")
+            kind = type(default[0])
+            require(all(type(item) is kind for item in value), key, value, f"a list of {kind.__name__}")
     return preset.design(name, preset.sizes | overrides)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perspectron.block import Block
 from perspectron.config import BlockConfig, RouteGatedConfig, require
-from perspectron.ffn import ContextMLPConfig
+from perspectron.ffn import ContextMLPConfig, TiedConfig
 from perspectron.model import LanguageModel
 
 
@@ -29,7 +29,13 @@ def route_gates(model: LanguageModel) -> list[tuple[float, int]]:
 
 @torch.no_grad()
 def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
-    """A new model that computes what `model` does when the mixers of `blocks` give nothing."""
+    """A new model that computes what `model` does when the mixers of `blocks` give nothing; nothing is shared.
+
+    ConfigError when another block is tied to a network that would change.
+    """
+    for index, block in enumerate(model.config.blocks):
+        tied = isinstance(block.ffn, TiedConfig) and block.ffn.block in blocks
+        require(not tied, f"blocks[{index}].ffn", "tied", "a network of its own where attention is removed")
     config = replace(
         model.config,
         blocks=tuple(
@@ -41,7 +47,7 @@ def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
     whole, kept = model.state_dict(), dict[str, Tensor]()
     for name, slot in pruned.state_dict().items():
         # A network that no longer reads the context keeps the columns of its other input.
-        kept[name] = whole[name] if slot.ndim < 2 else whole[name][:, : slot.shape[1]].contiguous()
+        kept[name] = (whole[name] if slot.ndim < 2 else whole[name][:, : slot.shape[1]]).clone()
     pruned.load_state_dict(kept, assign=True)
     return pruned
 
@@ -49,5 +55,5 @@ def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
 def _without(block: BlockConfig) -> BlockConfig:
     ffn = block.ffn
     if isinstance(ffn, ContextMLPConfig):
-        ffn = replace(ffn, context=False, context_rank=0)
+        ffn = replace(ffn, context=False, context_rank=0, stop_gradient=False)
     return replace(block, mixer=None, ffn=ffn)

@@ -6,7 +6,20 @@ from torch import Tensor
 
 
 class Term(NamedTuple):
-    """value: one number, written with the metrics; weight: its part in the loss, 0 for a diagnostic."""
+    """value: one number, written with the metrics; weight: its part in the loss, 0 for a diagnostic; rest: what the
+    loss gets besides, where terms of different weights were added up."""
 
     value: Tensor
     weight: float = 0.0
+    rest: Tensor | float = 0.0
+
+    def penalty(self) -> Tensor | float:
+        """What the loss gets."""
+        return self.weight * self.value + self.rest if self.weight else self.rest
+
+    def plus(self, other: "Term") -> "Term":
+        """The sum of both, each by its own weight."""
+        rest = self.rest + other.rest
+        if other.weight != self.weight:
+            rest = rest + (other.weight - self.weight) * other.value
+        return Term(self.value + other.value, self.weight, rest)

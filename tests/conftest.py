@@ -1,11 +1,17 @@
 """One thread (small matmuls stall on two), and scratch memory that starts as NaN."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--vectors: a folder of conformance vectors for tests/test_conformance.py."""
+    parser.addoption("--vectors", type=Path, default=Path(__file__).parent / "vectors", metavar="DIR")
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,8 @@ def generate(
     piece) as text becomes certain: whole characters, and nothing that may begin a stop string; the pieces
     joined are exactly `texts`. Half a character at the end of a row shows as U+FFFD.
     ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, another number of
-    prompts than the conversation has rows. NonFiniteError: the model gave logits that are not finite.
+    prompts than the conversation has rows, more tokens than a table of learned positions
+    has left. NonFiniteError: the model gave logits that are not finite.
     """
     require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
     require(not isinstance(stop, str), "stop", stop, "a list of strings")
@@ -150,6 +151,7 @@ def generate(
     require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
     given = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     unread, state = _unread(given, V, conversation)
+    _check_room(model.config.positions, unread, state, max_tokens)
     rows = _begin(given, conversation, stop, sampling.repetition_window)
     logits_BV, state = prefill(model, unread, state, chunk=chunk)
     while True:
@@ -250,6 +252,19 @@ def _batch(
         reset_BT[:, 0] = False
     reset, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
     return ids_BT.to(device), reset, pad
+
+
+def _check_room(positions: int, unread: list[list[int]], state: LMState | None, max_tokens: int) -> None:
+    """Refuse at once what would run off a table of learned positions."""
+    if positions == 0:
+        return
+    lengths = [0] * len(unread) if state is None or state.length_B is None else state.length_B.tolist()
+    for row, (length, ids) in enumerate(zip(lengths, unread, strict=True)):
+        if END_OF_TEXT_ID in ids:
+            length, ids = 0, ids[len(ids) - 1 - ids[::-1].index(END_OF_TEXT_ID) :]
+        left = positions - length - len(ids) + 1
+        require(max_tokens <= left, "max_tokens", max_tokens,
+                f"≤ {max(left, 0)}, what row {row} has left of positions = {positions}")  # fmt: skip
 
 
 def _check_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

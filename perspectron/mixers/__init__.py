@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import attention, lens, pdr, window_gqa
+from perspectron.mixers import adr, attention, drm, gla, lens, pdr, ssd, window_gqa
 from perspectron.mixers.cache import Cache
 
 
@@ -39,6 +39,36 @@ MIXERS = {
         lens.LensConfig(heads=2),
         "attention through three lenses: what I seek, who seeks me, what wants to be found",
         "seeds/lens.md, enhancements 1-3",
+    ),
+    "adr": Mixer(
+        adr.ADR,
+        adr.ADRState,
+        adr.ADRConfig(heads=2, gamma=0.9),
+        "attention to recurrent memories of keys and values, each a GRU that decays",
+        "seeds/adr.md, laws 1-5",
+    ),
+    "drm": Mixer(
+        drm.DRM,
+        drm.DRMState,
+        drm.DRMConfig(
+            directions=4, rank=2, hidden=12, direction_basis=5, metric_basis=3, geometry_interval=3
+        ),
+        "a state that moves along learned directions by a learned metric, with nothing else kept",
+        "seeds/drm.md, decisions.md §6",
+    ),
+    "gla": Mixer(
+        gla.GLA,
+        gla.GLAState,
+        gla.GLAConfig(heads=2, gate_rank=4),
+        "gated linear attention: a matrix memory whose key channels fade by gates of their own",
+        "decisions.md §7",
+    ),
+    "ssd": Mixer(
+        ssd.SSD,
+        ssd.SSDState,
+        ssd.SSDConfig(head_dim=8, state=4),
+        "Mamba-2's state-space dual: a matrix memory that fades by one gate a head, behind a short convolution",
+        "decisions.md §7",
     ),
     "attention": Mixer(
         attention.Attention,

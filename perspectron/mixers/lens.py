@@ -47,11 +47,13 @@ class Lens(nn.Module):
         super().__init__()
         require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
         self.config = config
+        mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
+        self.no_decay = [name for name, on in (("u_HK", config.discoverability), ("gates_HL", mixes)) if on]
         if config.discoverability:
             self.u_HK = nn.Parameter(torch.empty(config.heads, d_model // config.heads))
-        if config.gates and sum(config.enabled) > 1:
+        if mixes:
             self.gates_HL = nn.Parameter(torch.empty(config.heads, sum(config.enabled)))
         if config.output_gate:
             self.gate_proj = nn.Linear(d_model, d_model)

@@ -100,6 +100,8 @@ def attend(
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else scale
+    if V != K and k.shape[1] != H:
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if V != K and T == 1:
         scores = (q_BHTK * scale) @ k.mT
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))

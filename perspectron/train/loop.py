@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.block import Block
+from perspectron.config import require
 from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.device import pick_device
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
@@ -43,6 +44,10 @@ class Trainer:
         """
         self.run_dir, self.tokenizer = run, tokenizer
         self.device = pick_device(config.train.device)
+        positions = config.model.positions or config.train.seq_len
+        require(
+            config.train.seq_len <= positions, "seq_len", config.train.seq_len, f"≤ positions = {positions}"
+        )
         self.heldout_split = shards.split("heldout")
         train = config.train
         self.loader = Loader(
@@ -67,7 +72,8 @@ class Trainer:
     def _compiled(self) -> Callable[..., Any]:
         """torch.compile around the mixers, which run as they are: unrolling time takes minutes."""
         for block in cast("list[Block]", self.model.blocks):
-            block.mixer.forward = torch.compiler.disable(block.mixer.forward)
+            if block.config.mixer is not None:
+                block.mixer.forward = torch.compiler.disable(block.mixer.forward)
         compiled: Callable[..., Any] = torch.compile(self.model)
         return compiled
 

@@ -29,6 +29,6 @@ def test_as_json_with_parameters_counted(capsys):
     assert sizes["gpt2-124m"] == 124_439_808 and sizes["lens-gpt2-124m"] == 209_420_988
 
 
-@pytest.mark.parametrize("source", {entry.source for entry in MIXERS.values()})
+@pytest.mark.parametrize("source", sorted({entry.source for entry in MIXERS.values()}))
 def test_sources_name_a_document(source):
     assert source.startswith(("seeds/", "decisions.md §"))

@@ -290,3 +290,22 @@ def test_loading_what_is_no_conversation(
         Conversation.load(tmp_path / "talk", scripted([]))
     with pytest.raises(StateError, match="no such file"):
         Conversation.load(tmp_path / "none", model)
+
+
+# ---------------------------------------------------------------- learned positions
+
+
+def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "layers": 1, "heads": 2, "hidden": 16, "positions": 32}
+    model = Scripted(presets.get("gpt2-tiny", **sizes), [[9] * 99])
+    prompt = [1, 2, 3, 4]  # and the end-of-text token before it: five positions
+    assert generate(model, tokenizer, [prompt], max_tokens=28).ids == [[9] * 28]
+    with pytest.raises(
+        ConfigError, match=r"^max_tokens = 29, must be ≤ 28, what row 1 has left of pos\S+ = 32$"
+    ):
+        generate(model, tokenizer, [[1], prompt], max_tokens=29)
+    begun = generate(model, tokenizer, [prompt], max_tokens=4).conversation
+    with pytest.raises(ConfigError, match=r"must be ≤ 24, what row 0"):
+        generate(model, tokenizer, [[]], max_tokens=25, conversation=begun.fork())
+    assert generate(model, tokenizer, [[]], max_tokens=24, conversation=begun.fork()).ids == [[9] * 24]
+    assert len(generate(model, tokenizer, [[5, 0, 6]], max_tokens=31, conversation=begun).ids[0]) == 31

@@ -1,0 +1,123 @@
+"""Attention with differentiable recurrence (seeds/adr.md, decisions.md §4).
+
+Shapes: B batch, T time, D model width, H heads, K head width, G groups of weights, R heads of a group, F = 3K.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, one_of, require
+from perspectron.mixers import cache
+from perspectron.mixers.cache import Cache
+from perspectron.ops import attention, gru
+from perspectron.state import register
+from perspectron.terms import Term
+
+
+@dataclass(frozen=True)
+class ADRConfig(MixerConfig):
+    """heads: H, must divide the model width. gamma: how much of a memory stays with each token. emit: attend to the
+    memories h ("state", law 3) or to what the GRU gives before decay ("raw"). share_heads: one GRU for all heads'
+    keys and one for their values; each head has its own memory all the same. cold_start: divide the memories that are
+    attended to by 1 − γᵗ, their largest size after t tokens. couple: add the value memories to the output (law 5).
+    solver: "newton" computes the memories of all tokens at once (`ops.gru.scan`), for GPUs."""
+
+    kind = "adr"
+    heads: int
+    gamma: float
+    emit: Literal["state", "raw"] = "state"
+    share_heads: bool = False
+    cold_start: bool = False
+    couple: bool = True
+    solver: Literal["sequential", "newton"] = "sequential"
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        require(0 < self.gamma < 1, "gamma", self.gamma, "in (0, 1)")
+        one_of(self.emit, ("state", "raw"), "emit")
+        one_of(self.solver, ("sequential", "newton"), "solver")
+        require(not (self.cold_start and self.emit == "raw"), "cold_start", True, "False with emit = 'raw'")
+
+
+@register
+@dataclass(frozen=True)
+class ADRState:
+    """memory: of keys and of values [B,2,H,K], float32 or float64. cache: what attention reads, all tokens."""
+
+    memory_B2HK: Tensor
+    cache: Cache
+
+
+class ADR(nn.Module):
+    """ĥ = GRU(k_t, h), h ← γ h + (1 − γ) ĥ, likewise for values; y = W_o softmax(q h_Kᵀ / √K) h_V + h_V."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
+        super().__init__()
+        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        self.config = config
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model)
+        self.o_proj = nn.Linear(d_model, d_model)
+        K, G = d_model // config.heads, 2 if config.share_heads else 2 * config.heads
+        self.input_GKF, self.recurrent_GKF = (nn.Parameter(torch.empty(G, K, 3 * K)) for _ in range(2))
+        self.input_bias, self.recurrent_bias = (nn.Parameter(torch.empty(G * 3 * K)) for _ in range(2))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """The GRUs as torch.nn.GRUCell's: uniform within ±1/√K."""
+        bound = self.input_GKF.shape[1] ** -0.5
+        for parameter in (self.input_GKF, self.recurrent_GKF, self.input_bias, self.recurrent_bias):
+            parameter.uniform_(-bound, bound, generator=generator)
+
+    def cells(self) -> gru.Cells:
+        """The weights of the groups: keys, then values; in each, head by head unless they share."""
+        biases = (bias.view(len(self.input_GKF), -1) for bias in (self.input_bias, self.recurrent_bias))
+        return gru.Cells(self.input_GKF, self.recurrent_GKF, *biases)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> ADRState:
+        """Empty memories, at least float32, and a cache with room for `capacity` tokens."""
+        H, K = self.config.heads, self.input_GKF.shape[1]
+        full = torch.promote_types(dtype, torch.float32)
+        memory_B2HK = torch.zeros(batch_size, 2, H, K, device=device, dtype=full)
+        return ADRState(memory_B2HK, cache.empty(batch_size, H, K, K, device, dtype, capacity))
+
+    def forward(
+        self, x_BTD: Tensor, state: ADRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, ADRState, dict[str, Term]]:
+        B, T, D = x_BTD.shape
+        qkv = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1)
+        memory, seen, after_B2HK = self._remember(qkv[:, :, 1:], state.memory_B2HK, reset_BT, pad_BT)
+        at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
+        if self.config.cold_start:
+            t_BT = (at.position_BT + 1).to(seen.dtype)
+            seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
+        q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.to(qkv.dtype).permute(2, 0, 3, 1, 4)
+        o, after = cache.attend(q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT)
+        y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
+        if self.config.couple:
+            y_BTD = y_BTD + memory[:, :, 1].reshape(B, T, D).to(y_BTD.dtype)
+        return y_BTD, ADRState(after_B2HK, after), {}
+
+    def _remember(
+        self, kv_BT2HK: Tensor, memory_B2HK: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(memories, what is attended to [B,T,2,H,K], the last memories [B,2,H,K])."""
+        raw = self.config.emit == "raw"
+        B, T, _, H, K = kv_BT2HK.shape
+        G = len(self.input_GKF)
+        memories, raws, last = gru.scan(
+            kv_BT2HK.reshape(B, T, G, -1, K),
+            self.cells(),
+            self.config.gamma,
+            memory_B2HK.view(B, G, -1, K),
+            reset_BT=reset_BT,
+            pad_BT=pad_BT,
+            raw=raw,
+            backend="newton" if self.config.solver == "newton" else "auto",
+        )
+        seen = memories if raws is None else raws
+        return memories.view(kv_BT2HK.shape), seen.view(kv_BT2HK.shape), last.view(B, 2, H, K)

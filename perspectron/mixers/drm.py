@@ -1,0 +1,250 @@
+"""The DRM emitter's mixer: a state that moves over a learned manifold, one step per token (seeds/drm.md, decisions.md
+§6). It stands alone in its block, with nothing added, and the head reads the state.
+
+Shapes: B batch, T time, D model width = state width, E token width, H hidden width, N directions, R metric rank, K
+basis, F geometry.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.mixers.drm_terms import Losses, Tokens, terms
+from perspectron.ops import drm
+from perspectron.ops.drm_law import Law, State, Weights, width
+from perspectron.state import register
+from perspectron.terms import Term
+
+START = 0.02  # standard deviation of the first state
+RISK_START = (0.1, 1.5)  # α, β
+
+
+@dataclass(frozen=True)
+class Risk:
+    """ρ = min(Σ |α_i| q_i^|β_i|, mass_max) of two learned q(z) in (0, 1), with |α| and |β| inside their bounds; it
+    adds to the energy of moving."""
+
+    alpha_max: float = 10.0
+    exponent_min: float = 0.25
+    exponent_max: float = 4.0
+    mass_max: float = 10.0
+
+    def __post_init__(self) -> None:
+        require(self.alpha_max > 0, "alpha_max", self.alpha_max, "> 0")
+        require(self.exponent_min > 0, "exponent_min", self.exponent_min, "> 0")
+        require(self.exponent_max >= self.exponent_min, "exponent_max", self.exponent_max,
+                f"≥ exponent_min = {self.exponent_min}")  # fmt: skip
+        require(self.mass_max > 0, "mass_max", self.mass_max, "> 0")
+
+
+@dataclass(frozen=True)
+class DRMConfig(MixerConfig):
+    """directions: N. rank: R of the metric, 0 is diagonal. hidden: H. d_token: E, the model width when None."""
+
+    kind = "drm"
+    directions: int
+    rank: int
+    hidden: int
+    d_token: int | None = None
+    direction_basis: int = 0
+    """Directions are mixes of this many learned vectors; 0: each has its own head."""
+    metric_basis: int = 0
+    """Likewise the columns of U."""
+    direction_norm: bool = True
+    """Directions are unit vectors."""
+    dt: float = 0.08
+    radius: float = 8.0
+    """Of the ball that the state cannot leave."""
+    squash: bool = True
+    """R tanh(z/R) after the pull into the ball."""
+    gate_bias: float = -1.0
+    gate_temperature: float = 1.5
+    gate_top_k: int = 0
+    """Only so many gates stay open; 0: all."""
+    gate_renorm: bool = False
+    """The open gates are scaled up to the sum of all."""
+    metric_floor: float = 1e-4
+    """Least d."""
+    strength: float = 0.5
+    """Share of the velocity that the metric bends, at most."""
+    strength_warmup: int = 500
+    """Updates over which that share rises from 0."""
+    damping: float = 0.3
+    """λ in (G + λI)⁻¹."""
+    geometry_interval: int = 1
+    """Directions, gates and metric are refreshed at each multiple of so many tokens."""
+    bptt: int = 0
+    """Training only: gradients end, and the geometry is refreshed, at each multiple of so many tokens; 0: never."""
+    risk: Risk | None = None
+    losses: Losses = field(default_factory=Losses)
+
+    def __post_init__(self) -> None:
+        for name in ("directions", "hidden", "geometry_interval"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        for name in ("rank", "direction_basis", "metric_basis", "gate_top_k", "strength_warmup", "bptt"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        for name in ("dt", "radius", "gate_temperature", "metric_floor"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        require(self.d_token is None or self.d_token >= 1, "d_token", self.d_token, "≥ 1")
+        require(self.gate_top_k <= self.directions, "gate_top_k", self.gate_top_k,
+                f"≤ directions = {self.directions}")  # fmt: skip
+        require(
+            not self.gate_renorm or self.gate_top_k > 0, "gate_renorm", True, "false where gate_top_k = 0"
+        )
+        require(
+            self.metric_basis == 0 or self.rank > 0, "metric_basis", self.metric_basis, "0 where rank = 0"
+        )
+        require(0 <= self.strength <= 1, "strength", self.strength, "in [0, 1]")
+        require(self.damping >= 0, "damping", self.damping, "≥ 0")
+
+
+@register
+@dataclass(frozen=True)
+class DRMState:
+    """z [B,D], and the geometry in force (width 0 where every token refreshes it), float32 or float64; length: tokens
+    of the document read so far [B], int64."""
+
+    z_BD: Tensor
+    geometry_BF: Tensor
+    length_B: Tensor
+
+
+class DRM(nn.Module):
+    """z moves by its own laws, driven by the tokens' embeddings [B,T,E]; the output is z after each token [B,T,D]."""
+
+    strength: Tensor
+
+    def __init__(self, d_model: int, norm_eps: float, config: DRMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = "auto"
+        D, N, R, H = d_model, config.directions, config.rank, config.hidden
+        self.z0 = nn.Parameter(torch.empty(D))
+        self.read = nn.Linear(D, 3 * H)
+        self.token = nn.Linear(config.d_token or D, H, bias=False)
+        self.trunk_w, self.trunk_b = nn.Parameter(torch.empty(2, H, H)), nn.Parameter(torch.empty(2 * H))
+        self.direction = nn.Linear(H, N * (config.direction_basis or D) + N)
+        self.metric = nn.Linear(H, D + R * (config.metric_basis or D))
+        self.flow = nn.Linear(H, N)
+        self.direction_basis = self.metric_basis = None
+        if config.direction_basis:
+            self.direction_basis = nn.Parameter(torch.empty(config.direction_basis, D))
+        if config.metric_basis:
+            self.metric_basis = nn.Parameter(torch.empty(config.metric_basis, D))
+        if config.risk is not None:
+            self.risk_in, self.risk_out = nn.Linear(D, H), nn.Linear(H, 2)
+            self.risk_alpha, self.risk_beta = nn.Parameter(torch.empty(2)), nn.Parameter(torch.empty(2))
+        self.register_buffer("strength", torch.full([1], config.strength, dtype=torch.float64))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """As published: linear layers and their biases uniform in ±1/√fan_in, z0 near 0, bases of about unit rows."""
+        D, E, H = len(self.z0), self.token.in_features, self.config.hidden
+        layers = [module for module in self.children() if isinstance(module, nn.Linear)]
+        fans = [(layer.weight, layer.in_features) for layer in layers]
+        fans += [(layer.bias, layer.in_features) for layer in layers if layer.bias is not None]
+        fans += [(self.trunk_w, H), (self.trunk_b, H), (self.token.weight, D + E)]
+        fans += [(part[2 * H :], D + E) for part in (self.read.weight, self.read.bias)]
+        for part, fan in fans:
+            part.uniform_(-(fan**-0.5), fan**-0.5, generator=generator)
+        self.z0.normal_(0, START, generator=generator)
+        for basis in (self.direction_basis, self.metric_basis):
+            if basis is not None:
+                basis.normal_(0, D**-0.5, generator=generator)
+        if self.config.risk is not None:
+            self.risk_alpha.fill_(RISK_START[0])
+            self.risk_beta.fill_(RISK_START[1])
+        self.strength.fill_(self.config.strength)
+
+    def set_step(self, step: int) -> None:
+        """Naturalisation warms up over the first updates; a model never trained has it in full."""
+        warmup = self.config.strength_warmup
+        self.strength.fill_(self.config.strength * (min(step / warmup, 1.0) if warmup else 1.0))
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> DRMState:
+        """z0 in every row, with its graph, at least float32; its size does not depend on `capacity`. The first token
+        replaces the geometry, whatever it is.
+        """
+        dtype = torch.promote_types(dtype, torch.float32)
+        lines = width(len(self.z0), self.law()) if self.config.geometry_interval > 1 else 0
+        z_BD = self.z0.to(device, dtype).expand(batch_size, -1).clone(memory_format=torch.contiguous_format)
+        length_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        return DRMState(z_BD, torch.ones(batch_size, lines, dtype=dtype, device=device), length_B)
+
+    def forward(
+        self, x_BTE: Tensor, state: DRMState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, DRMState, dict[str, Term]]:
+        """Terms are left out in inference mode."""
+        bptt = self.config.bptt if self.training and torch.is_grad_enabled() else 0
+        before = State(state.z_BD, state.geometry_BF, state.length_B)
+        z_BTD, after, trace = drm.scan(
+            x_BTE,
+            before,
+            self.weights(),
+            self.law(),
+            reset_BT=reset_BT,
+            pad_BT=pad_BT,
+            bptt=bptt,
+            backend=self.backend,
+        )
+        device, dtype, aux = x_BTE.device.type, x_BTE.dtype, dict[str, Term]()
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        if trace is not None:
+            with torch.autocast(device, enabled=False):
+                tokens = Tokens(z_BTD, reset_BT, pad_BT)
+                aux = terms(z_BTD, trace, self.risk_of(trace.before_BTS), self.config.losses, tokens)
+        return z_BTD.to(dtype), DRMState(*after), aux
+
+    def weights(self) -> Weights:
+        """As the op takes them."""
+        return Weights(
+            self.z0,
+            self.read.weight,
+            self.read.bias,
+            self.token.weight,
+            self.trunk_w,
+            self.trunk_b,
+            self.direction.weight,
+            self.direction.bias,
+            self.metric.weight,
+            self.metric.bias,
+            self.flow.weight,
+            self.flow.bias,
+            self.direction_basis,
+            self.metric_basis,
+        )
+
+    def law(self) -> Law:
+        """The config's numbers, with the naturalisation as far as it has warmed up (in full on the meta device)."""
+        config = self.config
+        return Law(
+            directions=config.directions,
+            rank=config.rank,
+            dt=config.dt,
+            radius=config.radius,
+            squash=config.squash,
+            strength=config.strength if self.strength.is_meta else float(self.strength),
+            damping=config.damping,
+            floor=config.metric_floor,
+            gate_bias=config.gate_bias,
+            temperature=config.gate_temperature,
+            top_k=config.gate_top_k,
+            renorm=config.gate_renorm,
+            normalise=config.direction_norm,
+            interval=config.geometry_interval,
+        )
+
+    def risk_of(self, z_BTD: Tensor) -> Tensor | None:
+        """ρ [B,T]; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""
+        if (bounds := self.config.risk) is None:
+            return None
+        w = [p.to(z_BTD.dtype) for layer in (self.risk_in, self.risk_out) for p in (layer.weight, layer.bias)]
+        log_q_BT2 = F.logsigmoid(F.linear(F.gelu(F.linear(z_BTD, w[0], w[1])), w[2], w[3]))
+        alpha_2 = self.risk_alpha.to(z_BTD.dtype).abs().clamp(max=bounds.alpha_max)
+        beta_2 = self.risk_beta.to(z_BTD.dtype).abs().clamp(bounds.exponent_min, bounds.exponent_max)
+        return (alpha_2 * (beta_2 * log_q_BT2).exp()).sum(-1).clamp(max=bounds.mass_max)

@@ -1,0 +1,87 @@
+"""Gated linear attention: a matrix memory for each head, whose rows, one for each key channel, fade by gates of
+their own (Yang et al. 2023, arXiv 2312.06635; decisions.md §7).
+
+Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H value width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.ops import gla
+from perspectron.state import register
+from perspectron.terms import Term
+
+
+@dataclass(frozen=True)
+class GLAConfig(MixerConfig):
+    """heads: H, must divide half the model width. gate_rank: of the map from the input to the gates.
+    gate_temperature: the gate is the sigmoid's root of this order, so that memory starts out long."""
+
+    kind = "gla"
+    heads: int
+    gate_rank: int = 16
+    gate_temperature: float = 16.0
+
+    def __post_init__(self) -> None:
+        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        require(self.gate_rank >= 1, "gate_rank", self.gate_rank, "≥ 1")
+        require(self.gate_temperature > 0, "gate_temperature", self.gate_temperature, "> 0")
+
+
+@register
+@dataclass(frozen=True)
+class GLAState:
+    """memory: S [B,H,K,V], float32 or float64."""
+
+    memory_BHKV: Tensor
+
+
+class GLA(nn.Module):
+    """S ← diag(α) S + k vᵀ with α = σ(W₂ W₁ x + b)^(1/temperature); y = W_o (norm(Sᵀ q / √K) ⊙ swish(W_g x))."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
+        super().__init__()
+        bound = f"a divisor of d_model / 2 = {d_model / 2:g}"
+        require(d_model % (2 * config.heads) == 0, "heads", config.heads, bound)
+        self.config = config
+        self.q_proj = nn.Linear(d_model, d_model // 2, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model // 2, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.g_proj = nn.Linear(d_model, d_model, bias=False)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(d_model, config.gate_rank, bias=False), nn.Linear(config.gate_rank, d_model // 2)
+        )
+        self.norm = nn.RMSNorm(d_model // config.heads, norm_eps)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> GLAState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        H, D = self.config.heads, self.o_proj.in_features
+        dtype = torch.promote_types(dtype, torch.float32)
+        return GLAState(torch.zeros(batch_size, H, D // (2 * H), D // H, device=device, dtype=dtype))
+
+    def forward(
+        self, x_BTD: Tensor, state: GLAState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, GLAState, dict[str, Term]]:
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)  # so k and v are 0: padding writes nothing
+        gate_BTK = self.gk_proj(x_BTD)
+        gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
+        # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
+        gate_BTK = torch.exp(F.logsigmoid(gate_BTK) / self.config.gate_temperature)
+        if pad_BT is not None:
+            gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)
+        if reset_BT is not None:
+            gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
+        inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD), gate_BTK)
+        q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
+        o_BHTV, memory_BHKV = gla.scan(q, k, v, gate, state.memory_BHKV)
+        o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
+        y_BTD = self.o_proj(o_BTD * F.silu(self.g_proj(x_BTD)))
+        return y_BTD, GLAState(memory_BHKV), {}

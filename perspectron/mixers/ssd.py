@@ -1,0 +1,222 @@
+"""The state-space dual of Mamba-2: a matrix memory for each head that fades by one gate, read and written with
+vectors all heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060; decisions.md §7).
+
+Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, N state rows, C = I + 2N
+channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.config import MixerConfig, require
+from perspectron.ops import gla
+from perspectron.ops.attention import places
+from perspectron.state import register
+from perspectron.terms import Term
+
+DECAY = (1.0, 16.0)  # what A is drawn from, evenly
+STEP = (0.001, 0.1)  # what Δ is drawn from, evenly in its logarithm
+BLOCK = 16  # tokens that the convolution takes at a time, so that they stay in the processor's cache
+TWICE = "the convolution of ssd is differentiable once"
+
+
+@dataclass(frozen=True)
+class SSDConfig(MixerConfig):
+    """head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so
+    many times the model's. conv: W, tokens that the short convolution sees."""
+
+    kind = "ssd"
+    head_dim: int
+    state: int
+    expand: int = 2
+    conv: int = 4
+
+    def __post_init__(self) -> None:
+        for field in ("head_dim", "state", "expand", "conv"):
+            require(getattr(self, field) >= 1, field, getattr(self, field), "≥ 1")
+
+
+@register
+@dataclass(frozen=True)
+class SSDState:
+    """memory: S [B,H,N,P]; window: the last W - 1 inputs of the convolution [B,Z,C], zeros before the document's
+    first. Both float32 or float64."""
+
+    memory_BHNP: Tensor
+    window_BZC: Tensor
+
+
+class SSD(nn.Module):
+    """z, x, b, c, δ = W_in u; x, b, c ← swish(conv(x, b, c)); Δ = softplus(δ + bias), a = exp(-Δ exp(A_log));
+    S ← a S + b (Δ x)ᵀ; y = W_o norm((Sᵀ c + D x) ⊙ swish(z))."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
+        super().__init__()
+        inner, N = config.expand * d_model, config.state
+        bound = f"a divisor of expand · d_model = {inner}"
+        require(inner % config.head_dim == 0, "head_dim", config.head_dim, bound)
+        heads, channels = inner // config.head_dim, inner + 2 * N
+        self.config = config
+        self.split = [inner, channels, heads]
+        self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, config.conv, groups=channels)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = nn.RMSNorm(inner, norm_eps)
+        self.o_proj = nn.Linear(inner, d_model, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """A and Δ spread over the heads, D = 1; the convolution as torch draws it, U(-W^-½, W^-½)."""
+        edge = self.config.conv**-0.5
+        for parameter in self.conv1d.parameters():
+            parameter.uniform_(-edge, edge, generator=generator)
+        self.A_log.uniform_(*DECAY, generator=generator).log_()
+        step = self.dt_bias.uniform_(math.log(STEP[0]), math.log(STEP[1]), generator=generator).exp()
+        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus gives the step back
+        self.D.fill_(1)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> SSDState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        config, (_, channels, heads) = self.config, self.split
+        memory = torch.zeros(batch_size, heads, config.state, config.head_dim, device=device, dtype=dtype)
+        window = torch.zeros(batch_size, config.conv - 1, channels, device=device, dtype=dtype)
+        return SSDState(memory, window)
+
+    def forward(
+        self, x_BTD: Tensor, state: SSDState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+    ) -> tuple[Tensor, SSDState, dict[str, Term]]:
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
+        z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
+        weight_C1W, bias_C = self.conv1d.parameters()
+        u_BTC, window_BZC = convolve(u_BTC, state.window_BZC, weight_C1W, bias_C, reset_BT, pad_BT)
+        full = torch.promote_types(delta_BTH.dtype, torch.float32)
+        delta_BTH = F.softplus(delta_BTH.to(full) + self.dt_bias)
+        if pad_BT is not None:
+            delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
+        gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))
+        if reset_BT is not None:
+            gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
+        N = self.config.state
+        v_BTI, k_BTN, q_BTN = u_BTC.split([u_BTC.shape[-1] - 2 * N, N, N], -1)
+        v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
+        o_BHTP, memory_BHNP = gla.scan(
+            q_BTN[:, None],
+            k_BTN[:, None],
+            (v_BTHP * delta_BTH[..., None]).transpose(1, 2),
+            gate_BTH[..., None].transpose(1, 2),
+            state.memory_BHNP,
+            scale=1.0,
+        )
+        y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
+        y_BTI = y_BTHP.flatten(2) * F.silu(z_BTI)
+        return self.o_proj(self.norm(y_BTI.to(x_BTD.dtype))), SSDState(memory_BHNP, window_BZC), {}
+
+
+def convolve(
+    u_BTC: Tensor,
+    window_BZC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor,
+    reset_BT: Tensor | None,
+    pad_BT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
+    the window after them). Computes and returns in the window's dtype."""
+    dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
+    weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype)
+    if reset_BT is None and pad_BT is None:
+        u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
+        return _Convolution.apply(u_BSC, *weights, None), u_BSC[:, T:].clone()
+    # The window counts as Z tokens; before a document's first it holds zeros.
+    at = places(torch.full((B,), Z, device=u_BTC.device), T, reset_BT, pad_BT)
+    position_BT, order_BT = at.position_BT, None
+    if pad_BT is not None:  # tokens first, padding behind them: then Z tokens back is Z columns back
+        order_BT = pad_BT.long().argsort(dim=1, stable=True)
+        u_BTC, position_BT = _columns(u_BTC, order_BT), position_BT.gather(1, order_BT)
+    u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
+    back_W = torch.arange(Z, -1, -1, device=u_BTC.device)
+    y_BTC = _Convolution.apply(u_BSC, *weights, (back_W <= position_BT[:, :, None]).to(dtype))
+    last_BZ = Z + at.valid_BT.sum(1, keepdim=True) - back_W[:Z]
+    gone_BZ = back_W[:Z] > at.length_B[:, None]
+    window_BZC = _columns(u_BSC, last_BZ).masked_fill(gone_BZ[:, :, None], 0)
+    return y_BTC if order_BT is None else _columns(y_BTC, order_BT.argsort(1)), window_BZC
+
+
+def _columns(x_BTC: Tensor, order_BS: Tensor) -> Tensor:
+    return x_BTC.gather(1, order_BS[:, :, None].expand(-1, -1, x_BTC.shape[2]))
+
+
+def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
+    """Of the tokens of u, without the window before them; elsewhere than on a CPU, all in one."""
+    T = u_BSC.shape[1] - W + 1
+    step = BLOCK if u_BSC.device.type == "cpu" else T
+    return [slice(t, min(t + step, T)) for t in range(0, T, step)]
+
+
+def _taps(
+    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, block: slice
+) -> tuple[list[Tensor], Tensor]:
+    """What the tokens of a block see at each tap, and its weighted sum."""
+    taps, y = [], bias_C
+    for j, weight_C in enumerate(weight_WC):
+        tap = u_BSC[:, block.start + j : block.stop + j]
+        taps.append(tap if sees_BTW is None else tap * sees_BTW[:, block, j, None])
+        y = torch.addcmul(y, taps[-1], weight_C)
+    return taps, y
+
+
+class _Convolution(torch.autograd.Function):
+    """swish(Σ_j weight_j u_{t+j} + bias), zeros in the place of what a token may not see. Keeps only its inputs
+    for the backward pass, which computes the sum again."""
+
+    @staticmethod
+    def forward(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
+        y_BTC = u_BSC.new_empty(u_BSC.shape[0], u_BSC.shape[1] - len(weight_WC) + 1, u_BSC.shape[2])
+        for block in _blocks(u_BSC, len(weight_WC)):
+            y_BTC[:, block] = F.silu(_taps(u_BSC, weight_WC, bias_C, sees_BTW, block)[1])
+        return y_BTC
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_ConvolutionGradient.apply(*ctx.saved_tensors, dy_BTC), None)
+
+
+class _ConvolutionGradient(torch.autograd.Function):
+    """A function of its own, so that differentiating it again is an error and not a silent zero."""
+
+    @staticmethod
+    def forward(
+        u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
+    ) -> tuple[Tensor, ...]:
+        du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
+        for block in _blocks(u_BSC, len(weight_WC)):
+            taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)
+            dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y)
+            dbias_C += dy.sum((0, 1))
+            for j, tap in enumerate(taps):
+                dweight_WC[j] += (dy * tap).sum((0, 1))
+                dtap = dy if sees_BTW is None else dy * sees_BTW[:, block, j, None]
+                du_BSC[:, block.start + j : block.stop + j].addcmul_(dtap, weight_WC[j])
+        return du_BSC, dweight_WC, dbias_C
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(TWICE)

@@ -1,0 +1,190 @@
+"""The fast loop of `perspectron.ops.drm`.
+
+Per token only what must wait for the token before: all that looks at z is one product, the two trunks run side by
+side; products with embeddings run over all time at once. The metric is solved by Woodbury: with D = d + λ,
+L Lᵀ = I + U D⁻¹ Uᵀ and Q = L⁻¹ U D⁻¹ it is (G + λI)⁻¹ = D⁻¹ − QᵀQ. Source: decisions.md §6.
+
+Shapes: B batch, T time, J geometries (one for each refresh, after the one the state came with, where that is kept),
+S state width, H hidden width, G = 3H, N directions, R metric rank, K basis (or S), F a geometry in one line, M outputs
+of a trunk's heads.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron.ops.drm_adjoint import Adjoint, Column, Made, Solved, naturalised, stack
+from perspectron.ops.drm_law import Geometry, Law, Plan, State, Trace, Weights, before, lines, of_lines, thin
+
+NORM = 1e-12  # a direction's least, as in F.normalize
+FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
+TWICE = "drm.scan is differentiable once; for second derivatives use backend='reference'"
+FORWARD_MODE = "drm.scan has no forward-mode derivative; use backend='reference'"
+
+
+def run(
+    drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan
+) -> tuple[Tensor, State, Trace | None]:
+    """As `perspectron.ops.drm.reference`."""
+    kept_BF = state.geometry_BF
+    if torch.is_inference_mode_enabled():
+        columns, solved, _ = _forward(drive_TBG, state.z_BS, kept_BF, w, law, when, keep=False)
+        if law.interval > 1:
+            kept_BF = lines(Geometry(*solved[-1][:4]))
+        z_BTS = torch.stack([column.z_BS for column in columns], 1)
+        return z_BTS, State(columns[-1].z_BS, kept_BF, when.length_B), None
+    z_TBS, v_TBS, V_BNS, *shown = _Loop.apply(law, when, drive_TBG, state.z_BS, kept_BF, *w)
+    if law.interval > 1:
+        kept_BF = lines(Geometry(V_BNS, *(x_JB[-1] for x_JB in shown)))
+        slot_T = torch.tensor(when.slot, device=z_TBS.device)
+        shown = [x_JB[slot_T] for x_JB in shown]
+    before_TBS = before(state.z_BS, z_TBS, w.z0_S, when)
+    trace = Trace(*(x_TB.transpose(0, 1) for x_TB in (before_TBS, v_TBS, *shown)))
+    return z_TBS.transpose(0, 1), State(z_TBS[-1].clone(), kept_BF, when.length_B), trace
+
+
+def _forward(
+    drive_TBG: Tensor, z_BS: Tensor, geometry_BF: Tensor, w: Weights, law: Law, when: Plan, *, keep: bool
+) -> tuple[list[Column], list[Solved], list[Made]]:
+    """All columns, all geometries and what they were made of; without `keep` only z and the last geometry."""
+    columns, solved, made = list[Column](), list[Solved](), list[Made]()
+    read_SG, eye_RR = w.read_w.mT, torch.eye(law.rank, dtype=z_BS.dtype, device=z_BS.device)
+    flow = 2 * w.trunk_w.shape[-1]
+    if law.interval > 1:
+        solved.append(_solved(of_lines(geometry_BF, z_BS.shape[1], law), law, eye_RR))
+    for t, drive_BG in enumerate(drive_TBG.unbind()):
+        if (reset_B1 := when.resets[t]) is not None:
+            z_BS = torch.where(reset_B1, w.z0_S, z_BS)
+        p_BG = torch.addmm(drive_BG, z_BS, read_SG)
+        h_BG = F.gelu(p_BG)
+        if (due_B1 := when.due[t]) is not None:
+            fresh, parts = _made(h_BG, w, law)
+            if due_B1 is not True:
+                fresh = _where(due_B1, fresh, Geometry(*solved[-1][:4]))
+            if not keep:
+                solved, made = [], []
+            solved.append(_solved(fresh, law, eye_RR))
+            made.append(parts)
+        c_BN = F.linear(h_BG[:, flow:], w.flow_w, w.flow_b).tanh_()
+        x_BS, v_BS = _velocity(c_BN, solved[-1], law)
+        moved_BS = _confined(torch.add(z_BS, v_BS, alpha=law.dt), law)
+        z_BS = moved_BS if (pad_B1 := when.pads[t]) is None else torch.where(pad_B1, z_BS, moved_BS)
+        columns.append(Column(z_BS, p_BG, c_BN, x_BS, v_BS) if keep else Column(z_BS, *[z_BS] * 4))
+    return columns, solved, made
+
+
+def _made(h_BG: Tensor, w: Weights, law: Law) -> tuple[Geometry, Made]:
+    """The geometry from the first layer's outputs, as `perspectron.ops.drm.geometry`."""
+    B, N, R, S, H = len(h_BG), law.directions, law.rank, len(w.z0_S), w.trunk_w.shape[-1]
+    h_2BH = h_BG[:, : 2 * H].view(B, 2, H).transpose(0, 1)
+    q_2BH = torch.baddbmm(w.trunk_b.view(2, 1, H), h_2BH, w.trunk_w.mT)
+    k_direction, k_metric = F.gelu(q_2BH).unbind()
+    X_BM = F.linear(k_direction, w.direction_w, w.direction_b)
+    Y_BM = F.linear(k_metric, w.metric_w, w.metric_b)
+    V_part = V_BNS = X_BM[:, :-N].view(B, N, -1)
+    U_part = U_BRS = Y_BM[:, S:].view(B, R, S if w.metric_basis is None else len(w.metric_basis))
+    if w.direction_basis is not None:
+        V_BNS = V_part @ w.direction_basis
+    if w.metric_basis is not None:
+        U_BRS = U_part @ w.metric_basis
+    norm_BN1 = None
+    if law.normalise:
+        norm_BN1 = torch.linalg.vector_norm(V_BNS, dim=-1, keepdim=True).clamp_min_(NORM)
+        V_BNS = V_BNS / norm_BN1
+    gate_BN = torch.sigmoid((X_BM[:, -N:] + law.gate_bias).div_(law.temperature))
+    d_BS = F.softplus(Y_BM[:, :S]).add_(law.floor)
+    made = Made(
+        q_2BH,
+        None if w.direction_basis is None else V_part,
+        norm_BN1,
+        gate_BN if law.top_k else None,
+        Y_BM[:, :S],
+        None if w.metric_basis is None else U_part,
+    )
+    return Geometry(V_BNS, thin(gate_BN, law), d_BS, U_BRS * max(R, 1) ** -0.5), made
+
+
+def _where(due_B1: Tensor, new: Geometry, old: Geometry) -> Geometry:
+    """New rows where they are due."""
+    rows = [due_B1.view(-1, *[1] * (x.ndim - 1)) for x in new]
+    return Geometry(*(torch.where(*each) for each in zip(rows, new, old, strict=True)))
+
+
+def _solved(geometry: Geometry, law: Law, eye_RR: Tensor) -> Solved:
+    if law.strength == 0:
+        return Solved(*geometry, None, None)
+    U_BRS, inverse_BS = geometry.U_BRS, (geometry.d_BS + law.damping).reciprocal_()
+    if law.rank == 0:
+        return Solved(*geometry, inverse_BS, U_BRS)
+    W_BRS = U_BRS * inverse_BS[:, None]
+    L_BRR, _ = torch.linalg.cholesky_ex(torch.baddbmm(eye_RR, W_BRS, U_BRS.mT))
+    return Solved(*geometry, inverse_BS, torch.linalg.solve_triangular(L_BRR, W_BRS, upper=False))
+
+
+def _velocity(c_BN: Tensor, now: Solved, law: Law) -> tuple[Tensor, Tensor]:
+    """((G + λI)⁻¹ v, the velocity) of v = Σ a c V."""
+    v_BS = torch.bmm((now.a_BN * c_BN)[:, None], now.V_BNS)[:, 0]
+    if now.inverse_BS is None or now.Q_BRS is None:
+        return v_BS, v_BS
+    x_BS = naturalised(v_BS, now.inverse_BS, now.Q_BRS)
+    return x_BS, torch.lerp(v_BS, x_BS, law.strength)
+
+
+def _confined(z_BS: Tensor, law: Law) -> Tensor:
+    """As `perspectron.ops.drm.confine`."""
+    z_BS = z_BS / torch.linalg.vector_norm(z_BS, dim=-1, keepdim=True).clamp_min_(law.radius)
+    return (torch.tanh(z_BS) if law.squash else z_BS) * law.radius
+
+
+class _Loop(torch.autograd.Function):
+    """States, velocities, the last directions, and the gates and metrics of every geometry."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, law: Law, when: Plan, drive_TBG: Tensor, z_BS: Tensor, geometry_BF: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        w = Weights(*weights)
+        columns, solved, made = _forward(drive_TBG, z_BS, geometry_BF, w, law, when, keep=True)
+        column, slot, refreshes = stack(Column, columns), stack(Solved, solved), len(made)
+        if refreshes == 0:  # shapes are wanted all the same
+            made.append(_made(F.gelu(column.p_BG[0]), w, law)[1])
+        parts = Made._make(None if x is None else x[:refreshes] for x in stack(Made, made))
+        ctx.law, ctx.when = law, when
+        ctx.save_for_backward(drive_TBG, z_BS, geometry_BF, *weights, *column, *slot, *parts)
+        return column.z_BS, column.v_BS, slot.V_BNS[-1].clone(), slot.a_BN, slot.d_BS, slot.U_BRS
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_Gradient.apply(ctx.law, ctx.when, *gradients, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(FORWARD_MODE)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Loop`, as a function of its own, so that differentiating it again is an error and not a
+    silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, law: Law, when: Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        rest = list(tensors)
+        (gradients, (_, z_BS, _), w, column, slot, parts) = (
+            [rest.pop(0) for _ in range(count)] for count in (6, 3, *map(len, FIELDS))
+        )
+        with torch.autocast(z_BS.device.type, enabled=False):
+            adjoint = Adjoint(
+                law, when, Weights(*w), z_BS, Column(*column), Solved(*slot), Made(*parts), *gradients
+            )
+            adjoint.run()
+            return *adjoint.inputs(), *adjoint.weights()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(FORWARD_MODE)

@@ -1,0 +1,315 @@
+"""Gated linear attention: S_t = diag(a_t) S_{t-1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t.
+
+The gate a_t has an entry for each key channel (GLA) or one for the whole head (the state-space dual, SSD).
+`scan` runs whole sequences and single steps. Its fast path is the tree of `perspectron.ops.pdr`, on the side of
+queries and keys: in a chunk, for blocks of 1, 2, 4, …, the queries of each right half I, times the products of
+gates from the start of I, meet the keys of its left half J, times the products of gates to the end of J. Only
+products of gates are formed, never a quotient or a logarithm, so any gate in [0, 1] is exact, 0 and 1 included.
+A gate of 0 forgets everything before it (a new document); a gate of 1 with v = 0 leaves the state untouched
+(padding). Source: decisions.md §7; Yang et al. 2023 (arXiv 2312.06635), Dao & Gu 2024 (arXiv 2405.21060).
+
+Shapes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, L tokens of one chunk,
+K key width, A gate width (K or 1), V value width, b block of the tree, n pairs of blocks.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron.errors import BackendError
+from perspectron.ops.pdr import _blocks, _full_precision, _halves
+
+CHUNK = 64
+BACKENDS = ("auto", "reference", "torch")
+TWICE = "gla.scan is differentiable once; for second derivatives use backend='reference'"
+
+
+def scan(
+    q_BGTK: Tensor,
+    k_BGTK: Tensor,
+    v_BHTV: Tensor,
+    gate_BHTA: Tensor,
+    state_BHKV: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The recurrence over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
+
+    Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
+    any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
+    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one token in
+    inference mode, the step.
+
+    Under `torch.inference_mode()` one token updates `state_BHKV` in place and returns it.
+    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
+    inputs = [q_BGTK, k_BGTK, v_BHTV, gate_BHTA]
+    _check(inputs, state_BHKV)
+    B, H, T, K = *v_BHTV.shape[:3], q_BGTK.shape[-1]
+    device = q_BGTK.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        with _full_precision(q_BGTK):
+            return scan(q_BGTK, k_BGTK, v_BHTV, gate_BHTA, state_BHKV, scale=scale, backend=backend)
+    dtype = torch.float32
+    for tensor in inputs if state_BHKV is None else [*inputs, state_BHKV]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    q, k, v, gate = (x.to(dtype) for x in inputs)
+    state = v.new_zeros(B, H, K, v.shape[-1]) if state_BHKV is None else state_BHKV.to(dtype)
+    q = q * (K**-0.5 if scale is None else scale)
+    if backend == "reference":
+        return reference(q, k, v, gate, state)
+    if backend == "auto":
+        _say(device)
+    if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
+        return _step_(q, k, v, gate, state)
+    if T == 0:
+        return v, state
+    if gate.shape[-1] == K:
+        q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
+    if torch.is_inference_mode_enabled():
+        return _forward(q, k, v, gate, state)
+    o, state, _ = _Scan.apply(q, k, v, gate, state)
+    return o, state
+
+
+def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
+    """ValueError unless the shapes of q, k, v, the gate and the state fit."""
+    q, k, v, gate = (tuple(x.shape) for x in inputs)
+    B, H, T, V = v
+    G, K, A = q[1], q[-1], gate[-1]
+    fits = G in (1, H) and A in (1, K) and q == k == (B, G, T, K) and gate == (B, H, T, A)
+    if not fits:
+        wanted = "[B,H|1,T,K], [B,H|1,T,K], [B,H,T,V], [B,H,T,K|1]"
+        raise ValueError(f"q, k, v, gate have shapes {q}, {k}, {v}, {gate}; want {wanted}")
+    if state_BHKV is not None and state_BHKV.shape != (B, H, K, V):
+        raise ValueError(f"state has shape {tuple(state_BHKV.shape)}, want {(B, H, K, V)}")
+
+
+@functools.cache
+def _say(device: str) -> None:
+    """Once for each kind of device."""
+    logging.getLogger("perspectron").info(
+        "gla.scan: auto runs the torch tree on %s, and the step for one token", device
+    )
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain loop, unscaled; the oracle of every other path."""
+    outputs = [v[:, :, :0]]
+    for t in range(v.shape[2]):
+        update_BHKV = k[:, :, t, :, None] * v[:, :, t, None, :]
+        state_BHKV = gate[:, :, t, :, None] * state_BHKV + update_BHKV
+        outputs.append(q[:, :, t, None, :] @ state_BHKV)
+    return torch.cat(outputs, 2), state_BHKV
+
+
+def _step_(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """One token; writes into the state."""
+    state_BHKV.mul_(gate.mT).addcmul_(k.mT, v)
+    return q @ state_BHKV, state_BHKV
+
+
+def _chunks(T: int) -> list[tuple[int, int]]:
+    """(start, stop) of each chunk."""
+    return [(start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
+
+
+def _cut(start: int, stop: int, *tensors: Tensor) -> list[Tensor]:
+    """The chunk of q, k, v, … (zeros past the end) and, last, of the gate (ones past the end), padded to a power
+    of two: the padding is the identity of the recurrence."""
+    pad = (0, 0, 0, (1 << (stop - start - 1).bit_length()) - (stop - start))
+    *zeros, gate = (x[:, :, start:stop] for x in tensors)
+    if pad[-1]:
+        zeros, gate = [F.pad(x, pad) for x in zeros], F.pad(gate, pad, value=1.0)
+    return [x.contiguous() for x in (*zeros, gate)]
+
+
+def _tree(
+    q_NLK: Tensor, k_NLK: Tensor, gate_NLK: Tensor, saved: list[tuple[Tensor, ...]] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(A, Q, X, P) of one chunk: A_ij = Σ_K q_i k_j Π_{j<l≤i} a_l for j ≤ i, else 0; Q_i = q_i Π_{l≤i} a_l;
+    X_j = k_j Π_{l>j} a_l; P [N,1,K] = Π a. `saved` receives what `_tree_backward` needs, level by level."""
+    N, L, _ = q_NLK.shape
+    A = q_NLK.new_zeros(N, L, L)
+    A.diagonal(dim1=-2, dim2=-1).copy_((q_NLK * k_NLK).sum(-1))
+    Q, X, P = gate_NLK * q_NLK, k_NLK.clone(), gate_NLK
+    b = 1
+    while b < L:
+        (_, Q_right), (X_left, _), (P_left, P_right) = _halves(Q, b), _halves(X, b), _halves(P, 1)
+        _blocks(A, b).copy_((Q_right @ X_left.mT).view(N, -1, b, b))
+        if saved is not None:
+            saved.append((Q_right.clone(), X_left.clone(), P_left, P_right))
+        Q_right.mul_(P_left)
+        X_left.mul_(P_right)
+        P = (P_left * P_right).view(N, L // (2 * b), -1)
+        b *= 2
+    return A, Q, X, P
+
+
+def _tree_backward(
+    q_NLK: Tensor,
+    k_NLK: Tensor,
+    gate_NLK: Tensor,
+    saved: list[tuple[Tensor, ...]],
+    dA: Tensor,
+    dQ: Tensor,
+    dX: Tensor,
+    dP: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, da) from the gradients of `_tree`'s outputs; consumes `saved`, dQ and dX."""
+    N, b, K = q_NLK.shape
+    while b > 1:
+        b //= 2
+        Q_right, X_left, P_left, P_right = saved.pop()
+        (_, dQ_right), (dX_left, _) = _halves(dQ, b), _halves(dX, b)
+        dP = dP.view(-1, 1, K)
+        dP_left = (dQ_right * Q_right).sum(1, keepdim=True).addcmul_(dP, P_right)
+        dP_right = (dX_left * X_left).sum(1, keepdim=True).addcmul_(dP, P_left)
+        dP = torch.cat([dP_left, dP_right], 1)
+        dA_block = _blocks(dA, b).reshape(-1, b, b)
+        dQ_right.mul_(P_left).add_(dA_block @ X_left)
+        dX_left.mul_(P_right).add_(dA_block.mT @ Q_right)
+    diagonal = dA.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    da = torch.addcmul(dP.view(N, -1, K), dQ, q_NLK)
+    return dQ.mul_(gate_NLK).addcmul_(diagonal, k_NLK), dX.addcmul_(diagonal, q_NLK), da
+
+
+def _chunk(
+    q_BGLK: Tensor, k_BGLK: Tensor, gate_BHLA: Tensor, saved: list[tuple[Tensor, ...]] | None = None
+) -> list[Tensor]:
+    """`_tree` for each head. With one gate for the head, the tree runs on ones: it gives the products of gates,
+    which then multiply q kᵀ, q and k."""
+    heads = gate_BHLA.shape[:2]
+    if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
+        q, k, gate = (x.flatten(0, 1) for x in (q_BGLK, k_BGLK, gate_BHLA))
+        return [x.unflatten(0, heads) for x in _tree(q, k, gate, saved)]
+    gate_NL1 = gate_BHLA.flatten(0, 1)
+    one_NL1 = torch.ones_like(gate_NL1)
+    between, prefix, suffix, P = (x.unflatten(0, heads) for x in _tree(one_NL1, one_NL1, gate_NL1, saved))
+    if saved is not None:
+        saved.append((between, prefix, suffix))
+    return [(q_BGLK @ k_BGLK.mT) * between, q_BGLK * prefix, k_BGLK * suffix, P]
+
+
+def _chunk_backward(
+    q_BGLK: Tensor,
+    k_BGLK: Tensor,
+    gate_BHLA: Tensor,
+    saved: list[tuple[Tensor, ...]],
+    dA: Tensor,
+    dQ: Tensor,
+    dX: Tensor,
+    dP: Tensor,
+) -> list[Tensor]:
+    """(dq, dk, da) from the gradients of `_chunk`'s outputs; consumes `saved`, dA, dQ and dX."""
+    heads = gate_BHLA.shape[:2]
+    if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
+        q, k, gate, dA, dQ, dX, dP = (x.flatten(0, 1) for x in (q_BGLK, k_BGLK, gate_BHLA, dA, dQ, dX, dP))
+        return [x.unflatten(0, heads) for x in _tree_backward(q, k, gate, saved, dA, dQ, dX, dP)]
+    between, prefix, suffix = saved.pop()
+    dbetween = dA * (q_BGLK @ k_BGLK.mT)
+    dprefix, dsuffix = (dQ * q_BGLK).sum(-1, keepdim=True), (dX * k_BGLK).sum(-1, keepdim=True)
+    dscores = dA.mul_(between).sum_to_size(*q_BGLK.shape[:2], *dA.shape[2:])
+    dq = dQ.mul_(prefix).sum_to_size(q_BGLK.shape) + dscores @ k_BGLK
+    dk = dX.mul_(suffix).sum_to_size(k_BGLK.shape) + dscores.mT @ q_BGLK
+    gate_NL1 = gate_BHLA.flatten(0, 1)
+    one_NL1 = torch.ones_like(gate_NL1)
+    dA, dQ, dX, dP = (x.flatten(0, 1) for x in (dbetween, dprefix, dsuffix, dP))
+    *_, da = _tree_backward(one_NL1, one_NL1, gate_NL1, saved, dA, dQ, dX, dP)
+    return [dq, dk, da.unflatten(0, heads)]
+
+
+def _sum(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """a b + c d, for batches of matrices."""
+    a, b, c, d = (x.flatten(0, 1) for x in (a, b, c, d))
+    return (a @ b).baddbmm_(c, d)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, borders: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Chunks in sequence, the tree inside each; `borders` [chunks,B,H,K,V] receives each chunk's first state."""
+    o = torch.empty_like(v)
+    for i, (start, stop) in enumerate(_chunks(v.shape[2])):
+        qc, kc, vc, ac = _cut(start, stop, q, k, v, gate)
+        if borders is not None:
+            borders[i] = state
+        A, Q, X, P = _chunk(qc, kc, ac)
+        o[:, :, start:stop] = _sum(A, vc, Q, state).view_as(vc)[:, :, : stop - start]
+        state = torch.addcmul(X.mT @ vc, P.mT, state)
+    return o, state
+
+
+class _Scan(torch.autograd.Function):
+    """The backward pass walks the chunks from the last to the first and builds each tree again, so that only
+    the states at chunk borders are kept. Without a jvp, forward mode is an error."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        borders = state.new_empty(len(_chunks(v.shape[2])), *state.shape)
+        return *_forward(q, k, v, gate, state, borders), borders
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        *_, borders = output
+        ctx.mark_non_differentiable(borders)
+        ctx.save_for_backward(*inputs[:4], borders)
+        ctx.set_materialize_grads(False)  # no zeros for borders
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor, ...]:
+        q, k, v, gate, borders = ctx.saved_tensors
+        do = torch.zeros_like(v) if do is None else do
+        dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
+        gradients: tuple[Tensor, ...] = _Gradient.apply(q, k, v, gate, borders, do, dstate)
+        return gradients
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients of `_Scan`, as a function of its own, so that differentiating it again is an error and not
+    a silent zero."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+    ) -> tuple[Tensor, ...]:
+        with _full_precision(do):
+            return _backward(q, k, v, gate, borders, do, dstate)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(TWICE)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, the gate and the first state: chunks from the last to the first."""
+    gradients = [torch.empty_like(x) for x in (q, k, v, gate)]
+    narrow = (-2, -1) if gate.shape[-1] == 1 else (-1,)
+    for i, (start, stop) in reversed(list(enumerate(_chunks(v.shape[2])))):
+        qc, kc, vc, doc, ac = _cut(start, stop, q, k, v, do, gate)
+        state = borders[i]
+        saved: list[tuple[Tensor, ...]] = []
+        A, Q, X, P = _chunk(qc, kc, ac, saved)
+        dv = _sum(A.mT, doc, X, dstate).view_as(vc)
+        dP = (dstate * state).sum(narrow, keepdim=True).mT
+        dA, dQ, dX = doc @ vc.mT, doc @ state.mT, vc @ dstate.mT
+        dstate = torch.addcmul(Q.mT @ doc, P.mT, dstate)
+        dq, dk, da = _chunk_backward(qc, kc, ac, saved, dA, dQ, dX, dP)
+        for whole, part in zip(gradients, (dq, dk, dv, da), strict=True):
+            whole[:, :, start:stop] = part[:, :, : stop - start]
+    return *gradients, dstate

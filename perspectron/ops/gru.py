@@ -1,0 +1,152 @@
+"""The decayed GRU: ĥ_t = GRU(x_t, h_{t-1}), h_t = γ h_{t-1} + (1 − γ) ĥ_t (seeds/adr.md laws 2 and 3).
+
+With gates r, z and candidate n as in torch.nn.GRUCell and c = 1 − z, this is h_t = h_{t-1} + (1 − γ) c (n − h_{t-1}).
+`scan` runs whole sequences (`gru_loop`) and single steps, for many groups of weights at once. A reset empties the
+memory before a token; at padding c = 0, which is the identity. Source: decisions.md §4.
+
+Shapes: B batch, T time, G groups of weights, R rows of each batch row that share a group's weights, D width, F = 3D
+(r, z, n in this order).
+"""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import BackendError
+from perspectron.ops import gru_loop
+
+BACKENDS = ("auto", "reference", "torch", "newton")
+
+
+class Cells(NamedTuple):
+    """Input and recurrent weights [G,D,F] and biases [G,F]: in each group a torch.nn.GRUCell's, transposed."""
+
+    wi: Tensor
+    wh: Tensor
+    bi: Tensor
+    bh: Tensor
+
+
+Memories = tuple[Tensor, Tensor | None, Tensor]
+
+
+def scan(
+    x_BTGRD: Tensor,
+    cells: Cells,
+    gamma: float,
+    state_BGRD: Tensor,
+    *,
+    reset_BT: Tensor | None = None,
+    pad_BT: Tensor | None = None,
+    raw: bool = False,
+    backend: str = "auto",
+) -> Memories:
+    """All h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
+
+    Any T, also 0 and 1; γ in [0, 1). At a token of `reset_BT` nothing before it is remembered; a token of `pad_BT`
+    leaves h as it is, whatever stands in x, and its ĥ is h. Computes and returns in float32 or, if any input is, in
+    float64; autocast does not reach inside. Differentiable once, in reverse mode, in all but γ; anything else is an
+    error, but for the reference.
+
+    `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
+    iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
+    larger operations, which may pay on a GPU and never does on a CPU, so it runs only when asked for. "auto" is
+    "torch" or, for one token in inference mode, a step.
+
+    Under `torch.inference_mode()` one token ("auto", "newton") updates `state_BGRD` in place and returns it.
+    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
+    _check(x_BTGRD, cells, state_BGRD)
+    device = x_BTGRD.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        masks = {"reset_BT": reset_BT, "pad_BT": pad_BT}
+        with torch.autocast(device, enabled=False):
+            return scan(x_BTGRD, cells, gamma, state_BGRD, **masks, raw=raw, backend=backend)
+    dtype = torch.float32
+    for tensor in (x_BTGRD, *cells, state_BGRD):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    x, state, cells = x_BTGRD.to(dtype), state_BGRD.to(dtype), Cells(*(w.to(dtype) for w in cells))
+    if pad_BT is not None:
+        x = x.masked_fill(pad_BT[:, :, None, None, None], 0)
+    if backend == "auto":
+        _say(device)
+    if x.shape[1] == 0:
+        return x, x if raw else None, state
+    if backend == "reference":
+        return reference(x, cells, gamma, state, reset_BT, pad_BT, raw)
+    if backend != "torch" and x.shape[1] == 1 and torch.is_inference_mode_enabled():
+        return _step_(x, cells, gamma, state, reset_BT, pad_BT, raw)
+    keep_BT = None if reset_BT is None else (~reset_BT).to(dtype)
+    keep, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (keep_BT, pad_BT))
+    return gru_loop.run(x, *cells, state, gru_loop.Plan(1 - gamma, raw, backend == "newton", keep, pad))
+
+
+def reference(
+    x: Tensor, cells: Cells, gamma: float, h: Tensor, reset: Tensor | None, pad: Tensor | None, raw: bool
+) -> Memories:
+    """The plain loop; the oracle of every other path."""
+    wi, wh, bi, bh = cells
+    memories, raws = [], []
+    for t in range(x.shape[1]):
+        if reset is not None:
+            h = h.masked_fill(reset[:, t, None, None, None], 0)
+        ir, iz, i_n = (x[:, t] @ wi + bi[:, None]).chunk(3, -1)
+        hr, hz, hn = (h @ wh + bh[:, None]).chunk(3, -1)
+        r, z = torch.sigmoid(ir + hr), torch.sigmoid(iz + hz)
+        new = (1 - z) * torch.tanh(i_n + r * hn) + z * h
+        after = gamma * h + (1 - gamma) * new
+        if pad is not None:
+            new, after = (torch.where(pad[:, t, None, None, None], h, value) for value in (new, after))
+        h = after
+        memories.append(h)
+        raws.append(new)
+    return torch.stack(memories, 1), torch.stack(raws, 1) if raw else None, h
+
+
+def _step_(
+    x_B1GRD: Tensor,
+    cells: Cells,
+    gamma: float,
+    h_BGRD: Tensor,
+    reset_B1: Tensor | None,
+    pad_B1: Tensor | None,
+    raw: bool,
+) -> Memories:
+    """One token; writes into the state."""
+    wi, wh, bi, bh = cells
+    B, G, R, D = h_BGRD.shape
+    if reset_B1 is not None:
+        h_BGRD.masked_fill_(reset_B1[:, :, None, None], 0)
+    x, h = (tensor.transpose(0, 1).reshape(G, B * R, D) for tensor in (x_B1GRD[:, 0], h_BGRD))
+    i_rz, i_n = torch.baddbmm(bi[:, None], x, wi).split((2 * D, D), -1)
+    h_rz, h_n = torch.baddbmm(bh[:, None], h, wh).split((2 * D, D), -1)
+    r, z = (i_rz + h_rz).sigmoid_().chunk(2, -1)
+    n = torch.addcmul(i_n, r, h_n).tanh_()
+    new_BGRD = torch.lerp(n, h, z).view(G, B, R, D).transpose(0, 1)
+    if pad_B1 is not None:
+        new_BGRD = torch.where(pad_B1[:, :, None, None], h_BGRD, new_BGRD)
+    h_BGRD.lerp_(new_BGRD, 1 - gamma)
+    return h_BGRD.clone()[:, None], new_BGRD[:, None] if raw else None, h_BGRD
+
+
+def _check(x_BTGRD: Tensor, cells: Cells, state_BGRD: Tensor) -> None:
+    B, _, G, R, D = x_BTGRD.shape
+    if state_BGRD.shape != (B, G, R, D):
+        raise ValueError(f"state has shape {tuple(state_BGRD.shape)}, want {(B, G, R, D)}")
+    for name, tensor in cells._asdict().items():
+        want = (G, D, 3 * D) if name.startswith("w") else (G, 3 * D)
+        if tensor.shape != want:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {want}")
+
+
+@functools.cache
+def _say(device: str) -> None:
+    """Once for each kind of device."""
+    logging.getLogger("perspectron").info(
+        "gru.scan: auto runs the torch loop on %s, and a step for one token", device
+    )

@@ -1,0 +1,159 @@
+"""`attend` where queries and keys are wider than values, with a scale of its own, and for one token.
+
+Shapes: B batch, H heads, T queries, S keys, K key width, V value width.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from perspectron.ops import attention
+
+KINDS = ["none", "causal", "mask"]
+
+
+def inputs(T: int, S: int, K: int, V: int, *, B: int = 2, H: int = 3, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T, K), (B, H, S, K), (B, H, S, V))
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = scale * torch.einsum("bhtk,bhsk->bhts", q, k)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None], float("-inf"))
+    return torch.einsum("bhts,bhsv->bhtv", scores.softmax(-1), v)
+
+
+def some(B: int, T: int, S: int) -> Tensor:
+    """A mask that lets every query see something."""
+    mask = torch.rand(B, T, S, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask[:, :, 0] = True
+    return mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (8, 4), (8, 1), (6, 5)])
+@pytest.mark.parametrize("scale", [None, 1.0, 0.2])
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 40), (7, 40), (40, 40)])
+def test_it_equals_the_softmax_written_out(kind, K, V, scale, T, S):
+    if kind == "causal" and T != S:
+        T = S  # causal is of a chunk over itself
+    q, k, v = (x.requires_grad_() for x in inputs(T, S, K, V))
+    mask = some(2, T, S) if kind == "mask" else None
+    o = attention.attend(q, k, v, mask, causal=kind == "causal", scale=scale)
+    expected = explicit(q, k, v, mask, kind == "causal", K**-0.5 if scale is None else scale)
+    assert o.shape == (2, 3, T, V)
+    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+    weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((x * weighting).sum(), (q, k, v)) for x in (o, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("V", [8, 4])
+@pytest.mark.parametrize("T", [1, 20])
+def test_query_heads_may_share_a_key_head(kind, V, T):
+    q, k, v = inputs(T, 20 if kind != "causal" else T, 8, V, H=6)
+    k, v = k[:, :2].clone(), v[:, :2].clone()
+    mask = some(2, T, 20) if kind == "mask" else None
+    each = (x.repeat_interleave(3, 1) for x in (k, v))
+    expected = explicit(q, *each, mask, kind == "causal", 8**-0.5)
+    o = attention.attend(q, k, v, mask, causal=kind == "causal")
+    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("T", "B", "H"),
+    [(127, 1, 2), (128, 1, 2), (129, 1, 2), (300, 2, 2), (140, 3, 7), (1100, 1, 3)],
+    ids=str,
+)
+def test_causal_tiles_meet_at_their_edges(T, B, H):
+    """Rows in tiles of 128; with 21 heads, or in long rows, a tile is not of all heads."""
+    q, k, v = (x.requires_grad_() for x in inputs(T, T, 8, 4, B=B, H=H))
+    o = attention.attend(q, k, v, causal=True)
+    expected = explicit(q, k, v, None, True, 8**-0.5)
+    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+    weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((x * weighting).sum(), (q, k, v)) for x in (o, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_sharp_and_huge_scores_stay_finite():
+    """Scores of 10⁴, whose exponential is beyond any float."""
+    q, k, v = inputs(150, 150, 8, 4)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 0.05)):
+        x = [(part * size).to(dtype).requires_grad_() for part, size in ((q, 100), (k, 100), (v, 1))]
+        o = attention.attend(*x, causal=True)
+        expected = explicit(*(part.double() for part in x), None, True, 8**-0.5)
+        torch.testing.assert_close(o.double(), expected, rtol=tolerance, atol=tolerance)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), x))
+
+
+def test_second_derivatives_of_tiles_are_an_error_not_a_silent_zero():
+    q, k, v = (x.requires_grad_() for x in inputs(5, 5, 8, 4))
+    o = attention.attend(q, k, v, causal=True)
+    (gradient,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiable once|differentiate twice"):
+        torch.autograd.grad(gradient.square().sum() + q.sum(), q)
+
+
+def test_tangents_of_tiles_are_an_error_not_a_silent_zero():
+    q, k, v = inputs(5, 5, 8, 4)
+    forward = torch.autograd.forward_ad
+    with forward.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        attention.attend(forward.make_dual(q, torch.ones_like(q)), k, v, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("T", [1, 40])
+def test_16_bits_are_as_good_as_their_inputs(dtype, kind, T):
+    q, k, v = (x.to(dtype) for x in inputs(T, T if kind == "causal" else 40, 16, 8))
+    mask = some(2, T, 40) if kind == "mask" else None
+    o = attention.attend(q, k, v, mask, causal=kind == "causal")
+    expected = explicit(q.double(), k.double(), v.double(), mask, kind == "causal", 0.25)
+    assert o.dtype == dtype
+    assert (o - expected).norm() < 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+class Allocations(TorchDispatchMode):
+    """Elements of the largest tensor made under it that does not stand in the storage of `known`."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("V", [4, 8])
+@pytest.mark.parametrize("used", [500, 512])
+def test_one_token_copies_no_cache(V, used):
+    """The ring is a slice of a larger store, as in a cache that has room left."""
+    q, k, v = inputs(1, 512, 8, V)
+    ring = (k[:, :, :used], v[:, :, :used])
+    mask = some(2, 1, used)
+    with torch.inference_mode(), Allocations(k, v) as seen:
+        o = attention.attend(q, *ring, mask)
+    torch.testing.assert_close(o, explicit(q, *ring, mask, False, 8**-0.5), rtol=1e-12, atol=1e-12)
+    assert 0 < seen.largest <= 2 * 3 * used, "scores, at most; keys and values are 4 and 8 times as large"
+
+
+def test_the_recorder_sees_a_copy():
+    q, k, v = inputs(1, 512, 8, 4)
+    with torch.inference_mode(), Allocations(k, v) as seen:
+        attention.attend(q, k.float(), v)
+    assert seen.largest >= k.numel()
