@@ -58,6 +58,8 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, state: Cache, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:

@@ -74,11 +74,12 @@ class PDR(nn.Module):
     def forward(
         self, x_BTD: Tensor, state: PDRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         p_BTD, v_BTD = self.p_proj(x_BTD), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
-            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)
-            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
+            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
         if reset_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)

@@ -78,6 +78,8 @@ class WindowGQA(nn.Module):
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
         q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)
         k, v = self.kv_proj(x_BTD).view(B, T, 2, config.kv_heads, self.width).permute(2, 0, 3, 1, 4)

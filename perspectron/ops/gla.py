@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.errors import BackendError
-from perspectron.ops.pdr import _blocks, _full_precision, _halves
+from perspectron.ops.tree import blocks, full_precision, halves
 
 CHUNK = 64
 BACKENDS = ("auto", "reference", "torch")
@@ -55,7 +55,7 @@ def scan(
     B, H, T, K = *v_BHTV.shape[:3], q_BGTK.shape[-1]
     device = q_BGTK.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        with _full_precision(q_BGTK):
+        with full_precision(q_BGTK):
             return scan(q_BGTK, k_BGTK, v_BHTV, gate_BHTA, state_BHKV, scale=scale, backend=backend)
     dtype = torch.float32
     for tensor in inputs if state_BHKV is None else [*inputs, state_BHKV]:
@@ -142,8 +142,8 @@ def _tree(
     Q, X, P = gate_NLK * q_NLK, k_NLK.clone(), gate_NLK
     b = 1
     while b < L:
-        (_, Q_right), (X_left, _), (P_left, P_right) = _halves(Q, b), _halves(X, b), _halves(P, 1)
-        _blocks(A, b).copy_((Q_right @ X_left.mT).view(N, -1, b, b))
+        (_, Q_right), (X_left, _), (P_left, P_right) = halves(Q, b), halves(X, b), halves(P, 1)
+        blocks(A, b).copy_((Q_right @ X_left.mT).view(N, -1, b, b))
         if saved is not None:
             saved.append((Q_right.clone(), X_left.clone(), P_left, P_right))
         Q_right.mul_(P_left)
@@ -168,12 +168,12 @@ def _tree_backward(
     while b > 1:
         b //= 2
         Q_right, X_left, P_left, P_right = saved.pop()
-        (_, dQ_right), (dX_left, _) = _halves(dQ, b), _halves(dX, b)
+        (_, dQ_right), (dX_left, _) = halves(dQ, b), halves(dX, b)
         dP = dP.view(-1, 1, K)
         dP_left = (dQ_right * Q_right).sum(1, keepdim=True).addcmul_(dP, P_right)
         dP_right = (dX_left * X_left).sum(1, keepdim=True).addcmul_(dP, P_left)
         dP = torch.cat([dP_left, dP_right], 1)
-        dA_block = _blocks(dA, b).reshape(-1, b, b)
+        dA_block = blocks(dA, b).reshape(-1, b, b)
         dQ_right.mul_(P_left).add_(dA_block @ X_left)
         dX_left.mul_(P_right).add_(dA_block.mT @ Q_right)
     diagonal = dA.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -282,7 +282,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
     ) -> tuple[Tensor, ...]:
-        with _full_precision(do):
+        with full_precision(do):
             return _backward(q, k, v, gate, borders, do, dstate)
 
     @staticmethod

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.errors import BackendError
+from perspectron.ops.tree import blocks, full_precision, halves
 
 CHUNK = 128
 BACKENDS = ("auto", "reference", "torch")
@@ -128,19 +129,6 @@ def _cut(start: int, stop: int, *tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in (*zeros, gamma)]
 
 
-def _halves(x_BLD: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """Left and right block [B·n, b, D] of every pair; views."""
-    B, L, D = x_BLD.shape
-    pairs = x_BLD.view(B * (L // (2 * b)), 2, b, D)
-    return pairs[:, 0], pairs[:, 1]
-
-
-def _blocks(A_BLL: Tensor, b: int) -> Tensor:
-    """The part [B, n, b, b] of A where the right block of every pair looks at the left one; a view."""
-    B, L, _ = A_BLL.shape
-    return A_BLL.as_strided((B, L // (2 * b), b, b), (L * L, 2 * b * (L + 1), L, 1), b * L)
-
-
 def _tree(
     A_BLL: Tensor, v_BLD: Tensor, gamma_BLD: Tensor, saved: list[tuple[Tensor, ...]] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,8 +138,8 @@ def _tree(
     P, X = gamma_BLD.clone(), v_BLD.clone()
     b = 1
     while b < v_BLD.shape[1]:
-        (P_left, P_right), (X_left, _), (_, o_right) = _halves(P, b), _halves(X, b), _halves(o, b)
-        y = _blocks(A_BLL, b).reshape(-1, b, b) @ X_left
+        (P_left, P_right), (X_left, _), (_, o_right) = halves(P, b), halves(X, b), halves(o, b)
+        y = blocks(A_BLL, b).reshape(-1, b, b) @ X_left
         o_right.addcmul_(P_right, y)
         last_left, last_right = P_left[:, -1:].clone(), P_right[:, -1:].clone()
         if saved is not None:
@@ -172,14 +160,14 @@ def _tree_backward(
     while b > 1:
         b //= 2
         P_right, X_left, y, last_left, last_right = saved.pop()
-        (dP_left, dP_right), (dX_left, _), (_, do_right) = _halves(dP, b), _halves(dX, b), _halves(do, b)
+        (dP_left, dP_right), (dX_left, _), (_, do_right) = halves(dP, b), halves(dX, b), halves(do, b)
         dP_left[:, -1] += (dP_right * P_right).sum(1)
         dlast_right = (dX_left * X_left).sum(1)
         dP_right.mul_(last_left).addcmul_(do_right, y)
         dP_right[:, -1] += dlast_right
         dy = P_right.mul_(do_right)
-        _blocks(dA, b).copy_((dy @ X_left.mT).view(dA.shape[0], -1, b, b))
-        dX_left.mul_(last_right).add_(_blocks(A_BLL, b).reshape(-1, b, b).mT @ dy)
+        blocks(dA, b).copy_((dy @ X_left.mT).view(dA.shape[0], -1, b, b))
+        dX_left.mul_(last_right).add_(blocks(A_BLL, b).reshape(-1, b, b).mT @ dy)
     dX.addcmul_(A_BLL.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), do)
     return dA, dX, dP
 
@@ -193,14 +181,14 @@ def _tree_tangent(
     P, dP, X, dX = (x.clone() for x in (gamma, dgamma, v, dv))
     b = 1
     while b < v.shape[1]:
-        (P_left, P_right), (dP_left, dP_right) = _halves(P, b), _halves(dP, b)
+        (P_left, P_right), (dP_left, dP_right) = halves(P, b), halves(dP, b)
         X_left, dX_left, o_right, do_right = (
-            _halves(X, b)[0],
-            _halves(dX, b)[0],
-            _halves(o, b)[1],
-            _halves(do, b)[1],
+            halves(X, b)[0],
+            halves(dX, b)[0],
+            halves(o, b)[1],
+            halves(do, b)[1],
         )
-        block, dblock = (_blocks(x, b).reshape(-1, b, b) for x in (A, dA))
+        block, dblock = (blocks(x, b).reshape(-1, b, b) for x in (A, dA))
         y, dy = block @ X_left, dblock @ X_left + block @ dX_left
         o_right.addcmul_(P_right, y)
         do_right.addcmul_(dP_right, y).addcmul_(P_right, dy)
@@ -258,7 +246,7 @@ class _Scan(torch.autograd.Function):
     def jvp(
         ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dgamma: Tensor, dstate: Tensor
     ) -> tuple[Tensor | None, ...]:
-        with _full_precision(dq):
+        with full_precision(dq):
             q, k, v, gamma, state = ctx.saved_tensors
             return (*_tangent(q, k, v, gamma, state, dq, dk, dv, dgamma, dstate), None)
 
@@ -271,7 +259,7 @@ class _Gradient(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
     ) -> tuple[Tensor, ...]:
-        with _full_precision(do):
+        with full_precision(do):
             return _backward(q, k, v, gamma, borders, do, dstate)
 
     @staticmethod
@@ -285,10 +273,6 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *_: Tensor) -> Any:
         raise RuntimeError(TWICE)
-
-
-def _full_precision(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _backward(

@@ -1,0 +1,116 @@
+"""A short causal convolution of each channel over the tokens of its document, then swish, with its window as state
+(Mamba-2's; decisions.md §7).
+
+Shapes: B batch, T time, C channels, W taps, Z = W − 1 tokens of the window, S = Z + T.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron.ops.attention import places
+
+BLOCK = 16
+TWICE = "conv.convolve is differentiable once"
+
+
+def convolve(
+    u_BTC: Tensor,
+    window_BZC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor,
+    reset_BT: Tensor | None,
+    pad_BT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
+    the window after them). Computes and returns in the window's dtype."""
+    dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
+    weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype)
+    if reset_BT is None and pad_BT is None:
+        u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
+        return _Convolution.apply(u_BSC, *weights, None), u_BSC[:, T:].clone()
+    # The window counts as Z tokens; before a document's first it holds zeros.
+    at = places(torch.full((B,), Z, device=u_BTC.device), T, reset_BT, pad_BT)
+    position_BT, order_BT = at.position_BT, None
+    if pad_BT is not None:  # tokens first, padding behind them: then Z tokens back is Z columns back
+        order_BT = pad_BT.long().argsort(dim=1, stable=True)
+        u_BTC, position_BT = _columns(u_BTC, order_BT), position_BT.gather(1, order_BT)
+    u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
+    back_W = torch.arange(Z, -1, -1, device=u_BTC.device)
+    y_BTC = _Convolution.apply(u_BSC, *weights, (back_W <= position_BT[:, :, None]).to(dtype))
+    last_BZ = Z + at.valid_BT.sum(1, keepdim=True) - back_W[:Z]
+    gone_BZ = back_W[:Z] > at.length_B[:, None]
+    window_BZC = _columns(u_BSC, last_BZ).masked_fill(gone_BZ[:, :, None], 0)
+    return y_BTC if order_BT is None else _columns(y_BTC, order_BT.argsort(1)), window_BZC
+
+
+def _columns(x_BTC: Tensor, order_BS: Tensor) -> Tensor:
+    return x_BTC.gather(1, order_BS[:, :, None].expand(-1, -1, x_BTC.shape[2]))
+
+
+def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
+    """Of the tokens of u, without the window before them; elsewhere than on a CPU, all in one."""
+    T = u_BSC.shape[1] - W + 1
+    step = BLOCK if u_BSC.device.type == "cpu" else T
+    return [slice(t, min(t + step, T)) for t in range(0, T, step)]
+
+
+def _taps(
+    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, block: slice
+) -> tuple[list[Tensor], Tensor]:
+    """What the tokens of a block see at each tap, and its weighted sum."""
+    taps, y = [], bias_C
+    for j, weight_C in enumerate(weight_WC):
+        tap = u_BSC[:, block.start + j : block.stop + j]
+        taps.append(tap if sees_BTW is None else tap * sees_BTW[:, block, j, None])
+        y = torch.addcmul(y, taps[-1], weight_C)
+    return taps, y
+
+
+class _Convolution(torch.autograd.Function):
+    """swish(Σ_j weight_j u_{t+j} + bias), zeros in the place of what a token may not see. Keeps only its inputs
+    for the backward pass, which computes the sum again."""
+
+    @staticmethod
+    def forward(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
+        y_BTC = u_BSC.new_empty(u_BSC.shape[0], u_BSC.shape[1] - len(weight_WC) + 1, u_BSC.shape[2])
+        for block in _blocks(u_BSC, len(weight_WC)):
+            y_BTC[:, block] = F.silu(_taps(u_BSC, weight_WC, bias_C, sees_BTW, block)[1])
+        return y_BTC
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_ConvolutionGradient.apply(*ctx.saved_tensors, dy_BTC), None)
+
+
+class _ConvolutionGradient(torch.autograd.Function):
+    """A function of its own, so that differentiating it again is an error and not a silent zero."""
+
+    @staticmethod
+    def forward(
+        u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
+    ) -> tuple[Tensor, ...]:
+        du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
+        for block in _blocks(u_BSC, len(weight_WC)):
+            taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)
+            dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y)
+            dbias_C += dy.sum((0, 1))
+            for j, tap in enumerate(taps):
+                dweight_WC[j] += (dy * tap).sum((0, 1))
+                dtap = dy if sees_BTW is None else dy * sees_BTW[:, block, j, None]
+                du_BSC[:, block.start + j : block.stop + j].addcmul_(dtap, weight_WC[j])
+        return du_BSC, dweight_WC, dbias_C
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(TWICE)
