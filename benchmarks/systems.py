@@ -231,18 +231,18 @@ def lens_against_plain(report: common.Report, sizes: Sizes, repeats: int) -> dic
 def drm_against_modules(report: common.Report, sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Training steps of drm-104k against a plain loop of modules with the same weights; steps late and early."""
     B, T = sizes.drm
-    model = build("drm-104k")
-    plain = drm_modules.Emitter(model)
+    model = build(presets.get("drm-104k"))
+    plain = drm_modules.PlainDRM(model.config).take(model)
     ids = torch.randint(model.config.vocab_size, (B, T + 1))
     ours, theirs = adamw(model, OptimConfig()), adamw(plain, OptimConfig())
 
     def modules() -> None:
-        plain.loss(ids[:, :-1], ids[:, 1:]).backward()
+        plain(ids[:, :-1], ids[:, 1:]).backward()
         theirs.step()
         theirs.zero_grad(set_to_none=True)
 
     with torch.no_grad():
-        difference = plain.loss(ids[:, :-1], ids[:, 1:]) - model(ids[:, :-1], targets=ids[:, 1:]).objective()
+        difference = plain(ids[:, :-1], ids[:, 1:]) - model(ids[:, :-1], targets=ids[:, 1:]).objective()
     seconds = common.interleave({"modules": modules, "ours": partial(update, model, ours, ids)}, repeats)
     speeds = {name: common.Spread.of([B * T / s for s in values]) for name, values in seconds.items()}
     ratio = common.ratios(seconds["modules"], seconds["ours"])

@@ -114,8 +114,9 @@ class BlockConfig:
 class ModelConfig:
     """A language model: embedding, blocks, final norm, head.
 
-    head: None is the embedding, transposed. positions: length of a learned table of positions added to the
-    embedding, the longest document that can be read; 0 is none. norm: "rms", or "layer" with biases.
+    head: None is the embedding, transposed. embedding_std: spread of the embedding at the start. positions: length
+    of a learned table of positions added to the embedding, the longest document that can be read; 0 is none. norm:
+    "rms", or "layer" with biases.
     """
 
     name: str
@@ -123,6 +124,7 @@ class ModelConfig:
     d_model: int
     blocks: tuple[BlockConfig, ...]
     head: HeadConfig | None = None
+    embedding_std: float = 0.02
     positions: int = 0
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
@@ -131,6 +133,7 @@ class ModelConfig:
         require(self.vocab_size >= 1, "vocab_size", self.vocab_size, "≥ 1")
         require(self.d_model >= 1, "d_model", self.d_model, "≥ 1")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
+        require(self.embedding_std > 0, "embedding_std", self.embedding_std, "> 0")
         require(self.positions >= 0, "positions", self.positions, "≥ 0")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
         require(self.positions > 0 or any(block.mixer for block in self.blocks), "blocks", self.blocks,

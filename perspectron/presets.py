@@ -10,6 +10,7 @@ from perspectron.config import (
     FFNConfig,
     Law5Config,
     ModelConfig,
+    NoResidualConfig,
     ResidualConfig,
     RouteGatedConfig,
     SequentialConfig,
@@ -17,9 +18,10 @@ from perspectron.config import (
     require,
 )
 from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUConfig, TiedConfig
-from perspectron.heads import LinearHeadConfig
+from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
+from perspectron.mixers.drm import DRMConfig
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
@@ -73,6 +75,19 @@ SSD_TINY: Sizes = {
 }  # fmt: skip
 SSD_20M: Sizes = SSD_TINY | {"vocab_size": 8192, "d_model": 384, "layers": 17, "head_dim": 64, "state": 128}
 SSD_125M: Sizes = SSD_20M | {"vocab_size": 32768, "d_model": 768, "layers": 26, "state": 128}
+
+DRM_104K: Sizes = {
+    "vocab_size": 257, "d_model": 64, "d_token": 24, "hidden": 64, "emitter": 64, "directions": 8, "rank": 4,
+    "direction_basis": 0, "metric_basis": 0, "dt": 1.0, "geometry_interval": 1, "bptt": 0, "top_k": 0,
+    "strength": 0.5, "strength_warmup": 500,
+}  # fmt: skip
+DRM_3M: Sizes = DRM_104K | {
+    "vocab_size": 2048, "d_model": 256, "d_token": 192, "hidden": 256, "emitter": 256, "directions": 16, "rank": 8,
+}  # fmt: skip
+DRM_37M: Sizes = DRM_104K | {
+    "vocab_size": 8192, "d_model": 1024, "d_token": 768, "hidden": 1024, "emitter": 1152, "directions": 32,
+    "rank": 16, "direction_basis": 256, "metric_basis": 256,
+}  # fmt: skip
 
 LENSES: Sizes = {
     "reciprocity": True, "discoverability": True, "gates": True, "route": True, "context": True,
@@ -169,8 +184,19 @@ def adr(name: str, sizes: Sizes) -> ModelConfig:
         blocks.append(BlockConfig(mixer, MLPConfig(sizes["hidden"]), residual))
     return ModelConfig(
         name, sizes["vocab_size"], sizes["d_model"], tuple(blocks), None if sizes["tied"] else LinearHeadConfig(),
-        sizes["positions"], "layer", LAYER_NORM_EPS,
+        positions=sizes["positions"], norm="layer", norm_eps=LAYER_NORM_EPS,
     )  # fmt: skip
+
+
+def drm(name: str, sizes: Sizes) -> ModelConfig:
+    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
+    mixer = DRMConfig(
+        sizes["directions"], sizes["rank"], sizes["hidden"], sizes["d_token"], direction_basis=sizes["direction_basis"],
+        metric_basis=sizes["metric_basis"], dt=sizes["dt"], gate_top_k=sizes["top_k"], strength=sizes["strength"],
+        strength_warmup=sizes["strength_warmup"], geometry_interval=sizes["geometry_interval"], bptt=sizes["bptt"],
+    )  # fmt: skip
+    block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(sizes["emitter"])
+    return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], (block,), head, embedding_std=1.0)
 
 
 def gla(name: str, sizes: Sizes) -> ModelConfig:
@@ -211,7 +237,7 @@ class Preset(NamedTuple):
 
 
 TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
-ADR, LENS = "seeds/adr.md", "seeds/lens.md"
+ADR, LENS, DRM = "seeds/adr.md", "seeds/lens.md", "seeds/drm.md"
 
 PRESETS = {
     "perspective-tiny": Preset(
@@ -230,6 +256,9 @@ PRESETS = {
     "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 216}, "GPT-2 with lenses, width 128", LENS),
     "lens-20m": Preset(lens, GPT2_20M | LENSES | {"hidden": 752}, "GPT-2 with lenses, width 384", LENS),
     "lens-gpt2-124m": Preset(lens, GPT2_124M | LENSES, "GPT-2 124M with every lens: 209.4 M", LENS),
+    "drm-104k": Preset(drm, DRM_104K, "the emitter on bytes: 64 coordinates, 8 directions", DRM),
+    "drm-3m": Preset(drm, DRM_3M, "256 coordinates, 16 directions", DRM),
+    "drm-37m": Preset(drm, DRM_37M, "1024 coordinates, 32 directions on factorised bases", DRM),
     "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny", BASELINE),
     "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m", BASELINE),
     "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m", BASELINE),

@@ -51,7 +51,14 @@ MIXERS = {
         drm.DRM,
         drm.DRMState,
         drm.DRMConfig(
-            directions=4, rank=2, hidden=12, direction_basis=5, metric_basis=3, geometry_interval=3
+            4,
+            2,
+            12,
+            direction_basis=5,
+            metric_basis=3,
+            dt=0.3,
+            radius=3.0,
+            geometry_interval=3,
         ),
         "a state that moves along learned directions by a learned metric, with nothing else kept",
         "seeds/drm.md, decisions.md §6",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.errors import BackendError
 from perspectron.ops import drm, drm_adjoint, drm_loop
-from perspectron.ops.drm_law import Geometry, Law, State, Trace, Weights, of_lines, width
+from perspectron.ops.drm_law import Geometry, Law, State, Trace, Weights, of_lines, plan, width
 
 B, S, E, H, N, R = 3, 7, 4, 6, 5, 3
 LENGTHS = [1, 63, 64, 65]
@@ -192,6 +192,16 @@ def test_inference_gives_the_same_states(variant, masked):
         assert trace is None
         torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(tuple(last), tuple(end), rtol=1e-12, atol=1e-12)
+
+
+def test_inference_keeps_no_past():
+    law, w = law_of("interval 4"), weights()
+    _, state = inputs(law, 20)
+    when = plan(state.length_B, 20, law.interval, 0, None, None)
+    drive = torch.randn(20, B, 3 * H, dtype=torch.float64)
+    columns, solved, made = drm_loop._forward(drive, *state[:2], w, law, when, keep=False)
+    assert len(solved) == len(made) == 1
+    assert all(x is column.z_BS for column in columns for x in column)
 
 
 # ---------------------------------------------------------------- the law
