@@ -13,7 +13,10 @@ import perspectron
 from perspectron.train.optim import OptimConfig, adamw
 
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
-PRESETS = ["perspective-tiny", "transformer-tiny", "perspective-20m", "transformer-20m"]
+PRESETS = [
+    *("perspective-tiny", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
+    *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m", "transformer-20m"),
+]
 
 
 def losses(preset: str) -> list[float]:
@@ -22,11 +25,12 @@ def losses(preset: str) -> list[float]:
     optimizer = adamw(model, OptimConfig())
     draw = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(5):
+    for step in range(5):
         ids = torch.randint(model.config.vocab_size, (2, 41), generator=draw)
         reset = torch.zeros(2, 40, dtype=torch.bool)
         reset[0, 17] = True
-        loss = model(ids[:, :-1], targets=ids[:, 1:], reset_BT=reset).loss
+        model.set_step(step)
+        loss = model(ids[:, :-1], targets=ids[:, 1:], reset_BT=reset).objective()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
