@@ -98,7 +98,7 @@ class Block(nn.Module):
             read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
             mixed_BTD, state, aux = self.mixer(read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT)
         if isinstance(residual, NoResidualConfig):
-            return mixed_BTD, state, aux
+            return mixed_BTD.to(x_BTD.dtype), state, aux
         h_BTD = x_BTD + mixed_BTD
         if isinstance(residual, Law5Config):
             h_BTD = self.mixer_norm(h_BTD)

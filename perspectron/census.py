@@ -44,7 +44,9 @@ class Census:
 
 
 def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
-    """Count the model of `config` at these context lengths."""
+    """Count the model of `config` at these context lengths, those past a table of learned positions left out."""
+    if config.positions:
+        contexts = [c for c in contexts if c <= config.positions] or [config.positions]
     with torch.device("meta"):
         model = LanguageModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -136,8 +136,13 @@ class ModelConfig:
         require(self.embedding_std > 0, "embedding_std", self.embedding_std, "> 0")
         require(self.positions >= 0, "positions", self.positions, "≥ 0")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
-        require(self.positions > 0 or any(block.mixer for block in self.blocks), "blocks", self.blocks,
-                "with a mixer in one of them")  # fmt: skip
+        mixers = sum(block.mixer is not None for block in self.blocks)
+        require(self.positions > 0 or mixers > 0, "blocks with a mixer", mixers, "≥ 1 where positions = 0")
+        for index, block in enumerate(self.blocks):
+            width = getattr(block.mixer, "d_token", None)
+            first = index == 0 and isinstance(block.residual, NoResidualConfig)
+            require(width in (None, self.d_model) or first, f"blocks[{index}].mixer.d_token", width,
+                    f"d_model = {self.d_model}, but in a first block with residual none")  # fmt: skip
         require(self.head is not None or self.d_token == self.d_model, "head", None,
                 f"given, because tokens are {self.d_token} wide and the model {self.d_model}")  # fmt: skip
 

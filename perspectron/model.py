@@ -166,8 +166,8 @@ def init(model: LanguageModel, seed: int) -> None:
     """All initialisation there is, from one generator on the CPU, so that a seed means the same everywhere.
 
     Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in), those that write into
-    the residual stream (`o_proj`, `down_proj`) divided by √(2·blocks); biases 0; norms 1. A module with an `init_weights` then
-    sets its own (a mixer's near-identity, a router's spread, a gate's start).
+    the residual stream (`o_proj`, `down_proj`) divided by √(2·blocks); biases 0; norms 1. A module with an
+    `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():

@@ -1,6 +1,7 @@
 """Named models. A preset is a function of a few sizes, each of which can be overridden by name."""
 
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUCon
 from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.drm import DRMConfig
+from perspectron.mixers.drm import DRMConfig, Risk
+from perspectron.mixers.drm_terms import Losses
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
@@ -78,9 +80,12 @@ SSD_125M: Sizes = SSD_20M | {"vocab_size": 32768, "d_model": 768, "layers": 26, 
 
 DRM_104K: Sizes = {
     "vocab_size": 257, "d_model": 64, "d_token": 24, "hidden": 64, "emitter": 64, "directions": 8, "rank": 4,
-    "direction_basis": 0, "metric_basis": 0, "dt": 1.0, "geometry_interval": 1, "bptt": 0, "top_k": 0,
-    "strength": 0.5, "strength_warmup": 500,
+    "direction_basis": 0, "metric_basis": 0, "direction_norm": True, "dt": 1.0, "radius": 8.0,
+    "gate_bias": -1.0, "gate_temperature": 1.5, "gate_top_k": 0, "gate_renorm": False, "strength": 0.5,
+    "strength_warmup": 500, "damping": 0.3, "geometry_interval": 1, "bptt": 0, "risk": False, "stability": 0.0,
+    **asdict(Losses()),
 }  # fmt: skip
+DRM_FIELDS = sorted({field.name for field in fields(DRMConfig)} & DRM_104K.keys() - {"risk"})
 DRM_3M: Sizes = DRM_104K | {
     "vocab_size": 2048, "d_model": 256, "d_token": 192, "hidden": 256, "emitter": 256, "directions": 16, "rank": 8,
 }  # fmt: skip
@@ -140,6 +145,14 @@ def lens(name: str, sizes: Sizes) -> ModelConfig:
     `reciprocity`, `discoverability`, `gates` (mixture learned or fixed), `route` (gate between attention and
     network), `context` (the network reads what attention gave).
     """
+    for switch, names in {
+        "context": ("context_rank", "stop_gradient"), "route": ("anneal", "anneal_after"),
+        "discoverability": ("disc_scale",),
+    }.items():  # fmt: skip
+        for unused in names:
+            require(
+                sizes[switch] or not sizes[unused], unused, sizes[unused], f"left out where {switch} is off"
+            )
     mixer = LensConfig(
         sizes["heads"], sizes["reciprocity"], sizes["discoverability"], sizes["gates"], sizes["disc_scale"],
         sizes["output_gate"],
@@ -170,15 +183,16 @@ def adr(name: str, sizes: Sizes) -> ModelConfig:
     `norm`: "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
     """
     one_of(sizes["norm"], ("post", "pre"), "norm")
-    layers, (first, last) = sizes["layers"], sizes["halflife"]
+    layers, halflife = sizes["layers"], sizes["halflife"]
+    require(len(halflife) == 2 and min(halflife) > 0, "halflife", halflife, "two numbers of tokens > 0")
+    first, last = halflife
     require(layers >= 1, "layers", layers, "≥ 1")
-    require(first > 0 and last > 0, "halflife", sizes["halflife"], "two numbers of tokens > 0")
     residual = Law5Config() if sizes["norm"] == "post" else SequentialConfig()
     blocks = []
     for layer in range(layers):
-        halflife = first * (last / first) ** (layer / max(1, layers - 1))
+        tokens = first * (last / first) ** (layer / max(1, layers - 1))
         mixer = ADRConfig(
-            sizes["heads"], 0.5 ** (1 / halflife), sizes["emit"], sizes["share_heads"], sizes["cold_start"],
+            sizes["heads"], 0.5 ** (1 / tokens), sizes["emit"], sizes["share_heads"], sizes["cold_start"],
             solver=sizes["solver"],
         )  # fmt: skip
         blocks.append(BlockConfig(mixer, MLPConfig(sizes["hidden"]), residual))
@@ -191,11 +205,14 @@ def adr(name: str, sizes: Sizes) -> ModelConfig:
 def drm(name: str, sizes: Sizes) -> ModelConfig:
     """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
     mixer = DRMConfig(
-        sizes["directions"], sizes["rank"], sizes["hidden"], sizes["d_token"], direction_basis=sizes["direction_basis"],
-        metric_basis=sizes["metric_basis"], dt=sizes["dt"], gate_top_k=sizes["top_k"], strength=sizes["strength"],
-        strength_warmup=sizes["strength_warmup"], geometry_interval=sizes["geometry_interval"], bptt=sizes["bptt"],
-    )  # fmt: skip
-    block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(sizes["emitter"])
+        risk=Risk() if sizes["risk"] else None,
+        losses=Losses(**{field.name: sizes[field.name] for field in fields(Losses)}),
+        **{name: sizes[name] for name in DRM_FIELDS},
+    )
+    block, head = (
+        BlockConfig(mixer, None, NoResidualConfig()),
+        EmitterConfig(sizes["emitter"], sizes["stability"]),
+    )
     return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], (block,), head, embedding_std=1.0)
 
 

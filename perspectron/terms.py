@@ -6,12 +6,17 @@ from torch import Tensor
 
 
 class Term(NamedTuple):
-    """value: one number, written with the metrics; weight: its part in the loss, 0 for a diagnostic; rest: what the
-    loss gets besides, where terms of different weights were added up."""
+    """value: one number; weight: its part in the loss, 0 for a diagnostic; rest: what the loss gets besides, where
+    terms of different weights were added up; blocks: how many reported it."""
 
     value: Tensor
     weight: float = 0.0
     rest: Tensor | float = 0.0
+    blocks: int = 1
+
+    def mean(self) -> Tensor:
+        """What is written with the metrics."""
+        return self.value / self.blocks
 
     def penalty(self) -> Tensor | float:
         """What the loss gets."""
@@ -22,4 +27,4 @@ class Term(NamedTuple):
         rest = self.rest + other.rest
         if other.weight != self.weight:
             rest = rest + (other.weight - self.weight) * other.value
-        return Term(self.value + other.value, self.weight, rest)
+        return Term(self.value + other.value, self.weight, rest, self.blocks + other.blocks)

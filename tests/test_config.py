@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import perspectron
 from perspectron import presets
 from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.errors import ConfigError
@@ -228,3 +229,58 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     fails(f"preset = 'gpt-5', must be one of {', '.join(presets.names())}", presets.get, "gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("preset", "override", "message"),
+    [
+        ("adr-tiny", {"halflife": [4.0]}, "halflife = [4.0], must be two numbers of tokens > 0"),
+        ("adr-tiny", {"halflife": [0.0, 4.0]}, "halflife = [0.0, 4.0], must be two numbers of tokens > 0"),
+        ("adr-tiny", {"halflife": [4, 8]}, "halflife = [4, 8], must be a list of float"),
+        ("adr-tiny", {"norm": "both"}, "norm = 'both', must be one of post, pre"),
+        ("adr-tiny", {"emit": "both"}, "emit = 'both', must be one of state, raw"),
+        (
+            "lens-tiny",
+            {"context": False, "context_rank": 4},
+            "context_rank = 4, must be left out where context is off",
+        ),
+        ("lens-tiny", {"route": False, "anneal": 0.1}, "anneal = 0.1, must be left out where route is off"),
+        ("lens-tiny", {"context_rank": 400}, None),
+        ("drm-104k", {"rank": -1}, "rank = -1, must be ≥ 0"),
+        ("drm-104k", {"gate_top_k": 9}, "gate_top_k = 9, must be ≤ directions = 8"),
+        ("drm-104k", {"gate_renorm": True}, "gate_renorm = True, must be false where gate_top_k = 0"),
+        ("drm-104k", {"action": -1.0}, "action = -1.0, must be ≥ 0"),
+        ("gla-tiny", {"gate_rank": 0}, "gate_rank = 0, must be ≥ 1"),
+        ("ssd-tiny", {"state": 0}, "state = 0, must be ≥ 1"),
+    ],
+    ids=str,
+)
+def test_a_bad_size_of_another_design_is_named(preset, override, message):
+    if message is None:
+        fails(
+            "context_rank = 400, must be ≤ d_model = 128", perspectron.build, presets.get(preset, **override)
+        )
+    else:
+        fails(message, presets.get, preset, **override)
+
+
+def test_whole_numbers_do_for_fractions():
+    assert presets.get("drm-104k", dt=4) == presets.get("drm-104k", dt=4.0)
+
+
+def test_every_part_of_the_drm_can_be_set_by_name():
+    config = presets.get(
+        "drm-104k", gate_top_k=3, gate_renorm=True, risk=True, damping=0.1, action=0.5, stability=0.2
+    )
+    mixer = config.blocks[0].mixer
+    assert (mixer.gate_top_k, mixer.gate_renorm, mixer.damping, mixer.losses.action) == (3, True, 0.1, 0.5)
+    assert mixer.risk is not None and config.head.stability == 0.2
+
+
+@pytest.mark.parametrize("scale", ["tiny", "20m", "125m"])
+def test_opponents_are_as_large_as_perspective(scale):
+    size = presets.parameters(f"perspective-{scale}")
+    alike = [name for name in presets.names() if name.endswith(f"-{scale}")]
+    assert len(alike) >= 5
+    for name in alike:
+        assert abs(presets.parameters(name) / size - 1) < 0.02, name

@@ -304,7 +304,7 @@ def test_what_stands_in_padding_does_not_matter(name, mode, cuts, dtype, toleran
     with mode():
         y, end = read(module, x, empty(module, len(pad), dtype), cuts, pad_BT=pad)
         after, _ = read(module, more, end)
-        for fill in (0.0, 1e30):
+        for fill in (0.0, 1e30, float("nan")):
             filled = x.masked_fill(pad[..., None], fill)
             y_filled, end = read(module, filled, empty(module, len(pad), dtype), cuts, pad_BT=pad)
             close(y_filled[~pad], y[~pad], tolerance)

@@ -45,8 +45,6 @@ class PruneAttention:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         model, tokenizer = perspectron.load(self.run)
         gates = route_gates(model)
-        if self.blocks is not None:
-            require(1 <= self.blocks <= len(gates), "blocks", self.blocks, f"from 1 to {len(gates)}")
         out = self.out or self.run.with_name(f"{self.run.name}-without-{self.blocks}")
         require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")
         run = checkpoint.run_of(self.run)
@@ -54,7 +52,11 @@ class PruneAttention:
         split = prepare(run, config)[1].split("heldout")
         dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         rows = []
-        for n in range(len(gates) + 1):
+        # A model keeps count of its tokens by a mixer or by learned positions.
+        most = len(gates) - (model.config.positions == 0 and len(gates) == len(model.config.blocks))
+        if self.blocks is not None:
+            require(1 <= self.blocks <= most, "blocks", self.blocks, f"from 1 to {most}")
+        for n in range(most + 1):
             pruned = prune(model, [index for _, index in gates[:n]])
             loss = heldout(
                 pruned,

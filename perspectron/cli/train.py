@@ -35,7 +35,7 @@ class Train:
     resume: Path | None = None
     """Folder of a run to go on with; everything else comes from there."""
     preset: str = "perspective-tiny"
-    """Which model (perspectron inspect lists them)."""
+    """Which model (perspectron list shows them)."""
     set: tuple[str, ...] = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     config: Path | None = None

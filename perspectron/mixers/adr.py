@@ -89,6 +89,8 @@ class ADR(nn.Module):
         self, x_BTD: Tensor, state: ADRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         qkv = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1)
         memory, seen, after_B2HK = self._remember(qkv[:, :, 1:], state.memory_B2HK, reset_BT, pad_BT)
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)

@@ -20,8 +20,6 @@ from perspectron.terms import Term
 
 DECAY = (1.0, 16.0)  # what A is drawn from, evenly
 STEP = (0.001, 0.1)  # what Δ is drawn from, evenly in its logarithm
-BLOCK = 16  # tokens that the convolution takes at a time, so that they stay in the processor's cache
-TWICE = "the convolution of ssd is differentiable once"
 
 
 @dataclass(frozen=True)

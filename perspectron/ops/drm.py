@@ -179,7 +179,8 @@ def confine(z_BS: Tensor, law: Law) -> Tensor:
 
 def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None) -> Tensor:
     """The mean squared difference of neighbouring tokens' logits, of the same document; 0 where there are none."""
-    change_BT = logits_BTV.diff(dim=1).square().mean(-1)
+    full = torch.promote_types(logits_BTV.dtype, torch.float32)
+    change_BT = logits_BTV.to(full).diff(dim=1).square().mean(-1)
     pairs_BT = torch.ones_like(change_BT, dtype=torch.bool)
     if reset_BT is not None:
         pairs_BT &= ~reset_BT[:, 1:]

@@ -193,7 +193,7 @@ class Trainer:
                 where = first_non_finite(self.model, lambda: self.model(ids, targets=targets, reset_BT=reset))
             raise NonFiniteError(f"step {self.progress.step + 1}: loss is {value}, first in {where}")
         (loss / self.config.train.accumulate).backward()
-        return output.loss.item(), {name: term.value.item() for name, term in output.aux.items()}
+        return output.loss.item(), {name: term.mean().item() for name, term in output.aux.items()}
 
     def _stop_at_gradient(self) -> None:
         named = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)

@@ -22,7 +22,7 @@ DESIGNS = {
     "adr": ("adr-tiny", {}),
     "adr pre-norm": ("adr-tiny", {"norm": "pre", "share_heads": True}),
     "lens": ("lens-tiny", {"anneal": 0.01, "anneal_after": 10}),
-    "drm": ("drm-104k", {"geometry_interval": 4, "bptt": 16, "top_k": 3}),
+    "drm": ("drm-104k", {"geometry_interval": 4, "bptt": 16, "gate_top_k": 3, "risk": True}),
     "transformer": ("transformer-tiny", {"kv_heads": 1}),
     "gpt2": ("gpt2-tiny", {}),
     "gla": ("gla-tiny", {}),
