@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"pdr_scan": [], "decode": [], "train": ["--dtypes", "bfloat16"], "precision": []}
+SCRIPTS = {"pdr_scan": [], "decode": [], "train": ["--dtypes", "bfloat16"], "precision": [], "systems": []}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -90,6 +90,25 @@ def test_train(results):
         for model in run["models"].values():
             assert model["tokens_per_second"]["median"] > 0
             assert "peak_bytes" in model["memory"]
+
+
+def test_systems(results):
+    found = results("systems")
+    assert found["gru"]["largest_difference"] < 1e-5 and abs(found["drm"]["loss_difference"]) < 1e-4
+    for ratio in (
+        found["gru"]["loop_to_ours"],
+        found["lens"]["lens_to_plain"],
+        found["drm"]["ours_to_modules"],
+    ):
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert {"adr-20m", "lens-20m", "drm-37m", "perspective-20m", "gpt2-20m", "gla-20m", "ssd-20m"} < set(
+        found["systems"]
+    )
+    for name, system in found["systems"].items():
+        assert system["tokens_per_second"]["median"] > 0
+        short, long = system["state_bytes"].values()
+        grows = name.startswith(("adr", "lens", "transformer", "gpt2"))
+        assert short < long if grows else short == long or name.startswith("perspective"), name
 
 
 def test_precision(results):
