@@ -17,13 +17,13 @@ from perspectron.ffn import TiedConfig
 from perspectron.heads import HEADS, Emitter
 from perspectron.ops.attention import places
 from perspectron.state import LMState, fingerprint
-from perspectron.terms import Term
+from perspectron.terms import Term, gathered
 
 
 @dataclass(frozen=True)
 class Output:
     """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); what blocks
-    report, by name, summed over them."""
+    report, gathered by name."""
 
     logits: Tensor
     state: LMState
@@ -109,14 +109,14 @@ class LanguageModel(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """What the head reads [B,T,D], the new state, and what blocks report, summed over them."""
+        """What the head reads [B,T,D], the new state, and what blocks report, gathered by name."""
         if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
             raise ValueError(f"ids have shape {tuple(ids_BT.shape)}, want [B, T] with T ≥ 1")
         state = self.init_state(ids_BT.shape[0]) if state is None else state
         if state.batch_size != ids_BT.shape[0]:
             raise ValueError(f"ids have {ids_BT.shape[0]} rows, the state has {state.batch_size}")
         x_BTD, length_B = self._embed(ids_BT, state.length_B, reset_BT, pad_BT)
-        layers, aux = [], dict[str, Term]()
+        layers, reports = [], []
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
                 x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
@@ -125,9 +125,8 @@ class LanguageModel(nn.Module):
             else:
                 x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT)
             layers.append(layer)
-            for name, term in terms.items():
-                aux[name] = Term(aux[name].value + term.value, term.weight) if name in aux else term
-        return self.norm(x_BTD), LMState(tuple(layers), length_B), aux
+            reports.append(terms)
+        return self.norm(x_BTD), LMState(tuple(layers), length_B), gathered(reports)
 
     def _embed(
         self, ids_BT: Tensor, length_B: Tensor | None, reset_BT: Tensor | None, pad_BT: Tensor | None
@@ -165,9 +164,9 @@ class LanguageModel(nn.Module):
 def init(model: LanguageModel, seed: int) -> None:
     """All initialisation there is, from one generator on the CPU, so that a seed means the same everywhere.
 
-    Embedding N(0, 0.02²); every linear weight N(0, 1/fan_in), those that write into the residual stream
-    (`o_proj`, `down_proj`) divided by √(2·blocks); biases 0; norms 1. A module with an `init_weights` then
-    sets its own (a mixer's near-identity, a router's spread, a gate's start).
+    Embedding N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A module with an `init_weights`
+    then sets its own (a mixer's near-identity, a router's spread, a gate's start). What writes into the residual
+    stream (`o_proj`, `down_proj`, the experts' `down_EDF`) is divided by √(2·blocks).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
@@ -187,6 +186,9 @@ def init(model: LanguageModel, seed: int) -> None:
         own = getattr(module, "init_weights", None)
         if callable(own):
             own(generator)
+    for name, weight in model.named_parameters():
+        if name.endswith(("down_EDF", "down_DF")):
+            weight.mul_((2 * len(model.blocks)) ** -0.5)
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

@@ -1,6 +1,7 @@
 """Named models. A preset is a function of a few sizes, each of which can be overridden by name."""
 
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from perspectron.config import (
     one_of,
     require,
 )
-from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUConfig, TiedConfig
+from perspectron.experts import RoutedConfig
+from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
@@ -26,19 +28,25 @@ LAYER_NORM_EPS = 1e-5  # GPT-2's
 
 Sizes = dict[str, Any]
 
+EXPERTS: Sizes = {field.name: field.default for field in fields(RoutedConfig) if field.default is not MISSING}
 TINY: Sizes = {
     "vocab_size": 2048, "d_model": 128, "layers": 4, "hidden": 472, "rank": 32, "heads": 4, "kv_heads": 2,
-    "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [8, 4, 4],
-}  # fmt: skip
+    "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [4, 2],
+} | EXPERTS  # fmt: skip
 M20: Sizes = TINY | {
     "vocab_size": 8192, "d_model": 384, "layers": 8, "hidden": 1408, "rank": 64, "heads": 6, "window": 512,
+    "torus": [4, 4],
 }  # fmt: skip
 M125: Sizes = M20 | {
     "vocab_size": 32768, "d_model": 768, "layers": 12, "hidden": 2816, "rank": 128, "heads": 12, "kv_heads": 3,
+    "torus": [4, 4, 2],
 }  # fmt: skip
 T1: Sizes = M125 | {
     "d_model": 4096, "layers": 80, "hidden": 11008, "rank": 256, "heads": 32, "kv_heads": 8, "ffn": "routed",
+    "torus": [8, 4, 4],
 }  # fmt: skip
+
+ROUTED: Sizes = {"ffn": "routed"}
 
 GPT2_TINY: Sizes = {
     "vocab_size": 2048, "d_model": 128, "layers": 4, "heads": 4, "hidden": 512, "positions": 1024,
@@ -59,13 +67,13 @@ LENSES: Sizes = {
 def perspective(name: str, sizes: Sizes) -> ModelConfig:
     """Blocks of four: three PDR layers, then windowed GQA (decisions.md §2).
 
-    `ffn`: "dense", a SwiGLU in every layer; "routed", ternary-to-be experts on a torus in the PDR layers;
-    "seed", the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
+    `ffn`: "dense", a SwiGLU in every layer; "routed", experts on a torus in the PDR layers, each as large; "seed",
+    the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
     """
     one_of(sizes["ffn"], ("dense", "routed", "seed"), "ffn")
     require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
     dense = SwiGLUConfig(sizes["hidden"])
-    routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]))
+    routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]), **{key: sizes[key] for key in EXPERTS})
     pdr = PDRConfig(sizes["rank"], out_norm=sizes["out_norm"], renorm_every=sizes["renorm_every"])
     gqa = WindowGQAConfig(sizes["heads"], sizes["kv_heads"], sizes["window"])
     blocks = []
@@ -146,10 +154,23 @@ TOPOLOGY, LENS, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "seeds/len
 
 PRESETS = {
     "perspective-tiny": Preset(
+        perspective, TINY | ROUTED, "3 PDR layers with 8 experts each, 1 windowed GQA", TOPOLOGY
+    ),
+    "perspective-20m": Preset(
+        perspective, M20 | ROUTED, "6 PDR layers with 16 experts each, 2 windowed GQA, width 384", TOPOLOGY
+    ),
+    "perspective-125m": Preset(
+        perspective, M125 | ROUTED, "9 PDR layers with 32 experts each, 3 windowed GQA, width 768", TOPOLOGY
+    ),
+    "perspective-tiny-dense": Preset(
         perspective, TINY, "the quickstart's model: 3 PDR layers, 1 windowed GQA", TOPOLOGY
     ),
-    "perspective-20m": Preset(perspective, M20, "6 PDR and 2 windowed GQA layers of width 384", TOPOLOGY),
-    "perspective-125m": Preset(perspective, M125, "9 PDR and 3 windowed GQA layers of width 768", TOPOLOGY),
+    "perspective-20m-dense": Preset(
+        perspective, M20, "6 PDR and 2 windowed GQA layers of width 384", TOPOLOGY
+    ),
+    "perspective-125m-dense": Preset(
+        perspective, M125, "9 PDR and 3 windowed GQA layers of width 768", TOPOLOGY
+    ),
     "perspective-1t-dense": Preset(
         perspective, T1 | {"ffn": "seed"}, "the 6.83 B that all experts share", TOPOLOGY
     ),
@@ -157,11 +178,17 @@ PRESETS = {
     "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 208}, "GPT-2 with lenses, width 128", LENS),
     "lens-20m": Preset(lens, GPT2_20M | LENSES | {"hidden": 752}, "GPT-2 with lenses, width 384", LENS),
     "lens-gpt2-124m": Preset(lens, GPT2_124M | LENSES, "GPT-2 124M with every lens: 209.4 M", LENS),
-    "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny", BASELINE),
-    "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m", BASELINE),
-    "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m", BASELINE),
-    "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m", BASELINE),
-    "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m", BASELINE),
+    "transformer-tiny": Preset(
+        transformer, TINY, "full attention, as large as perspective-tiny-dense", BASELINE
+    ),
+    "transformer-20m": Preset(
+        transformer, M20, "full attention, as large as perspective-20m-dense", BASELINE
+    ),
+    "transformer-125m": Preset(
+        transformer, M125, "full attention, as large as perspective-125m-dense", BASELINE
+    ),
+    "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m-dense", BASELINE),
+    "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m-dense", BASELINE),
     "gpt2-124m": Preset(gpt2, GPT2_124M, "GPT-2 as published: its weights fit", BASELINE),
 }
 

@@ -81,7 +81,7 @@ def test_decode(results):
 
 
 def test_train(results):
-    models = {"perspective-20m", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
+    models = {"perspective-20m-dense", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
     for run in results("train")["runs"]:
         assert set(run["models"]) == models
         counts = [model["parameters"] for model in run["models"].values()]

@@ -13,7 +13,9 @@ import perspectron
 from perspectron.train.optim import OptimConfig, adamw
 
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
-PRESETS = ["perspective-tiny", "transformer-tiny", "perspective-20m", "transformer-20m"]
+PRESETS = [
+    "perspective-tiny", "perspective-tiny-dense", "transformer-tiny", "perspective-20m-dense", "transformer-20m",
+]  # fmt: skip
 
 
 def losses(preset: str) -> list[float]:
