@@ -46,9 +46,10 @@ class OptimConfig:
 
 
 def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """One group of matrices, which decay, and one of vectors (norms, biases), which do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """One group of matrices, which decay, and one of vectors (norms, biases), which do not; none of what is frozen."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
