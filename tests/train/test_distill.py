@@ -22,7 +22,7 @@ from perspectron.train.prepare import prepare
 def teacher(runs, tmp_path_factory):
     run = tmp_path_factory.mktemp("teacher") / "run"
     optim = OptimConfig(lr=1e-2, warmup=5)
-    runs.trainer(run, "transformer-tiny", steps=60, eval_every=0, save_every=0, optim=optim).fit()
+    runs.trainer(run, "transformer-tiny", steps=15, eval_every=0, save_every=0, optim=optim).fit()
     return run
 
 
@@ -74,13 +74,13 @@ def test_the_step_adds_it_to_the_loss(runs, tmp_path, teacher):
 
 def test_it_brings_the_student_nearer_to_the_teacher(runs, tmp_path, teacher):
     ends = {}
-    for weight in (0.0, 16.0):
+    for weight in (0.0, 8.0):
         run = tmp_path / str(weight)
         optim = OptimConfig(lr=1e-2, warmup=5)
         trainer = runs.trainer(run, steps=40, teacher=str(teacher), teacher_weight=weight, optim=optim)
         trainer.fit()
         ends[weight] = [m["aux"]["distill"] for m in read_metrics(run) if "aux" in m][-5:]
-    assert max(ends[16.0]) < 0.9 * min(ends[0.0])
+    assert max(ends[8.0]) < 0.5 * min(ends[0.0])
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -119,7 +119,7 @@ def test_init_gives_the_weights_of_the_best_checkpoint(runs, tmp_path, teacher):
 
 def test_init_from_another_model_or_tokenizer(runs, tmp_path, teacher):
     with pytest.raises(CheckpointError, match="weights of another model"):
-        runs.trainer(tmp_path / "a", "perspective-tiny", init=str(teacher))
+        runs.trainer(tmp_path / "a", init=str(teacher))
     other = Tokenizer.train(["quite another text, "] * 9, 280)
     copied = shutil.copytree(teacher, tmp_path / "copied")
     other.save(copied / "tokenizer.json")

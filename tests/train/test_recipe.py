@@ -191,7 +191,7 @@ while True:
             traceback.print_exc()
             os._exit(1)
     if kills:
-        enough = before + 500 * draw.randint(1, 3)  # a line is about that long
+        enough = before + 500 * draw.randint(1, 2)  # a line is about that long
         while written() < enough and not ended(child):
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.03))
@@ -214,7 +214,7 @@ def test_killed_again_and_again(runs, tmp_path, whole):
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    arguments = [tmp_path / "run", runs.data, tmp_path / "config.json", "8"]
+    arguments = [tmp_path / "run", runs.data, tmp_path / "config.json", "6"]
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *arguments],
         env=environment, capture_output=True, text=True, timeout=110, check=False,
