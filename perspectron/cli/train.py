@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from perspectron import presets
 from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer
+from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
@@ -98,9 +99,9 @@ def from_toml(path: str) -> Train:
     preset = model.pop("preset", Train.preset)
     sizes = tuple(f"{key}={json.dumps(value)}" for key, value in model.items())
     train = load(TrainConfig, tables.get("train", {}), f"{path}: train")
-    staged = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
+    stages = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
     recipe: Literal["plain", "staged"] = "staged" if "staged" in tables else "plain"
-    return Train(preset=preset, set=sizes, train=train, recipe=recipe, staged=staged)
+    return Train(preset=preset, set=sizes, train=train, recipe=recipe, staged=stages)
 
 
 def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> int:
@@ -108,14 +109,16 @@ def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
+        pick_device(config.train.device)
     tokenizer, shards, summary = prepare(run, config)
     if tokenizer.vocab_size < config.model.vocab_size:
         config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     config = same_as_before(run, config)
-    console.print(summary)
     if config.recipe is not None:
+        console.print(summary)
         return _fit_staged(run, config, tokenizer, shards, as_json, console)
     trainer = Trainer(run, config, tokenizer, shards)
+    console.print(summary)
     stopped = _fit(trainer, as_json, console)
     if stopped is not None:
         console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
