@@ -72,7 +72,8 @@ def plan(run: Path, config: RunConfig) -> list[Stage]:
     require(
         min(dense, differentiate, ternary, router) >= 1, "steps", steps, "enough for each stage to have one"
     )
-    float_model, last = with_experts(model, ternary=False), with_experts(model, ternary=True)
+    float_model = with_experts(model, ternary=False, int8_activations=False)
+    last = with_experts(model, ternary=True)
     float_run = run / STAGES / "3-differentiate"
     teacher = (
         {"teacher": str(float_run.resolve()), "teacher_weight": recipe.distill} if recipe.distill else {}
