@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"pdr_scan": [], "decode": [], "train": ["--dtypes", "bfloat16"], "precision": []}
+SCRIPTS = {
+    "pdr_scan": [],
+    "decode": [],
+    "train": ["--dtypes", "bfloat16"],
+    "precision": [],
+    "routing": ["--jobs", "2"],
+}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -100,6 +106,23 @@ def test_precision(results):
     for key in ("bits_per_byte", "bits_per_byte_in_float32"):
         assert len(found[key]["differences"]) == 2
         assert found[key]["seed_deviation"] > 0
+
+
+def test_routing(results):
+    found = results("routing")
+    assert [(cell["router"], cell["seed"]) for cell in found["cells"]] == [
+        (router, seed) for seed in (0, 1) for router in ("torus", "switch")
+    ]
+    for router, side in found["routers"].items():
+        own = [cell for cell in found["cells"] if cell["router"] == router]
+        assert side["gini"]["mean"] == sum(cell["gini"] for cell in own) / 2
+        assert side["bars"]["gini"]["met"] == all(cell["gini"] < 0.15 for cell in own)
+        assert side["bars"]["reached"]["met"] == all(cell["least_reached"] == 1 for cell in own)
+        for cell in own:
+            assert sum(cell["heldout"]["rates"].values()) == pytest.approx(1)
+            assert len(cell["heldout"]["layers"]) == 3
+            assert all(layer["tokens"] == 511 for layer in cell["heldout"]["layers"])
+    assert len(found["torus_minus_switch"]) == 2
 
 
 def test_a_red_test_is_refused(outcomes):
