@@ -289,6 +289,12 @@ def test_a_drawing_has_every_expert_and_every_query(shape, tmp_path):
     tips = [rect.find(f"{SVG}title").text for rect in root.iter(f"{SVG}rect") if rect.get("class") == "cell"]
     shares = [[f"expert {e}: {m.load[e] / 30:.2%}" for e in range(experts)] for m in measures]
     assert sorted(tips) == sorted(shares[0] + shares[1])
+    for rect in root.iter(f"{SVG}rect"):
+        if rect.get("class") == "cell":
+            expert = int(rect.find(f"{SVG}title").text.split(":")[0].split()[1])
+            x, y, wide, high = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+            middle = [(x + wide / 2) / torus.SIDE, 1 - (y + high / 2) / torus.SIDE]
+            assert middle[: len(shape)] == pytest.approx(lattice(shape)[expert, :2].tolist(), abs=1e-3)
     assert len(list(root.iter(f"{SVG}circle"))) == 2 * 20
     words = ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
     assert any("prose (10 tokens) · a<b (10 tokens)" in line for line in words)
