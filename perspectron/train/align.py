@@ -68,7 +68,7 @@ def swap(distance_EE: Tensor, adjacent_EE: Tensor, expert_E: Tensor) -> Tensor:
     while True:
         change_EE = changes(distance_EE[expert_E][:, expert_E], adjacent_EE)
         best = int(change_EE.argmin())
-        if float(change_EE.flatten()[best]) >= enough:
+        if not float(change_EE.flatten()[best]) < enough:
             return expert_E
         pair = torch.tensor(divmod(best, len(expert_E)))
         expert_E[pair] = expert_E[pair.flip(0)]
