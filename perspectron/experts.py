@@ -26,7 +26,9 @@ from perspectron.routing import (
 )
 from perspectron.terms import Term
 
-SPREAD = 0.5  # of the first queries, in turns: they cover the torus evenly, and hardly wrap twice
+SPREAD = (
+    0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
+)
 OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay neighbours
 SAMPLED = 16  # a loss on weights reads this part of the hidden units at each update, all of them in turn
 OWN = 2.0  # times their mean magnitude: what is smaller is no difference from the base
@@ -58,7 +60,7 @@ class RoutedConfig(FFNConfig):
     temperature: float = 0.5
     router: Literal["torus", "switch"] = "torus"
     balance: float = 0.01
-    bias_rate: float = 0.02
+    bias_rate: float = 0.05
     smooth: float = 0.005
     delta: float = 0.001
     diversity: float = 0.0
@@ -128,7 +130,7 @@ class RoutedSwiGLU(nn.Module):
         self.turn = 0
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Each expert as a dense SwiGLU; positions at the centres, queries spread evenly over the torus."""
+        """Each expert as a dense SwiGLU; positions at the centres, queries about a random place."""
         own = OWN_START if self.config.base else 1.0
         for weight in (self.gate_EFD, self.up_EFD, self.down_EDF):
             weight.normal_(0, own * weight.shape[-1] ** -0.5, generator=generator)
@@ -136,8 +138,6 @@ class RoutedSwiGLU(nn.Module):
             for weight in (self.base_gate_FD, self.base_up_FD, self.base_down_DF):
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
         if self.config.router == "torus":
-            spread = SPREAD * self.route_proj.in_features**-0.5
-            self.route_proj.weight.normal_(0, spread, generator=generator)
             self.route_proj.bias.uniform_(0, 1, generator=generator)
         if hasattr(self, "offset_EA"):
             self.offset_EA.zero_()
@@ -173,13 +173,19 @@ class RoutedSwiGLU(nn.Module):
         return place_EA + OFFSET * self.offset_EA.to(place_EA).tanh() / place_EA.new_tensor(self.config.torus)
 
     def route(self, x_ND: Tensor) -> Choice:
-        """The expert of each token, in at least float32 also under autocast. Ties go to the lowest id."""
+        """The expert of each token, in at least float32 also under autocast. Ties go to the lowest id.
+
+        The query is z = W x + b; rows of W have one length, and learn a direction. (A switch's are as they are.)
+        """
         device = x_ND.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.route(x_ND)
         dtype = wider(x_ND.dtype)
-        out = F.linear(x_ND.to(dtype), self.route_proj.weight.to(dtype), self.route_proj.bias.to(dtype))
+        weight, bias = self.route_proj.weight.to(dtype), self.route_proj.bias.to(dtype)
+        if self.config.router == "torus":
+            weight = SPREAD * F.normalize(weight, dim=1)
+        out = F.linear(x_ND.to(dtype), weight, bias)
         if self.config.router == "switch":
             query_NA, distance2_NE = out[:, :0], -out
         else:
