@@ -99,7 +99,7 @@ def test_the_stages_and_what_is_told_of_them(runs, whole):
             assert row[what] == pytest.approx(sum(layer[what] for layer in layers) / 3)
         assert all(0 <= layer["gini"] < 1 and 0 < layer["reach"] <= 1 for layer in layers)
     assert rows[1]["delta"] == 0 < rows[2]["delta"]
-    assert rows[1]["heldout_bits_per_byte"] == rows[0]["heldout_bits_per_byte"]
+    assert rows[1]["heldout_bits_per_byte"] == pytest.approx(rows[0]["heldout_bits_per_byte"], rel=1e-6)
     assert rows[4]["delta"] <= rows[3]["delta"] and rows[5]["delta"] == rows[4]["delta"]
     assert rows[3]["heldout_bits_per_byte"] < rows[0]["heldout_bits_per_byte"]
     assert (whole / "loss.svg").read_text().startswith("<svg")
@@ -238,7 +238,14 @@ def test_clones_compute_what_the_dense_model_does(runs, gate, base):
     with loads(model) as found:
         got, expected = model.double()(ids).logits, dense.double()(ids).logits
     assert min(int((load > 0).sum()) for load in found.values()) > 1  # tokens do go different ways
-    assert torch.equal(got, expected)
+    # Not bit for bit: a product of few rows adds up in another order than one of many.
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for block, own in zip(model.blocks, dense.blocks, strict=True):
+        if block.config.ffn in routed_in(config):
+            network = dense.ffn_of(own)
+            own_weights = (network.gate_proj.weight, network.up_proj.weight, network.down_proj.weight)
+            for copies, weight in zip(block.ffn.weights(), own_weights, strict=True):
+                assert torch.equal(copies, weight.expand_as(copies))
 
 
 def test_the_seed_shares_the_network_of_the_next_layer_that_has_one(runs):
