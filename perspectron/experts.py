@@ -6,11 +6,12 @@ use, S hidden units sampled.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from perspectron.config import FFNConfig, one_of, require
 from perspectron.ops import experts
@@ -30,7 +31,7 @@ SPREAD = (
     0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
 )
 OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay neighbours
-SAMPLED = 16  # a loss on weights reads this part of the hidden units at each update, all of them in turn
+SAMPLED = 64  # a loss on weights reads this part of the hidden units at each update, all of them in turn
 OWN = 2.0  # times their mean magnitude: what is smaller is no difference from the base
 OWN_START = 0.1  # of a new expert's differences, in terms of the base
 
@@ -232,11 +233,10 @@ class RoutedSwiGLU(nn.Module):
         with torch.set_grad_enabled(learns and self.config.gate != "none"):
             choice = self.route(x_ND)
         y_ND, sample = self._experts(x_ND, choice.expert_N)
-        if self.config.gate != "none":
-            gate_N = choice.gate_N
-            if self.config.gate == "straight_through":
-                gate_N = gate_N / gate_N.detach()  # the chosen is the likeliest, so never 0 / 0
-            y_ND = y_ND * gate_N.to(y_ND.dtype)[:, None]
+        if self.config.gate == "soft":
+            y_ND = y_ND * choice.gate_N.to(y_ND.dtype)[:, None]
+        elif self.config.gate == "straight_through":
+            y_ND = _StraightThrough.apply(y_ND, choice.gate_N)
         y_BTD = y_ND.view_as(x_BTD)
         return y_BTD, self._terms(choice, sample, y_BTD, reset_BT, pad_BT) if learns else {}
 
@@ -298,6 +298,31 @@ class RoutedSwiGLU(nn.Module):
 
     def _count(self, load_E: Tensor) -> None:
         self.load_E += load_E
+
+
+class _StraightThrough(torch.autograd.Function):
+    """y · g / stop_grad(g), which is y, without reading it: the gradients are dy and Σ dy · y / g. (The chosen is the
+    likeliest, so g is never 0.)"""
+
+    @staticmethod
+    def forward(y_ND: Tensor, gate_N: Tensor) -> Tensor:
+        return y_ND.view_as(y_ND)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND, gate_N = ctx.saved_tensors
+        return dy_ND, torch.linalg.vecdot(dy_ND, y_ND).to(gate_N.dtype) / gate_N
+
+    @staticmethod
+    def jvp(ctx: Any, dy_ND: Tensor, dgate_N: Tensor) -> Tensor:
+        y_ND, gate_N = ctx.saved_tensors
+        return dy_ND + y_ND * (dgate_N / gate_N).to(y_ND.dtype)[:, None]
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

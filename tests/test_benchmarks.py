@@ -19,6 +19,7 @@ SCRIPTS = {
     "train": ["--dtypes", "bfloat16"],
     "precision": [],
     "routing": ["--jobs", "2"],
+    "routed_ffn": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -131,3 +132,12 @@ def test_a_red_test_is_refused(outcomes):
     assert out == ""
     assert "test_red" in err
     assert "not measured" in err
+
+
+def test_routed_ffn(results):
+    for shape in results("routed_ffn")["shapes"]:
+        assert 0 <= shape["gini"] < 0.3
+        assert set(shape["seconds"]) == {"routed", "dense", "autograd"}
+        for spread in shape["ratio_to_dense"].values():
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+        assert shape["weight_bytes"]["routed"] > 3 * shape["weight_bytes"]["dense"]

@@ -96,7 +96,7 @@ class _Experts(torch.autograd.Function):
             _forward_grouped if isinstance(groups, Tensor) else _forward
         )
         y_ND, a_NF, b_NF = forward(sorted_ND, weights, groups, rounded)
-        return torch.empty_like(y_ND).index_copy_(0, order_N, y_ND), sample, sorted_ND, a_NF, b_NF
+        return _put_back(y_ND, order_N), sample, sorted_ND, a_NF, b_NF
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -123,8 +123,7 @@ class _Experts(torch.autograd.Function):
             gradients[0][:, ctx.units] += dgate
             gradients[1][:, ctx.units] += dup
             gradients[2][..., ctx.units] += ddown.mT
-        dx_ND = torch.empty_like(dx_ND).index_copy_(0, order_N, dx_ND)
-        return dx_ND, *gradients, None, None, None, None
+        return _put_back(dx_ND, order_N), *gradients, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx_ND: Tensor | None, *tangents: Any) -> tuple[Tensor, Tensor, None, None, None]:
@@ -143,7 +142,14 @@ class _Experts(torch.autograd.Function):
             dy_ND[rows] = dh @ down_EDF[e].T + _hidden(a, b, ctx.rounded) @ ddown_EDF[e].T
         units = ctx.units
         dsample = torch.cat([dgate_EFD[:, units], dup_EFD[:, units], ddown_EDF[..., units].mT], 1)
-        return torch.empty_like(dy_ND).index_copy_(0, order_N, dy_ND), dsample, None, None, None
+        return _put_back(dy_ND, order_N), dsample, None, None, None
+
+
+def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
+    """Rows in the order of tokens again. (Reading rows is twice as fast as writing them.)"""
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return sorted_ND.index_select(0, place_N)
 
 
 def _hidden(a: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -185,10 +191,11 @@ def _backward(
     dgate_EFD, dup_EFD, ddown_EDF = gradients = tuple(_empty_like(weight) for weight in weights)
     for e, rows in groups:
         x, dy, a, b, dx = (tensor[rows] for tensor in (x_ND, dy_ND, a_NF, b_NF, dx_ND))
-        dh = torch.mm(dy, down_EDF[e])
-        torch.mm(dy.T, _hidden(a, b, rounded), out=ddown_EDF[e])
-        db = dh * F.silu(a)
+        dh, half = torch.mm(dy, down_EDF[e]), F.silu(a)
+        db = dh * half
         da = _silu_backward(dh.mul_(b), a)
+        h = half.mul_(b)
+        torch.mm(dy.T, h if rounded is None else rounded(h), out=ddown_EDF[e])
         torch.mm(da.T, x, out=dgate_EFD[e])
         torch.mm(db.T, x, out=dup_EFD[e])
         torch.mm(da, gate_EFD[e], out=dx).addmm_(db, up_EFD[e])
