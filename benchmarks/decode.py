@@ -23,7 +23,7 @@ TESTS = (
 )
 BARS = {"perspective_longest_to_shortest": 1.05}
 CONTEXTS, READ, CHUNK = (1024, 8192, 65536, 262144), 8192, 1024
-MODELS = ("perspective-20m", "transformer-20m")
+MODELS = ("perspective-20m-dense", "transformer-20m")
 NOTE = """\
 The perspective model reads a random prompt in chunks up to {limit} tokens; beyond, the state has the same
 shapes, so the one read last stands in with its length set (real rotary positions). The transformer's cache is
@@ -171,7 +171,7 @@ def main() -> None:
     names, contexts = MODELS, sorted(args.contexts)
     sizes = {"repeats": args.repeats, "visit": args.visit, "pairs": args.pairs, "limit": READ}
     if args.quick:
-        names, contexts = ("perspective-tiny", "transformer-tiny"), [128, 256, 512]
+        names, contexts = ("perspective-tiny-dense", "transformer-tiny"), [128, 256, 512]
         sizes = {"repeats": 2, "visit": 1, "pairs": 6, "limit": 256}
     shapes = f"batch 1, contexts {', '.join(map(str, contexts))}; {', '.join(names)}"
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)

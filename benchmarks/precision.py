@@ -32,7 +32,7 @@ def train(
     run: Path, sizes: dict[str, Any], config: TrainConfig, tokenizer: Tokenizer, shards: Shards
 ) -> dict[str, Any]:
     """One run, in the folder `run`: its held-out losses and how long it took."""
-    model = presets.get("perspective-tiny", **sizes | {"vocab_size": tokenizer.vocab_size})
+    model = presets.get("perspective-tiny-dense", **sizes | {"vocab_size": tokenizer.vocab_size})
     trainer = Trainer(run, RunConfig(model, config), tokenizer, shards)
     start = time.perf_counter()
     for _ in range(config.steps):
@@ -78,13 +78,13 @@ def main() -> None:
     if args.quick:
         sizes, data, steps, seeds = QUICK, str(common.ROOT / "perspectron"), 2, 2
         batch = {"batch_size": 2, "seq_len": 16, "eval_tokens": 256}
-    shapes = f"perspective-tiny with {sizes}, {batch}, {steps} steps, {seeds} seeds (--repeats), {data}"
+    shapes = f"perspective-tiny-dense with {sizes}, {batch}, {steps} steps, {seeds} seeds (--repeats), {data}"
     report = common.Report(args, TESTS, dtype=" and ".join(DTYPES), shapes=shapes)
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         asked = TrainConfig(data=data, heldout=0.2 if args.quick else 0.05)
         tokenizer, shards, read = prepare(
-            Path(folder), RunConfig(presets.get("perspective-tiny", **sizes), asked)
+            Path(folder), RunConfig(presets.get("perspective-tiny-dense", **sizes), asked)
         )
         report.say(read, "")
         for seed in range(seeds):

@@ -31,7 +31,7 @@ from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
 BARS = {"perspective_to_twin": {"512": 0.8, "4096": 1.0}}
-PERSPECTIVE, TWIN, GPT2 = "perspective-20m", "transformer-20m", "gpt2"
+PERSPECTIVE, TWIN, GPT2 = "perspective-20m-dense", "transformer-20m", "gpt2"
 
 
 @dataclass(frozen=True)

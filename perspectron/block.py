@@ -104,7 +104,7 @@ class Block(nn.Module):
             h_BTD = self.mixer_norm(h_BTD)
         if ffn is None:
             return h_BTD, state, aux
-        y_BTD, more = ffn(self.ffn_norm(h_BTD), mixed_BTD)
+        y_BTD, more = ffn(self.ffn_norm(h_BTD), mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT)
         if isinstance(residual, RouteGatedConfig):
             g = self.route().to(x_BTD.dtype)
             y_BTD = x_BTD + residual.scale * (g * mixed_BTD + (1 - g) * y_BTD)

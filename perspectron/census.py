@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.block import Block
 from perspectron.config import ModelConfig
-from perspectron.ffn import RoutedSwiGLU
+from perspectron.experts import RoutedSwiGLU
 from perspectron.model import LanguageModel
 
 CONTEXTS = (1024, 8192, 65536, 262144)
+TRITS = 5  # rows of a matrix in one byte; the last ones are padded (decisions.md §2, packing)
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ class Group:
 @dataclass(frozen=True)
 class Census:
     """parameters: all. active: those that one token touches. groups: by kind; norms and biases apart from the
-    matrices. flops: of reading one token when the context holds so many, multiply and add counted as two; by kind at
-    the shortest context. state_bytes: of one conversation that long, summed over its tensors in float32."""
+    matrices. shard_bytes: of an expert of the first layer that has some, five ternary weights packed to a byte;
+    scale_bytes: of the scales beside it, one float32 for each row; 0 without experts. flops: of reading one token
+    when the context holds so many, multiply and add counted as two; by kind at the shortest context. state_bytes:
+    of one conversation that long, summed over its tensors in float32."""
 
     parameters: int
     active_parameters: int
     groups: dict[str, Group]
+    shard_bytes: int
+    scale_bytes: int
     flops_per_token: dict[int, int]
     flops_by_kind: dict[str, int]
     state_bytes: dict[int, int]
@@ -50,13 +55,17 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     with torch.device("meta"):
         model = LanguageModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    idle = sum(module.idle_parameters() for module in model.modules() if isinstance(module, RoutedSwiGLU))
+    routed = [module for module in model.modules() if isinstance(module, RoutedSwiGLU)]
+    idle = sum(module.idle_parameters() for module in routed)
+    expert = [(w.shape[1], w.shape[2]) for m in routed[:1] for w in (m.gate_EFD, m.up_EFD, m.down_EDF)]
     states = {context: model.init_state(1, capacity=context) for context in contexts}
     flops = {context: _step_flops(model, context) for context in contexts}
     return Census(
         parameters,
         parameters - idle,
         _groups(model),
+        sum(-(-rows // TRITS) * columns for rows, columns in expert),
+        sum(4 * rows for rows, _ in expert),
         {context: by_kind.total() for context, by_kind in flops.items()},
         dict(flops[min(contexts)]),
         {context: state.nbytes for context, state in states.items()},
@@ -96,7 +105,7 @@ def _group_of(name: str, ndim: int, blocks: list[Any]) -> str:
     if room == "mixer":
         return str(block.config.mixer.kind)
     if block.config.ffn.kind == "routed":
-        return "router" if rest[0] == "route_proj" else "experts"
+        return "router" if rest[0] in ("route_proj", "offset_EA") else "experts"
     return str(block.config.ffn.kind)
 
 

@@ -23,7 +23,7 @@ from perspectron.terms import Term
 @dataclass(frozen=True)
 class Output:
     """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); what blocks
-    report, by name, summed over them."""
+    report, summed over them by name."""
 
     logits: Tensor
     state: LMState
@@ -165,9 +165,9 @@ class LanguageModel(nn.Module):
 def init(model: LanguageModel, seed: int) -> None:
     """All initialisation there is, from one generator on the CPU, so that a seed means the same everywhere.
 
-    Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in), those that write into
-    the residual stream (`o_proj`, `down_proj`) divided by √(2·blocks); biases 0; norms 1. A module with an
-    `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start).
+    Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A
+    module with an `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start). What
+    writes into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) is divided by √(2·blocks).
     """
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
@@ -188,6 +188,9 @@ def init(model: LanguageModel, seed: int) -> None:
         own = getattr(module, "init_weights", None)
         if callable(own):
             own(generator)
+    for name, weight in model.named_parameters():
+        if name.endswith(("down_EDF", "down_DF")):
+            weight.mul_((2 * len(model.blocks)) ** -0.5)
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

@@ -1,7 +1,7 @@
 """Named models. A preset is a function of a few sizes, each of which can be overridden by name."""
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from perspectron.config import (
     one_of,
     require,
 )
-from perspectron.ffn import ContextMLPConfig, MLPConfig, RoutedConfig, SwiGLUConfig, TiedConfig
+from perspectron.experts import RoutedConfig
+from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
@@ -35,19 +36,25 @@ LAYER_NORM_EPS = 1e-5  # GPT-2's
 
 Sizes = dict[str, Any]
 
+EXPERTS: Sizes = {field.name: field.default for field in fields(RoutedConfig) if field.default is not MISSING}
 TINY: Sizes = {
     "vocab_size": 2048, "d_model": 128, "layers": 4, "hidden": 472, "rank": 32, "heads": 4, "kv_heads": 2,
-    "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [8, 4, 4],
-}  # fmt: skip
+    "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [4, 2],
+} | EXPERTS  # fmt: skip
 M20: Sizes = TINY | {
     "vocab_size": 8192, "d_model": 384, "layers": 8, "hidden": 1408, "rank": 64, "heads": 6, "window": 512,
+    "torus": [4, 4],
 }  # fmt: skip
 M125: Sizes = M20 | {
     "vocab_size": 32768, "d_model": 768, "layers": 12, "hidden": 2816, "rank": 128, "heads": 12, "kv_heads": 3,
+    "torus": [4, 4, 2],
 }  # fmt: skip
 T1: Sizes = M125 | {
     "d_model": 4096, "layers": 80, "hidden": 11008, "rank": 256, "heads": 32, "kv_heads": 8, "ffn": "routed",
+    "torus": [8, 4, 4],
 }  # fmt: skip
+
+ROUTED: Sizes = {"ffn": "routed"}
 
 GPT2_TINY: Sizes = {
     "vocab_size": 2048, "d_model": 128, "layers": 4, "heads": 4, "hidden": 512, "positions": 1024,
@@ -104,13 +111,13 @@ LENSES: Sizes = {
 def perspective(name: str, sizes: Sizes) -> ModelConfig:
     """Blocks of four: three PDR layers, then windowed GQA (decisions.md §2).
 
-    `ffn`: "dense", a SwiGLU in every layer; "routed", ternary-to-be experts on a torus in the PDR layers;
-    "seed", the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
+    `ffn`: "dense", a SwiGLU in every layer; "routed", experts on a torus in the PDR layers, each as large; "seed",
+    the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
     """
     one_of(sizes["ffn"], ("dense", "routed", "seed"), "ffn")
     require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
     dense = SwiGLUConfig(sizes["hidden"])
-    routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]))
+    routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]), **{key: sizes[key] for key in EXPERTS})
     pdr = PDRConfig(sizes["rank"], out_norm=sizes["out_norm"], renorm_every=sizes["renorm_every"])
     gqa = WindowGQAConfig(sizes["heads"], sizes["kv_heads"], sizes["window"])
     blocks = []
@@ -258,17 +265,30 @@ ADR, LENS, DRM = "seeds/adr.md", "seeds/lens.md", "seeds/drm.md"
 
 PRESETS = {
     "perspective-tiny": Preset(
+        perspective, TINY | ROUTED, "3 PDR layers with 8 experts each, 1 windowed GQA", TOPOLOGY
+    ),
+    "perspective-20m": Preset(
+        perspective, M20 | ROUTED, "6 PDR layers with 16 experts each, 2 windowed GQA, width 384", TOPOLOGY
+    ),
+    "perspective-125m": Preset(
+        perspective, M125 | ROUTED, "9 PDR layers with 32 experts each, 3 windowed GQA, width 768", TOPOLOGY
+    ),
+    "perspective-tiny-dense": Preset(
         perspective, TINY, "the quickstart's model: 3 PDR layers, 1 windowed GQA", TOPOLOGY
     ),
-    "perspective-20m": Preset(perspective, M20, "6 PDR and 2 windowed GQA layers of width 384", TOPOLOGY),
-    "perspective-125m": Preset(perspective, M125, "9 PDR and 3 windowed GQA layers of width 768", TOPOLOGY),
+    "perspective-20m-dense": Preset(
+        perspective, M20, "6 PDR and 2 windowed GQA layers of width 384", TOPOLOGY
+    ),
+    "perspective-125m-dense": Preset(
+        perspective, M125, "9 PDR and 3 windowed GQA layers of width 768", TOPOLOGY
+    ),
     "perspective-1t-dense": Preset(
         perspective, T1 | {"ffn": "seed"}, "the 6.83 B that all experts share", TOPOLOGY
     ),
     "perspective-1t": Preset(perspective, T1, "80 layers, 128 experts in each of 60, 1.05 T", TOPOLOGY),
     "adr-demo": Preset(adr, ADR_DEMO, "4 layers of width 256, as in the document", ADR),
-    "adr-tiny": Preset(adr, ADR_TINY, "memories in attention, as large as perspective-tiny", ADR),
-    "adr-20m": Preset(adr, ADR_20M, "memories in attention, as large as perspective-20m", ADR),
+    "adr-tiny": Preset(adr, ADR_TINY, "memories in attention, as large as perspective-tiny-dense", ADR),
+    "adr-20m": Preset(adr, ADR_20M, "memories in attention, as large as perspective-20m-dense", ADR),
     "adr-124m": Preset(adr, ADR_124M, "memories in attention, as large as GPT-2 124M", ADR),
     "lens-tiny": Preset(lens, GPT2_TINY | LENSES | {"hidden": 216}, "GPT-2 with lenses, width 128", LENS),
     "lens-20m": Preset(lens, GPT2_20M | LENSES | {"hidden": 752}, "GPT-2 with lenses, width 384", LENS),
@@ -276,19 +296,27 @@ PRESETS = {
     "drm-104k": Preset(drm, DRM_104K, "the emitter on bytes: 64 coordinates, 8 directions", DRM),
     "drm-3m": Preset(drm, DRM_3M, "256 coordinates, 16 directions", DRM),
     "drm-37m": Preset(drm, DRM_37M, "1024 coordinates, 32 directions on factorised bases", DRM),
-    "transformer-tiny": Preset(transformer, TINY, "full attention, as large as perspective-tiny", BASELINE),
-    "transformer-20m": Preset(transformer, M20, "full attention, as large as perspective-20m", BASELINE),
-    "transformer-125m": Preset(transformer, M125, "full attention, as large as perspective-125m", BASELINE),
-    "gpt2-tiny": Preset(gpt2, GPT2_TINY | {"hidden": 536}, "GPT-2 as large as perspective-tiny", BASELINE),
-    "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m", BASELINE),
-    "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m", BASELINE),
+    "transformer-tiny": Preset(
+        transformer, TINY, "full attention, as large as perspective-tiny-dense", BASELINE
+    ),
+    "transformer-20m": Preset(
+        transformer, M20, "full attention, as large as perspective-20m-dense", BASELINE
+    ),
+    "transformer-125m": Preset(
+        transformer, M125, "full attention, as large as perspective-125m-dense", BASELINE
+    ),
+    "gpt2-tiny": Preset(
+        gpt2, GPT2_TINY | {"hidden": 536}, "GPT-2 as large as perspective-tiny-dense", BASELINE
+    ),
+    "gpt2-20m": Preset(gpt2, GPT2_20M, "GPT-2 as large as perspective-20m-dense", BASELINE),
+    "gpt2-125m": Preset(gpt2, GPT2_125M, "GPT-2 as large as perspective-125m-dense", BASELINE),
     "gpt2-124m": Preset(gpt2, GPT2_124M, "GPT-2 as published: its weights fit", BASELINE),
-    "gla-tiny": Preset(gla, GLA_TINY, "gated linear attention, as large as perspective-tiny", BASELINE),
-    "gla-20m": Preset(gla, GLA_20M, "gated linear attention, as large as perspective-20m", BASELINE),
-    "gla-125m": Preset(gla, GLA_125M, "gated linear attention, as large as perspective-125m", BASELINE),
-    "ssd-tiny": Preset(ssd, SSD_TINY, "Mamba-2, as large as perspective-tiny", BASELINE),
-    "ssd-20m": Preset(ssd, SSD_20M, "Mamba-2, as large as perspective-20m", BASELINE),
-    "ssd-125m": Preset(ssd, SSD_125M, "Mamba-2, as large as perspective-125m", BASELINE),
+    "gla-tiny": Preset(gla, GLA_TINY, "gated linear attention, as large as perspective-tiny-dense", BASELINE),
+    "gla-20m": Preset(gla, GLA_20M, "gated linear attention, as large as perspective-20m-dense", BASELINE),
+    "gla-125m": Preset(gla, GLA_125M, "gated linear attention, as large as perspective-125m-dense", BASELINE),
+    "ssd-tiny": Preset(ssd, SSD_TINY, "Mamba-2, as large as perspective-tiny-dense", BASELINE),
+    "ssd-20m": Preset(ssd, SSD_20M, "Mamba-2, as large as perspective-20m-dense", BASELINE),
+    "ssd-125m": Preset(ssd, SSD_125M, "Mamba-2, as large as perspective-125m-dense", BASELINE),
 }
 
 

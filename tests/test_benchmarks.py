@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"pdr_scan": [], "decode": [], "train": ["--dtypes", "bfloat16"], "precision": [], "systems": []}
+SCRIPTS = {
+    "pdr_scan": [],
+    "decode": [],
+    "train": ["--dtypes", "bfloat16"],
+    "precision": [],
+    "systems": [],
+    "routing": ["--jobs", "2"],
+    "routed_ffn": [],
+}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -81,7 +89,7 @@ def test_decode(results):
 
 
 def test_train(results):
-    models = {"perspective-20m", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
+    models = {"perspective-20m-dense", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
     for run in results("train")["runs"]:
         assert set(run["models"]) == models
         counts = [model["parameters"] for model in run["models"].values()]
@@ -121,9 +129,35 @@ def test_precision(results):
         assert found[key]["seed_deviation"] > 0
 
 
+def test_routing(results):
+    found = results("routing")
+    assert [(cell["router"], cell["seed"]) for cell in found["cells"]] == [
+        (router, seed) for seed in (0, 1) for router in ("torus", "switch")
+    ]
+    for router, side in found["routers"].items():
+        own = [cell for cell in found["cells"] if cell["router"] == router]
+        assert side["gini"]["mean"] == sum(cell["gini"] for cell in own) / 2
+        assert side["bars"]["gini"]["met"] == all(cell["gini"] < 0.15 for cell in own)
+        assert side["bars"]["reached"]["met"] == all(cell["least_reached"] == 1 for cell in own)
+        for cell in own:
+            assert sum(cell["heldout"]["rates"].values()) == pytest.approx(1)
+            assert len(cell["heldout"]["layers"]) == 3
+            assert all(layer["tokens"] == 511 for layer in cell["heldout"]["layers"])
+    assert len(found["torus_minus_switch"]) == 2
+
+
 def test_a_red_test_is_refused(outcomes):
     code, out, err = outcomes["red"]
     assert code != 0
     assert out == ""
     assert "test_red" in err
     assert "not measured" in err
+
+
+def test_routed_ffn(results):
+    for shape in results("routed_ffn")["shapes"]:
+        assert 0 <= shape["gini"] < 0.3
+        assert set(shape["seconds"]) == {"routed", "dense", "autograd"}
+        for spread in shape["ratio_to_dense"].values():
+            assert 0 < spread["low"] <= spread["median"] <= spread["high"]
+        assert shape["weight_bytes"]["routed"] > 3 * shape["weight_bytes"]["dense"]

@@ -10,7 +10,8 @@ import perspectron
 from perspectron import presets
 from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.errors import ConfigError
-from perspectron.ffn import RoutedConfig, SwiGLUConfig
+from perspectron.experts import RoutedConfig
+from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.pdr import PDRConfig
 
@@ -87,7 +88,7 @@ def test_defaults_are_filled_in_and_numbers_become_what_the_field_holds():
 # ---------------------------------------------------------------- mistakes in a file
 
 MIXER, FFN = ["blocks", 0, "mixer"], ["blocks", 0, "ffn"]
-FFN_KINDS = "swiglu, mlp, context_mlp, tied, routed"
+FFN_KINDS = "routed, swiglu, mlp, context_mlp, tied"
 MISTAKES = [
     (
         ["d_modle"],
@@ -180,13 +181,16 @@ def test_overrides_arrive():
     slow = config.blocks[3].mixer
     assert (slow.kind, slow.heads, slow.kv_heads, slow.window) == ("window_gqa", 6, 3, 5)
     assert config.blocks[7].ffn == SwiGLUConfig(9)
-    routed = presets.get("perspective-tiny", ffn="routed", torus=[3, 2])
-    assert routed.blocks[0].ffn == RoutedConfig(472, (3, 2))
+    routed = presets.get("perspective-tiny", torus=[3, 2], experts=6, gate="soft", bias_rate=0.0, nearest=3)
+    assert routed.blocks[0].ffn == RoutedConfig(472, (3, 2), 6, gate="soft", bias_rate=0.0, nearest=3)
+    assert presets.get("perspective-tiny", ffn="dense").blocks == presets.get("perspective-tiny-dense").blocks
     assert presets.get("perspective-tiny") == presets.get("perspective-tiny"), "no override stays behind"
 
 
 KEYS = (
-    "vocab_size, d_model, layers, hidden, rank, heads, kv_heads, window, out_norm, renorm_every, ffn, torus"
+    "vocab_size, d_model, layers, hidden, rank, heads, kv_heads, window, out_norm, renorm_every, ffn, torus, "
+    "experts, gate, nearest, temperature, router, balance, bias_rate, smooth, delta, diversity, offsets, base, "
+    "ternary, int8_activations"
 )
 
 
@@ -209,6 +213,13 @@ KEYS = (
         ({"rank": None}, "rank = None, must be of type int"),
         ({"out_norm": 1}, "out_norm = 1, must be of type bool"),
         ({"ffn": "moe"}, "ffn = 'moe', must be one of dense, routed, seed"),
+        ({"experts": 9}, "experts = 9, must be the 8 that fill a torus of (4, 2)"),
+        ({"gate": "hard"}, "gate = 'hard', must be one of none, straight_through, soft"),
+        ({"router": "hash"}, "router = 'hash', must be one of torus, switch"),
+        ({"nearest": 0}, "nearest = 0, must be ≥ 1"),
+        ({"temperature": 0}, "temperature = 0.0, must be > 0"),
+        ({"balance": -1}, "balance = -1.0, must be ≥ 0"),
+        ({"bias_rate": -0.1}, "bias_rate = -0.1, must be ≥ 0"),
         ({"torus": 8}, "torus = 8, must be of type list"),
         ({"torus": []}, "torus = (), must be one or more lengths ≥ 1"),
         ({"torus": [2, 0]}, "torus = (2, 0), must be one or more lengths ≥ 1"),

@@ -14,8 +14,8 @@ from perspectron.train.optim import OptimConfig, adamw
 
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [
-    *("perspective-tiny", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
-    *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m", "transformer-20m"),
+    *("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
+    *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m-dense", "transformer-20m"),
 ]
 
 

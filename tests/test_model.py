@@ -1,6 +1,6 @@
 """The language model: one answer for any way of reading, initialisation, census, routed experts.
 
-Shapes: B batch, T time, D model width, N tokens, E experts, A axes.
+Shapes: B batch, T time, D model width.
 """
 
 import dataclasses
@@ -9,20 +9,19 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import perspectron
 from perspectron import presets
 from perspectron.config import BlockConfig, FFNConfig, ModelConfig
 from perspectron.errors import ConfigError
-from perspectron.ffn import RoutedConfig, RoutedSwiGLU, SwiGLUConfig, TiedConfig
+from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.ffn import SwiGLUConfig, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.pdr import PDR, PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import pdr
-from perspectron.routing import distance2, lattice
 
 V, D = 64, 32
 GQA = WindowGQAConfig(heads=4, kv_heads=2, window=32)
@@ -144,10 +143,7 @@ def test_recomputing_gives_the_same_gradients():
         with torch.no_grad():
             state = model(ids(2, 40, seed=2)).state
         loss = model(ids(2, 70), state, targets=ids(2, 70, seed=1)).loss
-        routed = ("route_proj.weight", "route_proj.bias")
-        return list(
-            torch.autograd.grad(loss, [p for n, p in model.named_parameters() if not n.endswith(routed)])
-        )
+        return list(torch.autograd.grad(loss, list(model.parameters())))
 
     plain = gradients(False)
     assert len(calls) == 2
@@ -194,7 +190,7 @@ def test_a_seed_gives_the_same_model_and_another_seed_another():
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     drawn = [name for name in weights[0] if not torch.equal(weights[0][name], weights[2][name])]
-    starts_fixed = "gates_HL"  # how lenses mix
+    starts_fixed = ("gates_HL", "offset_EA")  # how lenses mix, where experts stand
     matrices = [n for n, weight in weights[0].items() if weight.ndim > 1 and not n.endswith(starts_fixed)]
     assert set(matrices) <= set(drawn)
     assert all(weight.isfinite().all() for weight in weights[0].values())
@@ -229,7 +225,7 @@ def test_a_model_from_the_meta_device_is_whole_once_its_weights_are_loaded():
 
 
 def test_initial_weights_are_as_documented():
-    model = perspectron.build(presets.get("perspective-tiny", renorm_every=7), 0)
+    model = perspectron.build(presets.get("perspective-tiny-dense", renorm_every=7), 0)
     block = model.blocks[0]
     assert block.mixer.p_proj.bias.sigmoid().sub(0.95).abs().max() < 1e-4
     noise = block.mixer.p_proj.weight - torch.eye(128)
@@ -310,13 +306,13 @@ def test_what_all_experts_share_is_a_model_of_its_own():
     shapes, own = ({name: p.shape for name, p in model.named_parameters()} for model in (whole, shared))
     assert own.items() <= shapes.items()
     rest = {name.split(".", 2)[2] for name in shapes.keys() - own.keys()}
-    assert rest == {"ffn.route_proj.weight", "ffn.route_proj.bias",
+    assert rest == {"ffn.route_proj.weight", "ffn.route_proj.bias", "ffn.offset_EA",
                     "ffn.gate_EFD", "ffn.up_EFD", "ffn.down_EDF"}  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", ["tiny", "20m", "125m"])
 def test_twins_are_equal_in_width_depth_and_within_2_percent_in_size(scale):
-    a, b = (on_meta(f"{design}-{scale}") for design in ("perspective", "transformer"))
+    a, b = on_meta(f"perspective-{scale}-dense"), on_meta(f"transformer-{scale}")
     assert abs(size(b) / size(a) - 1) < 0.02
     for key in ("d_model", "vocab_size"):
         assert getattr(a.config, key) == getattr(b.config, key)
@@ -326,7 +322,7 @@ def test_twins_are_equal_in_width_depth_and_within_2_percent_in_size(scale):
 
 def test_a_twin_follows_overridden_sizes():
     changed = {"layers": 6, "rank": 64, "hidden": 400}
-    a, b = (presets.get(f"{design}-tiny", **changed) for design in ("perspective", "transformer"))
+    a, b = (presets.get(name, **changed) for name in ("perspective-tiny-dense", "transformer-tiny"))
     with torch.device("meta"):
         assert abs(size(LanguageModel(b)) / size(LanguageModel(a)) - 1) < 0.02
     assert len(b.blocks) == 6
@@ -344,90 +340,12 @@ def test_heads_must_divide_the_width(name):
 # ---------------------------------------------------------------- routed experts
 
 
-def routed(torus: tuple[int, ...], dtype: torch.dtype = torch.float64) -> RoutedSwiGLU:
-    module = RoutedSwiGLU(D, RoutedConfig(12, torus))
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        module.route_proj.weight.normal_(0, 0.3, generator=draw)
-        module.init_weights(draw)
-    return module.to(dtype)
-
-
-def nearest(z_A: list[float], torus: tuple[int, ...]) -> int:
-    """The nearest cell, from coordinates counted by hand."""
-    best = []
-    for e in range(torch.tensor(torus).prod().item()):
-        rest, d2 = e, 0.0
-        for n, z in zip(torus, z_A, strict=True):
-            apart = abs(z - (rest % n + 0.5) / n) % 1
-            d2 += min(apart, 1 - apart) ** 2
-            rest //= n
-        best.append((d2, e))
-    return min(best)[1]
-
-
-@pytest.mark.parametrize("torus", [(8, 4, 4), (3,), (2, 5), (1,)])
-def test_experts_equal_a_loop_over_tokens(torus):
-    module = routed(torus)
-    x = torch.randn(3, 40, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    y, aux = module(x)
-    reached = set()
-    for b in range(3):
-        for t in range(40):
-            e = nearest(module.route_proj(x[b, t]).tolist(), torus)
-            gate, up = module.gate_EFD[e] @ x[b, t], module.up_EFD[e] @ x[b, t]
-            expected = module.down_EDF[e] @ (F.silu(gate) * up)
-            torch.testing.assert_close(y[b, t], expected, rtol=1e-12, atol=1e-12)
-            reached.add(e)
-    assert aux == {} and len(reached) > 0.4 * module.gate_EFD.shape[0]
-    torch.testing.assert_close(module(x[:1, :1])[0], y[:1, :1], rtol=1e-12, atol=1e-12)
-
-
-def test_an_expert_nobody_reaches_gets_no_gradient():
-    module = routed((4, 2))
-    x = torch.randn(1, 3, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    reached = {nearest(z.tolist(), (4, 2)) for z in module.route_proj(x[0])}
-    module(x)[0].square().sum().backward()
-    for weight in (module.gate_EFD, module.up_EFD, module.down_EDF):
-        for e in range(8):
-            assert (weight.grad[e].abs().max() > 0) == (e in reached)
-    assert module.route_proj.weight.grad is None
-
-
-def test_idle_parameters_are_those_a_token_does_not_touch():
-    module = routed((4, 2))
-    module(torch.ones(1, 1, D, dtype=torch.float64))[0].sum().backward()
-    touched = sum(int((w.grad != 0).sum()) for w in (module.gate_EFD, module.up_EFD, module.down_EDF))
-    router = module.route_proj.weight.numel() + module.route_proj.bias.numel()
-    assert size(module) - module.idle_parameters() == touched + router
-
-
 @pytest.mark.parametrize("pieces", [[1], [13, 14, 90], range(1, 120)], ids=["1", "some", "steps"])
 def test_prefill_equals_steps_with_experts(pieces):
     model = widened(perspectron.build(config(PDRConfig(8), GQA, ffn=RoutedConfig(16, (3, 2))))).double()
     whole = model(ids(2, 120)).logits.detach()
     with torch.inference_mode():
         torch.testing.assert_close(read(model, ids(2, 120), pieces), whole, rtol=1e-9, atol=1e-9)
-
-
-def test_lattice_counts_x_fastest():
-    centre_EA = lattice((8, 4, 4))
-    assert centre_EA.shape == (128, 3)
-    for x, y, z in [(0, 0, 0), (7, 0, 0), (0, 1, 0), (3, 2, 1), (7, 3, 3)]:
-        expected = [(x + 0.5) / 8, (y + 0.5) / 4, (z + 0.5) / 4]
-        assert centre_EA[x + 8 * y + 32 * z].tolist() == expected
-
-
-def test_distances_wrap_around():
-    query = torch.tensor([[0.95, 0.5]], dtype=torch.float64)
-    centre = torch.tensor([[0.05, 0.5], [0.05, 0.4], [0.45, 0.0]], dtype=torch.float64)
-    expected = torch.tensor([[0.01, 0.02, 0.5]], dtype=torch.float64)
-    for turn in ([0, 0], [1, 0], [-3, 2], [0, -1]):
-        moved = query + torch.tensor(turn)
-        torch.testing.assert_close(distance2(moved, centre), expected, rtol=1e-9, atol=1e-9)
-    cells = lattice((8,)).double()
-    for z, cell in ((0.99, 7), (1.03, 0), (-0.01, 7), (0.13, 1), (-7.99, 0)):
-        assert distance2(torch.tensor([[z]], dtype=torch.float64), cells).argmin() == cell
 
 
 # ---------------------------------------------------------------- options of PDR

@@ -67,6 +67,9 @@ def _parameters(config: ModelConfig, counted: Census) -> Table:
         table.add_row(kind, f"{group.modules:,}", each, f"{group.parameters:,}")
     table.add_row("parameters", "", "", f"{counted.parameters:,}", style="bold")
     table.add_row("active for a token", "", "", f"{counted.active_parameters:,}", style="bold")
+    if counted.shard_bytes:
+        scales = f"scales {counted.scale_bytes:,}"
+        table.add_row("bytes of an expert in ternary", "", f"{counted.shard_bytes:,}", scales)
     return table
 
 
@@ -96,6 +99,7 @@ def _claims(name: str, counted: Census) -> Table | None:
             ("all parameters", billions(counted.parameters), "1,046.2 B", "topology §3.3"),
             ("active parameters", billions(counted.active_parameters), "14.95 B", "topology §3.3"),
             ("expert parameters", billions(counted.groups["experts"].parameters), "1,039 B", "topology §3.2"),
+            ("ternary expert, bytes", f"{counted.shard_bytes:,}", "27 MB", "topology §4"),
             ("PDR FLOPs, a layer", f"{flops / 1e6:.1f} M", "110 M", "pdr §4.1"),
         ]
     elif name != "perspective-1t-dense":

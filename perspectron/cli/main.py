@@ -18,6 +18,7 @@ from perspectron.cli.inspect import Inspect
 from perspectron.cli.list import List
 from perspectron.cli.prune_attention import PruneAttention
 from perspectron.cli.quickstart import Quickstart
+from perspectron.cli.routes import ShowRoutes
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.train import Train, from_toml
 from perspectron.errors import ConfigError, PerspectronError
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Any] = {
     "inspect": Inspect,
     "list": List,
     "prune-attention": PruneAttention,
+    "routes": ShowRoutes,
     "tokenize": Tokenize,
 }
 

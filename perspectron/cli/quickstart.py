@@ -22,6 +22,7 @@ from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
+MODELS = {"perspective": "perspective-tiny-dense", "transformer": "transformer-tiny"}
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,21 @@ class Quickstart:
     def __call__(self) -> int:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {self.data}")
-        sizes = presets.PRESETS["perspective-tiny"].sizes
+        sizes = presets.PRESETS["perspective-tiny-dense"].sizes
         Tokenize(data=self.data, out=self.out / "corpus", vocab_size=sizes["vocab_size"])()
         console.print(
-            "\n[bold]2  Training[/]  perspective-tiny, then its twin, on the same tokens in the same order"
+            "\n[bold]2  Training[/]  perspective-tiny-dense, then its twin, on the same tokens in the same order"
         )
-        for name in ("perspective", "transformer"):
-            config = RunConfig(presets.get(f"{name}-tiny"), self._training())
+        for name, preset in MODELS.items():
+            config = RunConfig(presets.get(preset), self._training())
             stopped = fit(self.out / name, config)
             if stopped:
                 return stopped
         console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz saw no other text")
         console.print(self._comparison())
-        console.print("\n[bold]4  Generation[/]  of perspective-tiny, then continued from the state on disk")
+        console.print(
+            "\n[bold]4  Generation[/]  of perspective-tiny-dense, then continued from the state on disk"
+        )
         self._conversation(console)
         console.print(f"\ndone in {time.perf_counter() - start:.0f} s; go on with one of these:")
         console.print(
@@ -83,7 +86,7 @@ class Quickstart:
         table.add_column("")
         for column in ("bits per byte", "parameters", "state at 8,192 tokens"):
             table.add_column(column, justify="right")
-        for name in ("perspective", "transformer"):
+        for name in MODELS:
             model, tokenizer = perspectron.load(self.out / name)
             bits = read_metrics(self.out / name)[-1]["heldout_bits_per_byte"]
             size = sum(parameter.numel() for parameter in model.parameters())

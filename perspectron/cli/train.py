@@ -5,18 +5,21 @@ import math
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from perspectron import presets
 from perspectron.config import ModelConfig, load, one_of, require
+from perspectron.data import Shards, Tokenizer
+from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.train import checkpoint
-from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.loop import CURVE, Metrics, Trainer
 from perspectron.train.prepare import prepare
+from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Train:
     Go on: perspectron train --resume runs/mine
 
     Your own sizes: --set rank=64 window=256
+
+    By stages, from one network to ternary experts on a torus: --recipe staged
     """
 
     out: Path | None = None
@@ -41,6 +46,9 @@ class Train:
     config: Path | None = None
     """TOML file with [model] (preset and sizes) and [train] tables; flags override it."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    recipe: Literal["plain", "staged"] = "plain"
+    """ "staged": dense, clone, differentiate, ternary, align, router; the steps are those of all stages."""
+    staged: StagedConfig = field(default_factory=StagedConfig)
     json: bool = False
     """Print metrics as JSON lines instead of a progress bar."""
 
@@ -54,16 +62,19 @@ class Train:
         assert self.out is not None
         if (self.out / "config.json").exists():
             raise ConfigError(f"out = '{self.out}', must be a new folder; go on with --resume {self.out}")
-        train = replace(self.train, data=resolved(self.train.data))
-        return fit(self.out, RunConfig(self.model(), train), as_json=self.json)
+        places: dict[str, Any] = {"data": resolved(self.train.data)}
+        places |= {name: resolved(getattr(self.train, name)) for name in ("init", "teacher")}
+        recipe = self.staged if self.recipe == "staged" else None
+        config = RunConfig(self.model(), replace(self.train, **places), recipe)
+        return fit(self.out, config, as_json=self.json)
 
     def model(self) -> ModelConfig:
         return presets.get(self.preset, **dict(map(assignment, self.set)))
 
 
 def resolved(data: str) -> str:
-    """A corpus by its full path, so that a run goes on from any folder."""
-    return data if data == "stdlib" else str(Path(data).resolve())
+    """A corpus or a run by its full path, so that a run goes on from any folder."""
+    return data if data in ("stdlib", "") else str(Path(data).resolve())
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -83,29 +94,31 @@ def from_toml(path: str) -> Train:
     except (OSError, ValueError) as error:
         raise ConfigError(f"config = {path!r}, must be a readable TOML file ({error})") from None
     for name in tables:
-        one_of(name, ("model", "train"), f"{path}: table")
+        one_of(name, ("model", "train", "staged"), f"{path}: table")
     model = dict(tables.get("model", {}))
     preset = model.pop("preset", Train.preset)
     sizes = tuple(f"{key}={json.dumps(value)}" for key, value in model.items())
-    return Train(preset=preset, set=sizes, train=load(TrainConfig, tables.get("train", {}), f"{path}: train"))
+    train = load(TrainConfig, tables.get("train", {}), f"{path}: train")
+    stages = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
+    recipe: Literal["plain", "staged"] = "staged" if "staged" in tables else "plain"
+    return Train(preset=preset, set=sizes, train=train, recipe=recipe, staged=stages)
 
 
 def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    if config.recipe is not None:
+        plan(run, config)  # what it cannot do, it says before the text is read
+        pick_device(config.train.device)
     tokenizer, shards, summary = prepare(run, config)
     if tokenizer.vocab_size < config.model.vocab_size:
         config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
     config = same_as_before(run, config)
+    if config.recipe is not None:
+        console.print(summary)
+        return _fit_staged(run, config, tokenizer, shards, as_json, console)
     trainer = Trainer(run, config, tokenizer, shards)
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     console.print(summary)
-    console.print(
-        f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {trainer.config.train.dtype}, "
-        f"{trainer.device}, step {trainer.progress.step} of {config.train.steps}"
-    )
-    if trainer.damaged is not None:
-        console.print(f"warning: {trainer.damaged}; going on from step {trainer.progress.step}")
     stopped = _fit(trainer, as_json, console)
     if stopped is not None:
         console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
@@ -113,6 +126,34 @@ def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console
     if trainer.best < math.inf:
         console.print(f"best held-out: {trainer.best:.3f} bits per byte; curve: {run / CURVE}")
     return 0
+
+
+def _fit_staged(
+    run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards, as_json: bool, console: Console
+) -> int:
+    def train(trainer: Trainer, stage: Stage) -> int | None:
+        console.print(f"{stage.number}  {stage.name}")
+        return _fit(trainer, as_json, console, {"stage": stage.name})
+
+    def report(row: Row) -> None:
+        if as_json:
+            print(json.dumps(row), flush=True)
+        console.print(stage_line(row))
+
+    stopped = staged(run, config, tokenizer, shards, fit=train, report=report)
+    if stopped is not None:
+        console.print(f"stopped and saved; go on with --resume {run}")
+        return 128 + stopped
+    console.print(f"stages: {run / ROWS}; curve: {run / CURVE}")
+    return 0
+
+
+def stage_line(row: Row) -> str:
+    """How a stage ended, in words."""
+    text = f"   {row['stage']}: held-out {row['heldout_bits_per_byte']:.3f} bits per byte"
+    if row["layers"]:
+        text += f", Gini {row['gini']:.3f}, reach {row['reach']:.2f}, delta {row['delta']:.3f}"
+    return text
 
 
 def same_as_before(run: Path, config: RunConfig) -> RunConfig:
@@ -128,10 +169,20 @@ def same_as_before(run: Path, config: RunConfig) -> RunConfig:
     return saved
 
 
-def _fit(trainer: Trainer, as_json: bool, console: Console) -> int | None:
-    steps = trainer.config.train.steps
+def _fit(
+    trainer: Trainer, as_json: bool, console: Console, beside: dict[str, str] | None = None
+) -> int | None:
+    """Train to the end with a bar, or with JSON lines, each of which also says what is `beside`."""
+    config, steps = trainer.config, trainer.config.train.steps
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    console.print(
+        f"{config.model.name}: {parameters / 1e6:.1f} M parameters, {config.train.dtype}, "
+        f"{trainer.device}, step {trainer.progress.step} of {steps}"
+    )
+    if trainer.damaged is not None:
+        console.print(f"warning: {trainer.damaged}; going on from step {trainer.progress.step}")
     if as_json:
-        return trainer.fit(report=lambda line: print(json.dumps(line), flush=True))
+        return trainer.fit(report=lambda line: print(json.dumps((beside or {}) | line), flush=True))
     columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s", "{task.fields[held]}")
     with Progress(
         TextColumn("step {task.completed}/{task.total}"),

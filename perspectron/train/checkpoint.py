@@ -23,6 +23,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
 from perspectron.model import LanguageModel
+from perspectron.quant.ternary import SHARE
 from perspectron.train.config import RunConfig
 
 FORMAT = "perspectron-checkpoint-1"
@@ -197,7 +198,7 @@ def restore(
         raise CheckpointError(
             f"{checkpoint.path}: of tokenizer {checkpoint.tokenizer[:12]}, not {tokenizer.fingerprint[:12]}"
         )
-    _load_weights(checkpoint.path / MODEL, model)
+    _fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
     if optimizer is None:
         return
     if TRAINING not in checkpoint.files:
@@ -213,9 +214,20 @@ def restore(
         }
 
 
-def _load_weights(path: Path, model: LanguageModel) -> None:
+def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Give `model` the weights that `load_run` finds; how far experts are converted stays its own.
+    CheckpointError when they are of other shapes or names, or of another tokenizer."""
+    source, its = load_run(run)
+    if its.fingerprint != tokenizer.fingerprint:
+        raise CheckpointError(f"{run}: of tokenizer {its.fingerprint[:12]}, not {tokenizer.fingerprint[:12]}")
+    weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
+    own = {name: value for name, value in model.state_dict().items() if name.endswith(SHARE)}
+    _fill(model, weights | own, run)
+
+
+def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        model.load_state_dict(_tensors(path))
+        model.load_state_dict(tensors)
     except RuntimeError as error:
         raise CheckpointError(
             f"{path}: weights of another model ({str(error).splitlines()[-1].strip()})"

@@ -41,6 +41,20 @@ class TrainConfig:
     """Steps between checkpoints; 0 is only at the end and at a new best."""
     keep: int = 2
     """Newest checkpoints kept, beside the best."""
+    init: str = ""
+    """Folder of a run whose weights to start from, in place of new ones."""
+    only: tuple[str, ...] = ()
+    """Train only the parameters whose names match one of these, such as "*.route_proj.*"; without one, all."""
+    ternary_from: float = 0.0
+    """Share of the steps before experts that are to be ternary begin to be."""
+    ternary_until: float = 0.5
+    """Share of the steps after which they are."""
+    teacher: str = ""
+    """Folder of a run to learn from beside the text (distillation by forward KL)."""
+    teacher_weight: float = 1.0
+    """Of what the teacher says against what the text says."""
+    teacher_temperature: float = 1.0
+    """Over which both models' probabilities are compared."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
@@ -51,9 +65,43 @@ class TrainConfig:
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         one_of(self.dtype, ("auto", "float32", "bfloat16"), "dtype")
+        require(0 <= self.ternary_from <= 1, "ternary_from", self.ternary_from, "in [0, 1]")
+        least = self.ternary_from
+        require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
+        require(self.teacher_weight >= 0, "teacher_weight", self.teacher_weight, "≥ 0")
+        require(self.teacher_temperature > 0, "teacher_temperature", self.teacher_temperature, "> 0")
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """The staged recipe: the steps' shares of its stages, what is left being the router's, and how they go."""
+
+    dense_share: float = 0.25
+    """Of the steps: one network that all experts will start from."""
+    differentiate_share: float = 0.35
+    """Of the steps: experts, copies of it at first, go apart."""
+    ternary_share: float = 0.3
+    """Of the steps: their matrices become ternary."""
+    distill: float = 0.0
+    """Weight of learning from the float experts while they become ternary, and while the router follows them."""
+
+    def __post_init__(self) -> None:
+        for name in ("dense_share", "differentiate_share", "ternary_share"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        given = self.dense_share + self.differentiate_share + self.ternary_share
+        require(given < 1, "dense_share + differentiate_share + ternary_share", given, "< 1")
+        require(self.distill >= 0, "distill", self.distill, "≥ 0")
 
 
 @dataclass(frozen=True)
 class RunConfig:
+    """recipe: by stages; the model is then that of the last one."""
+
     model: ModelConfig
     train: TrainConfig
+    recipe: StagedConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("init", "only", "teacher") if self.recipe else ():
+            given = getattr(self.train, name)
+            require(not given, name, given, "left out with a recipe, whose stages each have their own")

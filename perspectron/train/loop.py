@@ -1,6 +1,7 @@
 """The training loop: from a run's config and data to checkpoints, metrics and a curve."""
 
 import contextlib
+import fnmatch
 import json
 import math
 import signal
@@ -20,17 +21,20 @@ from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.device import pick_device
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.eval.perplexity import Heldout, heldout
-from perspectron.files import atomic, remove
+from perspectron.files import atomic, remove, write_json
 from perspectron.model import build
+from perspectron.quant import ternary
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Progress
 from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw, draw_terms
+from perspectron.train.distill import Teacher
+from perspectron.train.measure import matrices, means
 from perspectron.train.optim import adamw, learning_rate
 from perspectron.train.precision import autocast, faster
 
 Metrics = dict[str, Any]
-METRICS, CURVE, TERMS = "metrics.jsonl", "loss.svg", "terms.svg"
+METRICS, CURVE, TERMS, TERNARY = "metrics.jsonl", "loss.svg", "terms.svg", "ternary.json"
 
 
 class Trainer:
@@ -56,6 +60,11 @@ class Trainer:
         torch.manual_seed(train.seed)
         self.model = build(config.model, train.seed).to(self.device)
         self.model.recompute = train.recompute
+        freeze(self.model, train.only)
+        self.teacher = None
+        if train.teacher:
+            weight, temperature = train.teacher_weight, train.teacher_temperature
+            self.teacher = Teacher(Path(train.teacher), tokenizer, self.device, weight, temperature)
         if train.dtype == "auto":
             batch = self.loader.next_batch()
             train = replace(train, dtype=faster(self.model, batch, self.device))
@@ -98,6 +107,8 @@ class Trainer:
         else:
             if self.damaged:
                 raise self.damaged
+            if self.config.train.init:
+                checkpoint.start_from(Path(self.config.train.init), self.model, self.tokenizer)
         for path in damaged:
             checkpoint.set_aside(path)
         measured = [c.progress.heldout for c in checkpoint.found_in(self.run_dir)]
@@ -149,6 +160,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.set_step(self.progress.step)
+        start_at, end_at = train.ternary_from * train.steps, train.ternary_until * train.steps
+        ternary.set_share(self.model, ternary.share_at(self.progress.step, start_at, end_at))
         loss, aux = 0.0, dict[str, float]()
         for _ in range(train.accumulate):
             part, terms = self._backward(self.loader.next_batch())
@@ -181,11 +194,12 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> tuple[float, dict[str, float]]:
         """One batch's gradients; its loss, and what the model reports beside it."""
-        ids, targets, reset = (
-            None if x is None else x.to(self.device) for x in (batch.ids_BT, batch.targets_BT, batch.reset_BT)
-        )
+        ids, targets = batch.ids_BT.to(self.device), batch.targets_BT.to(self.device)
+        reset = None if batch.reset_BT is None else batch.reset_BT.to(self.device)
         with autocast(self.device, self.config.train.dtype):
             output = self._forward(ids, targets=targets, reset_BT=reset)
+            if self.teacher is not None:
+                output.aux["distill"] = self.teacher.term(output.logits, ids, targets, reset)
         loss: Tensor = output.objective()
         value = loss.item()
         if not math.isfinite(value):
@@ -202,7 +216,8 @@ class Trainer:
         raise NonFiniteError(f"step {self.progress.step + 1}: gradient is not finite in {first}")
 
     def measure(self) -> Metrics:
-        """Held-out loss at this step."""
+        """Held-out loss at this step. While experts are being made ternary it is written, but is none to choose
+        a checkpoint by: the model is not yet what it shall be."""
         train = self.config.train
         result: Heldout = heldout(
             self.model,
@@ -215,14 +230,19 @@ class Trainer:
         )
         if not math.isfinite(result.bits_per_byte):
             raise NonFiniteError(f"step {self.progress.step}: held-out loss is {result.bits_per_byte}")
-        self.progress = replace(self.progress, heldout=result.bits_per_byte)
-        self.best = min(self.best, result.bits_per_byte)
-        return {
+        if ternary.converted(self.model):
+            self.progress = replace(self.progress, heldout=result.bits_per_byte)
+            self.best = min(self.best, result.bits_per_byte)
+        line: Metrics = {
             "step": self.progress.step,
             "heldout_bits_per_byte": result.bits_per_byte,
             "heldout_perplexity": result.perplexity,
             "heldout_tokens": result.tokens,
         }
+        if found := matrices(self.model):
+            write_json(self.run_dir / TERNARY, {"step": self.progress.step, "matrices": found})
+            line["ternary"] = means(found)
+        return line
 
     def save(self) -> Path:
         """Write a checkpoint of this step, unless it is there."""
@@ -239,6 +259,18 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def freeze(model: nn.Module, only: tuple[str, ...]) -> None:
+    """All but the parameters whose names match one of these patterns; none without a pattern. ConfigError for a
+    pattern that matches no name."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in only:
+        require(
+            bool(fnmatch.filter(names, pattern)), "only", pattern, "the name of a parameter, or a pattern"
+        )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only))
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:

@@ -46,11 +46,12 @@ class OptimConfig:
 
 
 def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """One group of matrices, which decay, and one of vectors (norms, biases), which do not. A module names in
-    `no_decay` those of its parameters that are vectors of a head each, stacked."""
+    """One group of matrices, which decay, and one of vectors (norms, biases), which do not; none of what is frozen. A
+    module names in `no_decay` those of its parameters that are vectors of a head each, stacked."""
     stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
-    matrices = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in stacked]
-    vectors = [p for p in model.parameters() if p.ndim < 2 or id(p) in stacked]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in stacked]
+    vectors = [p for p in trained if p.ndim < 2 or id(p) in stacked]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

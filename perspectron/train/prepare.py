@@ -4,6 +4,7 @@ from pathlib import Path
 
 from perspectron.data import Corpus, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError, DataError
+from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 
 
@@ -11,10 +12,10 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
     """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
     `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
-    beside it). The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only
-    compared; a corpus is encoded into RUN/data, and an encoding that was interrupted goes on. DataError as the
-    data room raises it, and when shards and tokenizer do not belong together; ConfigError when the model has
-    fewer ids than the tokenizer.
+    beside it). A run that starts from another, or learns from one, has its tokenizer. The tokenizer is kept as
+    RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded into
+    RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and when shards
+    and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer.
     """
     source, kept = config.train.data, run / "tokenizer.json"
     resumes = (run / "config.json").is_file()
@@ -26,8 +27,12 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
         summary = f"{source}, as encoded before"
     else:
         corpus = open_corpus(source, config.train.heldout)
-        texts = (document.text for document in corpus.documents("train"))
-        tokenizer = Tokenizer.load(kept) if resumes else Tokenizer.train(texts, config.model.vocab_size)
+        origin = config.train.init or config.train.teacher
+        if resumes or origin:
+            tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
+        else:
+            texts = (document.text for document in corpus.documents("train"))
+            tokenizer = Tokenizer.train(texts, config.model.vocab_size)
         shards = encode(corpus, tokenizer, run / "data")
         summary = _summary(corpus, shards)
     _check(run, config, tokenizer, shards)

@@ -141,8 +141,9 @@ def test_eval_of_another_text(run, tmp_path, capsys):
 def test_inspect_of_presets_and_runs(run, capsys):
     assert main(["inspect", "perspective-1t", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["parameters"] == 1_045_670_990_004
-    assert answer["active_parameters"] == 14_941_753_524
+    assert answer["parameters"] == 1_045_671_013_044
+    assert answer["active_parameters"] == 14_941_776_564
+    assert (answer["shard_bytes"], answer["scale_bytes"]) == (27_065_344, 4 * (2 * 11008 + 4096))
     assert answer["groups"]["pdr"] == 60 * 52_428_800
     assert round(answer["flops_by_kind"]["pdr"] / 60 / 1e6) == 110
     assert len(set(answer["state_bytes"].values())) == 1

@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_prompt(perspective: LanguageModel) -> Non
         peaks.append(live.peak)
         sizes.append(state.nbytes)
     assert sizes[1] == sizes[0]
-    assert peaks[1] == peaks[0]
+    assert peaks[1] < 1.001 * peaks[0]  # experts' shares of a chunk vary
     with LiveBytes() as live:  # what is kept does count
         kept = [torch.zeros(10) + 1, torch.zeros(5)[:2]]
         torch.zeros(100)

@@ -21,6 +21,7 @@ SIZES = {
     "d_model": 32, "layers": 4, "hidden": 32, "rank": 8, "heads": 2, "kv_heads": 1, "window": 16,
     "vocab_size": 300,
 }  # fmt: skip
+PLAIN = "perspective-tiny-dense"
 TIMINGS = ("seconds", "tokens_per_second")
 
 
@@ -37,9 +38,7 @@ class Runs:
     shards: Shards
     small: Callable[..., ModelConfig] = field(default=small)
 
-    def config(
-        self, model: str | ModelConfig = "perspective-tiny", clip: float = 1.0, **train: Any
-    ) -> RunConfig:
+    def config(self, model: str | ModelConfig = PLAIN, clip: float = 1.0, **train: Any) -> RunConfig:
         settings: dict[str, Any] = {
             "steps": 14, "batch_size": 4, "seq_len": 32, "dtype": "float32", "device": "cpu",
             "eval_every": 4, "eval_tokens": 100, "save_every": 3,
@@ -48,7 +47,7 @@ class Runs:
         model = small(model) if isinstance(model, str) else model
         return RunConfig(model, TrainConfig(**settings | train))
 
-    def trainer(self, run: Path, model: str | ModelConfig = "perspective-tiny", **train: Any) -> Trainer:
+    def trainer(self, run: Path, model: str | ModelConfig = PLAIN, **train: Any) -> Trainer:
         return self.start(run, self.config(model, **train))
 
     def start(self, run: Path, config: RunConfig) -> Trainer:

@@ -244,11 +244,12 @@ def test_auto_is_settled_by_measuring_and_saved(runs, tmp_path, monkeypatch, fas
     runs.assert_same(runs.outcome(trainer), runs.outcome(told))
 
 
-def test_measuring_the_precision_leaves_no_trace(runs, tmp_path):
-    auto = runs.trainer(tmp_path / "auto", dtype="auto")
+@pytest.mark.parametrize("model", MODELS)
+def test_measuring_the_precision_leaves_no_trace(runs, tmp_path, model):
+    auto = runs.trainer(tmp_path / "auto", model, dtype="auto")
     dtype = json.loads((tmp_path / "auto" / "config.json").read_text())["train"]["dtype"]
     assert dtype in ("float32", "bfloat16")
-    told = runs.trainer(tmp_path / "told", dtype=dtype)
+    told = runs.trainer(tmp_path / "told", model, dtype=dtype)
     assert all(p.grad is None for p in auto.model.parameters())
     assert auto.loader.state_dict() == told.loader.state_dict()
     assert auto.model.fingerprint() == told.model.fingerprint()

@@ -13,12 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 import perspectron
+from perspectron import presets
 from perspectron.config import dump
 from perspectron.train import checkpoint
 from perspectron.train.loop import read_metrics
 
+EXPERTS = presets.get(
+    "perspective-tiny", vocab_size=300, d_model=32, hidden=32, rank=8, heads=2, kv_heads=1, window=16, torus=[3, 2],
+    ternary=True, int8_activations=True, base=True, diversity=0.1,
+)  # fmt: skip
 VARIANTS = [
     {},
+    {"model": "perspective-tiny"},
+    {"model": EXPERTS, "recompute": True, "accumulate": 2},
     {"model": "transformer-tiny"},
     {"accumulate": 2, "recompute": True, "clip": 0.05},
     {"clip": 0.0, "batch_size": 3, "eval_every": 0, "save_every": 0},
@@ -79,7 +86,7 @@ def assert_same_on_disk(a: Path, b: Path, config):
     assert checkpoint.load_config(a) == checkpoint.load_config(b)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant)[:60])
 def test_half_and_half_equals_whole(runs, tmp_path, variant):
     whole = runs.trainer(tmp_path / "whole", **variant)
     expected = record(whole)

@@ -1,0 +1,50 @@
+"""Learning from another run's model: its probabilities for every next token, beside the text's one token.
+
+Shapes: B batch, T time, V vocabulary, N tokens.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.data import Tokenizer
+from perspectron.data.loader import IGNORE
+from perspectron.model import LanguageModel
+from perspectron.terms import Term
+from perspectron.train import checkpoint
+
+
+class Teacher:
+    """A frozen model. Like the student's, its state is empty at each batch."""
+
+    def __init__(
+        self, run: Path, tokenizer: Tokenizer, device: torch.device, weight: float, temperature: float
+    ) -> None:
+        """CheckpointError when the run does not load; ConfigError when its tokens are others."""
+        model, its = checkpoint.load_run(run)
+        require(its.fingerprint == tokenizer.fingerprint, "teacher", str(run), "a run of the same tokenizer")
+        self.model: LanguageModel = model.requires_grad_(False).to(device)
+        self.weight, self.temperature = weight, temperature
+
+    def term(self, student_BTV: Tensor, ids_BT: Tensor, targets_BT: Tensor, reset_BT: Tensor | None) -> Term:
+        """What the student's loss has beside it."""
+        with torch.no_grad():
+            teacher_BTV = self.model(ids_BT, reset_BT=reset_BT).logits
+        counted_BT = targets_BT != IGNORE
+        value = divergence(student_BTV[counted_BT], teacher_BTV[counted_BT], self.temperature)
+        return Term(value, self.weight)
+
+
+def divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Tensor:
+    """T² · KL(teacher ‖ student) in nats, both at temperature T, mean over tokens; 0 of none.
+
+    T² keeps the gradient's size as T grows.
+    """
+    wide = torch.promote_types(student_NV.dtype, torch.float32)
+    student_NV, teacher_NV = (
+        torch.log_softmax(logits_NV.to(wide) / temperature, -1) for logits_NV in (student_NV, teacher_NV)
+    )
+    total = torch.nn.functional.kl_div(student_NV, teacher_NV, reduction="sum", log_target=True)
+    return temperature**2 * total / max(1, len(student_NV))

@@ -1,0 +1,252 @@
+"""The staged recipe: one network, copied to all experts, which go apart, become ternary, and are set on the torus so
+that those alike are neighbours; then the router learns where they went (decisions.md §2).
+
+RUN/stages/1-dense, 2-clone, 3-differentiate, 4-ternary, 5-align and 6-router are runs of their own: of a trainer, or
+weights that the one before was turned into. Each is a function of the one before, so that the recipe, stopped
+anywhere, goes on bit for bit. RUN/stages.json says how each ended, and RUN itself holds the result of the last.
+
+Shapes: E experts, F hidden width, D model width.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from perspectron.block import Block
+from perspectron.config import ModelConfig, require
+from perspectron.data import Shards, Tokenizer
+from perspectron.errors import CheckpointError
+from perspectron.eval.perplexity import heldout
+from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
+from perspectron.files import read_json, write_json
+from perspectron.model import LanguageModel, build
+from perspectron.routing import hops
+from perspectron.train import checkpoint
+from perspectron.train.align import arrange, distances
+from perspectron.train.config import RunConfig
+from perspectron.train.curve import draw
+from perspectron.train.loop import CURVE, Trainer, read_metrics
+from perspectron.train.measure import delta, experts_of, loads, mean, numbers, use
+
+Row = dict[str, Any]
+ROWS, STAGES = "stages.json", "stages"
+ROUTER = ("*.route_proj.*", "*.offset_EA")
+
+
+class Stage(NamedTuple):
+    """number: from 1. steps: 0 where weights are only rearranged. train: what differs from the run's config."""
+
+    number: int
+    name: str
+    steps: int
+    model: ModelConfig
+    train: dict[str, Any]
+
+    def folder(self, run: Path) -> Path:
+        return run / STAGES / f"{self.number}-{self.name}"
+
+
+def plan(run: Path, config: RunConfig) -> list[Stage]:
+    """The stages of a recipe in order. ConfigError when the model has no experts or a stage would have no step."""
+    recipe, steps, model = config.recipe, config.train.steps, config.model
+    assert recipe is not None
+    require(
+        bool(routed_in(model)), "recipe", "staged", f"of a model with experts, which {model.name} has not"
+    )
+    for ffn in routed_in(model):
+        require(
+            ffn.router == "torus",
+            "router",
+            ffn.router,
+            "'torus' in the staged recipe, which sets experts on it",
+        )
+        require(ffn.gate != "none", "gate", ffn.gate, "one that lets the router learn in the staged recipe")
+    shares = (recipe.dense_share, recipe.differentiate_share, recipe.ternary_share)
+    ends = [0, *(round(share * steps) for share in itertools.accumulate(shares)), steps]
+    dense, differentiate, ternary, router = (end - start for start, end in itertools.pairwise(ends))
+    require(
+        min(dense, differentiate, ternary, router) >= 1, "steps", steps, "enough for each stage to have one"
+    )
+    float_model = with_experts(model, ternary=False, int8_activations=False)
+    last = with_experts(model, ternary=True)
+    float_run = run / STAGES / "3-differentiate"
+    teacher = (
+        {"teacher": str(float_run.resolve()), "teacher_weight": recipe.distill} if recipe.distill else {}
+    )
+    only = ROUTER if all(ffn.offsets for ffn in routed_in(model)) else ROUTER[:1]
+    return [
+        Stage(1, "dense", dense, seed_of(model), {}),
+        Stage(2, "clone", 0, float_model, {}),
+        Stage(3, "differentiate", differentiate, float_model, {}),
+        Stage(4, "ternary", ternary, last, teacher),
+        Stage(5, "align", 0, last, {}),
+        Stage(6, "router", router, last, {"only": only, "ternary_from": 0.0, "ternary_until": 0.0} | teacher),
+    ]
+
+
+def routed_in(model: ModelConfig) -> list[RoutedConfig]:
+    """The configs of a model's layers of experts."""
+    return [block.ffn for block in model.blocks if isinstance(block.ffn, RoutedConfig)]
+
+
+def with_experts(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with these fields of its experts replaced."""
+    blocks = (
+        replace(b, ffn=replace(b.ffn, **changes)) if isinstance(b.ffn, RoutedConfig) else b
+        for b in model.blocks
+    )
+    return replace(model, blocks=tuple(blocks))
+
+
+def seed_of(model: ModelConfig) -> ModelConfig:
+    """The model before it has experts: layers of experts use the network of the next layer that has a SwiGLU of
+    the same width, as in the preset's "seed"; where there is none, one of their own."""
+    blocks = list(model.blocks)
+    for i, block in enumerate(model.blocks):
+        if isinstance(block.ffn, RoutedConfig):
+            own = SwiGLUConfig(block.ffn.hidden)
+            shared = [j for j in range(i + 1, len(blocks)) if model.blocks[j].ffn == own]
+            blocks[i] = replace(block, ffn=TiedConfig(shared[0]) if shared else own)
+    return replace(model, blocks=tuple(blocks))
+
+
+def staged(
+    run: Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    shards: Shards,
+    *,
+    fit: Callable[[Trainer, Stage], int | None] = lambda trainer, stage: trainer.fit(),
+    report: Callable[[Row], None] = lambda row: None,
+) -> int | None:
+    """Do what is left of the recipe in the folder `run`; `fit` trains a stage, `report` is called as each ends.
+
+    Returns the number of the signal that stopped it, or None. `tokenizer` and `shards` as `prepare` gives them.
+    """
+    stages = plan(run, config)
+    config = replace(config, model=stages[-1].model)
+    checkpoint.save_config(run, config)
+    rows: list[Row] = read_json(run / ROWS, CheckpointError) if (run / ROWS).is_file() else []
+    before: Path | None = None
+    for stage in stages:
+        folder = stage.folder(run)
+        if stage.number > len(rows):
+            tokenizer.save(folder / "tokenizer.json")
+            if stage.steps:
+                trainer = Trainer(folder, _config(config, stage, folder, before), tokenizer, shards)
+                signal = fit(trainer, stage)
+                if signal is not None:
+                    return signal
+            elif before is not None and not checkpoint.paths(folder):
+                changed = transform(stage, before, config.train.seed)
+                stands = replace(config, model=stage.model)
+                checkpoint.export(folder, stands, tokenizer, changed, checkpoint.Progress())
+            row = {"stage": stage.name, "steps": stage.steps} | measure(folder, config, tokenizer, shards)
+            rows.append(row)
+            write_json(run / ROWS, rows)
+            report(row)
+        before = folder
+    _finish(run, config, tokenizer, stages, rows[-1]["heldout_bits_per_byte"])
+    return None
+
+
+def _finish(run: Path, config: RunConfig, tokenizer: Tokenizer, stages: list[Stage], bits: float) -> None:
+    """Hold the last stage's result in the run itself, and draw the stages' losses one after another."""
+    progress = checkpoint.Progress(step=config.train.steps, heldout=bits)
+    if not checkpoint.path_of(run, progress.step).exists():
+        model, _ = checkpoint.load_run(stages[-1].folder(run))
+        checkpoint.export(run, config, tokenizer, model, progress)
+    done, lines = 0, list[dict[str, Any]]()
+    for stage in stages:
+        lines += [line | {"step": done + line["step"]} for line in read_metrics(stage.folder(run))]
+        done += stage.steps
+    draw(lines, run / CURVE)
+
+
+def _config(config: RunConfig, stage: Stage, folder: Path, before: Path | None) -> RunConfig:
+    """Of the stage's own run. Each reads the text in an order of its own, so that none sees only its beginning; a
+    dtype that was settled stays."""
+    train = config.train
+    if (folder / "config.json").is_file():
+        train = replace(train, dtype=checkpoint.load_config(folder).train.dtype)
+    optim = replace(train.optim, warmup=min(train.optim.warmup, stage.steps // 5))
+    init = "" if before is None else str(before.resolve())
+    changes: dict[str, Any] = {
+        "steps": stage.steps,
+        "seed": train.seed + stage.number - 1,
+        "init": init,
+        "optim": optim,
+    }
+    return RunConfig(stage.model, replace(train, **changes | stage.train))
+
+
+def transform(stage: Stage, before: Path, seed: int) -> LanguageModel:
+    """What "clone" and "align" make of the run before them; a router that is new is drawn from `seed`."""
+    model, _ = checkpoint.load_run(before)
+    if stage.name == "clone":
+        return clone(model, stage.model, seed)
+    for ffn in experts_of(model).values():
+        align(ffn)
+    return model
+
+
+@torch.no_grad()
+def clone(dense: LanguageModel, config: ModelConfig, seed: int) -> LanguageModel:
+    """A model with experts, each a copy of the network that its layer had: it computes the same, whatever the
+    router chooses, as long as the gate does not scale the output."""
+    model = build(config, seed)
+    known, weights = model.state_dict(), dense.state_dict()
+    model.load_state_dict(known | {name: weights[name] for name in known if name in weights})
+    pairs = zip(cast("list[Block]", model.blocks), cast("list[Block]", dense.blocks), strict=True)
+    for block, own in pairs:
+        if not isinstance(block.config.ffn, RoutedConfig):
+            continue
+        ffn, network = cast(RoutedSwiGLU, block.ffn), cast(SwiGLU, dense.ffn_of(own))
+        matrices = (network.gate_proj.weight, network.up_proj.weight, network.down_proj.weight)
+        if block.config.ffn.base:
+            for base, weight in zip(
+                (ffn.base_gate_FD, ffn.base_up_FD, ffn.base_down_DF), matrices, strict=True
+            ):
+                base.copy_(weight)
+        for copies, weight in zip((ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF), matrices, strict=True):
+            copies.copy_(weight) if not block.config.ffn.base else copies.zero_()
+    return model
+
+
+@torch.no_grad()
+def align(ffn: RoutedSwiGLU) -> None:
+    """Put experts that are alike side by side; positions and balance stay with the cells."""
+    torus = ffn.config.torus
+    expert_E = arrange(distances(numbers(ffn)), hops(torus) == 1, torus)
+    for weight in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF):
+        weight.copy_(weight[expert_E])
+
+
+def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> Row:
+    """How the run in a stage's folder ended: held-out loss; of each layer of experts how even their use is (Gini),
+    the share of them reached and how unlike neighbours are; and the means of these."""
+    model, _ = checkpoint.load_run(folder)
+    train = config.train
+    with loads(model) as found:
+        result = heldout(
+            model,
+            shards.split("heldout"),
+            tokenizer,
+            seq_len=train.seq_len,
+            batch_size=train.batch_size,
+            limit_tokens=train.eval_tokens or None,
+        )
+    layers: dict[str, dict[str, float]] = use(found)
+    for name, ffn in experts_of(model).items():
+        layers[name]["delta"] = delta(ffn)
+    return {
+        "heldout_bits_per_byte": result.bits_per_byte,
+        "heldout_perplexity": result.perplexity,
+        **{what: mean(layers, what) for what in ("gini", "reach", "delta")},
+        "layers": layers,
+    }

@@ -1,0 +1,336 @@
+"""Routes against what the experts were really given, plain loops and walks on the torus."""
+
+import itertools
+import math
+import random
+import xml.etree.ElementTree as ET
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+
+from perspectron import build, presets
+from perspectron.errors import ConfigError
+from perspectron.eval import routes, torus
+from perspectron.eval.routes import Measures, Rates, Routes, measure, summary, trace
+from perspectron.ffn import TiedConfig
+from perspectron.model import LanguageModel
+from perspectron.ops import experts
+from perspectron.routing import cells, hops, lattice
+
+SHAPES = [(1,), (2,), (3,), (5,), (8,), (4, 4), (4, 2), (1, 3), (2, 2), (2, 1, 3), (3, 4, 2), (8, 4, 4)]
+
+
+def steps_between(shape: tuple[int, ...]) -> list[list[int]]:
+    """Hops from every expert to every other, by walking from neighbour to neighbour."""
+    places = [at[::-1] for at in itertools.product(*(range(n) for n in shape[::-1]))]  # x fastest
+    ids = {at: i for i, at in enumerate(places)}
+    table = []
+    for start in places:
+        far, edge = {start: 0}, [start]
+        while edge:
+            at = edge.pop(0)
+            for axis, by in itertools.product(range(len(shape)), (-1, 1)):
+                to = (*at[:axis], (at[axis] + by) % shape[axis], *at[axis + 1 :])
+                if to not in far:
+                    far[to] = far[at] + 1
+                    edge.append(to)
+        table.append([far[at] for at in sorted(far, key=ids.__getitem__)])
+    return table
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_hops_are_the_fewest_steps(shape):
+    assert hops(shape).tolist() == steps_between(shape)
+
+
+def random_routes(shape: tuple[int, ...], B: int, T: int, seed: int = 0) -> Routes:
+    draw = torch.Generator().manual_seed(seed)
+    expert_BT = torch.randint(math.prod(shape), (B, T), generator=draw)
+    return Routes(3, "torus", shape, expert_BT, torch.rand(B, T, len(shape), generator=draw))
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (4, 2), (3, 4, 2)], ids=str)
+def test_measures_are_those_of_plain_counting(shape):
+    layer = random_routes(shape, 3, 40)
+    draw = torch.Generator().manual_seed(1)
+    reset_BT, counted_BT = (torch.rand(3, 40, generator=draw) < p for p in (0.2, 0.8))
+    found = measure(layer, reset_BT=reset_BT, counted_BT=counted_BT)
+    table, load, moved = steps_between(shape), [0] * math.prod(shape), [0] * 4
+    for row, resets, counted in zip(layer.expert_BT.tolist(), reset_BT, counted_BT, strict=True):
+        for t, expert in enumerate(row):
+            load[expert] += int(counted[t])
+            if t and counted[t] and counted[t - 1] and not resets[t]:
+                moved[min(table[row[t - 1]][expert], 3)] += 1
+    assert found.load == load
+    assert found.tokens == sum(load)
+    assert found.pairs == sum(moved) > 0
+    assert astuple(found.rates) == pytest.approx([count / sum(moved) for count in moved])
+    chance = [0.0] * 4
+    for a, b in itertools.product(range(len(load)), repeat=2):
+        chance[min(table[a][b], 3)] += load[a] * load[b] / sum(load) ** 2
+    assert astuple(found.chance) == pytest.approx(chance)
+    unfair = sum(abs(a - b) for a in load for b in load) / (2 * len(load) * sum(load))
+    assert found.gini == pytest.approx(unfair)
+    assert found.reached == sum(map(bool, load)) / len(load)
+
+
+def test_nothing_counted_and_single_tokens_have_no_rates():
+    layer = random_routes((4, 2), 2, 5)
+    nothing = measure(layer, counted_BT=torch.zeros(2, 5, dtype=torch.bool))
+    assert nothing == Measures(0, [0] * 8, 0.0, 0.0, 0, None, None)
+    alone = measure(layer, reset_BT=torch.ones(2, 5, dtype=torch.bool))
+    assert (alone.tokens, alone.pairs, alone.rates) == (10, 0, None)
+    assert summary([alone, alone]).rates is None
+    assert sum(astuple(summary([alone, alone]).chance)) == pytest.approx(1)
+
+
+def test_a_summary_is_the_mean_of_the_layers():
+    one = Measures(4, [4, 0], 0.5, 0.5, 3, Rates(1.0, 0.0, 0.0, 0.0), Rates(1.0, 0.0, 0.0, 0.0))
+    other = replace(one, gini=0.0, reached=1.0, rates=Rates(0.0, 0.5, 0.25, 0.25))
+    assert summary([one, other]).rates == Rates(0.5, 0.25, 0.125, 0.125)
+    assert (summary([one, other]).gini, summary([one, other]).reached) == (0.25, 0.75)
+
+
+# ---------------------------------------------------------------- trace
+
+
+def small(**overrides) -> LanguageModel:
+    sizes = {"d_model": 32, "layers": 4, "hidden": 16, "rank": 8, "heads": 2, "kv_heads": 1, "window": 8}
+    config = presets.get("perspective-tiny", **sizes | {"vocab_size": 300, "torus": [4, 2]} | overrides)
+    return build(config, seed=1).double()
+
+
+IDS = torch.randint(300, (2, 23), generator=torch.Generator().manual_seed(0))
+RESET = torch.zeros(2, 23, dtype=torch.bool)
+RESET[0, 9] = RESET[1, 16] = True
+
+
+@pytest.fixture
+def given(monkeypatch) -> list[torch.Tensor]:
+    """The experts that the networks were really told to use, call by call."""
+    seen, plain = [], experts.swiglu
+
+    def spy(x_ND, expert_N, *rest, **options):
+        seen.append(expert_N.clone())
+        return plain(x_ND, expert_N, *rest, **options)
+
+    monkeypatch.setattr(experts, "swiglu", spy)
+    return seen
+
+
+@pytest.mark.parametrize("router", ["torus", "switch"])
+def test_a_trace_is_what_the_experts_were_given(router, given):
+    model = small(router=router)
+    layers = trace(model, IDS, RESET)
+    assert [layer.layer for layer in layers] == [0, 1, 2]
+    assert len(given) == 3
+    for layer, expert_N in zip(layers, given, strict=True):
+        assert layer.expert_BT.tolist() == expert_N.view(2, 23).tolist()
+        assert layer.router == router
+        assert layer.expert_BT.unique().numel() > 2  # not a trivial choice
+        if router == "switch":
+            assert torch.equal(layer.query_BTA, lattice((4, 2))[layer.expert_BT])
+    given.clear()
+    model(IDS, reset_BT=RESET)
+    assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
+
+
+def test_queries_are_those_that_choose(monkeypatch):
+    """Without biases and offsets the chosen expert's cell is the one that the query falls into."""
+    model = small(bias_rate=0.0, offsets=False)
+    for layer in trace(model, IDS):
+        assert layer.query_BTA.shape == (2, 23, 2)
+        assert ((layer.query_BTA >= 0) & (layer.query_BTA < 1)).all()
+        cell_BTA = (layer.query_BTA * torch.tensor([4, 2])).long()
+        assert torch.equal(cells((4, 2))[layer.expert_BT], cell_BTA)
+
+
+def test_in_chunks_as_at_once(monkeypatch):
+    model = small()
+    whole = trace(model, IDS, RESET)
+    monkeypatch.setattr(routes, "CHUNK", 5)
+    for a, b in zip(whole, trace(model, IDS, RESET), strict=True):
+        assert torch.equal(a.expert_BT, b.expert_BT)
+        torch.testing.assert_close(a.query_BTA, b.query_BTA, rtol=0, atol=1e-9)
+
+
+def test_a_document_knows_nothing_of_the_one_before():
+    model = small()
+    after = trace(model, IDS[:1, 9:])
+    for both, alone in zip(trace(model, IDS, RESET), after, strict=True):
+        torch.testing.assert_close(both.query_BTA[:1, 9:], alone.query_BTA, rtol=0, atol=1e-9)
+    plain = trace(model, IDS)
+    assert not torch.allclose(plain[1].query_BTA[:1, 9:], after[1].query_BTA, atol=1e-4)
+
+
+def test_no_hook_stays():
+    model = small()
+    trace(model, IDS)
+    with pytest.raises(IndexError):
+        trace(model, IDS + 300)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_network_that_two_layers_share_is_seen_in_both(given):
+    config = small().config
+    blocks = (*config.blocks[:3], replace(config.blocks[0], ffn=TiedConfig(1)))
+    layers = trace(build(replace(config, blocks=blocks), seed=1).double(), IDS)
+    assert [layer.layer for layer in layers] == [0, 1, 2, 3]
+    assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
+
+
+def test_a_dense_model_has_no_routes():
+    with pytest.raises(ConfigError, match="model = 'perspective-tiny', must be one with routed layers"):
+        trace(small(ffn="dense"), IDS)
+
+
+def test_traces_join_in_rows_and_in_line():
+    parts = [[random_routes((4, 2), 1, 6, seed)] for seed in (0, 1)]
+    (below,), (line,) = routes.joined(parts, 0), routes.joined(parts, 1)
+    assert below.expert_BT.tolist() == [parts[0][0].expert_BT[0].tolist(), parts[1][0].expert_BT[0].tolist()]
+    assert torch.equal(line.query_BTA, torch.cat([part[0].query_BTA for part in parts], 1))
+    assert (line.layer, line.torus) == (3, (4, 2))
+
+
+# ---------------------------------------------------------------- kinds of text
+
+CODE = "def f(x):\n    return [y + 1 for y in x]\n"
+PROSE = "The tree stood (as ever) by the river, and nobody had asked it why.\nIt was old.\n"
+NUMBERS = "12.5, 3.25, 1999\n7, 18, 4e-3\n"
+
+
+@pytest.mark.parametrize(("text", "kind"), [(CODE, "code"), (PROSE, "prose"), (NUMBERS, "numbers")])
+def test_kinds_of_paragraphs(text, kind):
+    assert routes.kind_of(text) == kind
+
+
+def test_kinds_have_their_bounds():
+    assert routes.kind_of("123 abcdefg") == "numbers"
+    assert routes.kind_of("123 abcdefgh") == "prose"
+    assert routes.kind_of("x" * 19 + "=") == "code"
+    assert routes.kind_of("x" * 20 + "=") == "prose"
+    assert routes.kind_of(" \n") == "prose"
+
+
+def test_paragraphs_are_the_whole_text():
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices(["a", "1", " ", "\n", "\n\n", "\r\n", "=", "ü"], k=draw.randrange(30)))
+        pieces = routes.paragraphs(text)
+        assert "".join(pieces) == text
+        assert all(pieces)
+    assert routes.paragraphs("a\nb\n\nc\n \t\nd") == ["a\nb\n\n", "c\n \t\n", "d"]
+
+
+class Bytes:
+    """A tokenizer of fixed pieces: id i stands for i bytes."""
+
+    def byte_counts(self):
+        return torch.arange(10).numpy()
+
+
+def test_a_token_has_the_kind_of_where_it_begins():
+    text = "größer\n\n1 2 3\n\nx=y"  # 8 + 2, 5 + 2, 3 bytes
+    ids = [3, 6, 4, 1, 3, 1, 1, 1]  # begin at 0, 3, 9, 13, 14, 17, 18, 19
+    expected = ["prose"] * 3 + ["numbers"] * 2 + ["code"] * 3
+    assert routes.kinds(text, ids, Bytes()) == expected
+
+
+def test_the_longest_run_by_trying_all():
+    draw = random.Random(1)
+    for _ in range(200):
+        T, limit = draw.randrange(1, 12), draw.randrange(1, 6)
+        wanted = [draw.random() < 0.7 for _ in range(T)]
+        resets = [draw.random() < 0.2 for _ in range(T)]
+        best = (0, 0)
+        for start, stop in itertools.combinations(range(T + 1), 2):
+            if all(wanted[start:stop]) and not any(resets[start + 1 : stop]) and stop - start <= limit:
+                best = max(best, (start, stop), key=lambda run: (run[1] - run[0], -run[0]))
+        assert routes.longest_run(wanted, resets, limit) == best
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def test_segments_go_the_shorter_way_round_and_stay_in_the_square():
+    draw = random.Random(2)
+    wrapped = 0
+    for _ in range(200):
+        start, stop = ((draw.random(), draw.random()) for _ in "ab")
+        pieces = torus.segments(start, stop)
+        wrapped += len(pieces) > 1
+        shorter = math.dist(
+            (0, 0), [min(abs(a - b), 1 - abs(a - b)) for a, b in zip(start, stop, strict=True)]
+        )
+        assert sum(math.dist(*piece) for piece in pieces) == pytest.approx(shorter)
+        assert pieces[0][0] == pytest.approx(start)
+        assert pieces[-1][1] == pytest.approx(stop)
+        for x in itertools.chain(*itertools.chain(*pieces)):
+            assert -1e-9 <= x <= 1 + 1e-9
+        for (_, end), (begin, _) in itertools.pairwise(pieces):
+            apart = [abs(a - b) for a, b in zip(end, begin, strict=True)]
+            assert all(a == pytest.approx(0) or a == pytest.approx(1) for a in apart)
+    assert wrapped > 50
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 4), (1, 3), (4, 4, 2), (2, 2, 2, 3)], ids=str)
+def test_a_drawing_has_every_expert_and_every_query(shape, tmp_path):
+    layers = [random_routes(shape, 1, 30, seed) for seed in (0, 1)]
+    measures = [measure(layer) for layer in layers]
+    torus.draw(layers, measures, {"prose": (2, 12), "a<b": (20, 30)}, tmp_path / "routes.svg")
+    text = (tmp_path / "routes.svg").read_text()
+    root = ET.fromstring(text)
+    assert len(list(root.iter(f"{SVG}svg"))) == 1 + 2 * math.prod(shape[2:])
+    experts = math.prod(shape)
+    tips = [rect.find(f"{SVG}title").text for rect in root.iter(f"{SVG}rect") if rect.get("class") == "cell"]
+    shares = [[f"expert {e}: {m.load[e] / 30:.2%}" for e in range(experts)] for m in measures]
+    assert sorted(tips) == sorted(shares[0] + shares[1])
+    for rect in root.iter(f"{SVG}rect"):
+        if rect.get("class") == "cell":
+            expert = int(rect.find(f"{SVG}title").text.split(":")[0].split()[1])
+            x, y, wide, high = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+            middle = [(x + wide / 2) / torus.SIDE, 1 - (y + high / 2) / torus.SIDE]
+            assert middle[: len(shape)] == pytest.approx(lattice(shape)[expert, :2].tolist(), abs=1e-3)
+    assert len(list(root.iter(f"{SVG}circle"))) == 2 * 20
+    words = ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
+    assert any("prose (10 tokens) · a<b (10 tokens)" in line for line in words)
+    assert sum(line == "x" for line in words) == 2 * math.prod(shape[2:])
+    for layer in measures:
+        assert any(f"Gini {layer.gini:.2f}, same {layer.rates.same:.0%}" in line for line in words)
+
+
+def test_a_query_lies_in_the_drawing_where_it_is_on_the_torus(tmp_path):
+    """y upwards; in the slice of its third axis."""
+    query_BTA = torch.tensor([[[0.25, 0.75, 0.6], [0.95, 0.5, 0.7], [0.05, 0.5, 0.7], [0.5, 0.5, 0.2]]])
+    layer = Routes(0, "torus", (4, 4, 2), torch.zeros(1, 4, dtype=torch.int64), query_BTA)
+    torus.draw([layer], [measure(layer)], {"text": (0, 4)}, tmp_path / "routes.svg")
+    squares = list(ET.parse(tmp_path / "routes.svg").getroot().iter(f"{SVG}svg"))[1:]
+
+    def points(square):
+        found = [(float(c.get("cx")), float(c.get("cy"))) for c in square.iter(f"{SVG}circle")]
+        return [(x / torus.SIDE, 1 - y / torus.SIDE) for x, y in found]
+
+    assert points(squares[0]) == [pytest.approx((0.5, 0.5), abs=1e-3)]
+    expected = [(0.25, 0.75), (0.95, 0.5), (0.05, 0.5)]
+    assert [pytest.approx(point, abs=1e-3) for point in expected] == points(squares[1])
+    assert list(squares[0].iter(f"{SVG}path")) == []
+    (way,) = squares[1].iter(f"{SVG}path")
+    assert way.get("d").count("M") == 3  # it leaves the square on the left (0.25 to 0.95) and on the right
+    assert way.get("d").endswith("L240.0,120.0M0.0,120.0L12.0,120.0")
+
+
+def test_both_schemes_colour_what_is_drawn(tmp_path):
+    layer = random_routes((4, 4), 1, 60)
+    runs = {name: (i * 10, i * 10 + 10) for i, name in enumerate("abcdef")}
+    torus.draw([layer], [measure(layer)], runs, tmp_path / "routes.svg")
+    text = (tmp_path / "routes.svg").read_text()
+    light, dark = torus.STYLE.split("@media (prefers-color-scheme: dark)")
+    used = {name for element in ET.fromstring(text).iter() for name in (element.get("class") or "").split()}
+    coloured = used - {"title", "small", "way"}
+    assert {"w0", "p3", "back", "cell", "share", "start"} <= coloured
+    for name in coloured:
+        assert f".{name} {{" in light and f".{name} {{" in dark, name

@@ -1,0 +1,180 @@
+"""Learning from another run's model, starting from one, and training a part."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from perspectron.data import Tokenizer
+from perspectron.errors import CheckpointError, ConfigError
+from perspectron.train import checkpoint
+from perspectron.train.checkpoint import load_run
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.distill import divergence
+from perspectron.train.loop import read_metrics
+from perspectron.train.optim import OptimConfig
+from perspectron.train.prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def teacher(runs, tmp_path_factory):
+    run = tmp_path_factory.mktemp("teacher") / "run"
+    optim = OptimConfig(lr=1e-2, warmup=5)
+    runs.trainer(run, "transformer-tiny", steps=15, eval_every=0, save_every=0, optim=optim).fit()
+    return run
+
+
+def logits(seed, n=4, v=7):
+    return torch.randn(n, v, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_divergence_is_the_plain_sum(temperature):
+    student, its = logits(0), logits(1)
+    total = 0.0
+    for q, p in zip((student / temperature).softmax(-1), (its / temperature).softmax(-1), strict=True):
+        total += sum(pi * (pi / qi).log() for pi, qi in zip(p, q, strict=True))
+    expected = temperature**2 * total / len(student)
+    torch.testing.assert_close(divergence(student, its, temperature), expected, rtol=1e-12, atol=0)
+    assert divergence(student, student, temperature).item() == pytest.approx(0, abs=1e-15)
+    assert divergence(student[:0], its[:0], temperature).item() == 0
+    assert gradcheck(lambda x: divergence(x, its, temperature), (student.clone().requires_grad_(),))
+
+
+def test_a_high_temperature_compares_logits():
+    """Its limit is ½ the variance of the difference, which T² keeps in sight (Hinton et al., 2015)."""
+    student, its = logits(0), logits(1)
+    limit = ((its - student).var(-1, correction=0) / 2).mean()
+    assert divergence(student, its, 1e4).item() == pytest.approx(limit.item(), rel=1e-3)
+
+
+def test_the_step_adds_it_to_the_loss(runs, tmp_path, teacher):
+    trainer = runs.trainer(
+        tmp_path, teacher=str(teacher), teacher_weight=0.7, teacher_temperature=2.0, clip=0.0
+    )
+    trainer.model.double()
+    trainer.teacher.model.double()
+    student, batch = copy.deepcopy(trainer.model), copy.deepcopy(trainer.loader).next_batch()
+    plain = student(batch.ids_BT, targets=batch.targets_BT, reset_BT=batch.reset_BT)
+    its = trainer.teacher.model(batch.ids_BT, reset_BT=batch.reset_BT)
+    counted = batch.targets_BT != -100
+    beside = divergence(plain.logits[counted], its.logits[counted], 2.0)
+    (plain.objective() + 0.7 * beside).backward()
+    seen = {}
+    trainer.optimizer.step = lambda: seen.update({n: p.grad for n, p in trainer.model.named_parameters()})
+    line = trainer.step()
+    assert line["aux"]["distill"] == pytest.approx(beside.item(), rel=1e-12) != 0
+    assert line["loss"] == pytest.approx(plain.loss.item(), rel=1e-12)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(seen[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    assert all(p.grad is None and not p.requires_grad for p in trainer.teacher.model.parameters())
+
+
+def test_it_brings_the_student_nearer_to_the_teacher(runs, tmp_path, teacher):
+    ends = {}
+    for weight in (0.0, 8.0):
+        run = tmp_path / str(weight)
+        optim = OptimConfig(lr=1e-2, warmup=5)
+        trainer = runs.trainer(run, steps=40, teacher=str(teacher), teacher_weight=weight, optim=optim)
+        trainer.fit()
+        ends[weight] = [m["aux"]["distill"] for m in read_metrics(run) if "aux" in m][-5:]
+    assert max(ends[8.0]) < 0.5 * min(ends[0.0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_half_and_half_equals_whole(runs, tmp_path, teacher, accumulate):
+    variant = {"teacher": str(teacher), "accumulate": accumulate, "steps": 8}
+    whole = runs.trainer(tmp_path / "whole", **variant)
+    before = copy.deepcopy(whole.teacher.model.state_dict())
+    whole.fit()
+    runs.trainer(tmp_path / "halves", **variant).fit(until=5)
+    again = runs.trainer(tmp_path / "halves", **variant)
+    assert again.progress.step == 5
+    again.fit()
+    runs.assert_same(runs.outcome(again), runs.outcome(whole))
+    after = whole.teacher.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# Starting from another run
+
+
+def test_init_gives_the_weights_of_the_best_checkpoint(runs, tmp_path, teacher):
+    trainer = runs.trainer(tmp_path / "run", "transformer-tiny", init=str(teacher), steps=6)
+    assert trainer.progress.step == 0 and not trainer.optimizer.state
+    expected = load_run(teacher)[0].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in trainer.model.state_dict().items())
+    trainer.fit()
+    whole = runs.outcome(trainer)
+    halves = tmp_path / "halves"
+    source = shutil.copytree(teacher, tmp_path / "source")
+    runs.trainer(halves, "transformer-tiny", init=str(source), steps=6).fit(until=3)
+    shutil.rmtree(source)  # no longer needed
+    again = runs.trainer(halves, "transformer-tiny", init=str(source), steps=6)
+    again.fit()
+    runs.assert_same(runs.outcome(again), whole)
+
+
+def test_init_from_another_model_or_tokenizer(runs, tmp_path, teacher):
+    with pytest.raises(CheckpointError, match="weights of another model"):
+        runs.trainer(tmp_path / "a", init=str(teacher))
+    other = Tokenizer.train(["quite another text, "] * 9, 280)
+    copied = shutil.copytree(teacher, tmp_path / "copied")
+    other.save(copied / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        runs.trainer(tmp_path / "b", "transformer-tiny", init=str(copied))
+    with pytest.raises(CheckpointError):
+        runs.trainer(tmp_path / "c", init=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError):
+        runs.trainer(tmp_path / "d", teacher=str(tmp_path / "nowhere"))
+
+
+def test_a_run_with_a_teacher_has_its_tokenizer(runs, tmp_path, teacher):
+    (tmp_path / "text.txt").write_text("Another text than the teacher's, with other words. " * 40)
+    config = runs.config(data=str(tmp_path / "text.txt"), teacher=str(teacher))
+    tokenizer, shards, _ = prepare(tmp_path / "run", config)
+    assert tokenizer.fingerprint == runs.tokenizer.fingerprint == shards.tokenizer_fingerprint
+    assert checkpoint.read(checkpoint.paths(teacher)[-1]).tokenizer == tokenizer.fingerprint
+
+
+# Training a part
+
+
+def test_only_what_is_named_is_trained(runs, tmp_path):
+    variant = {"only": ("*.mixer_norm.*", "embedding.weight"), "steps": 8}
+    whole = runs.trainer(tmp_path / "whole", **variant)
+    before = copy.deepcopy(whole.model.state_dict())
+    whole.fit()
+    changed = {n for n, value in whole.model.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed == {n for n in before if ".mixer_norm." in n} | {"embedding.weight"}
+    runs.trainer(tmp_path / "halves", **variant).fit(until=4)
+    again = runs.trainer(tmp_path / "halves", **variant)
+    again.fit()
+    runs.assert_same(runs.outcome(again), runs.outcome(whole))
+
+
+def test_a_pattern_that_names_nothing(runs, tmp_path):
+    with pytest.raises(ConfigError, match=r"only = '\*\.router\.\*'"):
+        runs.trainer(tmp_path, only=("norm.weight", "*.router.*"))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ternary_from": -0.1}, {"ternary_from": 0.6}, {"ternary_until": 1.1},
+              {"teacher_weight": -1.0}, {"teacher_temperature": 0.0}]
+)  # fmt: skip
+def test_bad_values(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong)).partition("_")[0]):
+        TrainConfig(**wrong)
+
+
+def test_configs_of_before_still_load(runs):
+    from perspectron.config import dump, load
+
+    config = runs.config()
+    plain = dump(config)
+    del plain["recipe"]
+    for name in ("init", "only", "teacher", "teacher_weight", "ternary_from"):
+        del plain["train"][name]
+    assert load(RunConfig, plain) == config
