@@ -36,7 +36,7 @@ BARS = {
     "drm_late_to_early": 1.05,
 }
 MODELS = (
-    *("perspective-20m", "adr-20m", "lens-20m", "drm-37m"),
+    *("perspective-20m-dense", "adr-20m", "lens-20m", "drm-37m"),
     *("transformer-20m", "gpt2-20m", "gla-20m", "ssd-20m"),
 )
 

@@ -109,9 +109,15 @@ def test_systems(results):
         found["drm"]["ours_to_modules"],
     ):
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert {"adr-20m", "lens-20m", "drm-37m", "perspective-20m", "gpt2-20m", "gla-20m", "ssd-20m"} < set(
-        found["systems"]
-    )
+    assert {
+        "adr-20m",
+        "lens-20m",
+        "drm-37m",
+        "perspective-20m-dense",
+        "gpt2-20m",
+        "gla-20m",
+        "ssd-20m",
+    } < set(found["systems"])
     for name, system in found["systems"].items():
         assert system["tokens_per_second"]["median"] > 0
         short, long = system["state_bytes"].values()
