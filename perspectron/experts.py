@@ -249,7 +249,9 @@ class RoutedSwiGLU(nn.Module):
                 parts = min(SAMPLED, config.hidden)
                 part = self.turn % parts
                 units = slice(part * config.hidden // parts, (part + 1) * config.hidden // parts)
-        elif (config.base or config.ternary) and not x_ND.is_meta:
+        elif (config.base or config.ternary) and x_ND.is_meta:
+            used_U = expert_N[: len(self.gate_EFD)]  # as many as tokens can reach
+        elif config.base or config.ternary:
             used_U, expert_N = expert_N.unique(return_inverse=True)  # nothing is made of the others
         if config.int8_activations:
             from perspectron.quant.ternary import int8

@@ -157,8 +157,9 @@ class LanguageModel(nn.Module):
         return logits_BTV
 
     def fingerprint(self) -> str:
-        """Hex digest of config and weights; a saved state carries it."""
-        return fingerprint(self.config, self.state_dict())
+        """Hex digest of config and weights; a saved state carries it. What training counts has no part in it."""
+        weights = {name: w for name, w in self.state_dict().items() if not name.endswith("load_E")}
+        return fingerprint(self.config, weights)
 
 
 @torch.no_grad()

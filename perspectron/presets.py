@@ -115,6 +115,9 @@ def perspective(name: str, sizes: Sizes) -> ModelConfig:
     the PDR layers use the network of the next GQA layer, which leaves what the routed model shares.
     """
     one_of(sizes["ffn"], ("dense", "routed", "seed"), "ffn")
+    for key, value in EXPERTS.items():
+        unused = f"left out where ffn is {sizes['ffn']!r}"
+        require(sizes["ffn"] == "routed" or sizes[key] == value, key, sizes[key], unused)
     require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
     dense = SwiGLUConfig(sizes["hidden"])
     routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]), **{key: sizes[key] for key in EXPERTS})

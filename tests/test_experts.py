@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import perspectron
+from perspectron import presets
+from perspectron.census import census
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import ConfigError
 from perspectron.experts import OFFSET, SPREAD, RoutedConfig, RoutedSwiGLU, sparse
@@ -583,3 +585,32 @@ def test_a_config_that_cannot_be_is_named(options, message):
 def test_loads_are_counted_per_expert():
     load_E = experts.load(torch.tensor([2, 0, 2, 2]), 4)
     assert load_E.tolist() == [1, 0, 3, 0] and gini(load_E) > 0
+
+
+# ---------------------------------------------------------------- found in review
+
+
+def test_rounding_experts_costs_a_token_only_its_own():
+    """In the census, whatever the number of experts."""
+    costs = {
+        torus: census(
+            presets.get("perspective-tiny", ternary=True, torus=list(torus)), (1024,)
+        ).flops_per_token[1024]
+        for torus in ((1,), (8, 4))
+    }
+    assert costs[8, 4] < 1.01 * costs[(1,)]
+
+
+def test_what_training_counts_is_no_part_of_the_fingerprint():
+    net = model()
+    before = net.fingerprint()
+    ids = torch.randint(50, (2, 40), generator=generator())
+    net(ids[:, :-1], targets=ids[:, 1:]).objective().backward()
+    assert any(buffer.any() for name, buffer in net.named_buffers() if name.endswith("load_E"))
+    assert net.fingerprint() == before
+
+
+@pytest.mark.parametrize("preset", ["perspective-tiny-dense", "transformer-tiny"])
+def test_sizes_of_experts_are_refused_where_there_are_none(preset):
+    with pytest.raises(ConfigError, match=r"^ternary = True, must be left out where ffn is 'dense'$"):
+        presets.get(preset, ternary=True)

@@ -65,6 +65,8 @@ class Train:
         places: dict[str, Any] = {"data": resolved(self.train.data)}
         places |= {name: resolved(getattr(self.train, name)) for name in ("init", "teacher")}
         recipe = self.staged if self.recipe == "staged" else None
+        fits = recipe is not None or self.staged == StagedConfig()
+        require(fits, "recipe", self.recipe, "'staged' where one of its options is given")
         config = RunConfig(self.model(), replace(self.train, **places), recipe)
         return fit(self.out, config, as_json=self.json)
 

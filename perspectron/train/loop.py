@@ -21,6 +21,7 @@ from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.device import pick_device
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.eval.perplexity import Heldout, heldout
+from perspectron.experts import RoutedConfig
 from perspectron.files import atomic, remove, write_json
 from perspectron.model import build
 from perspectron.quant import ternary
@@ -79,10 +80,12 @@ class Trainer:
         checkpoint.save_config(run, self.config)
 
     def _compiled(self) -> Callable[..., Any]:
-        """torch.compile around the mixers, which run as they are: unrolling time takes minutes."""
+        """torch.compile around mixers and experts, which run as they are: unrolling time takes minutes."""
         for block in cast("list[Block]", self.model.blocks):
             if block.config.mixer is not None:
                 block.mixer.forward = torch.compiler.disable(block.mixer.forward)
+            if isinstance(block.config.ffn, RoutedConfig):  # how many tokens an expert has differs each time
+                block.ffn.forward = torch.compiler.disable(block.ffn.forward)
         compiled: Callable[..., Any] = torch.compile(self.model)
         return compiled
 
@@ -201,6 +204,7 @@ class Trainer:
             if self.teacher is not None:
                 output.aux["distill"] = self.teacher.term(output.logits, ids, targets, reset)
         loss: Tensor = output.objective()
+        require(loss.requires_grad, "only", self.config.train.only, "of parameters that get a gradient")
         value = loss.item()
         if not math.isfinite(value):
             with autocast(self.device, self.config.train.dtype):

@@ -303,3 +303,26 @@ def test_the_readme_runs(tmp_path, text, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.S)
     exec(compile(code, "README.md", "exec"), {})
     assert "bytes, however long the text:" in capsys.readouterr().out
+
+
+def test_options_of_a_recipe_need_the_recipe(tmp_path, text, capsys):
+    out = str(tmp_path / "run")
+    assert main(["train", "--data", str(text), "--out", out, "--steps", "2", "--distill", "1", *TRAIN]) == 2
+    assert "recipe" in capsys.readouterr().err
+
+
+def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
+    out = str(tmp_path / "run")
+    command = ["train", "--data", str(text), "--out", out, "--steps", "2", "--dtype", "float32", *TRAIN]
+    sizes = [
+        "--set",
+        "d_model=32",
+        "heads=2",
+        "kv_heads=1",
+        "hidden=32",
+        "rank=8",
+        "vocab_size=300",
+        "gate=none",
+    ]
+    assert main([*command, *sizes, "--only", "*.route_proj.*"]) == 2
+    assert "only = " in capsys.readouterr().err

@@ -36,7 +36,7 @@ class Stop(Exception):
 
 
 def recipe_of(runs, recipe=RECIPE, **sizes) -> RunConfig:
-    model = runs.small("perspective-tiny", torus=[3, 2], bias_rate=0.1, **sizes)
+    model = runs.small("perspective-tiny", **({"torus": [3, 2], "bias_rate": 0.1} | sizes))
     plain = runs.config(model, steps=20, eval_every=3, save_every=2, seq_len=16)
     return replace(plain, recipe=recipe)
 
@@ -328,7 +328,7 @@ def test_alignment_moves_whole_experts(whole):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ffn": "dense"}, "recipe = 'staged'"),
+        ({"ffn": "dense", "bias_rate": 0.05}, "recipe = 'staged'"),
         ({"gate": "none"}, "gate = 'none'"),
         ({"router": "switch"}, "router = 'switch'"),
     ],
