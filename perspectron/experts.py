@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from perspectron.config import FFNConfig, one_of, require
 from perspectron.ops import experts
+from perspectron.quant.ternary import int8, ternary
 from perspectron.routing import (
     balance,
     distance2,
@@ -213,8 +214,6 @@ class RoutedSwiGLU(nn.Module):
                 base: Tensor = getattr(self, f"base_{name.replace('E', '')}")
                 weight = base + sparse(weight)
             if self.config.ternary:
-                from perspectron.quant.ternary import ternary
-
                 weight = ternary(weight, self.ternary_share_1)
             found.append(weight)
         gate, up, down = found
@@ -254,8 +253,6 @@ class RoutedSwiGLU(nn.Module):
         elif config.base or config.ternary:
             used_U, expert_N = expert_N.unique(return_inverse=True)  # nothing is made of the others
         if config.int8_activations:
-            from perspectron.quant.ternary import int8
-
             x_ND, rounded = int8(x_ND), int8
         weights = self.weights(used_U)
         device = x_ND.device.type
