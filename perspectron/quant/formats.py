@@ -52,21 +52,19 @@ def check(weight_NK: Tensor, format: str) -> None:
         raise DataError(f"weight = ±{most:g}, must be within ±{bound:g} for {format}")
 
 
-def encode(weight_NC: Tensor, scale_N1: Tensor, offset_N1: Tensor | None, format: str) -> Tensor:
-    """The nearest codes, uint8; of a scale of 0 that of weight 0, or the lowest."""
+def encode(weight: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:
+    """The nearest codes, uint8, for scales and offsets that broadcast; of a scale of 0 that of weight 0, or the
+    lowest."""
     layout = LAYOUTS[format]
-    shift = layout.padding if offset_N1 is None else offset_N1
-    scaled = weight_NC / scale_N1 + shift if offset_N1 is None else (weight_NC + shift) / scale_N1
-    codes = scaled.round_().clamp_(layout.lowest, layout.highest)
-    return codes.where(scale_N1 > 0, layout.padding).to(torch.uint8)
+    codes = weight / scale + layout.padding if offset is None else (weight + offset) / scale
+    codes = codes.round_().clamp_(layout.lowest, layout.highest)
+    return codes.where(scale > 0, layout.padding).to(torch.uint8)
 
 
-def decode(codes_NC: Tensor, scale_N1: Tensor, offset_N1: Tensor | None, format: str) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:
     """What the codes stand for, in the scale's dtype."""
-    codes = codes_NC.to(scale_N1.dtype)
-    if offset_N1 is None:
-        return (codes - LAYOUTS[format].padding) * scale_N1
-    return codes * scale_N1 - offset_N1
+    whole = codes.to(scale.dtype)
+    return (whole - LAYOUTS[format].padding) * scale if offset is None else whole * scale - offset
 
 
 def rows_scale(weight_NK: Tensor) -> Tensor:

@@ -1,0 +1,156 @@
+"""GPTQ against a plain loop over columns with an explicit inverse, and against rounding to the nearest."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from perspectron.errors import ConfigError, DataError
+from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameters, unpack
+from perspectron.quant.formats import decode, encode, grid, quantise
+from perspectron.quant.gptq import FORMATS, Hessian, gptq
+
+every_format = pytest.mark.parametrize("format", FORMATS)
+any_order = pytest.mark.parametrize("act_order", [False, True])
+
+
+def layer(N, K, T=600, seed=0) -> tuple[Tensor, Tensor]:
+    """A weight, and correlated inputs of very different sizes."""
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(N, K, generator=draw) * K**-0.5
+    mix = torch.randn(K, K, generator=draw) * torch.logspace(0, -2, K)
+    x = torch.randn(T, K, generator=draw) @ mix.T * K**-0.5 + 0.3 * torch.randn(T, K, generator=draw)
+    return weight, x * torch.rand(K, generator=draw)
+
+
+def seen(x) -> Hessian:
+    hessian = Hessian(x.shape[-1])
+    hessian.add(x)
+    return hessian
+
+
+def oracle(weight_NK, x_TK, format, damping, act_order) -> tuple[Tensor, list[Tensor]]:
+    """(codes, scales and offsets of the groups): the inverse is shrunk by each column that is done."""
+    weight, x = weight_NK.double(), x_TK.double()
+    H = x.T @ x
+    diagonal = H.diagonal().clone()
+    inverse = (H + torch.eye(len(H)) * damping * diagonal.mean()).inverse()
+    K, zero = weight.shape[1], LAYOUTS[format].zero
+    order = diagonal.argsort(descending=True, stable=True).tolist() if act_order else list(range(K))
+
+    def done(inverse, k):
+        return inverse - torch.outer(inverse[:, k], inverse[k]) / inverse[k, k]
+
+    groups = {}
+    if zero is not None:
+        groups = dict.fromkeys(range(-(-K // GROUP)), ((weight.abs().amax(1) / 127).float(), None))
+    elif act_order:
+        for g in range(-(-K // GROUP)):
+            here = slice(g * GROUP, g * GROUP + GROUP)
+            groups[g] = grid(weight[:, here].float(), format, diagonal[here].float())
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for k in order:
+        if k // GROUP not in groups:
+            ahead, importance = inverse, []
+            for j in range(k, min(k + GROUP, K)):
+                importance.append(1 / ahead[j, j])
+                ahead = done(ahead, j)
+            part = weight[:, k : k + GROUP].float()
+            groups[k // GROUP] = grid(part, format, torch.stack(importance).float())
+        s, o = (None if part is None else part.double() for part in groups[k // GROUP])
+        codes[:, k] = encode(weight[:, k], s, o, format)
+        off = (weight[:, k] - decode(codes[:, k], s, o, format)) / inverse[k, k]
+        weight = weight - torch.outer(off, inverse[k])
+        inverse = done(inverse, k)
+    return codes, [groups[g] for g in sorted(groups)]
+
+
+@every_format
+@any_order
+@pytest.mark.parametrize("K", [70, 300])
+def test_it_is_the_plain_loop(format, act_order, K):
+    weight, x = layer(24, K)
+    whole = gptq(weight, seen(x), format, damping=0.02, act_order=act_order)
+    codes, groups = oracle(weight, x, format, 0.02, act_order)
+    assert (unpack(whole) == codes).float().mean() > 0.999
+    check(whole)
+    if format == "int8":
+        assert torch.equal(whole.scales, groups[0][0])
+    else:
+        for found, expected in zip(parameters(whole), zip(*groups, strict=True), strict=True):
+            torch.testing.assert_close(found[:24].float(), torch.stack(expected, 1), rtol=2e-3, atol=0)
+
+
+@every_format
+@any_order
+def test_it_beats_the_nearest(format, act_order):
+    weight, x = layer(64, 300)
+    hessian = seen(x)
+    nearest, own = quantise(weight, format), gptq(weight, hessian, format, act_order=act_order)
+    assert hessian.error(weight, own) < 0.85 * hessian.error(weight, nearest)
+    exact = x @ weight.T
+    off = [float((x @ dequantise(whole).T - exact).norm() / exact.norm()) for whole in (own, nearest)]
+    assert hessian.error(weight, own) == pytest.approx(off[0], rel=1e-3)
+    assert hessian.error(weight, nearest) == pytest.approx(off[1], rel=1e-3)
+
+
+@every_format
+def test_inputs_that_have_nothing_in_common_leave_the_nearest(format):
+    weight = torch.randn(20, 200, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        dequantise(gptq(weight, seen(torch.eye(200)), format)), dequantise(quantise(weight, format))
+    )
+
+
+@every_format
+@any_order
+def test_columns_that_read_nothing(format, act_order):
+    weight, x = layer(16, 200)
+    dead = torch.zeros(200, dtype=torch.bool)
+    dead[[0, 5, 128, 130, 199]] = True
+    x[:, dead] = 0
+    hessian = seen(x)
+    whole = gptq(weight, hessian, format, act_order=act_order)
+    off = (dequantise(whole) - weight).abs()
+    assert off[:, dead].amax() < weight.abs().amax() / LAYOUTS[format].highest * 2.5
+    assert hessian.error(weight, whole) < hessian.error(weight, quantise(weight, format))
+    nothing = gptq(weight, Hessian(200), format, act_order=act_order)
+    assert (dequantise(nothing) - weight).norm() < 1.05 * (
+        dequantise(quantise(weight, format)) - weight
+    ).norm()
+
+
+@every_format
+def test_fewer_tokens_than_columns(format):
+    weight, x = layer(16, 300, T=20)
+    hessian = seen(x)
+    assert hessian.error(weight, gptq(weight, hessian, format)) < hessian.error(
+        weight, quantise(weight, format)
+    )
+
+
+def test_tokens_add_up():
+    _, x = layer(1, 40)
+    parts = Hessian(40)
+    for part in x.view(6, 5, 20, 40):
+        parts.add(part)
+    torch.testing.assert_close(parts.sum_KK, x.double().T @ x.double())
+
+
+@pytest.mark.parametrize("format", ["2bit", "4bit"])
+def test_degenerate_weights(format):
+    _, x = layer(1, 200)
+    for weight in (torch.zeros(6, 200), torch.full((6, 200), 0.3), torch.full((6, 200), 1e-9)):
+        off = dequantise(gptq(weight, seen(x), format)) - weight
+        assert off.abs().amax() <= 2e-3 * weight.abs().amax() + 1e-7
+
+
+def test_what_cannot_be_is_refused():
+    weight, x = layer(6, 40)
+    with pytest.raises(ConfigError, match="format = 'ternary', must be one of 2bit, 4bit, int8"):
+        gptq(weight, seen(x), "ternary")
+    with pytest.raises(ConfigError, match="damping = 0"):
+        gptq(weight, seen(x), "2bit", damping=0)
+    with pytest.raises(DataError, match="what a layer read is not finite"):
+        gptq(weight, seen(x * torch.nan), "2bit")
+    with pytest.raises(DataError, match=r"weight = .*, must be finite"):
+        gptq(weight * torch.nan, seen(x), "2bit")
