@@ -88,8 +88,8 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
         return _native().swiglu(x, *pairs, gate.format).to(x_TD.dtype)
     with full_precision(x):
         run = _reference if backend == "reference" else _torch
-        hidden = F.silu(run(x, gate)) * run(x, up)
-        return run(hidden, down).to(x_TD.dtype)
+        silu = F.silu if backend == "reference" else _silu
+        return run(silu(run(x, gate)) * run(x, up), down).to(x_TD.dtype)
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,9 +165,27 @@ def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tens
     return (lanes_LTN[0] - offset_TN) * step_T[:, None]
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a·b + c rounded once: 14 bits times 11 are exact in float64, and their sum with a float32 there is as good as."""
-    return torch.addcmul(c.double(), a.double(), b.double()).float()
+def _silu(x: Tensor) -> Tensor:
+    """x / (1 + e⁻ˣ), with e⁻ˣ = 2ⁿ eʳ as the native library has it."""
+    minus = (-x).clamp(-87, 88)
+    n = _fma(minus, _LOG2_E, _MAGIC) - _MAGIC
+    r = _fma(n, -_LN2_LOW, _fma(n, -_LN2_HIGH, minus))
+    power = torch.full_like(x, 1 / 5040)
+    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        power = _fma(power, r, coefficient)
+    return x / (1 + torch.ldexp(power, n.int()))
+
+
+_MAGIC = 12582912.0  # 1.5 · 2²³: adding it rounds to a whole number
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
+
+
+def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a·b + c in float32, rounded once; by way of float64, which is the same but for about one sum in 2²⁹."""
+    a64, b64, c64 = (
+        torch.as_tensor(part, dtype=torch.float32, device=a.device).double() for part in (a, b, c)
+    )
+    return torch.addcmul(c64, a64, b64).float()
 
 
 # ---------------------------------------------------------------- dispatch

@@ -236,10 +236,17 @@ def test_extreme_tokens(format, backend):
 def test_swiglu_is_three_products(format):
     gate, up = (matrix(format, 70, 33, seed) for seed in (0, 1))
     down, x = matrix(format, 33, 70, 2), tokens(5, 33)
-    hidden = torch.nn.functional.silu(linear(x, gate, backend="torch")) * linear(x, up, backend="torch")
+    hidden = packed._silu(linear(x, gate, backend="torch")) * linear(x, up, backend="torch")
     assert torch.equal(swiglu(x, gate, up, down, backend="torch"), linear(hidden, down, backend="torch"))
     exact = swiglu(x, gate, up, down, backend="reference")
     assert (swiglu(x, gate, up, down, backend="torch") - exact).norm() < 1e-3 * exact.norm()
+
+
+def test_silu():
+    x = torch.cat([torch.linspace(-100, 100, 20001), torch.tensor([0.0, 1e-30, -1e-30, 3e38])])
+    exact = torch.nn.functional.silu(x.double())
+    assert ((packed._silu(x) - exact).abs() <= 3e-7 * exact.abs() + 2e-36).all()
+    assert packed._silu(torch.tensor([torch.nan, torch.inf])).isnan().tolist() == [True, False]
 
 
 @every_format
