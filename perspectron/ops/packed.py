@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from perspectron.errors import BackendError
-from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
+from perspectron.ops.packing import ALIGN, GROUP, LAYOUTS, Packed, dequantise, digits, parameters
 from perspectron.ops.tree import full_precision
 
 BACKENDS = ("auto", "reference", "torch", "native")
@@ -88,8 +88,10 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
         return _native().swiglu(x, *pairs, gate.format).to(x_TD.dtype)
     with full_precision(x):
         run = _reference if backend == "reference" else _torch
-        hidden = F.silu(run(x, gate)) * run(x, up)
-        return run(hidden, down).to(x_TD.dtype)
+        gate_TF, up_TF = run(x, gate), run(x, up)
+        # In whole vectors: torch's SiLU of what is left of one, which the number of tokens decides, rounds otherwise.
+        silu_TF = F.silu(F.pad(gate_TF, (0, -gate_TF.shape[1] % ALIGN)))[:, : gate_TF.shape[1]]
+        return run(silu_TF * up_TF, down).to(x_TD.dtype)
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
