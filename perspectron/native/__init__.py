@@ -13,11 +13,13 @@ rows, and byte [b, k] holds the codes of rows b·R … b·R + R − 1 at column 
     4bit     2  t0 + t1<<4                                 s·t − o    float16 [blocks, G, 4]: 2 scales s, 2 offsets o
     int8     1  t                                          s·(t−128)  float32 [N]
 
-Tokens are quantised on the way in: a = max |x|, step = a / 127, q = x·(127 / a) rounded to even; a token that holds NaN
-or infinity gives NaN, one whose 127 / a is not finite (a < 4e-37) counts as zero. Row formats: y = step·s·float(Σ t·q −
-zero·Σ q), the sums exact. Grouped formats: lane l of 16 takes columns 4 l … 4 l + 3 of each 64; per group of 128 columns
-f_l = fma(s_g, float(Σ t·q), f_l); the lanes are added l with l + 8, then + 4, + 2, + 1; the correction is fma(o_g,
-float(Σ q), correction) in the order of groups; y = step·(lanes − correction).
+Tokens are quantised on the way in: a = max |x|, step = a / 127, q = x·(127 / a) rounded, ties to even. A token that
+holds NaN or infinity gives NaN; one whose 127 / a is not finite (a < 4e-37) counts as zero.
+
+Row formats (ternary, int8): y = step·s·float(Σ t·q − zero·Σ q), the sums exact, the zero 1 or 128. Grouped formats:
+lane l of 16 takes columns 4 l … 4 l + 3 of each 64; per group of 128 columns f_l = fma(s_g, float(Σ t·q), f_l); lanes l
+and l + 8 are added, then + 4, + 2, + 1; the correction is fma(o_g, float(Σ q), correction) in the order of groups;
+y = step·(lanes − correction).
 
 Shapes: T tokens, K columns, N rows, S = K rounded up to 64, G groups of 128 columns, B batch, D value width, R state
 rank, F hidden width.
@@ -184,7 +186,8 @@ def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
-    assert tensor.device.type == "cpu" and tensor.dtype == dtype, (tensor.device, tensor.dtype)
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
     assert tensor.is_contiguous(), "not contiguous"
     assert shape is None or tensor.shape == shape, (tensor.shape, shape)
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from perspectron.native.library import load
+from perspectron import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,9 +25,8 @@ def main() -> int:
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{' '.join(command)}: {error}", file=sys.stderr)
             return 1
-    loaded = load()
-    print(loaded.reason or f"built; instruction set: {loaded.library.pspx_isa().decode()}")
-    return 0 if loaded.library else 1
+    print(native.reason() or f"built; instruction set: {native.isa()}")
+    return 0 if native.available() else 1
 
 
 if __name__ == "__main__":
