@@ -85,7 +85,7 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
     gate, up, down = weights
     if backend == "native":
         pairs = [(matrix.codes, matrix.scales) for matrix in weights]
-        return _native().swiglu(x, *pairs, gate.format).to(x_TD.dtype)
+        return _native().swiglu(x, *pairs, gate.format, gate.shape[0]).to(x_TD.dtype)
     with full_precision(x):
         run = _reference if backend == "reference" else _torch
         silu = F.silu if backend == "reference" else _silu
