@@ -37,6 +37,14 @@ class Output:
         return self.loss + sum(term.penalty() for term in self.aux.values())
 
 
+class TokenEmbedding(nn.Embedding):
+    """Rows to look up and, as a tied head, to multiply with."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of [..., D]: the product with every row."""
+        return F.linear(hidden, self.weight)
+
+
 class LanguageModel(nn.Module):
     """Token ids in, logits and state out. `recompute` trades time for memory in training: activations inside
     a block are computed again in the backward pass."""
@@ -49,7 +57,7 @@ class LanguageModel(nn.Module):
             if isinstance(block.ffn, TiedConfig):
                 own = [i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig)]
                 one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
-        self.embedding = nn.Embedding(config.vocab_size, config.d_token)
+        self.embedding = TokenEmbedding(config.vocab_size, config.d_token)
         if config.positions > 0:
             self.positions = nn.Embedding(config.positions, config.d_token)
         self.blocks = nn.ModuleList(
@@ -59,14 +67,27 @@ class LanguageModel(nn.Module):
         if config.head is not None:
             self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
 
+    @property
+    def device(self) -> torch.device:
+        return self._norm_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in, outside of autocast."""
+        return self._norm_weight.dtype
+
+    @property
+    def _norm_weight(self) -> Tensor:
+        """Every model has it, packed or not."""
+        return cast(Tensor, self.norm.weight)
+
     def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
         """The state before any token. `capacity`: make room for that many tokens at once (caches only)."""
-        weight = self.embedding.weight
         blocks = cast("list[Block]", self.blocks)
-        states = (b.init_state(batch_size, weight.device, weight.dtype, capacity) for b in blocks)
+        states = (b.init_state(batch_size, self.device, self.dtype, capacity) for b in blocks)
         length_B = None
         if self.config.positions > 0:
-            length_B = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+            length_B = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
         return LMState(tuple(states), length_B)
 
     def set_step(self, step: int) -> None:
@@ -152,7 +173,7 @@ class LanguageModel(nn.Module):
     def head(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B,T,V]."""
         if self.config.head is None:
-            return F.linear(hidden_BTD, self.embedding.weight)
+            return self.embedding.logits(hidden_BTD)
         logits_BTV: Tensor = self.lm_head(hidden_BTD)
         return logits_BTV
 

@@ -81,7 +81,7 @@ class ShowRoutes:
         run = checkpoint.run_of(self.run)
         texts = [_read(given, tokenizer, self.tokens) for given in self.text]
         dtype = checkpoint.load_config(run).train.dtype
-        with autocast(model.embedding.weight.device, dtype):
+        with autocast(model.device, dtype):
             routes = joined([_trace(model, tokenizer, text) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
         out = run / "routes" if self.out is None else self.out
@@ -123,7 +123,7 @@ def _read(given: str, tokenizer: Tokenizer, limit: int) -> _Text:
 
 def _trace(model: LanguageModel, tokenizer: Tokenizer, text: _Text) -> list[Routes]:
     """Of the text's own tokens, read as a document: after the separator."""
-    device = model.embedding.weight.device
+    device = model.device
     ids_BT = torch.tensor([[tokenizer.end_of_text, *text.ids]], device=device)
     return [
         layer._replace(expert_BT=layer.expert_BT[:, 1:], query_BTA=layer.query_BTA[:, 1:])

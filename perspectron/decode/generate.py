@@ -101,10 +101,10 @@ def prefill(
     B = len(prompts)
     if state is not None and state.batch_size != B:
         raise ConfigError(f"prompts: {B} given, must be as many as the state has rows, {state.batch_size}")
-    device = model.embedding.weight.device
+    device = model.device
     fresh = state is None
     state = None if state is None else state.to(device)  # a loaded one is on the CPU
-    last_BD = torch.zeros(B, model.config.d_model, dtype=model.embedding.weight.dtype, device=device)
+    last_BD = torch.zeros(B, model.config.d_model, dtype=model.dtype, device=device)
     row_B = torch.arange(B, device=device)
     for start in range(0, max(map(len, prompts)), chunk):
         parts = [list(prompt[start : start + chunk]) for prompt in prompts]

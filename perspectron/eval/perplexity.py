@@ -43,17 +43,15 @@ def heldout(
     empties it. `dtype`: autocast to it.
     """
     counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
-    weight = model.embedding.weight
+    device = model.device
     nats, tokens, text_bytes, state = 0.0, 0, 0, None
-    with torch.inference_mode(), torch.autocast(weight.device.type, dtype, enabled=dtype is not None):
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         for batch in windows(
             split, seq_len=seq_len, batch_size=1 if carry else batch_size, limit_tokens=limit_tokens
         ):
-            ids, targets = batch.ids_BT.to(weight.device), batch.targets_BT.to(weight.device)
+            ids, targets = batch.ids_BT.to(device), batch.targets_BT.to(device)
             reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else batch.reset_BT
-            hidden, after, _ = model.hidden(
-                ids, state, reset_BT=None if reset is None else reset.to(weight.device)
-            )
+            hidden, after, _ = model.hidden(ids, state, reset_BT=None if reset is None else reset.to(device))
             losses = F.cross_entropy(
                 model.head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="none"
             )

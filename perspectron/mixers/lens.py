@@ -71,7 +71,7 @@ class Lens(nn.Module):
 
     def weights(self) -> Tensor:
         """How the lenses mix [H,3], at least in float32; 0 for a lens that is off."""
-        gates_HL = self.gates_HL if hasattr(self, "gates_HL") else self._start(self.qkv_proj.weight)
+        gates_HL = self.gates_HL if hasattr(self, "gates_HL") else self._start(self.qkv_proj.bias)
         mix_HL = gates_HL.to(torch.promote_types(gates_HL.dtype, torch.float32)).softmax(-1)
         columns = iter(mix_HL.unbind(1))
         zero_H = torch.zeros_like(mix_HL[:, 0])

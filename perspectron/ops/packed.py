@@ -8,9 +8,7 @@ Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a blo
 """
 
 import functools
-import importlib
 import logging
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
 from perspectron.ops.tree import full_precision
@@ -73,7 +72,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
 def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
     x, backend = x_TK.to(torch.float32).contiguous(), _backend(x_TK, backend)
     if backend == "native":
-        y_TN = _native().linear(x, packed.codes, packed.scales, packed.format, packed.shape[0])
+        y_TN = native.linear(x, packed.codes, packed.scales, packed.format, packed.shape[0])
     else:
         with full_precision(x):
             y_TN = (_reference if backend == "reference" else _torch)(x, packed)
@@ -85,7 +84,7 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
     gate, up, down = weights
     if backend == "native":
         pairs = [(matrix.codes, matrix.scales) for matrix in weights]
-        return _native().swiglu(x, *pairs, gate.format, gate.shape[0]).to(x_TD.dtype)
+        return native.swiglu(x, pairs[0], pairs[1], pairs[2], gate.format, gate.shape[0]).to(x_TD.dtype)
     with full_precision(x):
         run = _reference if backend == "reference" else _torch
         silu = F.silu if backend == "reference" else _silu
@@ -200,11 +199,12 @@ def _backend(x: Tensor, backend: str) -> str:
     """The one that runs."""
     if backend in ("reference", "torch"):
         return backend
-    fits = x.device.type == "cpu" and _native().available()
-    if backend == "native" and not fits:
-        why = _native().reason() if x.device.type == "cpu" else f"x is on {x.device}"
-        raise BackendError(f"backend = 'native' cannot run: {why}")
-    chosen = "native" if fits else "torch"
+    if backend == "native":
+        why = native.reason() if x.device.type == "cpu" else f"x is on {x.device}, not on the cpu"
+        if why is not None:
+            raise BackendError(f"backend = 'native' cannot run: {why}")
+        return backend
+    chosen = "native" if x.device.type == "cpu" and native.wanted() else "torch"
     _say(chosen, x.device.type)
     return chosen
 
@@ -213,14 +213,6 @@ def _backend(x: Tensor, backend: str) -> str:
 def _say(backend: str, device: str) -> None:
     """Once for each."""
     logging.getLogger("perspectron").info("packed: auto runs %s on %s", backend, device)
-
-
-@functools.cache
-def _native() -> Any:
-    try:
-        return importlib.import_module("perspectron.native")
-    except ImportError:
-        return types.SimpleNamespace(available=lambda: False, reason=lambda: "it is not built")
 
 
 def _plain(x: Tensor) -> bool:

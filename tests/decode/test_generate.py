@@ -9,7 +9,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.generate import Conversation, generate, prefill
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError, StateError
-from perspectron.model import LanguageModel
+from perspectron.model import LanguageModel, TokenEmbedding
 from perspectron.state import save_state
 from tests.decode.conftest import SIZES, VOCAB, Scripted, make
 
@@ -217,7 +217,7 @@ def test_fork_goes_on_twice(model: LanguageModel, tokenizer: Tokenizer) -> None:
 
 def test_model_may_have_more_ids_than_the_tokenizer(tokenizer: Tokenizer) -> None:
     model = make("perspective-tiny")
-    model.embedding = torch.nn.Embedding(4 * VOCAB, SIZES["d_model"])
+    model.embedding = TokenEmbedding(4 * VOCAB, SIZES["d_model"])
     model.config = dataclasses.replace(model.config, vocab_size=4 * VOCAB)
     result = generate(model, tokenizer, ["x"], max_tokens=50, sampling=SamplingConfig(temperature=9.0))
     assert all(id < VOCAB for id in result.ids[0])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from perspectron import native
 from perspectron.errors import BackendError, DataError
 from perspectron.ops import packed, packing
 from perspectron.ops.packed import linear, swiglu
@@ -280,6 +281,64 @@ def test_misfits_are_errors():
         swiglu(x, whole, matrix("int8", 13, 40), matrix("ternary", 40, 13))
     with pytest.raises(ValueError, match="gate, up, down are"):
         swiglu(x, whole, whole, whole)
+
+
+# ---------------------------------------------------------------- native
+
+needs_native = pytest.mark.skipif(not native.available(), reason="the native library is not built")
+
+
+@needs_native
+@every_format
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "scalar"])
+@pytest.mark.parametrize("shape", [*SHAPES, (200, 4416)], ids=str)
+def test_native_gives_the_same_bits(format, isa, shape):
+    whole = matrix(format, *shape)
+    try:
+        with native.forced_isa(isa):
+            for T in (0, 1, 2, 7, 33, 130):
+                x = tokens(T, shape[1])
+                if T == 33:
+                    x[1, 0], x[3], x[4], x[5] = torch.nan, 0, x[4] * 1e-39, x[5] * 1e30
+                y = linear(x, whole, backend="native")
+                expected = linear(x, whole, backend="torch")
+                assert torch.equal(y.nan_to_num(7e7), expected.nan_to_num(7e7))
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@needs_native
+@every_format
+def test_native_swiglu_gives_the_same_bits(format):
+    for hidden, D in ((70, 33), (344, 128), (1100, 400)):
+        gate, up = (matrix(format, hidden, D, seed) for seed in (0, 1))
+        down = matrix(format, D, hidden, 2)
+        for T in (0, 1, 2, 7, 70):
+            x = 0.1 * tokens(T, D)
+            y = swiglu(x, gate, up, down, backend="native")
+            assert torch.equal(y, swiglu(x, gate, up, down, backend="torch"))
+            for t in range(0, T, 9):
+                assert torch.equal(swiglu(x[t : t + 1], gate, up, down, backend="native")[0], y[t])
+
+
+@needs_native
+def test_auto_is_native():
+    whole, x = matrix("2bit", 13, 40), tokens(3, 40)
+    assert packed._backend(x, "auto") == "native"
+    assert torch.equal(linear(x, whole), linear(x, whole, backend="native"))
+    assert packed._backend(x.to("meta"), "auto") == "torch"
+    with pytest.raises(BackendError, match="backend = 'native' cannot run: x is on meta"):
+        packed._backend(x.to("meta"), "native")
+
+
+def test_without_the_library(monkeypatch):
+    whole, x = matrix("2bit", 13, 40), tokens(3, 40)
+    expected = linear(x, whole)
+    monkeypatch.setattr(native, "wanted", lambda: False)
+    monkeypatch.setattr(native, "reason", lambda: "not built")
+    assert torch.equal(linear(x, whole), expected)
+    with pytest.raises(BackendError, match="backend = 'native' cannot run: not built"):
+        linear(x, whole, backend="native")
 
 
 # ---------------------------------------------------------------- torch

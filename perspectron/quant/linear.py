@@ -1,0 +1,116 @@
+"""Modules whose matrix is packed (`perspectron.ops.packing`), in the place of torch's own; only for inference.
+
+Shapes: N rows (outputs), K columns (inputs), V vocabulary, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import require
+from perspectron.ops import packed
+from perspectron.ops.packing import LAYOUTS, Packed, dequantise, sizes
+
+
+class _Matrix(nn.Module):
+    """Buffers codes and scales, whose dtypes are the format's whatever the model is cast to."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, shape: tuple[int, int], format: str) -> None:
+        super().__init__()
+        self.format, self.shape = format, shape
+        codes_shape, scales_shape, dtype = sizes(format, shape)
+        self.register_buffer("codes", torch.empty(codes_shape, dtype=torch.uint8))
+        self.register_buffer("scales", torch.empty(scales_shape, dtype=dtype))
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(self.codes, self.scales, self.format, self.shape)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix in float32, made anew each time."""
+        return dequantise(self.packed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.codes.device)
+        return self
+
+
+class QuantLinear(_Matrix):
+    """y = W x + b on x rounded to 8 bits; the bias is float."""
+
+    def __init__(self, in_features: int, out_features: int, format: str, bias: bool = True) -> None:
+        super().__init__((out_features, in_features), format)
+        self.in_features, self.out_features = in_features, out_features
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    @classmethod
+    def of(cls, matrix: Packed, bias: Tensor | None = None) -> Self:
+        """With these numbers, not copied."""
+        N, K = matrix.shape
+        with torch.device("meta"):
+            made = cls(K, N, matrix.format, bias is not None)
+        made.codes, made.scales = matrix.codes, matrix.scales
+        if bias is not None:
+            made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = packed.linear(x, self.packed)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.format}, bias={self.bias is not None}"
+
+
+class QuantEmbedding(_Matrix):
+    """Rows of 8 bits with a scale each, to look up and, as a tied head, to multiply with."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, format: str = "int8") -> None:
+        require(format == "int8", "format", format, f"'int8' for an embedding, of {', '.join(LAYOUTS)}")
+        super().__init__((num_embeddings, embedding_dim), format)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+
+    @classmethod
+    def of(cls, matrix: Packed) -> Self:
+        """With these numbers, not copied."""
+        with torch.device("meta"):
+            made = cls(*matrix.shape, matrix.format)
+        made.codes, made.scales = matrix.codes, matrix.scales
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D] in float32 of ids [...]."""
+        whole = self.codes[ids][..., : self.embedding_dim].float() - LAYOUTS["int8"].padding
+        return whole * self.scales[ids][..., None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] of [..., D]: the product with every row."""
+        return packed.linear(hidden, self.packed)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.format}"
+
+
+def bytes_of(module: nn.Module) -> dict[str, int]:
+    """Of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed."""
+    found = dict[str, int]()
+    packed_names = set[str]()
+    for name, part in module.named_modules():
+        if isinstance(part, _Matrix):
+            found[part.format] = found.get(part.format, 0) + part.packed.nbytes
+            packed_names |= {f"{name}.codes".lstrip("."), f"{name}.scales".lstrip(".")}
+    rest: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in rest.items():
+        if name not in packed_names:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            found[kind] = found.get(kind, 0) + tensor.nbytes
+    return found
