@@ -1,0 +1,1 @@
+"""Running a compressed model whose experts are read from disk as they are needed."""
