@@ -1,5 +1,7 @@
 """Errors a user can cause. Each carries one line that names the thing, its value and the bound."""
 
+from pathlib import Path
+
 
 class PerspectronError(Exception):
     """Base of every error that is the user's to mend; the command line prints it and exits with 2."""
@@ -31,3 +33,18 @@ class StorageError(PerspectronError):
 
 class NonFiniteError(PerspectronError):
     """A loss or gradient was not finite; raised before the optimizer stepped."""
+
+
+class ArtifactError(PerspectronError):
+    """A file of an artifact that is missing, malformed or not what its folder says."""
+
+
+class ShardError(PerspectronError):
+    """An expert could not be read: where it stands, and why."""
+
+    def __init__(self, path: Path, layer: int, expert: int, cause: str) -> None:
+        super().__init__(path, layer, expert, cause)
+        self.path, self.layer, self.expert, self.cause = path, layer, expert, cause
+
+    def __str__(self) -> str:
+        return f"{self.path}: layer {self.layer}, expert {self.expert}: {self.cause}"

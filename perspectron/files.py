@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perspectron.errors import PerspectronError, StorageError
+from perspectron.errors import ArtifactError, PerspectronError, StorageError
 
 
 def sha256(path: Path) -> str:
@@ -65,6 +65,21 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
+
+
+def safe_join(folder: Path, name: object) -> Path:
+    """The file of that name in `folder` or below. ArtifactError: a name that could lead out of it, also by a link."""
+    parts = name.split("/") if isinstance(name, str) else []
+    if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+        raise ArtifactError(f"{folder}: name {str(name)[:80]!r}, must be a relative path without . and ..")
+    path = folder.joinpath(*parts)
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # too long, a ring of links, a lone surrogate
+        inside = False
+    if not inside:
+        raise ArtifactError(f"{folder}: name {str(name)[:80]!r}, must not lead out of the folder")
+    return path
 
 
 def write_json(path: Path, value: Any) -> None:

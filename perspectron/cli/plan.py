@@ -160,7 +160,7 @@ def _report(
         "context": needed.context,
         "parts": {name: asdict(part) for name, part in needed.parts.items()},
         "state": {name: asdict(part) for name, part in needed.state.items()},
-        "experts": [asdict(layer) | {"shard": layer.shard} for layer in needed.experts],
+        "experts": [asdict(layer) for layer in needed.experts],
         "resident_bytes": needed.resident,
         "read_per_token": needed.read,
         "written_per_token": needed.written,

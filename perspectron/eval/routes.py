@@ -30,7 +30,7 @@ _SIGN = re.compile(r"[_=(){}\[\]<>;\\/*+&|#@^~$%]")
 class Routes(NamedTuple):
     """Of one routed layer: experts [B,T] and where the queries fell [B,T,A], in [0, 1). A switch has no queries: the
     centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts that the
-    same router takes for what the routed layer before had before its network; the first layer's are its own."""
+    same router takes for what the routed layer before it read; the first layer's are its own."""
 
     layer: int
     router: str
@@ -85,19 +85,15 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     chosen: list[list[Choice]] = [[] for _ in layers]
     guess: list[list[Tensor]] = [[] for _ in layers]
 
-    def look(place: int, inputs: tuple[Tensor, ...], x_BTD: Tensor) -> None:
+    def look(place: int, x_BTD: Tensor) -> None:
         chosen[place].append(layers[place][1].route(x_BTD.flatten(0, 1)))
         if place == 0:
             guess[0].append(chosen[0][-1].expert_N)
         if place + 1 < len(layers):
-            index, following = layers[place + 1]
-            early_BTD = blocks[index].ffn_norm.forward(inputs[0])  # past its own hook
-            guess[place + 1].append(following.route(early_BTD.flatten(0, 1)).expert_N)
+            guess[place + 1].append(layers[place + 1][1].route(x_BTD.flatten(0, 1)).expert_N)
 
     hooks = [
-        blocks[index].ffn_norm.register_forward_hook(
-            lambda _, inputs, out, place=place: look(place, inputs, out)
-        )
+        blocks[index].ffn_norm.register_forward_hook(lambda _, inputs, out, place=place: look(place, out))
         for place, (index, _) in enumerate(layers)
     ]
     T, state = ids_BT.shape[1], None

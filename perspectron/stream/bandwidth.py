@@ -1,7 +1,6 @@
 """How fast bytes come, measured here: from memory, from a disk, to a GPU. Bytes per second; the best of a few tries."""
 
 import importlib
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -10,10 +9,10 @@ from pathlib import Path
 import torch
 
 from perspectron.errors import DataError
+from perspectron.stream.shards import PIECE, aligned
 
 BUFFER = 256 << 20
 TRIES = 5
-PIECE = 4 << 20
 LEAST, MOST = 32 << 20, 1 << 30  # bytes of a file that are read
 
 
@@ -58,23 +57,22 @@ def disk(folder: Path) -> float | None:
     if size < LEAST:
         return None
     try:
-        with mmap.mmap(-1, PIECE) as piece:  # anonymous memory, which begins at a page
-            return _read(path, piece)
+        return _read(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _read(path: Path, piece: mmap.mmap) -> float:
+def _read(path: Path) -> float:
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:  # a file system without direct reads
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        start, amount = time.perf_counter(), 0
-        while amount < MOST and (read := os.preadv(file, [piece], amount)):
-            amount += read
-            if read < len(piece):
+        piece, amount, start = memoryview(aligned(PIECE).data), 0, time.perf_counter()
+        while amount < MOST and (count := os.preadv(file, [piece], amount)):
+            amount += count
+            if count < PIECE:
                 break  # the end; what follows would not be aligned
         return amount / (time.perf_counter() - start)
     finally:

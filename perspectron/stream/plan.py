@@ -1,14 +1,13 @@
 """What a model needs where it runs compressed, and how fast it decodes there: from shapes and bandwidths alone.
 
-Matrices are packed as decisions.md §2 says: codes in blocks of rows, each padded to 64 columns, and scales beside them.
-What is not a matrix stays float32.
+Matrices are packed (`perspectron.ops.packing`); what is not a matrix stays float32.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,34 +20,18 @@ from perspectron.config import ModelConfig, one_of
 from perspectron.experts import RoutedSwiGLU
 from perspectron.ffn import TiedConfig
 from perspectron.model import LanguageModel
+from perspectron.ops.packing import sizes
+from perspectron.stream.format import ExpertLayout
 
-ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}  # of a matrix, in one byte
 SHARED = ("2bit", "4bit", "int8")
-COLUMNS, GROUP = 64, 128  # a row is padded to the first; scales of 2 and 4 bits are for the second
-PAGE = 4096  # shards begin at multiples of it, in a file and in memory
 DEVICE_SLOTS = 2  # experts on a GPU: one computes while the other arrives
 NEGLIGIBLE = 1e-10  # a share of the uses
 
 
-class Packed(NamedTuple):
-    """Bytes of a packed matrix."""
-
-    codes: int
-    scales: int
-
-    @property
-    def bytes(self) -> int:
-        return self.codes + self.scales
-
-
-def packed(format: str, rows: int, columns: int) -> Packed:
-    """Of a matrix of that many outputs and inputs: ternary and int8 have a float32 scale for each row, 2bit and
-    4bit a float16 scale and offset for each row of a block and group of columns."""
-    blocks, padded = -(-rows // ROWS[format]), -(-columns // COLUMNS) * COLUMNS
-    codes = blocks * padded
-    if format in ("ternary", "int8"):
-        return Packed(codes, 4 * rows)
-    return Packed(codes, blocks * -(-padded // GROUP) * ROWS[format] * 2 * 2)
+def packed_bytes(format: str, shape: tuple[int, int]) -> int:
+    """Of a matrix with so many outputs and inputs: codes, and scales."""
+    codes, scales, dtype = sizes(format, shape)
+    return prod(codes) + prod(scales) * dtype.itemsize
 
 
 # ---------------------------------------------------------------- what a model needs
@@ -67,7 +50,7 @@ class Part:
 @dataclass(frozen=True)
 class ExpertLayer:
     """distinct: experts with weights of their own; the others are the same under another name. parameters, codes,
-    scales: of each expert, the latter in bytes."""
+    scales: of each expert, the latter in bytes. shard: bytes of it in a file, and of the slot that holds it."""
 
     layer: int
     experts: int
@@ -75,16 +58,12 @@ class ExpertLayer:
     parameters: int
     codes: int
     scales: int
+    shard: int
 
     @property
     def read(self) -> int:
         """Bytes of one expert that a token reads."""
         return self.codes + self.scales
-
-    @property
-    def shard(self) -> int:
-        """Bytes of one expert in a file, and of the slot that holds it: whole pages."""
-        return -(-self.read // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
@@ -185,31 +164,33 @@ def _stored(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple[
                 continue
             stored = 4 * parameter.numel()
             if name in formats and parameter.ndim == 2:
-                stored = packed(formats[name], *parameter.shape).bytes
+                stored = packed_bytes(formats[name], (parameter.shape[0], parameter.shape[1]))
             yield own, parameter, stored, stored // len(parameter) if name in rows else stored * times
 
 
-def _experts(layer: int, ffn: RoutedSwiGLU, count: int) -> ExpertLayer:
-    shapes = [weight.shape[1:] for weight in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF)]
-    sizes = [packed("ternary", *shape) for shape in shapes]
-    codes, scales = (sum(parts) for parts in zip(*sizes, strict=True))
-    return ExpertLayer(layer, len(ffn.gate_EFD), count, sum(map(prod, shapes)), codes, scales)
+def _experts(layer: int, ffn: RoutedSwiGLU, distinct: int) -> ExpertLayer:
+    E, hidden, D = ffn.gate_EFD.shape
+    layout = ExpertLayout(D, hidden)
+    return ExpertLayer(
+        layer, E, distinct, 3 * hidden * D, layout.code_bytes, layout.scale_bytes, layout.bytes
+    )
 
 
 def _state(model: LanguageModel, context: int) -> dict[str, Part]:
     """By kind of mixer. A tensor whose size depends on the context is a cache: a token reads all of it and writes one
     place; the others are read and written whole."""
     parts = dict[str, Part]()
-    roomy, empty = (model.init_state(1, capacity=capacity).layers for capacity in (context, 0))
-    for block, large, small in zip(model.config.blocks, roomy, empty, strict=True):
-        if block.mixer is None:
-            continue
-        pairs = zip(*(pytree.tree_leaves(state) for state in (large, small)), strict=True)
-        for tensor, other in pairs:
+    roomy, empty = (model.init_state(1, capacity=capacity) for capacity in (context, 0))
+    kinds = ["-" if block.mixer is None else block.mixer.kind for block in model.config.blocks]
+    pairs = [
+        *zip(kinds, roomy.layers, empty.layers, strict=True),
+        ("positions", roomy.length_B, empty.length_B),
+    ]
+    for kind, large, small in pairs:
+        for tensor, other in zip(*(pytree.tree_leaves(state) for state in (large, small)), strict=True):
             if isinstance(tensor, torch.Tensor):
                 written = tensor.nbytes if tensor.nbytes == other.nbytes else 0
-                part = Part(0, tensor.nbytes, tensor.nbytes, written)
-                parts[block.mixer.kind] = _sum(parts.get(block.mixer.kind), part)
+                parts[kind] = _sum(parts.get(kind), Part(0, tensor.nbytes, tensor.nbytes, written))
     return parts
 
 

@@ -1,0 +1,281 @@
+"""Products of packed matrices (`perspectron.ops.packing`) with vectors (decisions.md §2).
+
+What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step. Sums of codes times q are
+exact; the float arithmetic after them has one order, so every backend but the reference gives the same bits, whatever
+other tokens there are.
+
+Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
+"""
+
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from perspectron.errors import BackendError
+from perspectron.ops.packing import ALIGN, GROUP, LAYOUTS, Packed, dequantise, digits, parameters
+from perspectron.ops.tree import full_precision
+
+BACKENDS = ("auto", "reference", "torch", "native")
+EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
+LANES = 16
+DECODED = 1 << 22  # weights at a time
+PARTS = 1 << 22  # sums of lanes at a time
+NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mode: train the float model"
+
+
+def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
+    """x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
+
+    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "torch" runs
+    anywhere; "reference" computes in float64; "auto": native where it can. No derivatives: backward and forward mode
+    raise RuntimeError. BackendError: unknown, or it cannot run here.
+    """
+    if x.shape[-1] != packed.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the matrix {packed.shape[1]}")
+    _known(backend)
+    x_TK = x.reshape(-1, x.shape[-1])
+    if _plain(x):
+        y_TN = _linear(x_TK, packed, backend)
+    elif torch.compiler.is_compiling():
+        y_TN = _linear_op(x_TK, packed.codes, packed.scales, packed.format, packed.shape[0], backend)
+    else:
+        y_TN = _Linear.apply(x_TK, packed.codes, packed.scales, packed.format, packed.shape[0], backend)
+    return y_TN.view(*x.shape[:-1], packed.shape[0])
+
+
+def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = "auto") -> Tensor:
+    """W_down(SiLU(W_gate x) ⊙ W_up x) [..., D]; what each matrix reads is rounded to 8 bits. As `linear`."""
+    if not gate.format == up.format == down.format:
+        raise ValueError(f"formats are {gate.format}, {up.format} and {down.format}, want one")
+    D, hidden = x.shape[-1], gate.shape[0]
+    if not (gate.shape[1] == D and up.shape == gate.shape and down.shape[1] == hidden):
+        raise ValueError(f"x has {D} columns; gate, up, down are {gate.shape}, {up.shape}, {down.shape}")
+    _known(backend)
+    x_TD = x.reshape(-1, D)
+    if _plain(x):
+        y_TD = _swiglu(x_TD, (gate, up, down), backend)
+    else:
+        parts = [part for matrix in (gate, up, down) for part in (matrix.codes, matrix.scales)]
+        apply = _swiglu_op if torch.compiler.is_compiling() else _SwiGLU.apply
+        y_TD = apply(x_TD, *parts, gate.format, hidden, down.shape[0], backend)
+    return y_TD.view(*x.shape[:-1], down.shape[0])
+
+
+def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
+    x, backend = x_TK.to(torch.float32).contiguous(), _backend(x_TK, backend)
+    if backend == "native":
+        y_TN = _native().linear(x, packed.codes, packed.scales, packed.format, packed.shape[0])
+    else:
+        with full_precision(x):
+            y_TN = (_reference if backend == "reference" else _torch)(x, packed)
+    return y_TN.to(x_TK.dtype)
+
+
+def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) -> Tensor:
+    x, backend = x_TD.to(torch.float32).contiguous(), _backend(x_TD, backend)
+    gate, up, down = weights
+    if backend == "native":
+        pairs = [(matrix.codes, matrix.scales) for matrix in weights]
+        return _native().swiglu(x, *pairs, gate.format).to(x_TD.dtype)
+    with full_precision(x):
+        run = _reference if backend == "reference" else _torch
+        gate_TF, up_TF = run(x, gate), run(x, up)
+        # In whole vectors: torch's SiLU of what is left of one, which the number of tokens decides, rounds otherwise.
+        silu_TF = F.silu(F.pad(gate_TF, (0, -gate_TF.shape[1] % ALIGN)))[:, : gate_TF.shape[1]]
+        return run(silu_TF * up_TF, down).to(x_TD.dtype)
+
+
+def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """(q [T,K] whole numbers in −127 … 127, step [T]) in x's dtype: q·step ≈ x. A token that is not finite has
+    step NaN; one too small for 127 / max |x| is 0."""
+    most_T = x_TK.abs().amax(1)
+    per_T = 127 / most_T
+    fits_T1 = (per_T.isfinite() & most_T.isfinite())[:, None]
+    q_TK = (x_TK * per_T[:, None]).round_().where(fits_T1, 0)
+    return q_TK, (most_T / 127).where(most_T.isfinite(), torch.nan)
+
+
+def _reference(x_TK: Tensor, packed: Packed) -> Tensor:
+    """In float64, but for the rounding of x."""
+    q_TK, step_T = quantise(x_TK)
+    y_TN = F.linear(q_TK.double(), dequantise(packed, torch.float64))
+    return (y_TN * step_T.double()[:, None]).float()
+
+
+def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
+    """Some rows at a time, so that memory stays bounded."""
+    (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
+    q_TK, step_T = quantise(x_TK)
+    q_TS = F.pad(q_TK, (0, S - K))
+    y_TN = x_TK.new_empty(len(x_TK), blocks * R)
+    run = _rows if LAYOUTS[packed.format].zero is not None else _groups
+    count = max(1, DECODED // (R * S))
+    for start in range(0, blocks, count):
+        here = slice(start * R, (start + count) * R)
+        for tokens in _parts(len(x_TK), min(count, blocks - start) * R):
+            y_TN[tokens, here] = run(q_TS[tokens], step_T[tokens], packed, slice(start, start + count))
+    return y_TN[:, :N].contiguous()
+
+
+def _parts(T: int, rows: int) -> Iterator[slice]:
+    step = max(1, PARTS // (LANES * rows))
+    return (slice(start, start + step) for start in range(0, T, step))
+
+
+def _rows(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
+    """y = (step · s) · float(Σ w q), the sum as a whole number."""
+    layout = LAYOUTS[packed.format]
+    w_NS = digits(packed.codes[blocks], packed.format).float() - layout.padding
+    if packed.format == "ternary":
+        sum_TN = q_TS @ w_NS.T  # 127 · K < 2²⁴
+    else:
+        pieces = zip(q_TS.split(EXACT, 1), w_NS.split(EXACT, 1), strict=True)
+        sum_TN = sum((q @ w.T).double() for q, w in pieces).float()
+    scale = packed.scales[blocks.start * layout.rows : blocks.stop * layout.rows]
+    scale_N = F.pad(scale, (0, len(w_NS) - len(scale)))
+    return sum_TN * (step_T[:, None] * scale_N)
+
+
+def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
+    """y = step · (Σ_lanes Σ_g s·sum of codes times q − Σ_g o·sum of q), each inner sum by fused multiply-adds in the
+    order of g, the lanes by halves. Lane l has columns 4l … 4l + 3 of each 64."""
+    part = packed._replace(codes=packed.codes[blocks], scales=packed.scales[blocks])
+    G = packed.scales.shape[1]
+    room = (0, G * GROUP - q_TS.shape[1])
+    codes = F.pad(digits(part.codes, packed.format), room).float().view(-1, G, 2, LANES, 4)
+    q = F.pad(q_TS, room).view(-1, G, 2, LANES, 4)
+    codes_GL8N = codes.permute(1, 3, 2, 4, 0).flatten(2, 3)
+    q_GLT8 = q.permute(1, 3, 0, 2, 4).flatten(3, 4)
+    scale_NG, offset_NG = (values.float() for values in parameters(part))
+    lanes_LTN = q.new_zeros(LANES, len(q), len(codes))
+    offset_TN = torch.zeros_like(lanes_LTN[0])
+    for g in range(G):
+        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g])
+        lanes_LTN = _fma(sum_LTN, scale_NG[:, g], lanes_LTN)
+        offset_TN = _fma(q[:, g].sum((1, 2, 3))[:, None], offset_NG[:, g], offset_TN)
+    while len(lanes_LTN) > 1:
+        lanes_LTN = torch.add(*lanes_LTN.chunk(2))
+    return (lanes_LTN[0] - offset_TN) * step_T[:, None]
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a·b + c rounded once: 14 bits times 11 are exact in float64, and their sum with a float32 there is as good as."""
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
+
+
+# ---------------------------------------------------------------- dispatch
+
+
+def _known(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
+
+
+def _backend(x: Tensor, backend: str) -> str:
+    """The one that runs."""
+    if backend in ("reference", "torch"):
+        return backend
+    fits = x.device.type == "cpu" and _native().available()
+    if backend == "native" and not fits:
+        why = _native().reason() if x.device.type == "cpu" else f"x is on {x.device}"
+        raise BackendError(f"backend = 'native' cannot run: {why}")
+    chosen = "native" if fits else "torch"
+    _say(chosen, x.device.type)
+    return chosen
+
+
+@functools.cache
+def _say(backend: str, device: str) -> None:
+    """Once for each."""
+    logging.getLogger("perspectron").info("packed: auto runs %s on %s", backend, device)
+
+
+@functools.cache
+def _native() -> Any:
+    try:
+        return importlib.import_module("perspectron.native")
+    except ImportError:
+        return types.SimpleNamespace(available=lambda: False, reason=lambda: "it is not built")
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether nothing watches: then the dispatcher, which takes longer than a small product, is left out."""
+    if torch.compiler.is_compiling():
+        # The compiler would trace an autograd.Function's forward and leave out its jvp.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise RuntimeError(NO_GRADIENT)
+        return False
+    if not torch.is_inference_mode_enabled():
+        return False
+    return _get_current_dispatch_mode() is None and type(x) is Tensor and not x.is_meta
+
+
+@torch.library.custom_op("perspectron::packed_linear", mutates_args=())
+def _linear_op(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, rows: int, backend: str) -> Tensor:
+    return _linear(x_TK, Packed(codes, scales, format, (rows, x_TK.shape[1])), backend)
+
+
+@_linear_op.register_fake
+def _(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, rows: int, backend: str) -> Tensor:
+    return x_TK.new_empty(x_TK.shape[0], rows)
+
+
+@torch.library.custom_op("perspectron::packed_swiglu", mutates_args=())
+def _swiglu_op(
+    x_TD: Tensor,
+    gate_codes: Tensor,
+    gate_scales: Tensor,
+    up_codes: Tensor,
+    up_scales: Tensor,
+    down_codes: Tensor,
+    down_scales: Tensor,
+    format: str,
+    hidden: int,
+    rows: int,
+    backend: str,
+) -> Tensor:
+    gate = Packed(gate_codes, gate_scales, format, (hidden, x_TD.shape[1]))
+    up = Packed(up_codes, up_scales, format, gate.shape)
+    return _swiglu(x_TD, (gate, up, Packed(down_codes, down_scales, format, (rows, hidden))), backend)
+
+
+@_swiglu_op.register_fake
+def _(x_TD: Tensor, *rest: Any) -> Tensor:
+    return x_TD.new_empty(x_TD.shape[0], rest[-2])
+
+
+class _NoGradient(torch.autograd.Function):
+    """Derivatives that raise: of an op without any, forward mode would make silent zeros."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(NO_GRADIENT)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(NO_GRADIENT)
+
+
+class _Linear(_NoGradient):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _linear_op(*args)
+
+
+class _SwiGLU(_NoGradient):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        return _swiglu_op(*args)

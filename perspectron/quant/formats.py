@@ -1,0 +1,147 @@
+"""Weights rounded to the nearest of what a packed format holds (`perspectron.ops.packing`).
+
+Shapes: N rows, K columns, C columns of one group, G groups.
+"""
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import DataError
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack, sizes
+from perspectron.quant.ternary import trits
+
+SHRINK = tuple(
+    1 - step / 20 for step in range(13)
+)  # of a group's range: the ends give way to the many between
+REFITS = 2
+ROWS = 1 << 21  # weights at a time
+
+
+def quantise(weight_NK: Tensor, format: str) -> Packed:
+    """The nearest packed matrix, by rows and groups; one that is ternary already comes back exactly.
+
+    ternary: T = clip(round(W / s), −1, 1), s = mean |W| (decisions.md §2). int8: max |w| of a row is 127. 2bit and
+    4bit: scale and offset, as float16, of least squared error among some shrunken ranges. DataError: a weight that is
+    not finite, or too large for float16 where there are groups.
+    """
+    sizes(format, (weight_NK.shape[0], weight_NK.shape[1]))
+    weight_NK = weight_NK.detach().to(torch.float32)
+    check(weight_NK, format)
+    if format == "ternary":
+        codes_NK, scale_N = _ternary(weight_NK)
+        return pack(codes_NK, scale_N, None, format)
+    if format == "int8":
+        scale_N = rows_scale(weight_NK)
+        return pack(encode(weight_NK, scale_N[:, None], None, format), scale_N, None, format)
+    found = []
+    for rows in weight_NK.split(max(1, ROWS // weight_NK.shape[1])):
+        groups = [(part, *grid(part, format)) for part in rows.split(GROUP, 1)]
+        codes = torch.cat([encode(part, s[:, None], o[:, None], format) for part, s, o in groups], 1)
+        found.append((codes, *(torch.stack(values, 1) for values in list(zip(*groups, strict=True))[1:])))
+    codes_NK, scale_NG, offset_NG = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return pack(codes_NK, scale_NG, offset_NG, format)
+
+
+def check(weight_NK: Tensor, format: str) -> None:
+    """DataError for weights that the format cannot hold at all."""
+    most = weight_NK.abs().amax().item()
+    if not most < torch.inf:
+        raise DataError(f"weight = {most}, must be finite")
+    bound = torch.finfo(torch.float16).max
+    if LAYOUTS[format].zero is None and most > bound:
+        raise DataError(f"weight = ±{most:g}, must be within ±{bound:g} for {format}")
+
+
+def encode(weight_NC: Tensor, scale_N1: Tensor, offset_N1: Tensor | None, format: str) -> Tensor:
+    """The nearest codes, uint8; of a scale of 0 that of weight 0, or the lowest."""
+    layout = LAYOUTS[format]
+    shift = layout.padding if offset_N1 is None else offset_N1
+    scaled = weight_NC / scale_N1 + shift if offset_N1 is None else (weight_NC + shift) / scale_N1
+    codes = scaled.round_().clamp_(layout.lowest, layout.highest)
+    return codes.where(scale_N1 > 0, layout.padding).to(torch.uint8)
+
+
+def decode(codes_NC: Tensor, scale_N1: Tensor, offset_N1: Tensor | None, format: str) -> Tensor:
+    """What the codes stand for, in the scale's dtype."""
+    codes = codes_NC.to(scale_N1.dtype)
+    if offset_N1 is None:
+        return (codes - LAYOUTS[format].padding) * scale_N1
+    return codes * scale_N1 - offset_N1
+
+
+def rows_scale(weight_NK: Tensor) -> Tensor:
+    """s of int8 rows [N]."""
+    return weight_NK.abs().amax(1) / 127
+
+
+def grid(weight_NC: Tensor, format: str, importance_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(s, o) [N] of one group, as float16 holds them, but in float32: of least squared error, each column's counted
+    as much as it is important."""
+    low_N, high_N = weight_NC.aminmax(dim=1)
+    middle_N, half_N = (low_N + high_N) / 2, (high_N - low_N) / 2
+    weight = torch.ones_like(weight_NC[0]) if importance_C is None else importance_C
+    levels, best = LAYOUTS[format].highest, None
+    for share in SHRINK:
+        best = _better(
+            best, weight_NC, 2 * share * half_N / levels, share * half_N - middle_N, weight, format
+        )
+    assert best is not None
+    for _ in range(REFITS):
+        best = _better(best, weight_NC, *_fit(weight_NC, best[2], best[:2], weight), weight, format)
+    return best[0], best[1]
+
+
+_Candidate = tuple[Tensor, Tensor, Tensor, Tensor]
+"""s, o, codes and error of each row."""
+
+
+def _better(
+    best: _Candidate | None,
+    weight_NC: Tensor,
+    scale_N: Tensor,
+    offset_N: Tensor,
+    importance_C: Tensor,
+    format: str,
+) -> _Candidate:
+    """Row by row, this grid where its error is smaller."""
+    scale_N, offset_N = (_half(values) for values in (scale_N.clamp_min(0), offset_N))
+    columns = scale_N[:, None], offset_N[:, None]
+    codes_NC = encode(weight_NC, *columns, format)
+    error_N = (decode(codes_NC, *columns, format) - weight_NC).square() @ importance_C
+    if best is None:
+        return scale_N, offset_N, codes_NC, error_N
+    wins_N = error_N < best[3]
+    return (
+        scale_N.where(wins_N, best[0]),
+        offset_N.where(wins_N, best[1]),
+        codes_NC.where(wins_N[:, None], best[2]),
+        error_N.where(wins_N, best[3]),
+    )
+
+
+def _half(values: Tensor) -> Tensor:
+    return values.half().nan_to_num().float()
+
+
+def _fit(
+    weight_NC: Tensor, codes_NC: Tensor, old: tuple[Tensor, Tensor], importance_C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(s, o) of least squared error for given codes; the old ones where all codes are one."""
+    share_C = importance_C / importance_C.sum().clamp_min(torch.finfo(torch.float32).tiny)
+    codes_NC = codes_NC.float()
+    mean_N, level_N = weight_NC @ share_C, codes_NC @ share_C
+    wide_NC = codes_NC - level_N[:, None]
+    spread_N = wide_NC.square() @ share_C
+    scale_N = (wide_NC * weight_NC) @ share_C / spread_N
+    fits_N = spread_N > 1e-6
+    return scale_N.where(fits_N, old[0]), (scale_N * level_N - mean_N).where(fits_N, old[1])
+
+
+def _ternary(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, s of each row)."""
+    most_N1 = weight_NK.abs().amax(1, keepdim=True)
+    if ((weight_NK == 0) | (weight_NK.abs() == most_N1)).all():
+        return (weight_NK.sign() + 1).to(torch.uint8), most_N1[:, 0]
+    overflows = most_N1.amax() * weight_NK.numel() == torch.inf
+    trits_NK, scale_11 = trits(weight_NK.double() if overflows else weight_NK)
+    return (trits_NK + 1).to(torch.uint8), scale_11[0].expand(len(weight_NK))
