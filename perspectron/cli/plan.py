@@ -18,6 +18,7 @@ from perspectron.cli.units import rate, size
 from perspectron.config import ModelConfig, load, require
 from perspectron.errors import ConfigError, DataError
 from perspectron.files import read_json
+from perspectron.ops.packing import LAYOUTS
 from perspectron.stream import bandwidth
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, reuse
@@ -124,10 +125,12 @@ def _folder(folder: Path) -> tuple[ModelConfig, Mapping[str, str] | None, int]:
     header = read_json(path, DataError) if path.exists() else {}
     if not isinstance(header, dict) or header.get("format") != ARTIFACT:
         return checkpoint.load_config(checkpoint.run_of(folder)).model, None, 0
-    formats, experts = header.get("quant"), header.get("experts") or {}
-    if not isinstance(formats, dict) or not isinstance(experts, dict):
-        raise DataError(f"{path}: damaged, quant and experts must be objects")
-    return load(ModelConfig, header.get("model"), f"{path}: model"), formats, int(experts.get("distinct", 0))
+    formats, experts = header.get("quant"), header.get("experts")
+    distinct = 0 if experts is None else experts.get("distinct") if isinstance(experts, dict) else None
+    packed = isinstance(formats, dict) and all(format in LAYOUTS for format in formats.values())
+    if not packed or type(distinct) is not int or distinct < 0:
+        raise DataError(f"{path}: damaged, quant must give known formats and experts.distinct a number")
+    return load(ModelConfig, header.get("model"), f"{path}: model"), formats, distinct
 
 
 def _same_model(needed: Needs, trace: Trace | None) -> None:

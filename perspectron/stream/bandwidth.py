@@ -20,7 +20,10 @@ def memory(device: torch.device | str = "cpu") -> float:
     """Reading a buffer that no cache holds, on all threads."""
     data = torch.ones(BUFFER // 8, dtype=torch.int64, device=device)
     read = _native_read() if data.device.type == "cpu" else None
-    return _best(BUFFER, (lambda: read(data, torch.get_num_threads())) if read else data.sum, data.device)
+    bytes_N = data.view(torch.uint8)
+    return _best(
+        BUFFER, data.sum if read is None else lambda: read(bytes_N, torch.get_num_threads()), data.device
+    )
 
 
 def pcie() -> float:
