@@ -1,0 +1,203 @@
+"""Kernels in C++ for the CPU: packed matrices times quantised tokens, the PDR scan, CRC-32C.
+
+`available()` says whether they can be used; `wanted()` is the same and says once in the log why not. What a row of
+the result holds depends on its token and its row of the matrix alone: not on the other tokens, the number of threads
+or the instruction set. Threads: `torch.get_num_threads()` at each call.
+
+A matrix is N rows (outputs) × K columns (inputs). Codes are uint8 [blocks, S]: S is K rounded up to 64, a block is R
+rows, and byte [b, k] holds the codes of rows b·R … b·R + R − 1 at column k.
+
+    format   R  byte                                       weight     scales
+    ternary  5  84·t4 + t0 + 3·t1 + 9·t2 + 27·t3           s·(t − 1)  float32 [N]
+    2bit     4  t0 + t1<<2 + t2<<4 + t3<<6                 s·t − o    float16 [blocks, G, 8]: 4 scales s, 4 offsets o
+    4bit     2  t0 + t1<<4                                 s·t − o    float16 [blocks, G, 4]: 2 scales s, 2 offsets o
+    int8     1  t                                          s·(t−128)  float32 [N]
+
+Tokens are quantised on the way in: a = max |x|, step = a / 127, q = x·(127 / a) rounded, ties to even. A token that
+holds NaN or infinity gives NaN; one whose 127 / a is not finite (a < 4e-37) counts as zero.
+
+Row formats (ternary, int8): y = step·s·float(Σ t·q − zero·Σ q), the sums exact, the zero 1 or 128. Grouped formats:
+lane l of 16 takes columns 4 l … 4 l + 3 of each 64; per group of 128 columns f_l = fma(s_g, float(Σ t·q), f_l); lanes l
+and l + 8 are added, then + 4, + 2, + 1; the correction is fma(o_g, float(Σ q), correction) in the order of groups;
+y = step·(lanes − correction).
+
+Shapes: T tokens, K columns, N rows, S = K rounded up to 64, G groups of 128 columns, B batch, D value width, R state
+rank, F hidden width.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from perspectron.native.library import load
+
+FORMATS = ("ternary", "2bit", "4bit", "int8")
+ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
+MOST_COLUMNS = 65536
+"""K must not exceed it: with more, a sum could leave 32 bits."""
+Pair = tuple[Tensor, Tensor]
+
+
+def available() -> bool:
+    """Whether the library is there and was built from these sources."""
+    return load().library is not None
+
+
+def reason() -> str | None:
+    """Why it is not available, in one line."""
+    return load().reason
+
+
+@cache
+def wanted() -> bool:
+    """`available()`, for whoever is about to use it: the first time it is not, the log has a warning."""
+    if not available():
+        logging.getLogger("perspectron").warning("native kernels: %s; PyTorch is used, slower", reason())
+    return available()
+
+
+def isa() -> str:
+    """The instruction set in use: "avx512", "avx2" or "scalar"."""
+    return str(_library().pspx_isa().decode())
+
+
+@contextmanager
+def forced_isa(name: str) -> Iterator[None]:
+    """For tests: use this instruction set, in all threads; ValueError where the machine has none such."""
+    before = isa()
+    if not _library().pspx_set_isa(name.encode()):
+        raise ValueError(f"isa = {name!r}, this machine has at most {before!r}")
+    try:
+        yield
+    finally:
+        _library().pspx_set_isa(before.encode())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """For tests: scratch memory is filled before each use."""
+    _library().pspx_poison(1)
+    try:
+        yield
+    finally:
+        _library().pspx_poison(0)
+
+
+def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> Tensor:
+    """y [T,N] = x Wᵀ in float32; x float32, contiguous."""
+    T, K = x_TK.shape
+    _check(x_TK, torch.float32)
+    _check_matrix(codes, scales, format, N, K)
+    y_TN = torch.empty(T, N)
+    pointers = (codes.data_ptr(), scales.data_ptr(), FORMATS.index(format))
+    _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), torch.get_num_threads())
+    return y_TN
+
+
+def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) -> Tensor:
+    """y [T,D] = W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again; pairs of codes and scales."""
+    T, D = x_TD.shape
+    _check(x_TD, torch.float32)
+    pointers = []
+    for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
+        _check_matrix(codes, scales, format, N, K)
+        pointers += [codes.data_ptr(), scales.data_ptr()]
+    y_TD = torch.empty(T, D)
+    threads = torch.get_num_threads()
+    _library().pspx_swiglu(
+        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), y_TD.data_ptr(), threads
+    )
+    return y_TD
+
+
+def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q [T,S] int8, zero from column K on; step [T]; Σ q [T] int32; Σ q of each group [T,G] int32)."""
+    T, K = x_TK.shape
+    _check(x_TK, torch.float32)
+    S = padded(K)
+    q_TS, step_T = torch.empty(T, S, dtype=torch.int8), torch.empty(T)
+    sum_T, sum_TG = torch.empty(T, dtype=torch.int32), torch.empty(T, -(-S // 128), dtype=torch.int32)
+    pointers = (q_TS.data_ptr(), step_T.data_ptr(), sum_T.data_ptr(), sum_TG.data_ptr())
+    _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, torch.get_num_threads())
+    return q_TS, step_T, sum_T, sum_TG
+
+
+def accumulate(q_TS: Tensor, sum_T: Tensor, codes: Tensor, format: str, N: int) -> Tensor:
+    """For tests: Σ (t − zero)·q [T,N] int32 of a ternary or int8 matrix, before the scales."""
+    assert format in ("ternary", "int8"), format
+    T, S = q_TS.shape
+    _check(q_TS, torch.int8)
+    _check(sum_T, torch.int32, (T,))
+    _check(codes, torch.uint8, (-(-N // ROWS[format]), padded(S)))
+    y_TN = torch.empty(T, N, dtype=torch.int32)
+    pointers = (codes.data_ptr(), FORMATS.index(format))
+    _library().pspx_accumulate(
+        q_TS.data_ptr(), sum_T.data_ptr(), T, S, *pointers, N, y_TN.data_ptr(), torch.get_num_threads()
+    )
+    return y_TN
+
+
+def pdr_scan(
+    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor, o_BTD: Tensor
+) -> None:
+    """S = γ S + v kᵀ, o = S q over T tokens in float32; writes o and, in place, the state."""
+    B, T, R = q_BTR.shape
+    D = v_BTD.shape[2]
+    for tensor, shape in (
+        *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
+        *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, o_BTD)),
+        (state_BDR, (B, D, R)),
+    ):
+        _check(tensor, torch.float32, shape)
+    pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
+    _library().pspx_scan(*pointers, B, T, D, R, torch.get_num_threads())
+
+
+def crc32c(buffer: Tensor, value: int = 0) -> int:
+    """CRC-32C of a uint8 tensor, going on from `value`, that of the bytes before."""
+    _check(buffer, torch.uint8)
+    return int(_library().pspx_crc32c(buffer.data_ptr(), buffer.numel(), value))
+
+
+def read(buffer: Tensor, threads: int) -> int:
+    """Load every byte of a uint8 tensor, for measuring how fast that can be; returns something made of them."""
+    _check(buffer, torch.uint8)
+    return int(_library().pspx_read(buffer.data_ptr(), buffer.numel(), threads))
+
+
+def peak(threads: int) -> float:
+    """int8 multiply-adds a second of the instruction set in use, operands in registers."""
+    return float(_library().pspx_peak(threads))
+
+
+def padded(K: int) -> int:
+    """S: K rounded up to 64."""
+    return -(-K // 64) * 64
+
+
+def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
+    library = load().library
+    assert library is not None, reason()
+    return library
+
+
+def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.dtype == dtype, (tensor.dtype, dtype)
+    assert tensor.is_contiguous(), "not contiguous"
+    assert shape is None or tensor.shape == shape, (tensor.shape, shape)
+
+
+def _check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
+    assert 0 < K <= MOST_COLUMNS, f"K = {K}"
+    R, S = ROWS[format], padded(K)
+    blocks = -(-N // R)
+    _check(codes, torch.uint8, (blocks, S))
+    if format in ("ternary", "int8"):
+        _check(scales, torch.float32, (N,))
+    else:
+        _check(scales, torch.float16, (blocks, -(-S // 128), 2 * R))

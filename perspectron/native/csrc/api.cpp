@@ -1,0 +1,245 @@
+// What Python calls: plain C, no exceptions, no allocation that Python must free.
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "kernels.h"
+#include "pool.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace perspectron {
+
+uint32_t crc32c(const uint8_t* p, int64_t n, uint32_t value);
+
+namespace {
+
+std::atomic<bool> poison{false};
+
+struct Buffer {  // of one thread, kept until it ends
+  void* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+
+  void* of(size_t bytes) {
+    if (bytes > size) {
+      std::free(data);
+      size = 0;
+      data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+      if (data == nullptr) throw std::bad_alloc();
+      size = bytes;
+    }
+    if (poison.load(std::memory_order_relaxed)) std::memset(data, 0xff, size);
+    return data;
+  }
+};
+
+const Kernels* const* all_kernels(int* count) {
+#ifdef PERSPECTRON_X86
+  static const Kernels* const found[] = {&SCALAR, &AVX2, &AVX512};
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+  *count = avx512 ? 3 : avx2 ? 2 : 1;
+#else
+  static const Kernels* const found[] = {&SCALAR};
+  *count = 1;
+#endif
+  return found;
+}
+
+const Kernels* widest() {
+  int count;
+  const Kernels* const* found = all_kernels(&count);
+  return found[count - 1];
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+const Kernels& kernels() {
+  const Kernels* now = chosen.load(std::memory_order_relaxed);
+  if (now == nullptr) chosen.store(now = widest(), std::memory_order_relaxed);
+  return *now;
+}
+
+// Tokens quantised into memory of the calling thread; `which` keeps two of them apart.
+Tokens tokens_in_scratch(int which, int64_t T, int64_t K) {
+  static thread_local Buffer buffers[2];
+  const int64_t S = ceil_div(K, LINE) * LINE, stride = S + LINE, G = ceil_div(S, GROUP);
+  const int64_t numbers = T * (2 + G);  // an odd stride keeps the tokens of a tile in different sets of the cache
+  char* data = static_cast<char*>(buffers[which].of(size_t(T * stride + numbers * 4)));
+  int32_t* sum = reinterpret_cast<int32_t*>(data + T * stride);
+  return {reinterpret_cast<int8_t*>(data), reinterpret_cast<float*>(sum + T * (1 + G)), sum, sum + T, T, K, S, stride};
+}
+
+void quantise_all(const Kernels& k, const float* x, const Tokens& into, Claims& claims) {
+  for (int64_t first, last; claims.next(first, last);)
+    for (int64_t t = first; t < last; t++) k.quantise(x + t * into.K, into, t);
+}
+
+Claims token_claims(int64_t T) { return {T, 4}; }
+
+// Rows in pieces: large enough to be read in one go, small enough to share out and, for many tokens, for the decoded
+// codes to stay in the second-level cache. Whole tiles: 20 rows are whole tiles of every format.
+int64_t grain(const Kernels& k, const Matrix& m, int64_t T, int threads) {
+  const int64_t R = ROWS[m.format];
+  if (T <= k.few) return ceil_div(ceil_div(int64_t(128) << 10, m.S), 4) * 4;
+  int64_t rows = (int64_t(384) << 10) / (grouped(m.format) || m.S < 4096 ? m.S : 4096);
+  const int64_t fair = ceil_div(m.N, 4 * threads);
+  rows = rows < fair ? rows : fair;
+  rows = ceil_div(rows < 480 ? rows : 480, 20) * 20;
+  return rows / R;
+}
+
+// Threads that pay: waking one takes as long as reading some tens of kilobytes.
+int useful(int threads, int64_t bytes, int64_t T) {
+  const int64_t most = 1 + bytes * T / (int64_t(64) << 10);
+  return int(threads < most ? threads : most);
+}
+
+int64_t bytes_of(const Matrix& m) { return m.blocks() * m.S; }
+
+Matrix matrix(const uint8_t* codes, const void* scales, int format, int64_t N, int64_t K) {
+  return {codes, scales, Format(format), N, ceil_div(K, LINE) * LINE};
+}
+
+}  // namespace
+
+void* scratch(Slot slot, size_t bytes) {
+  static thread_local Buffer buffers[SLOTS];
+  return buffers[slot].of(bytes);
+}
+
+}  // namespace perspectron
+
+using namespace perspectron;
+
+#ifndef PERSPECTRON_DIGEST
+#define PERSPECTRON_DIGEST ""
+#endif
+
+API const char* pspx_digest() { return PERSPECTRON_DIGEST; }
+
+API const char* pspx_isa() { return kernels().name; }
+
+// 1 when this machine has it; null is the widest.
+API int pspx_set_isa(const char* name) {
+  int count;
+  const Kernels* const* found = all_kernels(&count);
+  for (int i = 0; i < count; i++)
+    if (name == nullptr ? i == count - 1 : std::strcmp(name, found[i]->name) == 0) {
+      chosen.store(found[i]);
+      return 1;
+    }
+  return 0;
+}
+
+API void pspx_poison(int on) { poison.store(on != 0); }
+
+API void pspx_quantise(const float* x, int64_t T, int64_t K, int8_t* q, float* step, int32_t* sum, int32_t* groupsum,
+                       int threads) {
+  const Kernels& k = kernels();
+  const int64_t S = ceil_div(K, LINE) * LINE;
+  const Tokens into{q, step, sum, groupsum, T, K, S, S};
+  Claims claims = token_claims(T);
+  parallel(useful(threads, K, T), [&](Team&) { quantise_all(k, x, into, claims); });
+}
+
+API void pspx_accumulate(const int8_t* q, int32_t* sum, int64_t T, int64_t K, const uint8_t* codes, int format,
+                         int64_t N, int32_t* into, int threads) {
+  const Kernels& k = kernels();
+  const Matrix m = matrix(codes, nullptr, format, N, K);
+  const Tokens tokens{const_cast<int8_t*>(q), nullptr, sum, nullptr, T, K, m.S, m.S};
+  Claims claims(m.blocks(), grain(k, m, T, threads));
+  parallel(useful(threads, bytes_of(m), T), [&](Team&) {
+    for (int64_t first, last; claims.next(first, last);) k.accumulate(m, tokens, first, last, into, N);
+  });
+}
+
+API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
+                     int64_t N, float* y, int threads) {
+  const Kernels& k = kernels();
+  const Matrix m = matrix(codes, scales, format, N, K);
+  threads = useful(threads, bytes_of(m), T);
+  const Tokens tokens = tokens_in_scratch(0, T, K);
+  Claims ready = token_claims(T), rows(m.blocks(), grain(k, m, T, threads));
+  if (T == 1) quantise_all(k, x, tokens, ready);
+  parallel(threads, [&](Team& team) {
+    if (T > 1) {
+      quantise_all(k, x, tokens, ready);
+      team.barrier();
+    }
+    for (int64_t first, last; rows.next(first, last);) k.multiply(m, tokens, first, last, y, N);
+  });
+}
+
+API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint8_t* gate_codes,
+                     const void* gate_scales, const uint8_t* up_codes, const void* up_scales, const uint8_t* down_codes,
+                     const void* down_scales, int format, float* y, int threads) {
+  const Kernels& k = kernels();
+  const Matrix gate = matrix(gate_codes, gate_scales, format, F, D), up = matrix(up_codes, up_scales, format, F, D);
+  const Matrix down = matrix(down_codes, down_scales, format, D, F);
+  threads = useful(threads, 3 * bytes_of(gate), T);
+  static thread_local Buffer hiddens;
+  float* hidden = static_cast<float*>(hiddens.of(size_t(2 * T * F) * sizeof(float)));
+  float* other = hidden + T * F;
+  const Tokens tokens = tokens_in_scratch(0, T, D), inner = tokens_in_scratch(1, T, F);
+  Claims ready = token_claims(T), rows(gate.blocks(), grain(k, gate, T, threads));
+  Claims inner_ready = token_claims(T), inner_rows(down.blocks(), grain(k, down, T, threads));
+  parallel(threads, [&](Team& team) {
+    quantise_all(k, x, tokens, ready);
+    team.barrier();
+    for (int64_t first, last; rows.next(first, last);) {
+      k.multiply(gate, tokens, first, last, hidden, F);
+      k.multiply(up, tokens, first, last, other, F);
+      const int64_t row = first * ROWS[format], end = last * ROWS[format] < F ? last * ROWS[format] : F;
+      for (int64_t t = 0; t < T; t++) k.silu(hidden + t * F + row, other + t * F + row, end - row);
+    }
+    team.barrier();
+    quantise_all(k, hidden, inner, inner_ready);
+    team.barrier();
+    for (int64_t first, last; inner_rows.next(first, last);) k.multiply(down, inner, first, last, y, D);
+  });
+}
+
+API void pspx_scan(const float* q, const float* k, const float* v, const float* gamma, float* state, float* o,
+                   int64_t B, int64_t T, int64_t D, int64_t R, int threads) {
+  const Kernels& with = kernels();
+  const Scan all{q, k, v, gamma, state, o, B, T, D, R};
+  const int64_t grain = ceil_div(ceil_div(int64_t(64) << 10, 4 * R), 16) * 16;  // whole lines of v, γ and o
+  Claims claims(B * D, grain);
+  parallel(useful(threads, 4 * B * D * R, T), [&](Team&) {
+    for (int64_t first, last; claims.next(first, last);) with.scan(all, first, last);
+  });
+}
+
+API uint32_t pspx_crc32c(const uint8_t* p, int64_t n, uint32_t value) { return crc32c(p, n, value); }
+
+API uint64_t pspx_read(const uint8_t* p, int64_t n, int threads) {
+  const Kernels& k = kernels();
+  Claims claims(n, int64_t(128) << 10);
+  std::atomic<uint64_t> sum{0};
+  parallel(useful(threads, n, 1), [&](Team&) {
+    uint64_t own = 0;
+    for (int64_t first, last; claims.next(first, last);) own += k.read(p + first, last - first);
+    sum += own;
+  });
+  return sum;
+}
+
+// Multiply-adds of int8 a second, all in registers, over some milliseconds.
+API double pspx_peak(int threads) {
+  const Kernels& k = kernels();
+  const auto start = std::chrono::steady_clock::now();
+  std::atomic<int64_t> made{0};
+  parallel(threads, [&](Team&) {
+    double own = 0;
+    for (int i = 0; i < 50; i++) own += k.dots(5000);
+    made += int64_t(own);
+  });
+  return double(made) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}

@@ -1,0 +1,168 @@
+// AVX2 with FMA and F16C. Compiled with those flags; nothing here runs before the CPU was asked.
+#include <immintrin.h>
+
+#include <initializer_list>
+#include <utility>
+
+#include "kernels.h"
+
+namespace perspectron {
+namespace {
+
+// Lanes are those of AVX-512, in two halves.
+struct Bytes {
+  __m256i half[2];
+};
+struct Ints {
+  __m256i half[2];
+};
+struct Floats {
+  __m256 half[2];
+};
+constexpr int FEW = 1, FEW_GROUPED = 1, TILE = 1, TILE_GROUPED = 1;
+
+#define EACH(T, expression) (T{{[&](int i) { return (expression); }(0), [&](int i) { return (expression); }(1)}})
+
+inline Bytes load(const void* p) {
+  return EACH(Bytes, _mm256_loadu_si256((const __m256i*)p + i));
+}
+inline void store(void* p, Bytes x) {
+  for (int i = 0; i < 2; i++) _mm256_storeu_si256((__m256i*)p + i, x.half[i]);
+}
+inline Bytes exclusive_or(Bytes a, Bytes b) { return EACH(Bytes, _mm256_xor_si256(a.half[i], b.half[i])); }
+inline Bytes bytes_of(uint8_t x) { return EACH(Bytes, (void(i), _mm256_set1_epi8(char(x)))); }
+inline void opaque(Bytes& x) { __asm__ volatile("" : "+x"(x.half[0]), "+x"(x.half[1])); }
+
+template <Format F>
+struct Decoder {
+  static constexpr int fold(int) { return 1; }
+
+  inline __attribute__((always_inline)) void operator()(Bytes x, Bytes* codes) const {
+    for (int i = 0; i < 2; i++) {
+      if constexpr (F == INT8) {
+        codes[0].half[i] = x.half[i];
+      } else if constexpr (F == TERNARY) {
+        ternary(x.half[i], codes, i);
+      } else {
+        constexpr int bits = F == TWO_BIT ? 2 : 4;
+        const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+        for (int r = 0; r < ROWS[F]; r++)
+          codes[r].half[i] = _mm256_and_si256(_mm256_srli_epi16(x.half[i], bits * r), mask);
+      }
+    }
+  }
+
+ private:
+  // The digits from the greatest place to the least, two comparisons each.
+  static inline void ternary(__m256i x, Bytes* codes, int i) {
+    constexpr int place[] = {0, 3, 9, 27, 84};
+    for (int r = 4; r > 0; r--) {
+      const __m256i one = _mm256_set1_epi8(char(place[r])), two = _mm256_set1_epi8(char(2 * place[r]));
+      const __m256i first = _mm256_cmpeq_epi8(_mm256_max_epu8(x, one), x);
+      const __m256i second = _mm256_cmpeq_epi8(_mm256_max_epu8(x, two), x);
+      codes[r].half[i] = _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(first, second));
+      x = _mm256_sub_epi8(x, _mm256_add_epi8(_mm256_and_si256(first, one), _mm256_and_si256(second, one)));
+    }
+    codes[0].half[i] = x;
+  }
+};
+
+// Codes of eight bits would saturate the sums of 16 bits: those are widened first.
+template <Format F>
+inline void dot(Ints& sum, Bytes codes, Bytes q) {
+  for (int i = 0; i < 2; i++) {
+    __m256i products;
+    if constexpr (F == INT8) {
+      const auto part = [&](__m128i c, __m128i a) {
+        return _mm256_madd_epi16(_mm256_cvtepu8_epi16(c), _mm256_cvtepi8_epi16(a));
+      };
+      products = _mm256_add_epi32(
+          part(_mm256_castsi256_si128(codes.half[i]), _mm256_castsi256_si128(q.half[i])),
+          part(_mm256_extracti128_si256(codes.half[i], 1), _mm256_extracti128_si256(q.half[i], 1)));
+    } else {
+      products = _mm256_madd_epi16(_mm256_maddubs_epi16(codes.half[i], q.half[i]), _mm256_set1_epi16(1));
+    }
+    sum.half[i] = _mm256_add_epi32(sum.half[i], products);
+  }
+}
+
+inline Ints zero_ints() { return EACH(Ints, (void(i), _mm256_setzero_si256())); }
+inline Ints add(Ints a, Ints b) { return EACH(Ints, _mm256_add_epi32(a.half[i], b.half[i])); }
+inline Floats to_floats(Ints a) { return EACH(Floats, _mm256_cvtepi32_ps(a.half[i])); }
+inline int32_t total(Ints a) {
+  const __m256i x = _mm256_add_epi32(a.half[0], a.half[1]);
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_hadd_epi32(y, y);
+  return _mm_cvtsi128_si32(_mm_hadd_epi32(y, y));
+}
+inline void totals4(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
+  into[0] = total(a), into[1] = total(b), into[2] = total(c), into[3] = total(d);
+}
+
+inline Floats broadcast(float x) { return EACH(Floats, (void(i), _mm256_set1_ps(x))); }
+inline Floats add(Floats a, Floats b) { return EACH(Floats, _mm256_add_ps(a.half[i], b.half[i])); }
+inline Floats mul(Floats a, Floats b) { return EACH(Floats, _mm256_mul_ps(a.half[i], b.half[i])); }
+inline Floats div(Floats a, Floats b) { return EACH(Floats, _mm256_div_ps(a.half[i], b.half[i])); }
+inline Floats fma(Floats a, Floats b, Floats c) {
+  return EACH(Floats, _mm256_fmadd_ps(a.half[i], b.half[i], c.half[i]));
+}
+inline Floats least(Floats a, Floats b) { return EACH(Floats, _mm256_min_ps(a.half[i], b.half[i])); }
+inline Floats greatest(Floats a, Floats b) { return EACH(Floats, _mm256_max_ps(a.half[i], b.half[i])); }
+inline Floats load_floats(const float* p) { return EACH(Floats, _mm256_loadu_ps(p + 8 * i)); }
+inline Floats load_floats(const float* p, int64_t n) {
+  float whole[16] = {};
+  for (int64_t i = 0; i < n; i++) whole[i] = p[i];
+  return load_floats(whole);
+}
+inline void store(float* p, Floats x) {
+  for (int i = 0; i < 2; i++) _mm256_storeu_ps(p + 8 * i, x.half[i]);
+}
+inline void store(float* p, Floats x, int64_t n) {
+  float whole[16];
+  store(whole, x);
+  for (int64_t i = 0; i < n; i++) p[i] = whole[i];
+}
+
+inline Ints magnitude_bits(Floats x) {
+  return EACH(Ints, _mm256_and_si256(_mm256_castps_si256(x.half[i]), _mm256_set1_epi32(0x7fffffff)));
+}
+inline Ints greatest(Ints a, Ints b) { return EACH(Ints, _mm256_max_epi32(a.half[i], b.half[i])); }
+inline int32_t greatest_of(Ints a) {
+  alignas(32) int32_t lanes[8];
+  _mm256_store_si256((__m256i*)lanes, _mm256_max_epi32(a.half[0], a.half[1]));
+  int32_t found = lanes[0];
+  for (int32_t x : lanes) found = x > found ? x : found;
+  return found;
+}
+inline Ints round_to_ints(Floats x) { return EACH(Ints, _mm256_cvtps_epi32(x.half[i])); }
+inline void store_bytes(int8_t* p, Ints x) {
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.half[0], x.half[1]), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+}
+inline Floats power_of_two(Floats shifted) {  // of n, given n + 1.5 · 2^23
+  return EACH(Floats, _mm256_castsi256_ps(_mm256_add_epi32(
+                          _mm256_slli_epi32(_mm256_castps_si256(shifted.half[i]), 23), _mm256_set1_epi32(127 << 23))));
+}
+
+// Lanes l and l + 8, then l + 4, l + 2, l + 1.
+inline float tree(Floats x) {
+  const __m256 half = _mm256_add_ps(x.half[0], x.half[1]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline void halves(const uint16_t* p, int n, float* into) {
+  if (n == 8) {
+    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
+  } else {
+    _mm_storeu_ps(into, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+  }
+}
+
+#include "kernels.inl"
+
+}  // namespace
+
+const Kernels AVX2 = table("avx2");
+
+}  // namespace perspectron

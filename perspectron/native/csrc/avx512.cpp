@@ -1,0 +1,118 @@
+// AVX-512 with VNNI and VBMI. Compiled with those flags; nothing here runs before the CPU was asked.
+#include <immintrin.h>
+
+#include <initializer_list>
+#include <utility>
+
+#include "kernels.h"
+
+namespace perspectron {
+namespace {
+
+using Bytes = __m512i;  // 64 codes or 64 activations, one a column
+using Ints = __m512i;   // 16 lanes; lane l sums columns 4 l … 4 l + 3
+using Floats = __m512;
+constexpr int FEW = 4, FEW_GROUPED = 2;   // tokens whose accumulators fit in registers with the decoding
+constexpr int TILE = 5, TILE_GROUPED = 3; // tokens in a tile of the product over many
+
+inline Bytes load(const void* p) {
+  Bytes x = _mm512_loadu_si512(p);
+  __asm__("" : "+v"(x));  // gcc would load it again for every use
+  return x;
+}
+inline void store(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
+inline Bytes exclusive_or(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
+inline Bytes bytes_of(uint8_t x) { return _mm512_set1_epi8(char(x)); }
+inline void opaque(Bytes& x) { __asm__ volatile("" : "+v"(x)); }
+
+// Codes come out times fold: a mask alone parts the fields of a byte, where a shift would be one more instruction.
+template <Format F>
+struct Decoder {
+  static constexpr int fold(int r) { return F == FOUR_BIT ? 1 << 4 * r : r == 4 ? 84 : 1 << 2 * r; }
+  Bytes mask[4];
+  Bytes fifth, low, high;
+
+  Decoder() {
+    alignas(64) uint8_t fifths[64], packed[128];
+    for (int i = 0; i < 64; i++) fifths[i] = uint8_t(i >= 42 ? 168 : i >= 21 ? 84 : 0);  // byte / 4 tells the fifth code
+    for (int i = 0; i < 128; i++) packed[i] = i > 80 ? 0 : uint8_t(i % 3 | i / 3 % 3 << 2 | i / 9 % 3 << 4 | i / 27 << 6);
+    fifth = load(fifths), low = load(packed), high = load(packed + 64);
+    for (int r = 0; r < 4; r++) mask[r] = F == FOUR_BIT ? bytes_of(uint8_t(15 << 4 * (r & 1))) : bytes_of(uint8_t(3 << 2 * r));
+  }
+  inline __attribute__((always_inline)) void operator()(Bytes x, Bytes* codes) const {
+    if constexpr (F == INT8) {
+      codes[0] = x;
+      return;
+    }
+    if constexpr (F == TERNARY) {
+      codes[4] = _mm512_permutexvar_epi8(_mm512_srli_epi16(x, 2), fifth);  // takes the low 6 bits of each byte
+      x = _mm512_permutex2var_epi8(low, _mm512_sub_epi8(x, codes[4]), high);
+    }
+    for (int r = 0; r < (F == FOUR_BIT ? 2 : 4); r++) codes[r] = _mm512_and_si512(x, mask[r]);
+  }
+};
+
+// In assembly, because gcc 12 copies and spills the accumulators of the intrinsic when there are twenty.
+template <Format>
+inline void dot(Ints& sum, Bytes codes, Bytes q) {
+  __asm__("vpdpbusd %2,%1,%0" : "+v"(sum) : "v"(codes), "v"(q));
+}
+
+inline Ints zero_ints() { return _mm512_setzero_si512(); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+inline int32_t total(Ints a) { return _mm512_reduce_add_epi32(a); }
+inline void totals4(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
+  const Ints ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const Ints cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const Ints x = add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  _mm_storeu_si128((__m128i*)into, _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+}
+
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }     // b where either is NaN
+inline Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats load_floats(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(__mmask16((1 << n) - 1), p); }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline void store(float* p, Floats x, int64_t n) { _mm512_mask_storeu_ps(p, __mmask16((1 << n) - 1), x); }
+
+inline Ints magnitude_bits(Floats x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
+inline Ints greatest(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline int32_t greatest_of(Ints a) { return _mm512_reduce_max_epi32(a); }
+inline Ints round_to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
+inline void store_bytes(int8_t* p, Ints x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
+inline Floats power_of_two(Floats shifted) {  // of n, given n + 1.5 · 2^23
+  const Ints exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  return _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(127 << 23)));
+}
+
+// Lanes l and l + 8, then l + 4, l + 2, l + 1.
+inline __m128 quarter(Floats x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+inline float tree(Floats x) {
+  const __m128 four = quarter(x), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline void halves(const uint16_t* p, int n, float* into) {
+  if (n == 8) {
+    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
+  } else {
+    _mm_storeu_ps(into, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+  }
+}
+
+#include "kernels.inl"
+
+}  // namespace
+
+const Kernels AVX512 = table("avx512");
+
+}  // namespace perspectron

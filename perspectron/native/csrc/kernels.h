@@ -1,0 +1,74 @@
+// What the instruction sets have in common: the formats, the arguments of the kernels, and the table of kernels
+// that each instruction set fills. The numerics are those of perspectron/native/__init__.py and the same, bit for
+// bit, whichever table is used.
+//
+// Shapes: N rows (outputs), K columns (inputs), S = K rounded up to 64, R rows in a block, G groups of 128 columns,
+// T tokens.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace perspectron {
+
+enum Format : int { TERNARY, TWO_BIT, FOUR_BIT, INT8 };
+
+constexpr int ROWS[] = {5, 4, 2, 1};           // R: rows in a block
+constexpr int ZERO[] = {1, 0, 0, 128};         // the code of weight 0 in the formats with one scale a row
+constexpr int64_t LINE = 64;                   // columns handled at once
+constexpr int64_t GROUP = 128;                 // columns that share a scale and an offset
+constexpr int64_t MOST_COLUMNS = 65536;        // 255 · 127 · 65536 < 2^31: no int32 sum overflows
+constexpr bool grouped(Format format) { return format == TWO_BIT || format == FOUR_BIT; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Matrix {
+  const uint8_t* codes;  // [blocks][S]
+  const void* scales;    // float [N], or half [blocks][G][2 R]: R scales, then R offsets
+  Format format;
+  int64_t N, S;
+  int64_t G() const { return ceil_div(S, GROUP); }
+  int64_t blocks() const { return ceil_div(N, ROWS[format]); }
+};
+
+struct Tokens {  // quantised activations
+  int8_t* q;          // [T][stride], zeros from column K to S
+  float* step;        // [T]; NaN where the token is not finite
+  int32_t* sum;       // [T]
+  int32_t* groupsum;  // [T][G]
+  int64_t T, K, S, stride;
+  int64_t G() const { return ceil_div(S, GROUP); }
+};
+
+struct Scan {  // S = γ S + v k, o = S q, over T tokens
+  const float *q, *k, *v, *gamma;  // [B][T][R], [B][T][R], [B][T][D], [B][T][D]
+  float *state, *o;                // [B][D][R], [B][T][D]
+  int64_t B, T, D, R;
+};
+
+struct Kernels {
+  const char* name;
+  int few;  // up to so many tokens are multiplied straight from the packed codes
+  void (*quantise)(const float* x, const Tokens& into, int64_t token);
+  // y[t][n] of the rows in blocks [first, last); `y` points at row 0 of token 0, `ld` floats a token.
+  void (*multiply)(const Matrix&, const Tokens&, int64_t first, int64_t last, float* y, int64_t ld);
+  // Σ (code − zero)·q of the formats with one scale a row.
+  void (*accumulate)(const Matrix&, const Tokens&, int64_t first, int64_t last, int32_t* sums, int64_t ld);
+  void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up
+  void (*scan)(const Scan&, int64_t first, int64_t last);  // rows of all B·D
+  uint64_t (*read)(const uint8_t* bytes, int64_t n);
+  double (*dots)(int64_t repeats);  // multiply-adds made, all in registers
+};
+
+extern const Kernels SCALAR;
+#ifdef PERSPECTRON_X86
+extern const Kernels AVX2, AVX512;
+#endif
+
+// Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
+enum Slot { DENSE, SCALES, SUMS, GATE, UP, SLOTS };
+void* scratch(Slot slot, size_t bytes);
+template <class T>
+T* scratch(Slot slot, int64_t count) {
+  return static_cast<T*>(scratch(slot, size_t(count) * sizeof(T)));
+}
+
+}  // namespace perspectron

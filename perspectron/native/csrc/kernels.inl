@@ -1,0 +1,59 @@
+// The kernels, written once over the vectors that each instruction set defines before it includes this file.
+#define ALWAYS __attribute__((always_inline))
+
+constexpr int64_t PREFETCH = 1536;  // bytes ahead, in what is read once from memory
+
+template <int I>
+struct Index {
+  constexpr operator int() const { return I; }
+};
+template <int... I, class F>
+inline ALWAYS void unrolled(F&& f, Index<sizeof...(I)>, std::integer_sequence<int, I...>) {
+  (f(Index<I>{}), ...);
+}
+// f(Index<0>{}), …: the compiler must see separate variables before it decides what lives in registers.
+template <int N, class F>
+inline ALWAYS void unroll(F&& f) {
+  unrolled(f, Index<N>{}, std::make_integer_sequence<int, N>{});
+}
+
+#include "tokens.inl"
+
+#include "products.inl"
+
+#include "scan.inl"
+
+uint64_t read_all(const uint8_t* p, int64_t n) {
+  Bytes sum[4] = {bytes_of(0), bytes_of(0), bytes_of(0), bytes_of(0)};
+  int64_t i = 0;
+  for (; i + 4 * LINE <= n; i += 4 * LINE)
+    unroll<4>([&](auto u) ALWAYS {
+      __builtin_prefetch(p + i + u * LINE + PREFETCH);
+      sum[u] = exclusive_or(sum[u], load(p + i + u * LINE));
+    });
+  alignas(64) uint8_t lanes[64];
+  store(lanes, exclusive_or(exclusive_or(sum[0], sum[1]), exclusive_or(sum[2], sum[3])));
+  uint64_t all = 0;
+  for (uint8_t x : lanes) all += x;
+  for (; i < n; i++) all += p[i];
+  return all;
+}
+
+double dots_in_registers(int64_t repeats) {
+  constexpr int CHAINS = TILE * TILE > 12 ? 20 : 4;
+  Ints sum[CHAINS];
+  unroll<CHAINS>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
+  Bytes codes = bytes_of(3), q = bytes_of(5);
+  for (int64_t n = 0; n < repeats; n++) {
+    opaque(codes), opaque(q);
+    unroll<CHAINS>([&](auto i) ALWAYS { dot<TERNARY>(sum[i], codes, q); });
+  }
+  for (int i = 1; i < CHAINS; i++) sum[0] = add(sum[0], sum[i]);
+  volatile int32_t used = total(sum[0]);
+  (void)used;
+  return double(repeats) * CHAINS * 64;
+}
+
+constexpr Kernels table(const char* name) {
+  return {name, FEW, quantise, multiply, accumulate, silu, scan, read_all, dots_in_registers};
+}

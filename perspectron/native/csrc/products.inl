@@ -1,0 +1,282 @@
+// Matrices times tokens.
+//
+// A few tokens go straight against the packed codes, decoded in registers. For more, a chunk of rows is decoded once
+// into scratch that stays in the second-level cache, and tiles of rows × tokens run over it.
+
+constexpr int64_t COLUMNS_AT_ONCE = 4096;  // so that the tokens of a tile stay in the first-level cache
+constexpr int64_t TOKENS_AT_ONCE = 160;    // so that the sums of a chunk of rows stay small
+constexpr int tile_rows(Format format) { return grouped(format) ? 4 : 5; }
+
+// sums[t][r] = Σ codes·q over `columns`; codes(j, w) gives R vectors of columns j … j + 63.
+template <Format F, int R, int T, int U, class Codes>
+inline ALWAYS void integer_sums(const Codes& codes, const int8_t* q, int64_t stride, int64_t columns, int32_t* sums) {
+  Ints sum[U * T * R + 3];
+  unroll<U * T * R + 3>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
+  const auto step = [&](int64_t j, auto u) ALWAYS {
+    Bytes w[R];
+    codes(j, w);
+    unroll<T>([&](auto t) ALWAYS {
+      const Bytes a = load(q + t * stride + j);
+      unroll<R>([&](auto r) ALWAYS { dot<F>(sum[(u * T + t) * R + r], w[r], a); });
+    });
+  };
+  int64_t j = 0;
+  for (; j + U * LINE <= columns; j += U * LINE) unroll<U>([&](auto u) ALWAYS { step(j + u * LINE, u); });
+  if constexpr (U > 1) {
+    for (; j < columns; j += LINE) step(j, Index<0>{});
+    unroll<(U - 1) * T * R>([&](auto i) ALWAYS { sum[i % (T * R)] = add(sum[i % (T * R)], sum[T * R + i]); });
+    unroll<3>([&](auto i) ALWAYS { sum[T * R + i] = zero_ints(); });
+  }
+  alignas(16) int32_t all[T * R + 3];
+  unroll<(T * R + 3) / 4>([&](auto i) ALWAYS {
+    totals4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], all + 4 * i);
+  });
+  for (int i = 0; i < T * R; i++) sums[i] = all[i];
+}
+
+// y[t][r] = Σ_g (scale · Σ codes·q − offset · Σ q) in the order that __init__.py lays down; scales(g) gives R scales,
+// then R offsets.
+template <Format F, int R, int T, class Codes, class Scales>
+inline ALWAYS void group_sums(const Codes& codes, const Scales& scales, const int8_t* q, int64_t stride, int64_t S,
+                              const int32_t* groupsum, float* y) {
+  const int64_t G = ceil_div(S, GROUP);
+  Floats lanes[T * R];
+  float correction[T][R] = {};
+  unroll<T * R>([&](auto i) ALWAYS { lanes[i] = broadcast(0); });
+  for (int64_t g = 0; g < G; g++) {
+    Ints sum[T * R];
+    unroll<T * R>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
+    const auto step = [&](int64_t j) ALWAYS {
+      Bytes w[R];
+      codes(j, w);
+      unroll<T>([&](auto t) ALWAYS {
+        const Bytes a = load(q + t * stride + j);
+        unroll<R>([&](auto r) ALWAYS { dot<F>(sum[t * R + r], w[r], a); });
+      });
+    };
+    step(g * GROUP);
+    if (g * GROUP + LINE < S) step(g * GROUP + LINE);
+    const auto& s = scales(g);
+    unroll<T>([&](auto t) ALWAYS {
+      const float total = float(groupsum[t * G + g]);
+      unroll<R>([&](auto r) ALWAYS {
+        lanes[t * R + r] = fma(broadcast(s[r]), to_floats(sum[t * R + r]), lanes[t * R + r]);
+        correction[t][r] = __builtin_fmaf(s[R + r], total, correction[t][r]);
+      });
+    });
+  }
+  unroll<T * R>([&](auto i) ALWAYS { y[i] = tree(lanes[i]) - correction[i / R][i % R]; });
+}
+
+// Scales and offsets of group g of a block as floats, the decoder's fold taken out of the scales (a power of two).
+template <Format F, int R = ROWS[F]>
+inline ALWAYS void group_scales(const uint16_t* of_block, int64_t g, float* into) {
+  halves(of_block + g * 2 * R, 2 * R, into);
+  unroll<R>([&](auto r) ALWAYS { into[r] *= 1.0f / Decoder<F>::fold(r); });
+}
+
+// Straight from the codes
+
+template <Format F>
+struct Packed {  // the codes of one block, from memory
+  const uint8_t* block;
+  const Decoder<F>& decode;
+  inline ALWAYS void operator()(int64_t j, Bytes* w) const {
+    __builtin_prefetch(block + j + PREFETCH);
+    decode(load(block + j), w);
+  }
+};
+
+template <Format F, int T>
+void few_sums(const Matrix& m, const int8_t* q, int64_t stride, int64_t first, int64_t last, int32_t* sums, int64_t ld) {
+  constexpr int R = ROWS[F], U = R * T >= 10 ? 1 : R * T >= 5 ? 2 : 4;
+  const Decoder<F> decode;
+  for (int64_t b = first; b < last; b++) {
+    int32_t all[T * R];
+    integer_sums<F, R, T, U>(Packed<F>{m.codes + b * m.S, decode}, q, stride, m.S, all);
+    for (int t = 0; t < T; t++)
+      for (int r = 0; r < R; r++) sums[t * ld + (b - first) * R + r] = all[t * R + r] / Decoder<F>::fold(r);
+  }
+}
+
+template <Format F, int T>
+void few_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t first, int64_t last, float* y, int64_t ld) {
+  constexpr int R = ROWS[F];
+  const Decoder<F> decode;
+  const int64_t G = m.G();
+  for (int64_t b = first; b < last; b++) {
+    const uint16_t* of_block = static_cast<const uint16_t*>(m.scales) + b * G * 2 * R;
+    float s[2 * R], all[T * R];
+    const auto scales = [&](int64_t g) ALWAYS -> const float(&)[2 * R] {
+      __builtin_prefetch(of_block + g * 2 * R + 256);
+      group_scales<F>(of_block, g, s);
+      return s;
+    };
+    group_sums<F, R, T>(Packed<F>{m.codes + b * m.S, decode}, scales, tokens.q + t0 * tokens.stride, tokens.stride, m.S,
+                        tokens.groupsum + t0 * G, all);
+    for (int t = 0; t < T; t++)
+      for (int r = 0; r < R && b * R + r < m.N; r++) y[t * ld + b * R + r] = tokens.step[t0 + t] * all[t * R + r];
+  }
+}
+
+// Over decoded codes
+
+template <int R>
+struct Dense {  // R rows side by side, 64 columns of each in turn
+  const uint8_t* tile;
+  inline ALWAYS void operator()(int64_t j, Bytes* w) const {
+    unroll<R>([&](auto r) ALWAYS { w[r] = load(tile + R * j + r * LINE); });
+  }
+};
+
+// Columns k0 … k1 of the rows in blocks [first, last), in tiles; rows that fill up the last tile are zero.
+template <Format F>
+void unpack(const Matrix& m, int64_t first, int64_t last, int64_t k0, int64_t k1, uint8_t* dense) {
+  constexpr int R = ROWS[F], TR = tile_rows(F);
+  const Decoder<F> decode;
+  const int64_t rows = (last - first) * R, width = k1 - k0;
+  const auto line = [&](int64_t row, int64_t k) {
+    return dense + row / TR * TR * width + (k - k0) * TR + row % TR * LINE;
+  };
+  for (int64_t b = first; b < last; b++)
+    for (int64_t k = k0; k < k1; k += LINE) {
+      Bytes w[R];
+      Packed<F>{m.codes + b * m.S, decode}(k, w);
+      for (int r = 0; r < R; r++) store(line((b - first) * R + r, k), w[r]);
+    }
+  for (int64_t row = rows; row % TR != 0; row++)
+    for (int64_t k = k0; k < k1; k += LINE) store(line(row, k), bytes_of(0));
+}
+
+template <Format F>
+void many_sums(const Matrix& m, const int8_t* q, int64_t stride, int64_t T, int64_t first, int64_t last, int32_t* sums,
+               int64_t ld) {
+  constexpr int R = ROWS[F], TR = tile_rows(F);
+  const int64_t rows = (last - first) * R, tiles = ceil_div(rows, TR);
+  const int64_t width = ceil_div(ceil_div(m.S, ceil_div(m.S, COLUMNS_AT_ONCE)), LINE) * LINE;
+  uint8_t* dense = scratch<uint8_t>(DENSE, tiles * TR * width);
+  for (int64_t k0 = 0; k0 < m.S; k0 += width) {
+    const int64_t k1 = k0 + width < m.S ? k0 + width : m.S;
+    unpack<F>(m, first, last, k0, k1, dense);
+    const auto tile = [&](int64_t t, int64_t i, auto count) {
+      int32_t all[count * TR];
+      integer_sums<F, TR, count, 1>(Dense<TR>{dense + i * TR * (k1 - k0)}, q + t * stride + k0, stride, k1 - k0, all);
+      for (int u = 0; u < count; u++)
+        for (int r = 0; r < TR && i * TR + r < rows; r++) {
+          const int32_t sum = all[u * TR + r] / Decoder<F>::fold(R == TR ? r : 0);
+          int32_t& into = sums[(t + u) * ld + i * TR + r];
+          into = k0 == 0 ? sum : into + sum;
+        }
+    };
+    int64_t t = 0;
+    for (; t + TILE <= T; t += TILE)
+      for (int64_t i = 0; i < tiles; i++) tile(t, i, Index<TILE>{});
+    for (; t < T; t++)
+      for (int64_t i = 0; i < tiles; i++) tile(t, i, Index<1>{});
+  }
+}
+
+template <Format F>
+void many_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, int64_t first, int64_t last, float* y,
+                 int64_t ld) {
+  constexpr int R = ROWS[F], TR = 4;
+  const int64_t rows = (last - first) * R, tiles = ceil_div(rows, TR), G = m.G();
+  uint8_t* dense = scratch<uint8_t>(DENSE, tiles * TR * m.S);
+  float* scales = scratch<float>(SCALES, tiles * G * 2 * TR);  // [tile][group][scale or offset][row]
+  unpack<F>(m, first, last, 0, m.S, dense);
+  __builtin_memset(scales, 0, size_t(tiles * G * 2 * TR) * sizeof(float));
+  for (int64_t b = first; b < last; b++)
+    for (int64_t g = 0; g < G; g++) {
+      float s[2 * R];
+      group_scales<F>(static_cast<const uint16_t*>(m.scales) + b * G * 2 * R, g, s);
+      const int64_t row = (b - first) * R;
+      for (int i = 0; i < 2 * R; i++) scales[((row / TR * G + g) * 2 + i / R) * TR + row % TR + i % R] = s[i];
+    }
+  const auto tile = [&](int64_t t, int64_t i, auto count) {
+    float all[count * TR];
+    const auto of_group = [&](int64_t g) ALWAYS { return scales + (i * G + g) * 2 * TR; };
+    group_sums<F, TR, count>(Dense<TR>{dense + i * TR * m.S}, of_group, tokens.q + t * tokens.stride, tokens.stride, m.S,
+                             tokens.groupsum + t * G, all);
+    for (int u = 0; u < count; u++)
+      for (int64_t r = 0, row = first * R + i * TR; r < TR && i * TR + r < rows && row + r < m.N; r++)
+        y[(t + u) * ld + row + r] = tokens.step[t + u] * all[u * TR + r];
+  };
+  int64_t t = t0;
+  for (; t + TILE_GROUPED <= t1; t += TILE_GROUPED)
+    for (int64_t i = 0; i < tiles; i++) tile(t, i, Index<TILE_GROUPED>{});
+  for (; t < t1; t++)
+    for (int64_t i = 0; i < tiles; i++) tile(t, i, Index<1>{});
+}
+
+// Choosing
+
+// f(Index<n>{}) for a number n from 1 to MOST.
+template <int MOST, class F>
+inline void dispatch(int64_t n, F&& f) {
+  unroll<MOST>([&](auto i) ALWAYS {
+    if (n == i + 1) f(Index<i + 1>{});
+  });
+}
+
+// Sums of the tokens t0 … t1 (all few or many), before the zero is taken out.
+template <Format F>
+void sums_of(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, int64_t first, int64_t last, int32_t* sums,
+             int64_t ld) {
+  const int8_t* q = tokens.q + t0 * tokens.stride;
+  if (t1 - t0 > FEW) return many_sums<F>(m, q, tokens.stride, t1 - t0, first, last, sums, ld);
+  dispatch<FEW>(t1 - t0, [&](auto T) { few_sums<F, T>(m, q, tokens.stride, first, last, sums, ld); });
+}
+
+template <Format F>
+void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
+  const int64_t row = first * ROWS[F], end = last * ROWS[F] < m.N ? last * ROWS[F] : m.N;
+  for (int64_t t0 = 0; t0 < tokens.T; t0 += TOKENS_AT_ONCE) {
+    const int64_t t1 = t0 + TOKENS_AT_ONCE < tokens.T ? t0 + TOKENS_AT_ONCE : tokens.T;
+    if constexpr (grouped(F)) {
+      if (t1 - t0 > FEW_GROUPED) {
+        many_groups<F>(m, tokens, t0, t1, first, last, y, ld);
+      } else {
+        dispatch<FEW_GROUPED>(t1 - t0, [&](auto T) { few_groups<F, T>(m, tokens, t0, first, last, y + t0 * ld, ld); });
+      }
+    } else {
+      const int64_t width = (last - first) * ROWS[F];
+      int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);
+      sums_of<F>(m, tokens, t0, t1, first, last, sums, width);
+      for (int64_t t = t0; t < t1; t++)
+        for (int64_t n = row; n < end; n++) {
+          const int32_t sum = sums[(t - t0) * width + n - row] - ZERO[F] * tokens.sum[t];
+          y[t * ld + n] = tokens.step[t] * static_cast<const float*>(m.scales)[n] * float(sum);
+        }
+    }
+  }
+}
+
+template <class F>
+inline void with_format(Format format, F&& f) {
+  switch (format) {
+    case TERNARY: return f(std::integral_constant<Format, TERNARY>{});
+    case TWO_BIT: return f(std::integral_constant<Format, TWO_BIT>{});
+    case FOUR_BIT: return f(std::integral_constant<Format, FOUR_BIT>{});
+    case INT8: return f(std::integral_constant<Format, INT8>{});
+  }
+}
+
+void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
+  with_format(m.format, [&](auto F) { multiply_as<F>(m, tokens, first, last, y, ld); });
+}
+
+void accumulate(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, int32_t* into, int64_t ld) {
+  with_format(m.format, [&](auto F) {
+    if constexpr (!grouped(F)) {
+      const int64_t width = (last - first) * ROWS[F];
+      for (int64_t t0 = 0; t0 < tokens.T; t0 += TOKENS_AT_ONCE) {
+        const int64_t t1 = t0 + TOKENS_AT_ONCE < tokens.T ? t0 + TOKENS_AT_ONCE : tokens.T;
+        int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);
+        sums_of<F>(m, tokens, t0, t1, first, last, sums, width);
+        for (int64_t t = t0; t < t1; t++)
+          for (int64_t n = first * ROWS[F]; n < last * ROWS[F] && n < m.N; n++)
+            into[t * ld + n] = sums[(t - t0) * width + n - first * ROWS[F]] - ZERO[F] * tokens.sum[t];
+      }
+    }
+  });
+}

@@ -1,0 +1,177 @@
+// Plain C++, for every processor: the same lanes as AVX-512, in arrays.
+#include <cmath>
+#include <cstring>
+
+#include <initializer_list>
+#include <utility>
+
+#include "kernels.h"
+
+namespace perspectron {
+namespace {
+
+struct Bytes {
+  uint8_t at[64];
+};
+struct Ints {
+  int32_t at[16];
+};
+struct Floats {
+  float at[16];
+};
+constexpr int FEW = 1, FEW_GROUPED = 1, TILE = 1, TILE_GROUPED = 1;
+
+template <class F>
+inline Floats each(F f) {
+  Floats y;
+  for (int i = 0; i < 16; i++) y.at[i] = f(i);
+  return y;
+}
+template <class F>
+inline Ints each_int(F f) {
+  Ints y;
+  for (int i = 0; i < 16; i++) y.at[i] = f(i);
+  return y;
+}
+inline int32_t bits_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+inline Bytes load(const void* p) {
+  Bytes x;
+  std::memcpy(x.at, p, 64);
+  return x;
+}
+inline void store(void* p, const Bytes& x) { std::memcpy(p, x.at, 64); }
+inline Bytes exclusive_or(Bytes a, const Bytes& b) {
+  for (int i = 0; i < 64; i++) a.at[i] ^= b.at[i];
+  return a;
+}
+inline Bytes bytes_of(uint8_t x) {
+  Bytes y;
+  std::memset(y.at, x, 64);
+  return y;
+}
+inline void opaque(Bytes& x) { __asm__ volatile("" : "+m"(x)); }
+
+template <Format F>
+struct Decoder {
+  static constexpr int fold(int) { return 1; }
+
+  inline void operator()(const Bytes& x, Bytes* codes) const {
+    for (int i = 0; i < 64; i++) {
+      if constexpr (F == INT8) {
+        codes[0].at[i] = x.at[i];
+      } else if constexpr (F == TERNARY) {
+        const unsigned fifth = x.at[i] / 84u, rest = x.at[i] - 84u * fifth;
+        codes[0].at[i] = uint8_t(rest % 3), codes[1].at[i] = uint8_t(rest / 3 % 3);
+        codes[2].at[i] = uint8_t(rest / 9 % 3), codes[3].at[i] = uint8_t(rest / 27), codes[4].at[i] = uint8_t(fifth);
+      } else {
+        constexpr int bits = F == TWO_BIT ? 2 : 4;
+        for (int r = 0; r < ROWS[F]; r++) codes[r].at[i] = uint8_t(x.at[i] >> bits * r & ((1 << bits) - 1));
+      }
+    }
+  }
+};
+
+template <Format>
+inline void dot(Ints& sum, const Bytes& codes, const Bytes& q) {
+  for (int l = 0; l < 16; l++)
+    for (int i = 4 * l; i < 4 * l + 4; i++) sum.at[l] += int32_t(codes.at[i]) * int8_t(q.at[i]);
+}
+
+inline Ints zero_ints() { return Ints{}; }
+inline Ints add(const Ints& a, const Ints& b) {
+  return each_int([&](int i) { return a.at[i] + b.at[i]; });
+}
+inline Floats to_floats(const Ints& a) {
+  return each([&](int i) { return float(a.at[i]); });
+}
+inline int32_t total(const Ints& a) {
+  int32_t sum = 0;
+  for (int32_t x : a.at) sum += x;
+  return sum;
+}
+inline void totals4(const Ints& a, const Ints& b, const Ints& c, const Ints& d, int32_t* into) {
+  into[0] = total(a), into[1] = total(b), into[2] = total(c), into[3] = total(d);
+}
+
+inline Floats broadcast(float x) {
+  return each([&](int) { return x; });
+}
+inline Floats add(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.at[i] + b.at[i]; });
+}
+inline Floats mul(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.at[i] * b.at[i]; });
+}
+inline Floats div(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.at[i] / b.at[i]; });
+}
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  return each([&](int i) { return std::fma(a.at[i], b.at[i], c.at[i]); });
+}
+inline Floats least(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; });
+}
+inline Floats greatest(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
+}
+inline Floats load_floats(const float* p, int64_t n = 16) {
+  Floats x{};
+  std::memcpy(x.at, p, size_t(n) * 4);
+  return x;
+}
+inline void store(float* p, const Floats& x, int64_t n = 16) { std::memcpy(p, x.at, size_t(n) * 4); }
+
+inline Ints magnitude_bits(const Floats& x) {
+  return each_int([&](int i) { return bits_of(x.at[i]) & 0x7fffffff; });
+}
+inline Ints greatest(const Ints& a, const Ints& b) {
+  return each_int([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
+}
+inline int32_t greatest_of(const Ints& a) {
+  int32_t found = a.at[0];
+  for (int32_t x : a.at) found = x > found ? x : found;
+  return found;
+}
+inline Ints round_to_ints(const Floats& x) {
+  return each_int([&](int i) { return int32_t(std::lrintf(x.at[i])); });
+}
+inline void store_bytes(int8_t* p, const Ints& x) {
+  for (int i = 0; i < 16; i++) p[i] = int8_t(x.at[i]);  // within ±127
+}
+inline Floats power_of_two(const Floats& shifted) {  // of n, given n + 1.5 · 2^23
+  return each([&](int i) { return float_of((uint32_t(bits_of(shifted.at[i])) << 23) + (127u << 23)); });
+}
+
+inline float tree(const Floats& x) {
+  float sum[8];
+  for (int l = 0; l < 8; l++) sum[l] = x.at[l] + x.at[l + 8];
+  for (int n = 4; n > 0; n /= 2)
+    for (int l = 0; l < n; l++) sum[l] += sum[l + n];
+  return sum[0];
+}
+inline void halves(const uint16_t* p, int n, float* into) {
+  for (int i = 0; i < n; i++) {
+    const uint32_t sign = uint32_t(p[i] & 0x8000) << 16, exponent = p[i] >> 10 & 31, fraction = p[i] & 1023;
+    const uint32_t bits = exponent == 31 ? 0x7f800000 | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
+    const float magnitude = exponent == 0 ? float(fraction) * 0x1p-24f : float_of(bits);
+    into[i] = sign ? -magnitude : magnitude;
+  }
+}
+
+#include "kernels.inl"
+
+}  // namespace
+
+const Kernels SCALAR = table("scalar");
+
+}  // namespace perspectron

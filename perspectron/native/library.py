@@ -1,0 +1,78 @@
+"""Finding and loading the shared library of the native kernels.
+
+It lies beside this file, where the wheel installed it or `python -m perspectron.native` built it. A source tree without
+one takes that of an installed copy. Where the sources are at hand, a library built from others is refused.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+NAME = "_native.so"
+BUILD = "python -m perspectron.native"
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "pspx_digest": ([], ctypes.c_char_p),
+    "pspx_isa": ([], ctypes.c_char_p),
+    "pspx_set_isa": ([ctypes.c_char_p], _INT),
+    "pspx_poison": ([_INT], None),
+    "pspx_quantise": ([_POINTER, _LONG, _LONG, *[_POINTER] * 4, _INT], None),
+    "pspx_accumulate": ([_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _INT], None),
+    "pspx_linear": ([_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
+    "pspx_swiglu": ([_POINTER, *[_LONG] * 3, *[_POINTER] * 6, _INT, _POINTER, _INT], None),
+    "pspx_scan": ([*[_POINTER] * 6, *[_LONG] * 4, _INT], None),
+    "pspx_crc32c": ([_POINTER, _LONG, ctypes.c_uint32], ctypes.c_uint32),
+    "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
+    "pspx_peak": ([_INT], ctypes.c_double),
+}
+
+
+class Loaded(NamedTuple):
+    """The library, or the reason why there is none."""
+
+    library: ctypes.CDLL | None
+    reason: str | None
+
+
+@cache
+def load() -> Loaded:
+    """Look once."""
+    problem = f"not built (to build it: {BUILD})"
+    for path in _places():
+        if not path.is_file():
+            continue
+        try:
+            library = ctypes.CDLL(str(path))
+            for name, (arguments, result) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.argtypes, function.restype = arguments, result
+        except (OSError, AttributeError) as error:
+            problem = f"{path} cannot be loaded ({error})"
+            continue
+        if (digest := sources_digest()) is None or library.pspx_digest().decode() == digest:
+            return Loaded(library, None)
+        problem = f"{path} was built from other sources (to build it again: {BUILD})"
+    return Loaded(None, problem)
+
+
+def sources_digest() -> str | None:
+    """Of the C++ sources beside this file, as CMakeLists.txt forms it; None where there are none."""
+    files = sorted((HERE / "csrc").glob("*"))
+    if not files:
+        return None
+    digests = (hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _places() -> list[Path]:
+    places = [HERE / NAME]
+    try:
+        installed = importlib.metadata.distribution("perspectron")
+    except importlib.metadata.PackageNotFoundError:
+        return places
+    return [*places, Path(str(installed.locate_file(f"perspectron/native/{NAME}")))]
