@@ -20,6 +20,7 @@ from perspectron.cli.plan import Plan
 from perspectron.cli.prune_attention import PruneAttention
 from perspectron.cli.quickstart import Quickstart
 from perspectron.cli.routes import ShowRoutes
+from perspectron.cli.synthesize import Synthesize
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.trace import TraceRoutes
 from perspectron.cli.train import Train, from_toml
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Any] = {
     "plan": Plan,
     "prune-attention": PruneAttention,
     "routes": ShowRoutes,
+    "synthesize": Synthesize,
     "tokenize": Tokenize,
     "trace": TraceRoutes,
 }

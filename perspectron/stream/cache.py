@@ -40,6 +40,10 @@ class ExpertSource(Protocol):
         """They may be asked for soon."""
         ...
 
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether they can be had at once."""
+        ...
+
 
 @dataclass
 class Counters:
@@ -176,6 +180,11 @@ class ShardCache:
             if len(self._hinted) > HINTS:
                 del self._held[self._hinted.popleft().key]
             self._work.notify()
+
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether they are in memory now."""
+        held = self._held.get(self._keys[layer, expert])
+        return held is not None and held.state is _State.READY
 
     def pin(self, layer: int, expert: int) -> None:
         """Keep an expert in memory until `unpin`. ConfigError: it would take the last slot."""
