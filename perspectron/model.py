@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
         state = self.init_state(ids_BT.shape[0]) if state is None else state
         if state.batch_size != ids_BT.shape[0]:
             raise ValueError(f"ids have {ids_BT.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD, length_B = self._embed(ids_BT, state.length_B, reset_BT, pad_BT)
+        x_BTD, length_B = self.embed(ids_BT, state.length_B, reset_BT, pad_BT)
         layers, aux = [], dict[str, Term]()
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
@@ -150,8 +150,12 @@ class LanguageModel(nn.Module):
                 aux[name] = aux[name].plus(term) if name in aux else term
         return self.norm(x_BTD), LMState(tuple(layers), length_B), aux
 
-    def _embed(
-        self, ids_BT: Tensor, length_B: Tensor | None, reset_BT: Tensor | None, pad_BT: Tensor | None
+    def embed(
+        self,
+        ids_BT: Tensor,
+        length_B: Tensor | None,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Embeddings [B,T,·] with the learned positions, if any, and the tokens of the document after them."""
         x_BTD = self.embedding(ids_BT)

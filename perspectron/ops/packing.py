@@ -89,7 +89,9 @@ def pack_codes(codes_NK: Tensor, format: str) -> Tensor:
         bound = f"{layout.lowest} … {layout.highest}"
         raise DataError(f"codes from {least} to {most}, must be in {bound} for {format}")
     room = (0, S - K, 0, blocks * layout.rows - N)
-    padded = F.pad(codes_NK.to(torch.uint8), room, value=layout.padding).view(blocks, layout.rows, S)
+    padded = F.pad(codes_NK.to(torch.uint8).contiguous(), room, value=layout.padding).view(
+        blocks, layout.rows, S
+    )
     bytes_bS = padded[:, 0].clone()
     for row, radix in enumerate(layout.radix[1:], 1):
         bytes_bS.add_(padded[:, row] * radix)
@@ -106,7 +108,7 @@ def pack(codes_NK: Tensor, scale: Tensor, offset_NG: Tensor | None, format: str)
         scale = torch.cat(parts, 1).mT.contiguous()
     if scale.shape != scales_shape:
         raise ValueError(f"scales of shape {tuple(scale.shape)}, want {scales_shape} for {format} {shape}")
-    return Packed(pack_codes(codes_NK, format), scale.to(dtype), format, shape)
+    return Packed(pack_codes(codes_NK, format), scale.to(dtype).contiguous(), format, shape)
 
 
 def unpack(packed: Packed) -> Tensor:

@@ -66,6 +66,9 @@ def test_bytes_are_those_of_the_table(format, shape):
             assert int(whole.codes[b, k]) == byte(ts, format)
     check(whole)
     assert torch.equal(packing.pack_codes(codes, format), whole.codes)
+    other = pack(codes.T.contiguous().T, torch.ones(()).expand(whole.scales.shape), None, format)
+    assert torch.equal(other.codes, whole.codes)
+    assert other.codes.is_contiguous() and other.scales.is_contiguous()
 
 
 @every_format
