@@ -18,6 +18,7 @@ from perspectron.cli.inspect import Inspect
 from perspectron.cli.list import List
 from perspectron.cli.plan import Plan
 from perspectron.cli.prune_attention import PruneAttention
+from perspectron.cli.quantize import Quantize
 from perspectron.cli.quickstart import Quickstart
 from perspectron.cli.routes import ShowRoutes
 from perspectron.cli.synthesize import Synthesize
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Any] = {
     "plan": Plan,
     "prune-attention": PruneAttention,
     "routes": ShowRoutes,
+    "quantize": Quantize,
     "synthesize": Synthesize,
     "tokenize": Tokenize,
     "trace": TraceRoutes,

@@ -24,7 +24,7 @@ from perspectron.experts import RoutedConfig, RoutedSwiGLU
 from perspectron.files import atomic, read_json, sha256
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
-from perspectron.quant.formats import quantise
+from perspectron.quant.convert import pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.quant.ternary import converted
 from perspectron.routing import cells, hops
@@ -126,7 +126,7 @@ def save_artifact(
     trained: Trained | None = None,
     about: str = "",
 ) -> Header:
-    """Write a model whose layers were packed (`perspectron.quant.convert`); what was not is kept as it is, but experts,
+    """Write a model whose layers were packed (`quant.convert`); what was not is kept as it is, but experts,
     which become ternary, by rounding where they are not yet. deltas: store an expert as its changes from a lattice
     neighbour where that is smaller.
 
@@ -160,14 +160,13 @@ def save_artifact(
 
 
 def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU, deltas: bool) -> None:
-    torus, device = module.config.torus, module.route_proj.weight.device
+    torus = module.config.torus
     cell_EA = cells(torus)
     near_EE = hops(torus) == 1
     even_E = cell_EA.sum(1) % 2 == 0
 
     def shard(expert: int) -> Shard:
-        weights = module.weights(torch.tensor([expert], device=device))
-        return Shard(*(quantise(weight[0].float().cpu(), "ternary") for weight in weights))
+        return Shard(*pack_expert(module, expert))
 
     def shards() -> Iterator[tuple[int, Shard | SameAs | CloseTo]]:
         # A chessboard: every odd cell has an even neighbour, which is stored in full.
