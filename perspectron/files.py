@@ -69,13 +69,15 @@ def remove(path: Path) -> None:
 
 def safe_join(folder: Path, name: object) -> Path:
     """The file of that name in `folder` or below. ArtifactError: a name that could lead out of it, also by a link."""
-    parts = name.split("/") if isinstance(name, str) else []
+    parts = name.split("/") if isinstance(name, str) and len(name) < 256 else []
     if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
-        raise ArtifactError(f"{folder}: name {str(name)[:80]!r}, must be a relative path without . and ..")
+        raise ArtifactError(
+            f"{folder}: name {str(name)[:80]!r}, must be a short relative path without . and .."
+        )
     path = folder.joinpath(*parts)
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
-    except (OSError, RuntimeError, ValueError):  # too long, a ring of links, a lone surrogate
+    except (OSError, RuntimeError, ValueError):  # too long in bytes, a ring of links, a lone surrogate
         inside = False
     if not inside:
         raise ArtifactError(f"{folder}: name {str(name)[:80]!r}, must not lead out of the folder")

@@ -1,7 +1,8 @@
 """Experts on disk: their file, and a cache that reads them while the model computes."""
 
-from perspectron.stream.cache import Counters, ExpertSource, ShardCache
+from perspectron.stream.cache import ExpertSource, ShardCache
 from perspectron.stream.format import ExpertLayout, Header, Shard
+from perspectron.stream.schedule import Counters
 from perspectron.stream.shards import ShardFile
 from perspectron.stream.write import CloseTo, SameAs, write_layer
 

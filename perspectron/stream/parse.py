@@ -102,7 +102,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 19 or not 0 <= int(digits) <= MAX_NUMBER:
+    if len(digits) > 19 or digits[0] == "-" or int(digits) > MAX_NUMBER:
         raise _Wrong(f"JSON has the number {_short(digits)}, must be in 0 … 2⁶³ − 1")
     return int(digits)
 

@@ -26,7 +26,7 @@ PIECE = 4 << 20
 HUGE = 2 << 20
 RETRIES = 3
 BACKOFF = 0.01  # seconds before the first retry; four times as long before each further one
-DEADLINE = 30.0  # seconds for one expert
+DEADLINE = 30.0  # seconds of reading for one expert
 
 Method = Literal["direct", "buffered"]
 Read = Callable[[int, memoryview, int], int]
@@ -116,14 +116,13 @@ class ShardFile:
         entry, layout = self.header.stored(expert), self.header.layout
         assert len(buffer) == layout.bytes
         assert buffer.ctypes.data % PAGE == 0
-        until = time.monotonic() + self.deadline
         if isinstance(entry, Full):
-            return self._verified(expert, entry, buffer, cancelled, until)
+            return self._verified(expert, entry, buffer, cancelled)
         count = 0
         full = self.header.by_expert[entry.of]
         assert isinstance(full, Full)
         if base is None:
-            count += self._verified(expert, full, buffer, cancelled, until)
+            count += self._verified(expert, full, buffer, cancelled)
         else:
             buffer[:] = base
             if layout.digest(buffer) != entry.base:
@@ -131,7 +130,7 @@ class ShardFile:
                     expert, f"expert {entry.of}, which it is stored as changes from, was damaged in memory"
                 )
         payload = aligned(entry.bytes)
-        count += self._verified(expert, entry, payload, cancelled, until)
+        count += self._verified(expert, entry, payload, cancelled)
         self._apply(expert, entry, buffer, payload)
         return count
 
@@ -147,6 +146,17 @@ class ShardFile:
                         check(matrix, name)
                     except DataError as error:
                         raise self._error(entry.expert, str(error)) from None
+
+    def rate(self, buffer: Bytes, size: int) -> float:
+        """Bytes per second of reading the first `size` bytes from the disk, by pieces of `buffer`, unchecked."""
+        self._forget(0, size)
+        start = time.monotonic()
+        try:
+            for offset in range(0, size, len(buffer)):
+                self._read(self._fd, buffer.data, offset)
+        except OSError as error:
+            raise ArtifactError(f"{self.path}: cannot be read ({error.strerror})") from None
+        return size / max(time.monotonic() - start, 1e-9)
 
     # ------------------------------------------------------------ opening
 
@@ -175,34 +185,36 @@ class ShardFile:
         return ShardError(self.path, self.layer, expert, cause)
 
     def _verified(
-        self, expert: int, entry: Full | Delta, buffer: Bytes, cancelled: Callable[[], bool], until: float
+        self, expert: int, entry: Full | Delta, buffer: Bytes, cancelled: Callable[[], bool]
     ) -> int:
         """Read what is stored for `entry`, for the sake of `expert`, until its CRCs are right."""
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.backoff * 4 ** (attempt - 1))
-                self._forget(entry)
-            cause = self._pieces(expert, entry, buffer, cancelled, until) or self._damage(entry, buffer)
+                self._forget(entry.offset, entry.bytes)
+            cause = self._pieces(expert, entry, buffer, cancelled) or self._damage(entry, buffer)
             self._unchanged(expert)
             if cause is None:
                 return entry.bytes * (attempt + 1)
         raise self._error(expert, f"{cause}, {self.retries + 1} times")
 
     def _pieces(
-        self, expert: int, entry: Full | Delta, buffer: Bytes, cancelled: Callable[[], bool], until: float
+        self, expert: int, entry: Full | Delta, buffer: Bytes, cancelled: Callable[[], bool]
     ) -> str | None:
         """Why `buffer` was not filled; None if it was."""
-        view, at = buffer.data, 0
+        view, at, spent = buffer.data, 0, 0.0
         while at < entry.bytes:
             if cancelled():
                 raise Cancelled
-            if time.monotonic() > until:
-                raise self._error(expert, f"slow disk: {at} of {entry.bytes} bytes in {self.deadline:g} s")
+            if spent > self.deadline:
+                raise self._error(expert, f"slow disk: {at} of {entry.bytes} bytes in {spent:.3g} s")
             piece = view[at : min(at + PIECE, entry.bytes)]
+            start = time.monotonic()
             try:
                 count = self._read(self._fd, piece, entry.offset + at)
             except OSError as error:
                 return f"read error at byte {entry.offset + at} ({error.strerror or error})"
+            spent += time.monotonic() - start
             if count <= 0 or (count < len(piece) and count % PAGE):
                 return f"short read at byte {entry.offset + at}: {count} bytes, must be {len(piece)}"
             at += count
@@ -218,10 +230,10 @@ class ShardFile:
             return f"CRC-32C of the {'scales' if wrong > 2 else 'codes'} of {NAMES[wrong % 3]} is wrong"
         return "bytes after the scales, must be 0" if buffer[layout.parts[-1].stop :].any() else None
 
-    def _forget(self, entry: Full | Delta) -> None:
-        """So that a retry asks the disk, not the page cache."""
+    def _forget(self, offset: int, size: int) -> None:
+        """So that the next read asks the disk, not the page cache."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, entry.offset, entry.bytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def _unchanged(self, expert: int) -> None:
         try:

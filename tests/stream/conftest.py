@@ -1,5 +1,7 @@
 """Small expert files whose experts are all different."""
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,10 @@ import numpy as np
 import pytest
 
 from perspectron.stream import CloseTo, ExpertLayout, SameAs, Shard, ShardFile, write_layer
+from perspectron.stream.crc import crc32c
 from perspectron.stream.delta import BAD, STEPPED, TRIT
-from perspectron.stream.format import Bytes
+from perspectron.stream.format import MAGIC, PREFIX, VERSION, Bytes, Header, page
+from perspectron.stream.parse import parse
 from perspectron.stream.shards import aligned
 
 LEGAL = np.flatnonzero(TRIT[:, 0] != BAD).astype(np.uint8)
@@ -75,3 +79,43 @@ class Lab:
 @pytest.fixture
 def lab() -> Lab:
     return Lab(64, 80)
+
+
+class Image:
+    """An expert file in memory, to be damaged: its JSON as a value, or its bytes."""
+
+    def __init__(self, whole: bytes) -> None:
+        self.whole = whole
+        length = PREFIX.unpack(whole[: PREFIX.size])[2]
+        self.value = json.loads(whole[PREFIX.size : PREFIX.size + length])
+        self.tail = whole[page(PREFIX.size + length) :]
+
+    def text(self) -> bytes:
+        return json.dumps(self.value, separators=(",", ":")).encode()
+
+    def build(self, text: bytes | None = None, version: int = VERSION, magic: bytes = MAGIC) -> bytes:
+        """With this JSON and right CRCs, the JSON padded to as many pages as it had."""
+        text = self.text() if text is None else text
+        room = len(self.whole) - len(self.tail) - PREFIX.size
+        text = text.ljust(room)
+        start = struct.pack("<8s3I", magic, version, len(text), crc32c(text))
+        return (start + struct.pack("<I", crc32c(start)) + text).ljust(
+            page(PREFIX.size + len(text)), b"\0"
+        ) + self.tail
+
+    @staticmethod
+    def parse(whole: bytes) -> Header:
+        return parse(lambda offset, count: whole[offset : offset + count], len(whole), "f")
+
+
+@pytest.fixture(scope="session")
+def mixed_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("image") / "f"
+    Lab(64, 80).mixed(path, 3)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def image(mixed_bytes: bytes) -> Image:
+    """The file of `Lab.mixed`."""
+    return Image(mixed_bytes)

@@ -1,0 +1,387 @@
+"""The cache: right bytes at any size, one read for all who ask, demand before hints, errors that arrive."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perspectron.errors import ConfigError, ShardError
+from perspectron.stream import ShardCache, shards
+from perspectron.stream.shards import pread
+
+
+def same(shard, want) -> bool:
+    return all(a.codes.equal(b.codes) and a.scales.equal(b.scales) for a, b in zip(shard, want, strict=True))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def readers() -> int:
+    return sum(thread.name.startswith("expert-reader") for thread in threading.enumerate())
+
+
+class Gate:
+    """Reads wait until their offset is let through; `seen` are those that began."""
+
+    def __init__(self, *closed: int) -> None:
+        self.closed = {offset: threading.Event() for offset in closed}
+        self.seen: list[int] = []
+
+    def __call__(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self.seen.append(offset)
+        if offset in self.closed:
+            assert self.closed[offset].wait(10)
+        return pread(fd, buffer, offset)
+
+    def open(self, offset: int) -> None:
+        self.closed[offset].set()
+
+
+@pytest.fixture
+def plain(tmp_path: Path, lab):
+    """(path, experts, offset of each): six experts in full."""
+    path = tmp_path / "layer-0"
+    experts = lab.plain(path, 0, 6)
+    with lab.open(path) as file:
+        return path, experts, [file.header.by_expert[expert].offset for expert in range(6)]
+
+
+@pytest.mark.parametrize("method", ["direct", "buffered"])
+@pytest.mark.parametrize("slots", range(1, 9))
+def test_any_size_gives_the_same_bytes(tmp_path: Path, lab, slots: int, method) -> None:
+    """Two layers of six, of which four are stored, two as changes; the same expert differs between the layers."""
+    want, files = {}, []
+    for layer in (0, 7):
+        for expert, buffer in lab.mixed(tmp_path / f"{layer}", layer).items():
+            want[layer, expert] = lab.layout.shard(buffer)
+        try:
+            files.append(lab.open(tmp_path / f"{layer}", method=method))
+        except ConfigError:
+            pytest.skip("no direct reads on this disk")
+    assert not same(want[0, 0], want[7, 0])
+    with ShardCache(files, slots * lab.layout.bytes) as cache:
+        assert cache.slots == slots
+        assert cache.distinct == 8
+        assert cache.resident == (slots == 8)
+        assert readers() == (0 if cache.resident else 2)
+        chosen = np.random.default_rng(slots)
+        for i in range(100):
+            layer, expert = (0, 7)[chosen.integers(2)], int(chosen.integers(6))
+            cache.hint((0, 7)[i % 2], i % 6)
+            with cache.get(layer, expert) as shard:
+                assert same(shard, want[layer, expert])
+        counters = cache.counters
+        assert counters.hits + counters.misses == 100
+        assert (counters.misses > 0) == (slots < 8)
+        assert counters.useful + counters.wasted <= counters.prefetched
+    assert readers() == 0
+
+
+def test_what_is_the_same_shares_a_slot(tmp_path: Path, lab) -> None:
+    lab.mixed(tmp_path / "layer", 3)
+    with ShardCache([lab.open(tmp_path / "layer")], 2 * lab.layout.bytes) as cache:
+        with cache.get(3, 0) as first, cache.get(3, 5) as second:
+            assert first is second
+        assert (cache.counters.misses, cache.counters.hits) == (1, 1)
+
+
+def test_changes_are_made_from_a_base_in_memory(tmp_path: Path, lab) -> None:
+    experts = lab.mixed(tmp_path / "layer", 3)
+    with ShardCache([lab.open(tmp_path / "layer")], 2 * lab.layout.bytes) as cache:
+        with cache.get(3, 0), cache.get(3, 1) as shard:
+            assert same(shard, lab.layout.shard(experts[1]))
+        assert cache.counters.bytes_read == 8192 + 4096
+        with cache.get(3, 3), cache.get(3, 2) as shard:
+            assert same(shard, lab.layout.shard(experts[2]))
+        assert cache.counters.bytes_read == 12288 + 8192 + 12288
+
+
+def test_the_least_recently_used_goes_first_and_pins_stay(plain, lab) -> None:
+    path, experts, offset = plain
+    gate = Gate()
+    with ShardCache([lab.open(path, read=gate)], 3 * lab.layout.bytes) as cache:
+
+        def get(expert: int) -> None:
+            with cache.get(0, expert) as shard:
+                assert same(shard, lab.layout.shard(experts[expert]))
+
+        for expert in (0, 1, 2, 0, 3, 0, 2, 1):
+            get(expert)
+        assert gate.seen == [offset[i] for i in (0, 1, 2, 3, 1)]
+        cache.pin(0, 4)
+        with cache.get(0, 5):
+            for expert in (0, 1, 2, 3):
+                get(expert)
+            get(5)
+        get(4)
+        assert gate.seen[5:] == [offset[i] for i in (4, 5, 0, 1, 2, 3)]
+        cache.pin(0, 4)
+        cache.pin(0, 3)
+        with pytest.raises(ConfigError, match="pinned experts = 3, must be below the 3 slots"):
+            cache.pin(0, 1)
+        cache.unpin(0, 4)
+        get(0)
+        get(1)
+        assert gate.seen[11:] == [offset[i] for i in (1, 0)]
+
+
+def test_one_read_for_all_who_ask(plain, lab) -> None:
+    path, experts, offset = plain
+    gate = Gate(offset[0])
+    found: list[bool] = []
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes) as cache:
+
+        def ask() -> None:
+            with cache.get(0, 0) as shard:
+                found.append(same(shard, lab.layout.shard(experts[0])))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        until(lambda: cache.counters.misses == 8)
+        gate.open(offset[0])
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 8
+        assert gate.seen == [offset[0]]
+
+
+def test_a_hint_is_read_ahead_and_not_again(plain, lab) -> None:
+    path, _, offset = plain
+    gate = Gate()
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes) as cache:
+        with cache.get(0, 0):
+            cache.hint(0, 1)
+            cache.hint(0, 1)
+            cache.hint(0, 0)
+            until(lambda: gate.seen == [offset[0], offset[1]])
+        with cache.get(0, 1):
+            pass
+        assert gate.seen == offset[:2]
+        counters = cache.counters
+        assert (counters.prefetched, counters.useful, counters.wasted) == (1, 1, 0)
+
+
+def test_a_hint_makes_way(plain, lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reader, which is at the first piece of a hint: it goes on to what is asked for."""
+    monkeypatch.setattr(shards, "PIECE", 4096)
+    path, experts, offset = plain
+    gate = Gate(offset[1])
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes, readers=1) as cache:
+        cache.hint(0, 1)
+        until(lambda: gate.seen == [offset[1]])
+        found: list[bool] = []
+
+        def ask() -> None:
+            with cache.get(0, 0) as shard:
+                found.append(same(shard, lab.layout.shard(experts[0])))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        until(lambda: cache.counters.misses == 1)
+        gate.open(offset[1])
+        thread.join()
+        assert found == [True]
+        assert gate.seen == [offset[1], offset[0], offset[0] + 4096]
+        assert cache.counters.wasted == 1
+        with cache.get(0, 1) as shard:
+            assert same(shard, lab.layout.shard(experts[1]))
+
+
+def test_a_hint_rests_while_another_reader_is_at_what_is_asked_for(plain, lab, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "PIECE", 4096)
+    path, experts, offset = plain
+    gate = Gate(offset[0], offset[1])
+    with ShardCache([lab.open(path, read=gate)], 3 * lab.layout.bytes) as cache:
+        cache.hint(0, 1)
+        until(lambda: gate.seen == [offset[1]])
+        thread = threading.Thread(target=lambda: cache.get(0, 0).__enter__())
+        thread.start()
+        until(lambda: offset[0] in gate.seen)
+        gate.open(offset[1])
+        time.sleep(0.05)
+        assert gate.seen == [offset[1], offset[0]]
+        gate.open(offset[0])
+        thread.join()
+        until(lambda: offset[1] + 4096 in gate.seen)
+        with cache.get(0, 1) as shard:
+            assert same(shard, lab.layout.shard(experts[1]))
+        assert cache.counters.useful == 1
+
+
+def test_an_error_arrives_and_a_later_request_tries_again(plain, lab) -> None:
+    path, experts, _ = plain
+    broken = True
+
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        if broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, buffer, offset)
+
+    with ShardCache([lab.open(path, read=read)], 2 * lab.layout.bytes) as cache:
+        cache.hint(0, 2)  # an error nobody waits for is nobody's
+        errors: list[ShardError] = []
+
+        def ask() -> None:
+            with pytest.raises(ShardError) as error, cache.get(0, 1):
+                pass
+            errors.append(error.value)
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(error) for error in errors}) == 4
+        assert all("layer 0, expert 1: read error" in str(error) for error in errors)
+        broken = False
+        for expert in (1, 2):
+            with cache.get(0, expert) as shard:
+                assert same(shard, lab.layout.shard(experts[expert]))
+
+
+def test_what_is_no_shard_error_arrives_as_one(plain, lab) -> None:
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        raise MemoryError
+
+    path, _, _ = plain
+    with ShardCache([lab.open(plain[0], read=read)], 2 * lab.layout.bytes) as cache:
+        with pytest.raises(ShardError, match="MemoryError"), cache.get(0, 1):
+            pass
+        assert readers() == 2
+    with pytest.raises(ShardError, match="MemoryError"):
+        ShardCache([lab.open(path, read=read)], 6 * lab.layout.bytes)
+    assert readers() == 0
+
+
+def test_waits_end(plain, lab) -> None:
+    """A disk that hangs, and slots that nobody releases."""
+    path, experts, offset = plain
+    gate = Gate(offset[0])
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes, deadline=0.2) as cache:
+        with pytest.raises(ShardError, match=r"expert 0: slow disk: nothing came in 0.2 s"), cache.get(0, 0):
+            pass
+        gate.open(offset[0])
+        with cache.get(0, 0) as shard, cache.get(0, 1):
+            assert same(shard, lab.layout.shard(experts[0]))
+            with (
+                pytest.raises(ShardError, match=r"expert 2: none of the 2 slots was released"),
+                cache.get(0, 2),
+            ):
+                pass
+            assert same(shard, lab.layout.shard(experts[0]))
+        with cache.get(0, 2) as shard:
+            assert same(shard, lab.layout.shard(experts[2]))
+
+
+def test_close_ends_what_waits(plain, lab) -> None:
+    path, _, _ = plain
+    before = len(os.listdir("/proc/self/fd"))
+    cache = ShardCache([lab.open(path)], lab.layout.bytes)
+    held = cache.get(0, 0)
+    held.__enter__()
+    errors: list[ShardError] = []
+
+    def ask() -> None:
+        with pytest.raises(ShardError) as error, cache.get(0, 1):
+            pass
+        errors.append(error.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: cache.counters.misses == 2)
+    cache.close()
+    thread.join()
+    assert "the cache was closed" in str(errors[0])
+    held.__exit__(None, None, None)
+    cache.close()
+    cache.hint(0, 3)
+    with pytest.raises(ShardError, match="the cache was closed"), cache.get(0, 3):
+        pass
+    assert readers() == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_resident_cache_outlives_its_file(plain, lab) -> None:
+    path, experts, _ = plain
+    with ShardCache([lab.open(path)], 10**9) as cache:
+        path.unlink()
+        cache.hint(0, 0)
+        cache.pin(0, 0)
+        for expert in range(6):
+            with cache.get(0, expert) as shard:
+                assert same(shard, lab.layout.shard(experts[expert]))
+
+
+def test_budgets_and_files_that_cannot_be(tmp_path: Path, lab) -> None:
+    lab.plain(tmp_path / "0", 0, 2)
+    lab.plain(tmp_path / "1", 1, 2)
+    type(lab)(64, 100).plain(tmp_path / "wide", 2, 2)
+    with (
+        lab.open(tmp_path / "0") as zero,
+        lab.open(tmp_path / "1") as one,
+        lab.open(tmp_path / "wide") as wide,
+    ):
+        with pytest.raises(ConfigError, match="budget = 8191 bytes, must be at least 8192, one expert"):
+            ShardCache([zero, one], 8191)
+        with pytest.raises(ConfigError, match="at least one layer"):
+            ShardCache([], 8192)
+        with pytest.raises(ConfigError, match=r"layers = \[0, 0\], must be different"):
+            ShardCache([zero, zero], 8192)
+        with pytest.raises(ConfigError, match="widths of experts"):
+            ShardCache([zero, wide], 8192)
+        with pytest.raises(ConfigError, match="readers = 0"):
+            ShardCache([zero, one], 8192, readers=0)
+    assert readers() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told(plain, lab) -> None:
+    path, _, _ = plain
+    with ShardCache([lab.open(path)], 2 * lab.layout.bytes) as cache:
+        with cache.get(0, 0):
+            pass
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with cache.get(0, 0):
+                    pass
+            except ShardError as error:
+                cache.hint(0, 1)
+                cache.close()
+                code = 0 if "forked" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with cache.get(0, 1):
+            pass
+
+
+def test_a_process_that_does_not_close_ends(plain) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from perspectron.stream import ShardCache, ShardFile
+cache = ShardCache([ShardFile(Path({str(plain[0])!r}))], 3 * 8192)
+for i in range(100):
+    cache.hint(0, i % 6)
+with cache.get(0, 5):
+    print("done")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "done\n", "")
