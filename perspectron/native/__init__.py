@@ -123,7 +123,7 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
         pointers += [codes.data_ptr(), scales.data_ptr()]
     y_TD = torch.empty(T, D)
     _library().pspx_swiglu(
-        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), y_TD.data_ptr(), threads()
+        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
     )
     return y_TD
 

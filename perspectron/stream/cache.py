@@ -122,8 +122,8 @@ class ShardCache:
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether they are in memory now."""
-        held = self._held.get(self._keys[layer, expert])
-        return held is not None and held.state is _State.READY
+        held = self._schedule.held.get(self._keys[layer, expert])
+        return held is not None and held.state is State.READY
 
     def pin(self, layer: int, expert: int) -> None:
         """Keep an expert in memory until `unpin`. ConfigError: it would take the last slot."""

@@ -1,11 +1,12 @@
 """A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from perspectron.block import Block
 from perspectron.config import require
@@ -16,12 +17,15 @@ from perspectron.experts import RoutedConfig
 from perspectron.files import sha256
 from perspectron.model import LanguageModel
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header
 from perspectron.stream.cache import ExpertSource, ShardCache
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.format import ExpertLayout
 from perspectron.stream.shards import ShardFile
+from perspectron.stream.step import Step, step_of
+from perspectron.terms import Term
 
 
 class StreamedModel(LanguageModel):
@@ -33,6 +37,8 @@ class StreamedModel(LanguageModel):
     def __init__(self, header: Header) -> None:
         super().__init__(header.model)
         self.header = header
+        self._step: Step | None = None
+        self._looked = False
         for name, format in header.quant.items():
             self._pack(name, format)
         self.routed: list[PackedExperts] = []
@@ -61,9 +67,42 @@ class StreamedModel(LanguageModel):
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
         """Take experts from there; predict: hint what the next layer may want."""
+        self._step, self._looked = None, False
         for ffn, following in zip(self.routed, [*self.routed[1:], None], strict=True):
             ffn.source = source
             ffn.following = (following,) if predict and following is not None else ()
+
+    def hidden(
+        self,
+        ids_BT: Tensor,
+        state: LMState | None = None,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+    ) -> tuple[Tensor, LMState, dict[str, Term]]:
+        """As of any model; one token of one conversation takes the shorter way, where there is one."""
+        if (
+            state is None
+            or ids_BT.shape != (1, 1)
+            or reset_BT is not None
+            or pad_BT is not None
+            or not self._steps(state)
+        ):
+            return super().hidden(ids_BT, state, reset_BT=reset_BT, pad_BT=pad_BT)
+        assert self._step is not None
+        x_D, state = self._step(self.embedding(ids_BT)[0, 0], state)
+        return self.norm(x_D)[None, None], state, {}
+
+    def _steps(self, state: LMState) -> bool:
+        if not torch.is_inference_mode_enabled() or self.training:
+            return False
+        if not self._looked:
+            self._step, self._looked = step_of(self), True
+        return self._step is not None and self._step.takes(state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._step, self._looked = None, False
+        return super()._apply(fn, recurse)
 
     @property
     def expert_bytes(self) -> int:

@@ -52,14 +52,19 @@ class PackedExperts(RoutedSwiGLU):
         """None of them are parameters."""
         return 0
 
-    def distances(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and power distances, as in `Choice`; token by token and from memory that begins a cache line, because
-        a product of several, or of others, may be rounded otherwise."""
+    @property
+    def router(self) -> tuple[Tensor, Tensor, Tensor]:
+        """W [A,D], b [A] and the experts' places [E,A] (a switch has none), as they are used."""
         if self._router is None:
             weight_AD, bias_A = self.direction(torch.float32)
             place_EA = self.positions().float() if self.config.router == "torus" else weight_AD[:0]
-            self._router = (weight_AD.contiguous(), bias_A, place_EA)
-        weight_AD, bias_A, place_EA = self._router
+            self._router = (weight_AD.contiguous(), bias_A, place_EA.contiguous())
+        return self._router
+
+    def distances(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and power distances, as in `Choice`; token by token and from memory that begins a cache line, because
+        a product of several, or of others, may be rounded otherwise."""
+        weight_AD, bias_A, place_EA = self.router
         x_ND = x_ND.float()
         if len(x_ND) == 1:
             out_NA = torch.mv(weight_AD, x_ND[0].clone()).add_(bias_A)[None]

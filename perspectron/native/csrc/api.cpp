@@ -177,9 +177,10 @@ API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes,
   });
 }
 
+// residual: null, or what is added to the result.
 API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint8_t* gate_codes,
                      const void* gate_scales, const uint8_t* up_codes, const void* up_scales, const uint8_t* down_codes,
-                     const void* down_scales, int format, float* y, int threads) {
+                     const void* down_scales, int format, const float* residual, float* y, int threads) {
   const Kernels& k = kernels();
   const Matrix gate = matrix(gate_codes, gate_scales, format, F, D), up = matrix(up_codes, up_scales, format, F, D);
   const Matrix down = matrix(down_codes, down_scales, format, D, F);
@@ -202,7 +203,11 @@ API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint
     team.barrier();
     quantise_all(k, hidden, inner, inner_ready);
     team.barrier();
-    for (int64_t first, last; inner_rows.next(first, last);) k.multiply(down, inner, first, last, y, D);
+    for (int64_t first, last; inner_rows.next(first, last);) {
+      k.multiply(down, inner, first, last, y, D);
+      const int64_t row = first * ROWS[format], end = last * ROWS[format] < D ? last * ROWS[format] : D;
+      for (int64_t t = 0; residual != nullptr && t < T; t++) k.add(y + t * D + row, residual + t * D + row, end - row);
+    }
   });
 }
 
@@ -243,3 +248,5 @@ API double pspx_peak(int threads) {
   });
   return double(made) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+#include "step.inl"

@@ -44,6 +44,14 @@ struct Scan {  // S = γ S + v k, o = S q, over T tokens
   int64_t B, T, D, R;
 };
 
+struct Attend {  // of one token: softmax(scale · q kᵀ) v over a ring of W places, in which it takes its own
+  const float *q, *kv;               // [H][K]; [2][G][K], the keys and then the values, neither rotated
+  const float *cosine, *sine;        // [K / 2], of the position
+  float *k_ring, *v_ring, *o;        // [G][W][K] both; [H][K]
+  int64_t H, G, K, W, position;
+  float scale;
+};
+
 struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes
@@ -54,6 +62,11 @@ struct Kernels {
   void (*accumulate)(const Matrix&, const Tokens&, int64_t first, int64_t last, int32_t* sums, int64_t ld);
   void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up
   void (*scan)(const Scan&, int64_t first, int64_t last);  // rows of all B·D
+  void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
+  void (*add)(float* y, const float* x, int64_t n);
+  void (*sigmoid)(float* x, const float* bias, int64_t n);
+  float (*dot_product)(const float* a, const float* b, int64_t n);
+  void (*attend)(const Attend&, int64_t head);  // one of the G
   uint64_t (*read)(const uint8_t* bytes, int64_t n);
   double (*dots)(int64_t repeats);  // multiply-adds made, all in registers
 };
@@ -64,7 +77,7 @@ extern const Kernels AVX2, AVX512;
 #endif
 
 // Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
-enum Slot { DENSE, SCALES, SUMS, GATE, UP, SLOTS };
+enum Slot { DENSE, SCALES, SUMS, GATE, UP, QUERY, SCORES, SLOTS };
 void* scratch(Slot slot, size_t bytes);
 template <class T>
 T* scratch(Slot slot, int64_t count) {

@@ -23,6 +23,8 @@ inline ALWAYS void unroll(F&& f) {
 
 #include "scan.inl"
 
+#include "token.inl"
+
 uint64_t read_all(const uint8_t* p, int64_t n) {
   Bytes sum[4] = {bytes_of(0), bytes_of(0), bytes_of(0), bytes_of(0)};
   int64_t i = 0;
@@ -55,5 +57,5 @@ double dots_in_registers(int64_t repeats) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, FEW, quantise, multiply, accumulate, silu, scan, read_all, dots_in_registers};
+  return {name, FEW, quantise, multiply, accumulate, silu, scan, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers};
 }
