@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops.tree import blocks, full_precision, halves
 
 CHUNK = 128
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "native")
 TWICE = "pdr.scan is differentiable once; for second derivatives use backend='reference'"
 
 
@@ -39,11 +40,12 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
-    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one
-    token in inference mode, the step.
+    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
+    on the CPU in inference mode, "auto" that kernel where it can run, else the tree or, for one token in inference
+    mode, the step.
 
-    Under `torch.inference_mode()` one token updates `state_BDR` in place and returns it.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    Under `torch.inference_mode()` one token ("auto", "native") updates `state_BDR` in place and returns it.
+    Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit.
     """
     if backend not in BACKENDS:
         raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
@@ -67,8 +69,13 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
-    if backend == "auto":
-        _say(device)
+    if T > 0 and backend in ("auto", "native"):
+        if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
+            return _native(q, k, v, gamma, state)
+        if backend == "native":
+            raise BackendError(f"backend = 'native': {obstacle}")
+        if not torch.compiler.is_compiling():
+            _say(device)
     if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
         return _step_(q, k, v, gamma, state)
     if T == 0:
@@ -83,8 +90,35 @@ def scan(
 def _say(device: str) -> None:
     """Once for each kind of device."""
     logging.getLogger("perspectron").info(
-        "pdr.scan: auto runs the torch tree on %s, and the step for one token", device
+        "pdr.scan: auto runs the torch tree on %s and, in inference, the step for one token", device
     )
+
+
+def _obstacle(*tensors: Tensor) -> str | None:
+    """Why the native kernel cannot run on these, if it cannot."""
+    if torch.compiler.is_compiling() or any(
+        type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
+    ):
+        return "not under a compiler, a trace or a functional transform"
+    if not torch.is_inference_mode_enabled():
+        return "only under torch.inference_mode(), it has no derivatives"
+    for x in tensors:
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return f"got {x.dtype} on {x.device}, must be torch.float32 on cpu"
+    return None if native.wanted() else native.reason()
+
+
+def _native(
+    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The kernel; one token writes into the state."""
+    after_BDR = state_BDR if q_BTR.shape[1] == 1 else state_BDR.clone()
+    work_BDR, o_BTD = after_BDR.contiguous(), torch.empty(v_BTD.shape)
+    q_BTR, k_BTR, v_BTD, gamma_BTD = (x.contiguous() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
+    native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD)
+    if work_BDR is not after_BDR:
+        after_BDR.copy_(work_BDR)
+    return o_BTD, after_BDR
 
 
 def reference(
