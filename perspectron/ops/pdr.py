@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from perspectron import native
 from perspectron.errors import BackendError
@@ -41,12 +40,13 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
-    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the compiled library,
-    in inference mode on a CPU and in float32, where a token's result is the same bits however the sequence is cut;
-    "auto" is native where it can be, else the tree or, for one token in inference mode, the step.
+    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
+    on the CPU in inference mode, "auto" that kernel where it can run, else the tree or, for one token in inference
+    mode, the step.
 
-    Under `torch.inference_mode()` one token updates `state_BDR` in place and returns it.
-    Raises BackendError for an unknown backend or one that cannot run here, ValueError for shapes that do not fit.
+    Under `torch.inference_mode()` "native", and "auto" where it is native or reads one token, update `state_BDR` in
+    place and return it.
+    Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit.
     """
     if backend not in BACKENDS:
         raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
@@ -70,14 +70,17 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
-    if T == 0:
-        return v, state
-    if backend == "native" or (backend == "auto" and _native_fits(v)):
-        return _native(q, k, v, gamma, state if T == 1 else state.clone())
-    if backend == "auto":
-        _say(device)
+    if T > 0 and backend in ("auto", "native"):
+        if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
+            return _native(q, k, v, gamma, state)
+        if backend == "native":
+            raise BackendError(f"backend = 'native': {obstacle}")
+        if not torch.compiler.is_compiling():
+            _say(device)
     if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
         return _step_(q, k, v, gamma, state)
+    if T == 0:
+        return v, state
     if torch.is_inference_mode_enabled():
         return _forward(q, k, v, gamma, state)
     o, state, _ = _Scan.apply(q, k, v, gamma, state)
@@ -88,8 +91,35 @@ def scan(
 def _say(device: str) -> None:
     """Once for each kind of device."""
     logging.getLogger("perspectron").info(
-        "pdr.scan: auto runs the torch tree on %s, and the step for one token", device
+        "pdr.scan: auto runs the torch tree on %s and, in inference, the step for one token", device
     )
+
+
+def _obstacle(*tensors: Tensor) -> str | None:
+    """Why the native kernel cannot run on these, if it cannot."""
+    if torch.compiler.is_compiling() or any(
+        type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
+    ):
+        return "not under a compiler, a trace or a functional transform"
+    if not torch.is_inference_mode_enabled():
+        return "only under torch.inference_mode(), it has no derivatives"
+    for x in tensors:
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return f"got {x.dtype} on {x.device}, must be torch.float32 on cpu"
+    return None if native.wanted() else native.reason()
+
+
+def _native(
+    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The kernel; one token writes into the state."""
+    after_BDR = state_BDR if q_BTR.shape[1] == 1 else state_BDR.clone()
+    work_BDR, o_BTD = after_BDR.contiguous(), torch.empty(v_BTD.shape)
+    q_BTR, k_BTR, v_BTD, gamma_BTD = (x.contiguous() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
+    native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD)
+    if work_BDR is not after_BDR:
+        after_BDR.copy_(work_BDR)
+    return o_BTD, after_BDR
 
 
 def reference(
@@ -109,26 +139,6 @@ def renormalise(state_BDR: Tensor) -> Tensor:
     alpha = (state_BDR.shape[-2] * state_BDR.shape[-1]) ** 0.5
     norm = torch.linalg.vector_norm(state_BDR, dim=(-2, -1), keepdim=True)
     return state_BDR * (alpha / norm.clamp_min(alpha))
-
-
-def _native_fits(v: Tensor) -> bool:
-    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-    plain = torch.is_inference_mode_enabled() and not watched
-    return plain and v.device.type == "cpu" and v.dtype == torch.float32 and native.wanted()
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes into the state."""
-    if not _native_fits(v):
-        why = (
-            native.reason()
-            or f"v is {v.dtype} on {v.device}, inference mode {torch.is_inference_mode_enabled()}"
-        )
-        raise BackendError(f"backend = 'native' cannot run: {why}")
-    q, k, v, gamma, state = (x.contiguous() for x in (q, k, v, gamma, state))
-    o = torch.empty_like(v)
-    native.pdr_scan(q, k, v, gamma, state, o)
-    return o, state
 
 
 def _step_(

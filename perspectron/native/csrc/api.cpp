@@ -95,9 +95,9 @@ int64_t grain(const Kernels& k, const Matrix& m, int64_t T, int threads) {
   return rows / R;
 }
 
-// Threads that pay: waking one takes as long as reading some tens of kilobytes.
+// Threads that pay: waking one takes as long as reading some hundred kilobytes.
 int useful(int threads, int64_t bytes, int64_t T) {
-  const int64_t most = 1 + bytes * T / (int64_t(64) << 10);
+  const int64_t most = 1 + bytes * T / (int64_t(256) << 10);
   return int(threads < most ? threads : most);
 }
 

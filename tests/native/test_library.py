@@ -1,0 +1,189 @@
+"""The library as a whole: threads, fork, buffers that end at a page nobody may read, CRC-32C, the loader."""
+
+import ctypes
+import logging
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from perspectron import native
+from perspectron.native import library
+from tests.native.packing import matrix
+
+needed = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+ISAS = ("avx512", "avx2", "scalar")
+
+
+def guarded(tensor):
+    """A copy of it whose last byte is the last before a page without access."""
+    size, page = tensor.nbytes, mmap.PAGESIZE
+    length = -(-size // page) * page + page
+    memory = mmap.mmap(-1, length)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(start + length - page), ctypes.c_size_t(page), 0) == 0
+    flat = torch.frombuffer(memory, dtype=torch.uint8)[length - page - size : length - page]
+    copy = flat.view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+@needed
+@pytest.mark.parametrize("isa", ISAS)
+def test_nothing_is_read_past_the_end(isa, use_isa):
+    use_isa(isa)
+    rng = np.random.default_rng(0)
+    for format in native.FORMATS:
+        for N, K, T in ((1, 1, 1), (13, 200, 1), (13, 192, 3), (9, 77, 7)):
+            _, packed, scales = matrix(format, N, K, rng)
+            x = torch.randn(T, K)
+            expected = native.linear(x, packed, scales, format, N)
+            found = native.linear(guarded(x), guarded(packed), guarded(scales), format, N)
+            assert torch.equal(found, expected)
+    tensors = [
+        torch.rand(1, 3, 37),
+        torch.rand(1, 3, 37),
+        torch.rand(1, 3, 5),
+        torch.rand(1, 3, 5),
+        torch.rand(1, 5, 37),
+    ]
+    native.pdr_scan(*map(guarded, tensors), guarded(torch.empty(1, 3, 5)))
+    native.read(guarded(torch.ones(1001, dtype=torch.uint8)), 1)
+    native.crc32c(guarded(torch.ones(1001, dtype=torch.uint8)))
+
+
+@needed
+def test_many_callers_at_once():
+    rng = np.random.default_rng(1)
+    cases = []
+    for format in native.FORMATS:
+        _, packed, scales = matrix(format, 700, 900, rng)
+        for T in (1, 9):
+            x = torch.randn(T, 900)
+            cases.append((x, packed, scales, format, 700, native.linear(x, packed, scales, format, 700)))
+    wrong = []
+
+    def work(seed):
+        torch.set_num_threads(2)
+        for i in np.random.default_rng(seed).integers(0, len(cases), 60):
+            *arguments, expected = cases[i]
+            if not torch.equal(native.linear(*arguments), expected):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(1)
+    assert not wrong
+
+
+FORK = """
+import os, signal, torch
+from perspectron import native
+torch.set_num_threads(3)
+codes, scales, x = torch.randint(0, 243, (900, 1024), dtype=torch.uint8), torch.rand(4500), torch.randn(1, 1024)
+y = native.linear(x, codes, scales, "ternary", 4500)
+child = os.fork()
+signal.alarm(20)
+if child == 0:
+    same = all(torch.equal(native.linear(x, codes, scales, "ternary", 4500), y) for _ in range(50))
+    os._exit(7 if same else 1)
+same = all(torch.equal(native.linear(x, codes, scales, "ternary", 4500), y) for _ in range(50))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert same
+"""
+
+
+@needed
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_starts_threads_of_its_own_and_exit_is_quiet():
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, cwd=library.HERE.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@needed
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 12287, 12288, 12289, 100001])
+def test_crc32c(size):
+    def plain(data, crc=0):
+        crc ^= 0xFFFFFFFF
+        for byte in data:
+            crc ^= byte
+            for _ in range(8):
+                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        return crc ^ 0xFFFFFFFF
+
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    buffer = torch.from_numpy(data)
+    whole = native.crc32c(buffer)
+    if size < 20000:
+        assert whole == plain(data.tobytes())
+    assert native.crc32c(buffer[size // 3 :], native.crc32c(buffer[: size // 3])) == whole
+    if size:
+        other = buffer.clone()
+        other[size // 2] ^= 1
+        assert native.crc32c(other) != whole
+
+
+@needed
+def test_crc32c_of_the_standard():
+    assert native.crc32c(torch.frombuffer(bytearray(b"123456789"), dtype=torch.uint8)) == 0xE3069283
+    assert native.crc32c(torch.zeros(32, dtype=torch.uint8)) == 0x8A9136AA
+
+
+@needed
+def test_measurements_and_instruction_sets():
+    assert native.peak(1) > 1e8
+    assert native.read(torch.full((1000,), 3, dtype=torch.uint8), 1) > 0
+    assert native.isa() in ISAS
+    with native.forced_isa("scalar"):
+        assert native.isa() == "scalar"
+    assert native.reason() is None
+    with pytest.raises(ValueError, match="isa = 'mmx'"), native.forced_isa("mmx"):
+        pass
+
+
+@pytest.mark.skipif(not shutil.which("c++") or os.environ.get("CC") == "false", reason="no compiler")
+def test_where_there_is_a_compiler_the_library_is_there():
+    assert native.available(), native.reason()
+
+
+def test_absent_it_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(native, "load", lambda: library.Loaded(None, "not built"))
+    native.wanted.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "perspectron"):
+            assert not native.wanted()
+            assert not native.wanted()
+    finally:
+        native.wanted.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "native kernels: not built; PyTorch is used, slower"
+    ]
+
+
+@needed
+def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "api.cpp").write_text("changed")
+    found = next(path for path in library._places() if path.is_file())
+    monkeypatch.setattr(library, "_places", lambda: [found])
+    monkeypatch.setattr(library, "HERE", tmp_path)
+    assert library.load.__wrapped__().reason.endswith("(to build it again: python -m perspectron.native)")
+    (tmp_path / library.NAME).write_text("no library")
+    monkeypatch.setattr(library, "_places", lambda: [tmp_path / library.NAME])
+    assert "cannot be loaded" in library.load.__wrapped__().reason
+    monkeypatch.setattr(library, "_places", lambda: [tmp_path / "none"])
+    assert library.load.__wrapped__() == (None, "not built (to build it: python -m perspectron.native)")

@@ -1,0 +1,120 @@
+"""The native PDR scan against the reference in float64, and when it may run."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from perspectron import native
+from perspectron.errors import BackendError
+from perspectron.ops import pdr
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+ISAS = ("avx512", "avx2", "scalar")
+
+
+def inputs(T, B=2, D=21, R=37, seed=0):
+    """q, k, v, gates from exactly 0 to exactly 1, and a state; float32."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, T, n, generator=draw) for n in (R, R, D))
+    gamma = torch.rand(B, T, D, generator=draw)
+    gamma = torch.where(gamma < 0.1, 0.0, torch.where(gamma > 0.6, 1.0, gamma))
+    return [q, k, v, gamma, torch.randn(B, D, R, generator=draw)]
+
+
+def close(found, exact):
+    for a, b in zip(found, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() <= 1e-6 * b.norm().clamp_min(1e-30)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("T", "B", "D", "R"),
+    [(1, 1, 1, 1), (1, 3, 21, 37), (63, 2, 21, 37), (64, 1, 16, 16), (65, 2, 5, 300), (512, 1, 18, 64)],
+)
+def test_equals_the_reference(isa, T, B, D, R, use_isa):
+    use_isa(isa)
+    tensors = inputs(T, B, D, R)
+    exact = pdr.scan(*(x.double() for x in tensors), backend="reference")
+    with torch.inference_mode():
+        close(pdr.scan(*tensors, backend="native"), exact)
+
+
+def test_threads_batch_and_cuts_do_not_change_a_bit():
+    q, k, v, gamma, state = inputs(100, B=3, D=900, R=64)
+    with torch.inference_mode():
+        whole = pdr.scan(q, k, v, gamma, state, backend="native")
+        torch.set_num_threads(3)
+        try:
+            again = pdr.scan(q, k, v, gamma, state, backend="native")
+        finally:
+            torch.set_num_threads(1)
+        one = pdr.scan(*(x[1:2] for x in (q, k, v, gamma, state)), backend="native")
+        now, outputs = state.clone(), []
+        for start, stop in ((0, 1), (1, 2), (2, 19), (19, 100)):
+            o, now = pdr.scan(*(x[:, start:stop] for x in (q, k, v, gamma)), now, backend="native")
+            outputs.append(o)
+    for i, a in enumerate(whole):
+        assert torch.equal(a, again[i])
+        assert torch.equal(a[1:2], one[i])
+        assert torch.equal(a, (torch.cat(outputs, 1), now)[i])
+
+
+def test_padding_is_the_identity_and_a_gate_of_zero_forgets():
+    q, k, v, gamma, state = inputs(3)
+    gamma[:, 0], v[:, 0] = 1, 0
+    with torch.inference_mode():
+        _, after = pdr.scan(q[:, :1], k[:, :1], v[:, :1], gamma[:, :1], state.clone(), backend="native")
+        assert torch.equal(after, state)
+        gamma[:, 1] = 0
+        _, after = pdr.scan(q[:, 1:2], k[:, 1:2], v[:, 1:2], gamma[:, 1:2], state.clone(), backend="native")
+    assert torch.equal(after, v[:, 1, :, None] * k[:, 1, None, :])
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_one_token_writes_into_the_state_and_more_leave_it(contiguous):
+    tensors = inputs(2)
+    state = tensors[4] if contiguous else tensors[4].mT.contiguous().mT
+    before = state.clone()
+    with torch.inference_mode():
+        _, after = pdr.scan(*tensors[:4], state)
+        assert torch.equal(state, before)
+        first = [x[:, :1] for x in tensors[:4]]
+        _, after = pdr.scan(*first, state, backend="native")
+    assert after.data_ptr() == state.data_ptr()
+    exact = pdr.scan(*(x.double() for x in (*first, before)), backend="reference")
+    close([after], exact[1:])
+
+
+def test_auto_takes_it_in_inference_only(monkeypatch):
+    calls = []
+    monkeypatch.setattr(native, "pdr_scan", lambda *x, kernel=native.pdr_scan: (calls.append(1), kernel(*x)))
+    tensors = inputs(5)
+    expected = pdr.scan(*tensors)
+    assert not calls
+    with torch.inference_mode():
+        found = pdr.scan(*tensors)
+        pdr.scan(*tensors, backend="torch")
+        pdr.scan(*(x.double() for x in tensors))
+    assert len(calls) == 1
+    close(found, expected)
+
+
+def test_compiled_code_runs_the_tree():
+    tensors = inputs(3)
+    compiled = torch.compile(pdr.scan, backend="eager")
+    with torch.inference_mode():
+        close(compiled(*tensors), pdr.scan(*tensors, backend="torch"))
+
+
+def test_where_it_cannot_run_it_says_why():
+    tensors = inputs(2)
+    with pytest.raises(BackendError, match="inference_mode"):
+        pdr.scan(*tensors, backend="native")
+    with torch.inference_mode():
+        with pytest.raises(BackendError, match=r"torch.float64 on cpu, must be torch.float32"):
+            pdr.scan(*(x.double() for x in tensors), backend="native")
+        with pytest.raises(BackendError, match="functional transform"):
+            torch.func.vmap(lambda *x: pdr.scan(*(y[None] for y in x), backend="native"))(*tensors)
+        with FakeTensorMode() as mode, pytest.raises(BackendError, match="functional transform"):
+            pdr.scan(*(mode.from_tensor(x) for x in tensors), backend="native")
