@@ -7,6 +7,7 @@ is being read already waits for that read. Where everything fits, all is read at
 All state is under one lock; readers hold it only between reads.
 """
 
+import atexit
 import contextlib
 import os
 import threading
@@ -78,6 +79,7 @@ class ShardCache:
         self._moved = time.monotonic()  # when anything did last
         names = [f"expert-reader-{i}" for i in range(readers)]
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        atexit.register(self.close)  # a thread in foreign code when the interpreter ends would abort it
         for thread in self._threads:
             thread.start()
         if self.resident:
@@ -153,6 +155,7 @@ class ShardCache:
 
     def close(self) -> None:
         """Stop the readers and close the files; who waits gets a ShardError. Twice is fine."""
+        atexit.unregister(self.close)
         if self._pid == os.getpid():
             self._stop_readers()
         if not any(
