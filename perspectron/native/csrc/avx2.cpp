@@ -67,6 +67,11 @@ struct Decoder {
   }
 };
 
+template <Format>
+inline Bytes unfolded(Bytes codes, int) {
+  return codes;
+}
+
 // Codes of eight bits would saturate the sums of 16 bits: those are widened first.
 template <Format F>
 inline void dot(Ints& sum, Bytes codes, Bytes q) {
@@ -95,8 +100,8 @@ inline int32_t total(Ints a) {
   y = _mm_hadd_epi32(y, y);
   return _mm_cvtsi128_si32(_mm_hadd_epi32(y, y));
 }
-inline void totals4(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
-  into[0] = total(a), into[1] = total(b), into[2] = total(c), into[3] = total(d);
+inline void add_totals(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
+  into[0] += total(a), into[1] += total(b), into[2] += total(c), into[3] += total(d);
 }
 
 inline Floats broadcast(float x) { return EACH(Floats, (void(i), _mm256_set1_ps(x))); }

@@ -52,6 +52,13 @@ struct Decoder {
   }
 };
 
+// From folded to plain codes: 84 and 168 are 1 and 2 in their top bits.
+template <Format F>
+inline Bytes unfolded(Bytes codes, int r) {
+  if (F == INT8 || r == 0) return codes;
+  return _mm512_and_si512(_mm512_srli_epi16(codes, F == FOUR_BIT ? 4 * r : r == 4 ? 6 : 2 * r), bytes_of(F == FOUR_BIT ? 15 : 3));
+}
+
 // In assembly, because gcc 12 copies and spills the accumulators of the intrinsic when there are twenty.
 template <Format>
 inline void dot(Ints& sum, Bytes codes, Bytes q) {
@@ -62,12 +69,13 @@ inline Ints zero_ints() { return _mm512_setzero_si512(); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline int32_t total(Ints a) { return _mm512_reduce_add_epi32(a); }
-inline void totals4(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
+inline void add_totals(Ints a, Ints b, Ints c, Ints d, int32_t* into) {
   const Ints ab = add(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
   const Ints cd = add(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
   const Ints x = add(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
   const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-  _mm_storeu_si128((__m128i*)into, _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
+  const __m128i z = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+  _mm_storeu_si128((__m128i*)into, _mm_add_epi32(_mm_loadu_si128((const __m128i*)into), z));
 }
 
 inline Floats broadcast(float x) { return _mm512_set1_ps(x); }

@@ -1,7 +1,7 @@
 // The kernels, written once over the vectors that each instruction set defines before it includes this file.
 #define ALWAYS __attribute__((always_inline))
 
-constexpr int64_t PREFETCH = 1536;  // bytes ahead, in what is read once from memory
+constexpr int64_t PREFETCH = 6144;  // bytes ahead, in what is read once from memory
 
 template <int I>
 struct Index {
@@ -48,7 +48,7 @@ double dots_in_registers(int64_t repeats) {
     opaque(codes), opaque(q);
     unroll<CHAINS>([&](auto i) ALWAYS { dot<TERNARY>(sum[i], codes, q); });
   }
-  for (int i = 1; i < CHAINS; i++) sum[0] = add(sum[0], sum[i]);
+  unroll<CHAINS - 1>([&](auto i) ALWAYS { sum[0] = add(sum[0], sum[i + 1]); });
   volatile int32_t used = total(sum[0]);
   (void)used;
   return double(repeats) * CHAINS * 64;

@@ -7,11 +7,12 @@ constexpr int64_t COLUMNS_AT_ONCE = 4096;  // so that the tokens of a tile stay 
 constexpr int64_t TOKENS_AT_ONCE = 160;    // so that the sums of a chunk of rows stay small
 constexpr int tile_rows(Format format) { return grouped(format) ? 4 : 5; }
 
-// sums[t][r] = Σ codes·q over `columns`; codes(j, w) gives R vectors of columns j … j + 63.
+// sums[t][r] += Σ codes·q over `columns`; codes(j, w) gives R vectors of columns j … j + 63.
 template <Format F, int R, int T, int U, class Codes>
-inline ALWAYS void integer_sums(const Codes& codes, const int8_t* q, int64_t stride, int64_t columns, int32_t* sums) {
-  Ints sum[U * T * R + 3];
-  unroll<U * T * R + 3>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
+inline ALWAYS void integer_sums(const Codes& codes, const int8_t* q, int64_t stride, int64_t columns, int32_t* sums,
+                                int64_t ld) {
+  Ints sum[U * T * R];
+  unroll<U * T * R>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
   const auto step = [&](int64_t j, auto u) ALWAYS {
     Bytes w[R];
     codes(j, w);
@@ -25,13 +26,23 @@ inline ALWAYS void integer_sums(const Codes& codes, const int8_t* q, int64_t str
   if constexpr (U > 1) {
     for (; j < columns; j += LINE) step(j, Index<0>{});
     unroll<(U - 1) * T * R>([&](auto i) ALWAYS { sum[i % (T * R)] = add(sum[i % (T * R)], sum[T * R + i]); });
-    unroll<3>([&](auto i) ALWAYS { sum[T * R + i] = zero_ints(); });
   }
-  alignas(16) int32_t all[T * R + 3];
-  unroll<(T * R + 3) / 4>([&](auto i) ALWAYS {
-    totals4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], all + 4 * i);
+  if constexpr (R >= 4)
+    unroll<T>([&](auto t) ALWAYS {
+      constexpr int i = t * R;
+      add_totals(sum[i], sum[i + 1], sum[i + 2], sum[i + 3], sums + t * ld);
+    });
+  constexpr int left = R % 4;  // fifth rows, and single ones: four tokens at a time
+  unroll<left * T / 4>([&](auto i) ALWAYS {
+    const auto at = [&](int u) ALWAYS -> Ints& { return sum[(4 * i + u) * R + R - 1]; };
+    alignas(16) int32_t four[4] = {};
+    add_totals(at(0), at(1), at(2), at(3), four);
+    for (int u = 0; u < 4; u++) sums[(4 * i + u) * ld + R - 1] += four[u];
   });
-  for (int i = 0; i < T * R; i++) sums[i] = all[i];
+  unroll<left * T % 4>([&](auto u) ALWAYS {
+    constexpr int t = T / 4 * 4 + u;
+    sums[t * ld + R - 1] += total(sum[t * R + R - 1]);
+  });
 }
 
 // y[t][r] = Σ_g (scale · Σ codes·q − offset · Σ q) in the order that __init__.py lays down; scales(g) gives R scales,
@@ -68,13 +79,6 @@ inline ALWAYS void group_sums(const Codes& codes, const Scales& scales, const in
   unroll<T * R>([&](auto i) ALWAYS { y[i] = tree(lanes[i]) - correction[i / R][i % R]; });
 }
 
-// Scales and offsets of group g of a block as floats, the decoder's fold taken out of the scales (a power of two).
-template <Format F, int R = ROWS[F]>
-inline ALWAYS void group_scales(const uint16_t* of_block, int64_t g, float* into) {
-  halves(of_block + g * 2 * R, 2 * R, into);
-  unroll<R>([&](auto r) ALWAYS { into[r] *= 1.0f / Decoder<F>::fold(r); });
-}
-
 // Straight from the codes
 
 template <Format F>
@@ -92,10 +96,10 @@ void few_sums(const Matrix& m, const int8_t* q, int64_t stride, int64_t first, i
   constexpr int R = ROWS[F], U = R * T >= 10 ? 1 : R * T >= 5 ? 2 : 4;
   const Decoder<F> decode;
   for (int64_t b = first; b < last; b++) {
-    int32_t all[T * R];
-    integer_sums<F, R, T, U>(Packed<F>{m.codes + b * m.S, decode}, q, stride, m.S, all);
+    int32_t* of_block = sums + (b - first) * R;
+    integer_sums<F, R, T, U>(Packed<F>{m.codes + b * m.S, decode}, q, stride, m.S, of_block, ld);
     for (int t = 0; t < T; t++)
-      for (int r = 0; r < R; r++) sums[t * ld + (b - first) * R + r] = all[t * R + r] / Decoder<F>::fold(r);
+      unroll<R>([&](auto r) ALWAYS { of_block[t * ld + r] /= Decoder<F>::fold(r); });
   }
 }
 
@@ -109,7 +113,8 @@ void few_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t first
     float s[2 * R], all[T * R];
     const auto scales = [&](int64_t g) ALWAYS -> const float(&)[2 * R] {
       __builtin_prefetch(of_block + g * 2 * R + 256);
-      group_scales<F>(of_block, g, s);
+      halves(of_block + g * 2 * R, 2 * R, s);
+      unroll<R>([&](auto r) ALWAYS { s[r] *= 1.0f / Decoder<F>::fold(r); });  // a power of two: exact
       return s;
     };
     group_sums<F, R, T>(Packed<F>{m.codes + b * m.S, decode}, scales, tokens.q + t0 * tokens.stride, tokens.stride, m.S,
@@ -142,7 +147,7 @@ void unpack(const Matrix& m, int64_t first, int64_t last, int64_t k0, int64_t k1
     for (int64_t k = k0; k < k1; k += LINE) {
       Bytes w[R];
       Packed<F>{m.codes + b * m.S, decode}(k, w);
-      for (int r = 0; r < R; r++) store(line((b - first) * R + r, k), w[r]);
+      unroll<R>([&](auto r) ALWAYS { store(line((b - first) * R + r, k), unfolded<F>(w[r], r)); });
     }
   for (int64_t row = rows; row % TR != 0; row++)
     for (int64_t k = k0; k < k1; k += LINE) store(line(row, k), bytes_of(0));
@@ -151,22 +156,16 @@ void unpack(const Matrix& m, int64_t first, int64_t last, int64_t k0, int64_t k1
 template <Format F>
 void many_sums(const Matrix& m, const int8_t* q, int64_t stride, int64_t T, int64_t first, int64_t last, int32_t* sums,
                int64_t ld) {
-  constexpr int R = ROWS[F], TR = tile_rows(F);
-  const int64_t rows = (last - first) * R, tiles = ceil_div(rows, TR);
+  constexpr int TR = tile_rows(F);
+  const int64_t tiles = ceil_div((last - first) * ROWS[F], TR);
   const int64_t width = ceil_div(ceil_div(m.S, ceil_div(m.S, COLUMNS_AT_ONCE)), LINE) * LINE;
   uint8_t* dense = scratch<uint8_t>(DENSE, tiles * TR * width);
   for (int64_t k0 = 0; k0 < m.S; k0 += width) {
     const int64_t k1 = k0 + width < m.S ? k0 + width : m.S;
     unpack<F>(m, first, last, k0, k1, dense);
     const auto tile = [&](int64_t t, int64_t i, auto count) {
-      int32_t all[count * TR];
-      integer_sums<F, TR, count, 1>(Dense<TR>{dense + i * TR * (k1 - k0)}, q + t * stride + k0, stride, k1 - k0, all);
-      for (int u = 0; u < count; u++)
-        for (int r = 0; r < TR && i * TR + r < rows; r++) {
-          const int32_t sum = all[u * TR + r] / Decoder<F>::fold(R == TR ? r : 0);
-          int32_t& into = sums[(t + u) * ld + i * TR + r];
-          into = k0 == 0 ? sum : into + sum;
-        }
+      integer_sums<F, TR, count, 1>(Dense<TR>{dense + i * TR * (k1 - k0)}, q + t * stride + k0, stride, k1 - k0,
+                                    sums + t * ld + i * TR, ld);
     };
     int64_t t = 0;
     for (; t + TILE <= T; t += TILE)
@@ -188,7 +187,7 @@ void many_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, 
   for (int64_t b = first; b < last; b++)
     for (int64_t g = 0; g < G; g++) {
       float s[2 * R];
-      group_scales<F>(static_cast<const uint16_t*>(m.scales) + b * G * 2 * R, g, s);
+      halves(static_cast<const uint16_t*>(m.scales) + (b * G + g) * 2 * R, 2 * R, s);
       const int64_t row = (b - first) * R;
       for (int i = 0; i < 2 * R; i++) scales[((row / TR * G + g) * 2 + i / R) * TR + row % TR + i % R] = s[i];
     }
@@ -218,11 +217,18 @@ inline void dispatch(int64_t n, F&& f) {
   });
 }
 
-// Sums of the tokens t0 … t1 (all few or many), before the zero is taken out.
+// Rows of sums that a claim takes, whole tiles.
+template <Format F>
+inline int64_t sums_width(int64_t first, int64_t last) {
+  return ceil_div((last - first) * ROWS[F], tile_rows(F)) * tile_rows(F);
+}
+
+// Sums [t1 − t0][width] of those tokens, before the zero is taken out.
 template <Format F>
 void sums_of(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, int64_t first, int64_t last, int32_t* sums,
              int64_t ld) {
   const int8_t* q = tokens.q + t0 * tokens.stride;
+  __builtin_memset(sums, 0, size_t((t1 - t0) * ld) * sizeof(int32_t));
   if (t1 - t0 > FEW) return many_sums<F>(m, q, tokens.stride, t1 - t0, first, last, sums, ld);
   dispatch<FEW>(t1 - t0, [&](auto T) { few_sums<F, T>(m, q, tokens.stride, first, last, sums, ld); });
 }
@@ -239,7 +245,7 @@ void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t l
         dispatch<FEW_GROUPED>(t1 - t0, [&](auto T) { few_groups<F, T>(m, tokens, t0, first, last, y + t0 * ld, ld); });
       }
     } else {
-      const int64_t width = (last - first) * ROWS[F];
+      const int64_t width = sums_width<F>(first, last);
       int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);
       sums_of<F>(m, tokens, t0, t1, first, last, sums, width);
       for (int64_t t = t0; t < t1; t++)
@@ -268,7 +274,7 @@ void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last
 void accumulate(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, int32_t* into, int64_t ld) {
   with_format(m.format, [&](auto F) {
     if constexpr (!grouped(F)) {
-      const int64_t width = (last - first) * ROWS[F];
+      const int64_t width = sums_width<F>(first, last);
       for (int64_t t0 = 0; t0 < tokens.T; t0 += TOKENS_AT_ONCE) {
         const int64_t t1 = t0 + TOKENS_AT_ONCE < tokens.T ? t0 + TOKENS_AT_ONCE : tokens.T;
         int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);

@@ -82,6 +82,11 @@ struct Decoder {
 };
 
 template <Format>
+inline const Bytes& unfolded(const Bytes& codes, int) {
+  return codes;
+}
+
+template <Format>
 inline void dot(Ints& sum, const Bytes& codes, const Bytes& q) {
   for (int l = 0; l < 16; l++)
     for (int i = 4 * l; i < 4 * l + 4; i++) sum.at[l] += int32_t(codes.at[i]) * int8_t(q.at[i]);
@@ -99,8 +104,8 @@ inline int32_t total(const Ints& a) {
   for (int32_t x : a.at) sum += x;
   return sum;
 }
-inline void totals4(const Ints& a, const Ints& b, const Ints& c, const Ints& d, int32_t* into) {
-  into[0] = total(a), into[1] = total(b), into[2] = total(c), into[3] = total(d);
+inline void add_totals(const Ints& a, const Ints& b, const Ints& c, const Ints& d, int32_t* into) {
+  into[0] += total(a), into[1] += total(b), into[2] += total(c), into[3] += total(d);
 }
 
 inline Floats broadcast(float x) {
