@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from perspectron import model as _model
 from perspectron import ops as ops
 from perspectron import presets
-from perspectron.config import ModelConfig
+from perspectron.config import ModelConfig, require
 from perspectron.errors import PerspectronError
 from perspectron.model import LanguageModel, Output
 from perspectron.ops import pdr as _pdr  # noqa: F401  (so that perspectron.ops.pdr is there)
@@ -41,11 +41,21 @@ def build(preset_or_config: str | ModelConfig, seed: int = 0) -> LanguageModel:
     return _model.build(config, seed)
 
 
-def load(run_dir: Path | str) -> tuple[LanguageModel, "Tokenizer"]:
-    """The model of a training run (its best held-out checkpoint, else its newest) and its tokenizer.
+def load(
+    path: Path | str, *, cache_bytes: int | None = None, verify: bool = False
+) -> tuple[LanguageModel, "Tokenizer"]:
+    """The model of a training run (its best held-out checkpoint, else its newest) or of an artifact, and its tokenizer.
 
-    CheckpointError when there is none that verifies.
+    Of an artifact: cache_bytes is memory for experts (default: what is free); verify reads every file first.
+    CheckpointError or ArtifactError when there is none that verifies.
     """
+    from perspectron.stream.artifact import is_artifact
+
+    if is_artifact(Path(path)):
+        from perspectron.stream.engine import load_artifact
+
+        return load_artifact(Path(path), cache_bytes=cache_bytes, verify=verify)
     from perspectron.train.checkpoint import load_run
 
-    return load_run(Path(run_dir))
+    require(cache_bytes is None, "cache", cache_bytes, "left out for a run, which is in memory as a whole")
+    return load_run(Path(path))

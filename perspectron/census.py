@@ -90,11 +90,12 @@ def _groups(model: LanguageModel) -> dict[str, Group]:
             modules["norms and biases"] += 1
     blocks = list(model.blocks)
     for name, parameter in model.named_parameters():
-        sizes[_group_of(name, parameter.ndim, blocks)] += parameter.numel()
+        sizes[group_of(name, parameter.ndim, blocks)] += parameter.numel()
     return {kind: Group(max(modules[kind], 1), size) for kind, size in sizes.items()}
 
 
-def _group_of(name: str, ndim: int, blocks: list[Any]) -> str:
+def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
+    """The group that a parameter of this name and so many dimensions counts to."""
     if ndim < 2:
         return "norms and biases"
     if not name.startswith("blocks."):

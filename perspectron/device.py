@@ -1,4 +1,8 @@
-"""Which device to run on."""
+"""Which device to run on, and what memory is free."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -13,3 +17,12 @@ def pick_device(name: str) -> torch.device:
     if (f"{name}:0" if name == "cuda" else name) not in there:
         raise ConfigError(f"device = {name!r}, must be one that this machine has: auto, {', '.join(there)}")
     return torch.device(name)
+
+
+def free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))

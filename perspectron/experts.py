@@ -183,10 +183,18 @@ class RoutedSwiGLU(nn.Module):
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.route(x_ND)
+        query_NA, distance2_NE = self.distances(x_ND)
+        expert_N = distance2_NE.argmin(1)
+        logit_NE = distance2_NE / -self.config.tau
+        E, k = logit_NE.shape[1], self.config.nearest
+        near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
+        gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
+        return Choice(expert_N, gate_N, query_NA, distance2_NE)
+
+    def distances(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and power distances, as in `Choice`."""
         dtype = wider(x_ND.dtype)
-        weight, bias = self.route_proj.weight.to(dtype), self.route_proj.bias.to(dtype)
-        if self.config.router == "torus":
-            weight = SPREAD * F.normalize(weight, dim=1)
+        weight, bias = self.direction(dtype)
         out = F.linear(x_ND.to(dtype), weight, bias)
         if self.config.router == "switch":
             query_NA, distance2_NE = out[:, :0], -out
@@ -194,12 +202,14 @@ class RoutedSwiGLU(nn.Module):
             query_NA, distance2_NE = out, distance2(out, self.positions().to(dtype))
         if self.config.bias_rate > 0:
             distance2_NE = distance2_NE - self.bias_E.to(dtype)
-        expert_N = distance2_NE.argmin(1)
-        logit_NE = distance2_NE / -self.config.tau
-        E, k = logit_NE.shape[1], self.config.nearest
-        near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
-        gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
-        return Choice(expert_N, gate_N, query_NA, distance2_NE)
+        return query_NA, distance2_NE
+
+    def direction(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W [A,D] and b [A] as they are used."""
+        weight, bias = self.route_proj.weight.to(dtype), self.route_proj.bias.to(dtype)
+        if self.config.router == "torus":
+            weight = SPREAD * F.normalize(weight, dim=1)
+        return weight, bias
 
     # ------------------------------------------------------------ experts
 

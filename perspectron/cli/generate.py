@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-import perspectron
+from perspectron.cli.artifacts import open_model, print_bench
 from perspectron.config import require
 from perspectron.decode.generate import Conversation, Generation, generate
 from perspectron.decode.sampling import SamplingConfig
@@ -29,7 +29,7 @@ class Generate:
     """
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one of its checkpoints."""
+    """Folder of a run, of one of its checkpoints, or of an artifact."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Texts to continue, together in one batch; "-" reads standard input."""
     max_tokens: int = 200
@@ -43,11 +43,21 @@ class Generate:
     """Keep the conversation in this file."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
+    cache: str | None = None
+    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+    verify: bool = False
+    """Check every file of an artifact before."""
+    bench: bool = False
+    """Measure instead: what a token costs, beside what it takes to read its bytes from memory."""
     json: bool = False
     """Print one JSON object instead of the text as it comes."""
 
     def __call__(self) -> int:
-        model, tokenizer = perspectron.load(self.run)
+        model, tokenizer = open_model(self.run, self.cache, verify=self.verify)
+        if self.bench:
+            require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
+            print_bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
+            return 0
         device = pick_device(self.device)
         model.to(device)
         conversation = None

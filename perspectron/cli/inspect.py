@@ -12,6 +12,7 @@ from perspectron import presets
 from perspectron.census import Census, census
 from perspectron.cli.train import assignment
 from perspectron.config import ModelConfig, require
+from perspectron.stream.artifact import is_artifact, read_header
 from perspectron.train import checkpoint
 
 
@@ -25,7 +26,7 @@ class Inspect:
     """
 
     model: tyro.conf.Positional[str]
-    """A preset, or the folder of a run."""
+    """A preset, or the folder of a run or an artifact."""
     set: tuple[str, ...] = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False
@@ -53,6 +54,8 @@ class Inspect:
     def _config(self) -> ModelConfig:
         if Path(self.model).is_dir():
             require(not self.set, "set", " ".join(self.set), "left out for a run")
+            if is_artifact(Path(self.model)):
+                return read_header(Path(self.model)).model
             return checkpoint.load_config(checkpoint.run_of(Path(self.model))).model
         return presets.get(self.model, **dict(map(assignment, self.set)))
 

@@ -16,10 +16,14 @@ from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
 from perspectron.cli.inspect import Inspect
 from perspectron.cli.list import List
+from perspectron.cli.plan import Plan
 from perspectron.cli.prune_attention import PruneAttention
+from perspectron.cli.quantize import Quantize
 from perspectron.cli.quickstart import Quickstart
 from perspectron.cli.routes import ShowRoutes
+from perspectron.cli.synthesize import Synthesize
 from perspectron.cli.tokenize import Tokenize
+from perspectron.cli.trace import TraceRoutes
 from perspectron.cli.train import Train, from_toml
 from perspectron.errors import ConfigError, PerspectronError
 
@@ -37,9 +41,13 @@ COMMANDS: dict[str, Any] = {
     "eval": Eval,
     "inspect": Inspect,
     "list": List,
+    "plan": Plan,
     "prune-attention": PruneAttention,
     "routes": ShowRoutes,
+    "quantize": Quantize,
+    "synthesize": Synthesize,
     "tokenize": Tokenize,
+    "trace": TraceRoutes,
 }
 
 

@@ -105,6 +105,12 @@ def _read(given: str, tokenizer: Tokenizer, limit: int) -> _Text:
         kind, _, name = given.partition("=")
         path = Path(name)
         require(kind != "", "text", given, "FILE or KIND=FILE")
+    text, ids = read_tokens(path, tokenizer, limit)
+    return _Text(str(path), ids, kinds(text, ids, tokenizer) if kind is None else [kind] * len(ids))
+
+
+def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[str, list[int]]:
+    """A file's text and its first `limit` tokens (0: all). DataError: not there, not text, or fewer than 2 tokens."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             text = file.read(CHARACTERS * limit if limit else -1)
@@ -118,7 +124,7 @@ def _read(given: str, tokenizer: Tokenizer, limit: int) -> _Text:
     ids = ids[:limit] if limit else ids
     if len(ids) < 2:
         raise DataError(f"{path}: {len(ids)} tokens, need at least 2")
-    return _Text(str(path), ids, kinds(text, ids, tokenizer) if kind is None else [kind] * len(ids))
+    return text, ids
 
 
 def _trace(model: LanguageModel, tokenizer: Tokenizer, text: _Text) -> list[Routes]:

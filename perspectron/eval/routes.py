@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.block import Block
 from perspectron.data import Tokenizer
@@ -29,13 +29,15 @@ _SIGN = re.compile(r"[_=(){}\[\]<>;\\/*+&|#@^~$%]")
 
 class Routes(NamedTuple):
     """Of one routed layer: experts [B,T] and where the queries fell [B,T,A], in [0, 1). A switch has no queries: the
-    centres of the experts stand in for them, and hops are on the lattice of their ids."""
+    centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts that the
+    same router takes for what the routed layer before it read; the first layer's are its own."""
 
     layer: int
     router: str
     torus: Lengths
     expert_BT: Tensor
     query_BTA: Tensor
+    guess_BT: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,20 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     layers = [(i, ffn) for i, block in enumerate(blocks) if (ffn := _routed(model, block)) is not None]
     if not layers:
         raise ConfigError(f"model = {model.config.name!r}, must be one with routed layers")
-    chosen: list[Choice] = []
+    chosen: list[list[Choice]] = [[] for _ in layers]
+    guess: list[list[Tensor]] = [[] for _ in layers]
 
-    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        chosen.append(cast("RoutedSwiGLU", module).route(inputs[0].flatten(0, 1)))
+    def look(place: int, x_BTD: Tensor) -> None:
+        chosen[place].append(layers[place][1].route(x_BTD.flatten(0, 1)))
+        if place == 0:
+            guess[0].append(chosen[0][-1].expert_N)
+        if place + 1 < len(layers):
+            guess[place + 1].append(layers[place + 1][1].route(x_BTD.flatten(0, 1)).expert_N)
 
-    hooks = [module.register_forward_pre_hook(look) for module in {id(m): m for _, m in layers}.values()]
+    hooks = [
+        blocks[index].ffn_norm.register_forward_hook(lambda _, inputs, out, place=place: look(place, out))
+        for place, (index, _) in enumerate(layers)
+    ]
     T, state = ids_BT.shape[1], None
     try:
         with torch.inference_mode():
@@ -99,14 +109,15 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     shape = (ids_BT.shape[0], -1)
     found = []
     for place, (index, module) in enumerate(layers):
-        own = chosen[place :: len(layers)]  # layers take turns, chunk after chunk
+        own = chosen[place]
         expert_BT = torch.cat([c.expert_N.view(shape) for c in own], 1).cpu()
+        guess_BT = torch.cat([expert_N.view(shape) for expert_N in guess[place]], 1).cpu()
         torus, router = module.config.torus, module.config.router
         if router == "switch":
             query_BTA = lattice(torus)[expert_BT]
         else:
             query_BTA = torch.cat([c.query_NA.unflatten(0, shape) for c in own], 1).cpu() % 1
-        found.append(Routes(index, router, torus, expert_BT, query_BTA))
+        found.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT))
     return found
 
 
@@ -121,6 +132,7 @@ def joined(parts: Sequence[list[Routes]], axis: int) -> list[Routes]:
         layers[0]._replace(
             expert_BT=torch.cat([part.expert_BT for part in layers], axis),
             query_BTA=torch.cat([part.query_BTA for part in layers], axis),
+            guess_BT=torch.cat([part.guess_BT for part in layers], axis),
         )
         for layers in zip(*parts, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 `available()` says whether they can be used; `wanted()` is the same and says once in the log why not. What a row of
 the result holds depends on its token and its row of the matrix alone: not on the other tokens, the number of threads
-or the instruction set. Threads: `torch.get_num_threads()` at each call.
+or the instruction set. Threads: `threads()` at each call.
 
 A matrix is N rows (outputs) × K columns (inputs). Codes are uint8 [blocks, S]: S is K rounded up to 64, a block is R
 rows, and byte [b, k] holds the codes of rows b·R … b·R + R − 1 at column k.
@@ -29,7 +29,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +42,7 @@ ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
 MOST_COLUMNS = 65536
 """K must not exceed it: with more, a sum could leave 32 bits."""
 Pair = tuple[Tensor, Tensor]
+_threads: int | None = None
 
 
 def available() -> bool:
@@ -58,6 +61,18 @@ def wanted() -> bool:
     if not available():
         logging.getLogger("perspectron").warning("native kernels: %s; PyTorch is used, slower", reason())
     return available()
+
+
+def threads() -> int:
+    """That a kernel runs on: those of `set_threads`, else as many as torch has."""
+    return _threads or torch.get_num_threads()
+
+
+def set_threads(count: int | None) -> None:
+    """Run kernels on so many threads, whatever torch does; None: on as many as torch. Small operations of torch are
+    faster on one thread, while kernels want all."""
+    global _threads
+    _threads = count
 
 
 def isa() -> str:
@@ -94,7 +109,7 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
     _check_matrix(codes, scales, format, N, K)
     y_TN = torch.empty(T, N)
     pointers = (codes.data_ptr(), scales.data_ptr(), FORMATS.index(format))
-    _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), torch.get_num_threads())
+    _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), threads())
     return y_TN
 
 
@@ -107,9 +122,8 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
         _check_matrix(codes, scales, format, N, K)
         pointers += [codes.data_ptr(), scales.data_ptr()]
     y_TD = torch.empty(T, D)
-    threads = torch.get_num_threads()
     _library().pspx_swiglu(
-        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), y_TD.data_ptr(), threads
+        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), y_TD.data_ptr(), threads()
     )
     return y_TD
 
@@ -122,7 +136,7 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q_TS, step_T = torch.empty(T, S, dtype=torch.int8), torch.empty(T)
     sum_T, sum_TG = torch.empty(T, dtype=torch.int32), torch.empty(T, -(-S // 128), dtype=torch.int32)
     pointers = (q_TS.data_ptr(), step_T.data_ptr(), sum_T.data_ptr(), sum_TG.data_ptr())
-    _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, torch.get_num_threads())
+    _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, threads())
     return q_TS, step_T, sum_T, sum_TG
 
 
@@ -154,13 +168,13 @@ def pdr_scan(
     ):
         _check(tensor, torch.float32, shape)
     pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
-    _library().pspx_scan(*pointers, B, T, D, R, torch.get_num_threads())
+    _library().pspx_scan(*pointers, B, T, D, R, threads())
 
 
-def crc32c(buffer: Tensor, value: int = 0) -> int:
-    """CRC-32C of a uint8 tensor, going on from `value`, that of the bytes before."""
-    _check(buffer, torch.uint8)
-    return int(_library().pspx_crc32c(buffer.data_ptr(), buffer.numel(), value))
+def crc32c(buffer: Any, value: int = 0) -> int:
+    """CRC-32C of a contiguous buffer or CPU tensor, going on from `value`, that of the bytes before."""
+    data = np.frombuffer(buffer.numpy() if isinstance(buffer, Tensor) else buffer, np.uint8)
+    return int(_library().pspx_crc32c(data.ctypes.data, data.size, value))
 
 
 def read(buffer: Tensor, threads: int) -> int:

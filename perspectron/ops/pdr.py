@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops.tree import blocks, full_precision, halves
 
 CHUNK = 128
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "native")
 TWICE = "pdr.scan is differentiable once; for second derivatives use backend='reference'"
 
 
@@ -39,11 +41,12 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
-    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one
-    token in inference mode, the step.
+    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the compiled library,
+    in inference mode on a CPU and in float32, where a token's result is the same bits however the sequence is cut;
+    "auto" is native where it can be, else the tree or, for one token in inference mode, the step.
 
     Under `torch.inference_mode()` one token updates `state_BDR` in place and returns it.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    Raises BackendError for an unknown backend or one that cannot run here, ValueError for shapes that do not fit.
     """
     if backend not in BACKENDS:
         raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
@@ -67,12 +70,14 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
+    if T == 0:
+        return v, state
+    if backend == "native" or (backend == "auto" and _native_fits(v)):
+        return _native(q, k, v, gamma, state if T == 1 else state.clone())
     if backend == "auto":
         _say(device)
     if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
         return _step_(q, k, v, gamma, state)
-    if T == 0:
-        return v, state
     if torch.is_inference_mode_enabled():
         return _forward(q, k, v, gamma, state)
     o, state, _ = _Scan.apply(q, k, v, gamma, state)
@@ -104,6 +109,26 @@ def renormalise(state_BDR: Tensor) -> Tensor:
     alpha = (state_BDR.shape[-2] * state_BDR.shape[-1]) ** 0.5
     norm = torch.linalg.vector_norm(state_BDR, dim=(-2, -1), keepdim=True)
     return state_BDR * (alpha / norm.clamp_min(alpha))
+
+
+def _native_fits(v: Tensor) -> bool:
+    watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    plain = torch.is_inference_mode_enabled() and not watched
+    return plain and v.device.type == "cpu" and v.dtype == torch.float32 and native.wanted()
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes into the state."""
+    if not _native_fits(v):
+        why = (
+            native.reason()
+            or f"v is {v.dtype} on {v.device}, inference mode {torch.is_inference_mode_enabled()}"
+        )
+        raise BackendError(f"backend = 'native' cannot run: {why}")
+    q, k, v, gamma, state = (x.contiguous() for x in (q, k, v, gamma, state))
+    o = torch.empty_like(v)
+    native.pdr_scan(q, k, v, gamma, state, o)
+    return o, state
 
 
 def _step_(

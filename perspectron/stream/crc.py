@@ -5,14 +5,14 @@ run side by side: row j of L words is added to the lanes after these were multip
 for each half of a word. What the lanes hold at the end is a message of L words with the same CRC, for a narrower pass.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from perspectron import native
 
 _P = 0x82F63B78  # bit i is the coefficient of x^(31−i)
 _ONE = 0x80000000
@@ -23,20 +23,13 @@ Words = NDArray[np.uint32]
 
 def crc32c(buffer: Any, value: int = 0) -> int:
     """CRC-32C of a contiguous buffer; `value` is that of what came before it."""
-    native = _native()
-    return native(buffer, value) if native else _numpy(buffer, value)
-
-
-@cache
-def _native() -> Callable[[Any, int], int] | None:
-    if importlib.util.find_spec("perspectron.native") is None:
-        return None
-    native = importlib.import_module("perspectron.native")
-    return native.crc32c if native.available() else None
-
-
-def _numpy(buffer: Any, value: int) -> int:
     data = np.frombuffer(buffer, np.uint8)
+    if not native.wanted():
+        return _portable(data, value)
+    return native.crc32c(torch.from_numpy(data if data.flags.writeable else data.copy()), value)
+
+
+def _portable(data: NDArray[np.uint8], value: int) -> int:
     crc = value ^ 0xFFFFFFFF
     whole = len(data) & ~3
     if whole:

@@ -47,7 +47,7 @@ def test_hops_are_the_fewest_steps(shape):
 def random_routes(shape: tuple[int, ...], B: int, T: int, seed: int = 0) -> Routes:
     draw = torch.Generator().manual_seed(seed)
     expert_BT = torch.randint(math.prod(shape), (B, T), generator=draw)
-    return Routes(3, "torus", shape, expert_BT, torch.rand(B, T, len(shape), generator=draw))
+    return Routes(3, "torus", shape, expert_BT, torch.rand(B, T, len(shape), generator=draw), expert_BT)
 
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (4, 2), (3, 4, 2)], ids=str)
@@ -306,7 +306,8 @@ def test_a_drawing_has_every_expert_and_every_query(shape, tmp_path):
 def test_a_query_lies_in_the_drawing_where_it_is_on_the_torus(tmp_path):
     """y upwards; in the slice of its third axis."""
     query_BTA = torch.tensor([[[0.25, 0.75, 0.6], [0.95, 0.5, 0.7], [0.05, 0.5, 0.7], [0.5, 0.5, 0.2]]])
-    layer = Routes(0, "torus", (4, 4, 2), torch.zeros(1, 4, dtype=torch.int64), query_BTA)
+    expert_BT = torch.zeros(1, 4, dtype=torch.int64)
+    layer = Routes(0, "torus", (4, 4, 2), expert_BT, query_BTA, expert_BT)
     torus.draw([layer], [measure(layer)], {"text": (0, 4)}, tmp_path / "routes.svg")
     squares = list(ET.parse(tmp_path / "routes.svg").getroot().iter(f"{SVG}svg"))[1:]
 

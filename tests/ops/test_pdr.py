@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops import pdr
 
@@ -104,6 +105,28 @@ def test_one_token_in_inference_mode_writes_into_the_state():
     assert after.data_ptr() == state.data_ptr()
     torch.testing.assert_close(o, expected[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native library")
+def test_native_gives_the_same_bits_however_the_sequence_is_cut():
+    q, k, v, gamma, state = inputs(70, dtype=torch.float32)
+    exact, end = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="reference")
+    with torch.inference_mode():
+        before = state.clone()
+        whole, after = pdr.scan(q, k, v, gamma, state, backend="native")
+        assert torch.equal(state, before)
+        steps = []
+        for t in range(70):
+            o, state = pdr.scan(*(x[:, t : t + 1] for x in (q, k, v, gamma)), state)
+            steps.append(o)
+    assert torch.equal(torch.cat(steps, 1), whole) and torch.equal(state, after)
+    assert (whole - exact).norm() < 2e-6 * exact.norm() and (after - end).norm() < 2e-6 * end.norm()
+
+
+def test_native_refuses_what_it_cannot_do():
+    tensors = inputs(3, dtype=torch.float32)
+    with pytest.raises(BackendError, match="native"):
+        pdr.scan(*tensors, backend="native")
 
 
 def test_no_tokens_leave_the_state():

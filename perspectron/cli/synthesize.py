@@ -1,0 +1,70 @@
+"""`perspectron synthesize`."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from perspectron import presets
+from perspectron.cli.train import assignment
+from perspectron.config import one_of, require
+from perspectron.data import Tokenizer, open_corpus
+from perspectron.stream.synthetic import synthesize
+
+
+@dataclass(frozen=True)
+class Synthesize:
+    """An artifact of random weights, to measure in full size what a model costs to run.
+
+    Example: perspectron synthesize perspective-1t --experts 1 --out runs/1t
+
+    Every routed layer has --experts experts of its own; the others are the same as these under other names.
+    """
+
+    preset: tyro.conf.Positional[str]
+    """One of the perspective presets with experts."""
+    out: Path
+    """Folder to write."""
+    experts: int = 1
+    """Distinct experts of each layer."""
+    linear: Literal["2bit", "4bit", "int8"] = "2bit"
+    """Format of the shared layers; the embedding is int8."""
+    set: tuple[str, ...] = ()
+    """Sizes of the preset to replace, as KEY=VALUE."""
+    data: str = "stdlib"
+    """Corpus from which the tokenizer learns."""
+    seed: int = 0
+    """Of the weights."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        known = [name for name in presets.names() if presets.PRESETS[name].design is presets.perspective]
+        config = presets.get(one_of(self.preset, known, "preset"), **dict(map(assignment, self.set)))
+        require(not self.out.exists(), "out", str(self.out), "a new folder")
+        require(self.seed >= 0, "seed", self.seed, "≥ 0")
+        start = time.perf_counter()
+        header = synthesize(
+            config,
+            self.out,
+            lambda: self._tokenizer(config.vocab_size),
+            experts=self.experts,
+            linear=self.linear,
+            seed=self.seed,
+        )
+        written = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
+        seconds = time.perf_counter() - start
+        if self.json:
+            assert header.experts is not None
+            fields = {"out": str(self.out), "bytes": written, "seconds": seconds}
+            print(json.dumps(fields | {"experts": asdict(header.experts), "about": header.about}))
+        else:
+            print(f"{self.out}: {written / 1e9:.2f} GB in {seconds:.0f} s; {header.about}")
+        return 0
+
+    def _tokenizer(self, vocab_size: int) -> Tokenizer:
+        documents = open_corpus(self.data, heldout=0.05).documents("train")
+        return Tokenizer.train((document.text for document in documents), vocab_size)

@@ -1,0 +1,37 @@
+"""Sizes and rates as a user types them: 24G, 512M, 1.5GiB, 3G/s."""
+
+import math
+import re
+
+from perspectron.config import require
+
+POWERS = "KMGT"
+LARGEST = 2**62
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?")
+EXAMPLES = "24G, 512M or 1.5GiB"
+
+
+def size(text: str, field: str) -> int:
+    """Bytes of "24G", "512M", "1.5GiB" or "4096": K, M, G and T are powers of 1000, KiB, MiB and so on of 1024.
+
+    ConfigError, naming the field, for anything else, and for less than one byte.
+    """
+    return _parse(text, text, field, EXAMPLES)
+
+
+def rate(text: str, field: str) -> int:
+    """Bytes per second of "3G/s" or "800MiB/s"; ConfigError for anything else."""
+    amount, slash, second = text.strip().partition("/")
+    bound = "a rate like 3G/s or 800M/s"
+    require(slash == "/" and second == "s", field, text, bound)
+    return _parse(amount, text, field, bound)
+
+
+def _parse(amount: str, text: str, field: str, bound: str) -> int:
+    found = _SIZE.fullmatch(amount.strip())
+    require(found is not None, field, text, bound)
+    assert found is not None
+    number, prefix, binary = found.groups()
+    value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix) + 1 if prefix else 0)
+    require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 byte to 4 EiB")
+    return round(value)

@@ -1,0 +1,183 @@
+"""A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
+
+import math
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from perspectron.block import Block
+from perspectron.config import require
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.device import free_memory
+from perspectron.errors import ArtifactError, ConfigError
+from perspectron.experts import RoutedConfig
+from perspectron.files import sha256
+from perspectron.model import LanguageModel
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.stream import artifact, tensors
+from perspectron.stream.artifact import SHARED, TOKENIZER, Header
+from perspectron.stream.cache import ExpertSource, ShardCache
+from perspectron.stream.experts import PackedExperts
+from perspectron.stream.format import ExpertLayout
+from perspectron.stream.shards import ShardFile
+
+
+class StreamedModel(LanguageModel):
+    """The model that an artifact's header describes, for inference alone."""
+
+    cache: ShardCache | None = None
+    digest = plan = ""
+
+    def __init__(self, header: Header) -> None:
+        super().__init__(header.model)
+        self.header = header
+        for name, format in header.quant.items():
+            self._pack(name, format)
+        self.routed: list[PackedExperts] = []
+        for layer, block in enumerate(cast("list[Block]", self.blocks)):
+            if isinstance(block.config.ffn, RoutedConfig):
+                block.ffn = PackedExperts(header.model.d_model, block.config.ffn, layer)
+                self.routed.append(block.ffn)
+        layers = tuple(ffn.layer for ffn in self.routed)
+        found = header.experts.layers if header.experts is not None else ()
+        require(layers == found, "experts.layers", found, f"those of the model, {layers}")
+
+    def _pack(self, name: str, format: str) -> None:
+        parent, _, own = name.rpartition(".")
+        try:
+            module = self.get_submodule(name)
+        except AttributeError:
+            module = None
+        made: nn.Module
+        if isinstance(module, nn.Linear):
+            made = QuantLinear(module.in_features, module.out_features, format, module.bias is not None)
+        elif isinstance(module, nn.Embedding):
+            made = QuantEmbedding(module.num_embeddings, module.embedding_dim, format)
+        else:
+            raise ConfigError(f"quant key = {name!r}, must be a matrix of the model")
+        setattr(self.get_submodule(parent), own, made)
+
+    def attach(self, source: ExpertSource, *, predict: bool) -> None:
+        """Take experts from there; predict: hint what the next layer may want."""
+        for ffn, following in zip(self.routed, [*self.routed[1:], None], strict=True):
+            ffn.source = source
+            ffn.following = (following,) if predict and following is not None else ()
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one token: a shard of each routed layer."""
+        return len(self.routed) * self.header.experts.shard_bytes if self.header.experts is not None else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of all weights that are always in memory."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    def fingerprint(self) -> str:
+        """Of the artifact's manifest, which has the digest of every file."""
+        return self.digest
+
+    def open(self, folder: Path, cache_bytes: int | None) -> None:
+        """Take experts from the artifact's files: all into memory if they fit, else through a cache."""
+        assert self.header.experts is not None
+        paths = {layer: folder / artifact.layer_file(layer) for layer in self.header.experts.layers}
+        files = [_open(path) for path in paths.values()]
+        for file, layer in zip(files, paths, strict=True):
+            _check(file, layer, self.header)
+        budget = self.budget(cache_bytes)
+        self.cache = cache = ShardCache(files, budget)
+        self.attach(cache, predict=not cache.resident)
+        self.plan = f"experts: {cache.distinct} of {_size(cache.slot_bytes)} "
+        if cache.resident:
+            self.plan += "all in memory, nothing streams"
+        else:
+            self.plan += (
+                f"in {cache.slots} slots ({_size(budget)}), read from disk ({files[0].method}), up to "
+            )
+            self.plan += f"{_size(self.expert_bytes)} for a token"
+
+    def budget(self, asked: int | None) -> int:
+        """Memory for experts: what is asked, or what is free but for a tenth and one conversation."""
+        if asked is not None:
+            return asked
+        with torch.device("meta"):
+            state = LanguageModel(self.config).init_state(1, capacity=1).nbytes
+        return max(0, free_memory() * 9 // 10 - state)
+
+    def line(self) -> str:
+        """What is in memory, what streams, and what a token costs."""
+        kinds = sorted(set(self.header.quant.values()))
+        parts = [
+            f"{self.config.name}: {', '.join(kinds) or 'float32'} layers, {_size(self.shared_bytes)} in memory"
+        ]
+        if self.header.experts is not None:
+            parts.append(self.plan)
+        if self.header.about:
+            parts.append(self.header.about)
+        return "; ".join(parts)
+
+
+def load_artifact(
+    folder: Path, *, cache_bytes: int | None = None, verify: bool = False
+) -> tuple[StreamedModel, Tokenizer]:
+    """The model of an artifact, ready to run on the CPU, and its tokenizer.
+
+    cache_bytes: memory for experts (default: what the machine has free, less a tenth and what a conversation needs).
+    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first.
+    ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
+    """
+    header = artifact.read_header(folder)
+    manifest = artifact.read_manifest(folder, header)
+    if verify:
+        artifact.verify(folder, manifest)
+    for name in (artifact.CONFIG, TOKENIZER):
+        artifact.expect(folder / name, sha256(folder / name), manifest.files[name])
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if tokenizer.fingerprint != header.tokenizer:
+        raise ArtifactError(f"{folder / TOKENIZER}: of another tokenizer than config.json says")
+    weights, digest = tensors.read(folder / SHARED)
+    artifact.expect(folder / SHARED, digest, manifest.files[SHARED])
+    try:
+        with torch.device("meta"):
+            model = StreamedModel(header)
+    except ConfigError as error:
+        raise ArtifactError(f"{folder / artifact.CONFIG}: {error}") from None
+    _fill(model, weights, folder / SHARED)
+    model.digest = manifest.digest
+    if header.experts is not None:
+        model.open(folder, cache_bytes)
+    return model, tokenizer
+
+
+def _fill(model: StreamedModel, weights: dict[str, torch.Tensor], path: Path) -> None:
+    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    if wanted != found:
+        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+        raise ArtifactError(f"{path}: {name} is {found.get(name)}, must be {wanted.get(name)}")
+    model.load_state_dict(weights, assign=True)
+    model.requires_grad_(False).eval()
+
+
+def _open(path: Path) -> ShardFile:
+    """Past the page cache where the disk can: what is read is kept here."""
+    try:
+        return ShardFile(path, "direct")
+    except ConfigError:
+        return ShardFile(path, "buffered")
+
+
+def _check(file: ShardFile, layer: int, header: Header) -> None:
+    """ArtifactError unless the file is of this layer of this model."""
+    config = header.model.blocks[layer].ffn
+    assert isinstance(config, RoutedConfig)
+    wanted = layer, math.prod(config.torus), ExpertLayout(header.model.d_model, config.hidden)
+    found = file.layer, file.header.experts, file.header.layout
+    if found != wanted:
+        raise ArtifactError(f"{file.path}: layer, experts and widths are {found}, must be {wanted}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,200 @@
+"""Artifacts of random weights, in full size: to measure what a model costs before there is one.
+
+Weights are drawn as bytes of their formats, so that the float model is never in memory. Scales are such that every
+matrix gives numbers of order one.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from perspectron.config import ModelConfig, require
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import StorageError
+from perspectron.experts import RoutedConfig
+from perspectron.mixers.pdr import GATE_BIAS
+from perspectron.model import LanguageModel
+from perspectron.ops import packing
+from perspectron.ops.packing import LAYOUTS, Packed
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.stream import tensors
+from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, write
+from perspectron.stream.engine import StreamedModel
+from perspectron.stream.format import ExpertLayout, Shard
+from perspectron.stream.tensors import Spec
+from perspectron.stream.write import SameAs, write_layer
+
+PIECE = 1 << 24  # bytes drawn at once
+MARGIN = 1 << 20  # of an expert file: its header
+TERNARY = np.array([84 * t4 + low for t4 in range(3) for low in range(81)], np.uint8)
+SPREAD = {"ternary": (2 / 3) ** 0.5, "2bit": 1.25**0.5, "4bit": 21.25**0.5, "int8": 73.6}
+"""Standard deviation of a weight of scale 1."""
+
+
+class Draw(NamedTuple):
+    """Random matrices of a shape in a format."""
+
+    format: str
+    shape: tuple[int, int]
+    gain: float = 1.0
+    """Of the product, in terms of what it reads."""
+
+    def codes(self, seed: int | tuple[int, ...]) -> Iterator[NDArray[np.uint8]]:
+        """Rows of bytes [·, S], all of them legal, some at a time."""
+        (N, K), layout = self.shape, LAYOUTS[self.format]
+        (blocks, S), _, _ = packing.sizes(self.format, self.shape)
+        random = np.random.Generator(np.random.SFC64(seed))
+        whole, step = N // layout.rows, max(1, PIECE // S)
+        for start in range(0, whole, step):
+            rows = np.frombuffer(random.bytes(min(step, whole - start) * S), np.uint8).reshape(-1, S)
+            rows = _legal(rows, self.format)
+            if S > K:
+                rows = rows.copy() if not rows.flags.writeable else rows
+                rows[:, K:] = _padding(self.format)
+            yield rows
+        if blocks > whole:  # the last block has rows past the end
+            digits = random.integers(layout.lowest, layout.highest, (N % layout.rows, K), np.uint8, True)
+            yield packing.pack_codes(torch.from_numpy(digits), self.format).numpy()
+
+    def scales(self) -> Tensor:
+        """As the format keeps them."""
+        scale = self.gain / (SPREAD[self.format] * math.sqrt(self.shape[1]))
+        _, shape, dtype = packing.sizes(self.format, self.shape)
+        layout = LAYOUTS[self.format]
+        if layout.zero is not None:
+            return torch.full(shape, scale, dtype=dtype)
+        filled = torch.full(shape, scale, dtype=dtype)
+        filled[..., layout.rows :] *= layout.highest / 2
+        past = -self.shape[0] % layout.rows
+        if past:  # rows past the end weigh nothing
+            filled[-1, :, layout.rows - past : layout.rows] = 0
+            filled[-1, :, 2 * layout.rows - past :] = 0
+        return filled
+
+    def packed(self, seed: int | tuple[int, ...]) -> Packed:
+        codes = np.concatenate(list(self.codes(seed)))
+        return Packed(torch.from_numpy(codes), self.scales(), self.format, self.shape)
+
+
+def synthesize(
+    config: ModelConfig,
+    folder: Path,
+    tokenizer: Callable[[], Tokenizer],
+    *,
+    experts: int,
+    linear: str = "2bit",
+    seed: int = 0,
+) -> Header:
+    """Write an artifact of `config` whose weights are random; each routed layer has `experts` that are its own, and
+    the others are the same as these, in turns. tokenizer: called when it is sure that there is room.
+
+    ConfigError: more experts than there are, or no routed layers. StorageError: no room on the disk.
+    """
+    routed = {i: b.ffn for i, b in enumerate(config.blocks) if isinstance(b.ffn, RoutedConfig)}
+    require(len(routed) > 0, "model", config.name, "one with routed layers")
+    first = next(iter(routed.values()))
+    count, layout = math.prod(first.torus), ExpertLayout(config.d_model, first.hidden)
+    require(1 <= experts <= count, "experts", experts, f"from 1 to {count}")
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    quant = {name: linear for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quant = {name: format for name, format in quant.items() if not name.endswith("route_proj")}
+    about = f"random weights; {experts} of {count} experts in a layer are distinct, the others are aliases of them"
+    files = ExpertFiles(tuple(routed), count, experts, layout.bytes)
+    header = Header(FORMAT, config, "", quant | {"embedding": "int8"}, files, None, about)
+    shared = _shared(header, seed)
+    need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * layout.bytes + MARGIN)
+    _room(folder, need)
+    layers = {
+        layer: partial(_layer, layer=layer, layout=layout, experts=experts, config=config, seed=seed)
+        for layer in routed
+    }
+    made = tokenizer()
+    header = replace(header, tokenizer=made.fingerprint)
+    write(folder, header, made, shared, layers)
+    return header
+
+
+def _room(folder: Path, need: int) -> None:
+    there = next(parent for parent in folder.resolve().parents if parent.exists())
+    free = shutil.disk_usage(there).free
+    if need > free:
+        raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
+
+
+def _shared(header: Header, seed: int) -> dict[str, Spec]:
+    """All weights but the experts'."""
+    with torch.device("meta"):
+        model = StreamedModel(header)
+    found, writes = dict[str, Spec](), (2 * len(model.blocks)) ** -0.5
+    for index, (name, module) in enumerate(model.named_modules()):
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            shape = module.packed.shape
+            gain = writes if name.endswith(("o_proj", "down_proj")) else 1.0
+            if isinstance(module, QuantEmbedding):
+                gain = header.model.embedding_std * math.sqrt(shape[1])
+            draw = Draw(module.format, shape, gain)
+            codes = module.codes
+            found[f"{name}.codes"] = Spec(
+                codes.dtype, tuple(codes.shape), partial(draw.codes, seed + 7919 * index)
+            )
+            found[f"{name}.scales"] = tensors.spec(draw.scales())
+    random = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if name not in found:
+            found[name] = tensors.spec(_small(name, tensor, random))
+    return found
+
+
+def _small(name: str, tensor: Tensor, random: torch.Generator) -> Tensor:
+    """What is kept as it is: norms 1, a router whose queries fall anywhere, the decay's bias, else 0."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    if name.endswith("norm.weight"):
+        made.fill_(1)
+    elif name.endswith("route_proj.weight"):
+        made.normal_(generator=random)
+    elif name.endswith("route_proj.bias"):
+        made.uniform_(generator=random)
+    elif name.endswith("p_proj.bias"):
+        made.fill_(GATE_BIAS)
+    return made
+
+
+def _layer(
+    path: Path, *, layer: int, layout: ExpertLayout, experts: int, config: ModelConfig, seed: int
+) -> None:
+    ffn = config.blocks[layer].ffn
+    assert isinstance(ffn, RoutedConfig)
+    gains = (1.0, 1.0, (2 * len(config.blocks)) ** -0.5)
+
+    def shards() -> Iterator[tuple[int, Shard | SameAs]]:
+        for expert in range(math.prod(ffn.torus)):
+            if expert >= experts:
+                yield expert, SameAs(expert % experts)
+                continue
+            own = (seed, layer, expert)
+            parts = zip(layout.shapes, gains, range(3), strict=True)
+            yield expert, Shard(*(Draw("ternary", shape, gain).packed((*own, i)) for shape, gain, i in parts))
+
+    write_layer(path, layer, layout, math.prod(ffn.torus), shards())
+
+
+def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
+    """Any byte to one of the format; 13 of the ternary ones come twice as often."""
+    if format == "ternary":
+        return np.take(np.resize(TERNARY, 256), bytes_)
+    return np.maximum(bytes_, 1) if format == "int8" else bytes_
+
+
+def _padding(format: str) -> int:
+    layout = LAYOUTS[format]
+    return sum(layout.padding * radix for radix in layout.radix)

@@ -1,0 +1,303 @@
+"""`perspectron plan` and `perspectron trace` as a user types them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import perspectron
+from perspectron import presets
+from perspectron.cli.main import main
+from perspectron.cli.units import rate, size
+from perspectron.config import dump
+from perspectron.errors import ConfigError
+from perspectron.eval.routes import trace as follow
+from perspectron.stream import trace as traces
+from perspectron.stream.plan import needs
+
+TEXT = "The tree stood by the river, and nobody had asked it why it stood there at all.\n\n12, 5, x = [1]\n"
+SIZES = [
+    "d_model=32",
+    "layers=4",
+    "hidden=32",
+    "rank=8",
+    "heads=2",
+    "kv_heads=1",
+    "window=16",
+    "vocab_size=300",
+]
+TRAIN = [
+    *("--batch-size", "2", "--seq-len", "32", "--steps", "2", "--eval-every", "0", "--save-every", "0"),
+    *("--eval-tokens", "64", "--dtype", "float32"),
+]
+FAST = ["--bandwidth", "40G/s"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(TEXT * 20)
+    return folder / "0.txt"
+
+
+def train(tmp_path_factory, text: Path, *options: str) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    assert (
+        main(["train", "--data", str(text.parent), "--out", str(out), "--set", *SIZES, *options, *TRAIN]) == 0
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text) -> Path:
+    return train(tmp_path_factory, text, "torus=[4,2]")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory, text) -> Path:
+    return train(tmp_path_factory, text, "--preset", "perspective-tiny-dense")
+
+
+def asked(capsys, *command: str) -> dict:
+    assert main([*command, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_the_trillion_beside_the_document(capsys):
+    command = ["plan", "perspective-1t", "--ram", "24G", "--disk", "3G/s", *FAST]
+    found = asked(capsys, *command)
+    assert (
+        found["placement"]["slots"] == (24 * 10**9 - found["resident_bytes"]) // found["experts"][0]["shard"]
+    )
+    missed, uniform = found["cases"]
+    assert missed["disk"] == 60 * found["experts"][0]["shard"]
+    assert missed["seconds"]["disk"] == missed["disk"] / 3e9
+    assert uniform["miss_rate"] == pytest.approx(1 - 796 / 7680, abs=0.01)
+    claims = {(claim["what"], claim["unit"]): claim for claim in found["document"]}
+    assert claims["tokens/s", "tokens/s"]["document"] == [12, 14]
+    assert claims["tokens/s", "tokens/s"]["here"] == missed["tokens_per_second"]
+    assert claims["a token", "ms"]["here"][1] == pytest.approx(1000 * sum(missed["seconds"].values()))
+    whole = sum(part["bytes"] for part in found["parts"].values())
+    assert claims["shared, all", "MB"]["difference"] == pytest.approx(whole / 1809e6 - 1)
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "27,065,344 of codes, 104,448 of scales",
+        "796 of 7,680 experts",
+        "12.0 to 14.0",
+        "211,045,721,424",
+    ):
+        assert words in out
+    assert "…" not in out and max(map(len, out.splitlines()[:18])) <= 80
+
+
+def test_the_documents_own_gpu(capsys):
+    options = ["--ram", "256G", "--vram", "4G", "--pcie", "25G/s", "--bandwidth", "200G/s"]
+    found = asked(capsys, "plan", "perspective-1t", *options)
+    (only,) = found["cases"]
+    assert (only["miss_rate"], only["disk"]) == (0, 0)
+    assert only["tokens_per_second"][1] == pytest.approx(25e9 / only["pcie"])
+    assert found["placement"]["least_vram"] < 4e9
+
+
+@pytest.mark.parametrize("options", [["--ram", "2G"], ["--ram", "24G", "--vram", "2.4G"]])
+def test_too_little_memory_is_told_with_what_would_do(options, capsys):
+    found = asked(capsys, "plan", "perspective-1t", *options, *FAST)
+    placement = found["placement"]
+    assert not placement["fits"] and found["cases"] == []
+    assert main(["plan", "perspective-1t", *options, *FAST]) == 0
+    name, given = ("RAM", placement["ram"]) if len(options) == 2 else ("VRAM", placement["vram"])
+    least = placement[f"least_{name.lower()}"]
+    words = f"does not fit: {name} {given:,}, needs at least {least:,}, {least - given:,} more"
+    assert words in capsys.readouterr().out
+
+
+def test_a_model_without_experts_and_its_positions(capsys):
+    found = asked(capsys, "plan", "gpt2-tiny", "--ram", "1G", *FAST)
+    assert (found["context"], found["experts"], found["cases"][0]["name"]) == (1024, [], "all in memory")
+    assert main(["plan", "gpt2-tiny", "--ram", "1G", *FAST]) == 0
+    assert "nothing streams from disk" in capsys.readouterr().out
+
+
+def test_bandwidth_is_measured_where_it_is_not_given(capsys, monkeypatch):
+    monkeypatch.setattr("perspectron.stream.bandwidth.BUFFER", 1 << 20)
+    found = asked(capsys, "plan", "gpt2-tiny", "--ram", "1G")
+    assert found["rates"]["memory"] > 1e6 and found["rates"]["disk"] is None
+
+
+def test_sizes_and_formats(capsys):
+    sizes = ["--set", *SIZES, "torus=[4,2]"]
+    found = [
+        asked(capsys, "plan", "perspective-tiny", "--ram", "1G", "--shared", shared, *sizes, *FAST)[
+            "resident_bytes"
+        ]
+        for shared in ("2bit", "4bit", "int8")
+    ]
+    assert found == sorted(found) and len(set(found)) == 3
+
+
+def test_an_artifact_by_its_own_formats(tmp_path, capsys, monkeypatch):
+    """Its disk is measured by its largest file."""
+    monkeypatch.setattr("perspectron.stream.bandwidth.LEAST", 1)
+    config = presets.get("perspective-tiny", d_model=32, hidden=32, rank=8, heads=2, kv_heads=1, torus=[4, 2])
+    formats = {"blocks.0.mixer.v_proj": "int8", "embedding": "int8"}
+    header = {
+        "format": "perspectron-artifact-1",
+        "model": dump(config),
+        "quant": formats,
+        "experts": {"distinct": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(header))
+    found = asked(capsys, "plan", str(tmp_path), "--ram", "1G", *FAST)
+    assert found["resident_bytes"] == needs(config, 8192, formats).resident
+    assert [layer["distinct"] for layer in found["experts"]] == [2, 2, 2]
+    assert found["placement"]["shards"] == 6 and found["rates"]["disk"] > 0
+
+
+# ---------------------------------------------------------------- trace
+
+
+def test_a_trace_is_the_models_own_routing(run, text, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    found = asked(
+        capsys, "trace", str(run), "--text", str(text), "--tokens", "50", "--out", str(out), "--disk", "1G/s"
+    )
+    model, tokenizer = perspectron.load(run)
+    ids = tokenizer.encode(text.read_text())[:50]
+    layers = follow(model, torch.tensor([[tokenizer.end_of_text, *ids]]))
+    trace = traces.load(out)
+    np.testing.assert_array_equal(trace.chosen_TL.T, [layer.expert_BT[0, 1:].tolist() for layer in layers])
+    np.testing.assert_array_equal(trace.guessed_TL.T, [layer.guess_BT[0, 1:].tolist() for layer in layers])
+    assert (trace.tokens, trace.layers, trace.experts) == (50, (0, 1, 2), (8, 8, 8))
+    assert [row["slots"] for row in found["sizes"]] == [1, 2, 4, 8, 16, 24]
+    last = found["sizes"][-1]
+    assert last["lru"]["hit_rate"] == last["best_hit_rate"] == 1 - found["distinct"] / 150
+    for row in found["sizes"]:
+        assert row["lru"]["hit_rate"] <= row["best_hit_rate"]
+        assert row["lru"]["tokens_per_second"] == pytest.approx(1e9 / row["lru"]["bytes_per_token"])
+
+
+def test_guesses_are_the_next_router_on_what_this_layer_read(run):
+    model, _ = perspectron.load(run)
+    read, ids = {}, torch.arange(40)[None]
+    for index in range(3):
+        ffn = model.blocks[index].ffn
+        ffn.register_forward_pre_hook(lambda _, inputs, index=index: read.update({index: inputs[0][0]}))
+    layers = follow(model, ids)
+    for index in (1, 2):
+        with torch.inference_mode():
+            expected = model.blocks[index].ffn.route(read[index - 1]).expert_N
+        assert layers[index].guess_BT[0].tolist() == expected.tolist()
+    assert layers[0].guess_BT.tolist() == layers[0].expert_BT.tolist()
+
+
+def test_a_plan_with_what_was_traced(run, text, capsys):
+    assert main(["trace", str(run), "--text", str(text), "--tokens", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "guessed" in out and "different experts in 180 uses" in out and "trace.json" in out
+    model = perspectron.load(run)[0].config
+    needed = needs(model, 8192)
+    ram = needed.resident + 5 * needed.slot
+    trace = traces.load(run / "trace.json")
+    found = asked(capsys, "plan", str(run), "--ram", str(ram), "--trace", str(run / "trace.json"), *FAST)
+    cases = {case["name"]: case for case in found["cases"]}
+    assert found["placement"]["slots"] == 5
+    assert cases["trace, LRU"]["miss_rate"] == traces.reuse(trace).missed(5) / 180
+    assert cases["trace, guessing"]["miss_rate"] == traces.reuse(trace, guess=True).read(5) / 180
+
+
+# ---------------------------------------------------------------- mistakes
+
+MISTAKES = [
+    (["plan", "perspective-2t", "--ram", "1G"], "preset = 'perspective-2t', must be one of"),
+    (["plan", "gpt2-tiny"], "--ram"),
+    (["plan", "gpt2-tiny", "--ram", "lots"], "ram = 'lots', must be 24G, 512M or 1.5GiB"),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--disk", "3G"], "disk = '3G', must be a rate like 3G/s"),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--pcie", "3G/s"], "pcie = '3G/s', must be left out without vram"),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--context", "1025"], "context = 1025, must be from 1 to 1,024"),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--context", "0"], "context = 0, must be from 1"),
+    (["plan", "perspective-tiny", "--ram", "1G", "--context", "-1"], "context = -1, must be ≥ 1"),
+    (["plan", "gpt2-tiny", "--ram", "1G", "--shared", "3bit"], "shared = '3bit', must be one of 2bit"),
+    (["plan", "{tmp}", "--ram", "1G"], "config.json: no such file"),
+    (["plan", "{run}", "--ram", "1G", "--set", "rank=2"], "must be left out for a folder"),
+    (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{tmp}/none"], "none: no such file"),
+    (["plan", "perspective-tiny", "--ram", "1G", "--trace", "{text}"], "unreadable JSON"),
+    (["plan", "{tmp}/artifact", "--ram", "1G"], "artifact/config.json: damaged"),
+    (["trace", "{dense}", "--text", "{text}"], "model = 'perspective-tiny-dense', must be one with routed layers"),
+    (["trace", "{run}", "--text", "{tmp}/none"], "none: no such file"),
+    (["trace", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
+    (["trace", "{run}", "--text", "{text}", "--tokens", "-1"], "tokens = -1, must be ≥ 0"),
+    (["trace", "{run}", "--text", "{text}", "--disk", "fast"], "disk = 'fast', must be a rate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES, ids=lambda value: "")
+def test_a_mistake_is_one_line(command, message, run, dense, text, tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact/config.json").write_text('{"format": "perspectron-artifact-1", "quant": 3}')
+    filled = [part.format(tmp=tmp_path, run=run, dense=dense, text=text) for part in command]
+    assert main([*filled, *(FAST if command[0] == "plan" else [])]) == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1
+
+
+def test_a_trace_of_another_model(run, text, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    assert main(["trace", str(run), "--text", str(text), "--tokens", "9", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["plan", "perspective-20m", "--ram", "1G", "--trace", str(out), *FAST]) == 2
+    assert "must have the routed layers of 'perspective-20m'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- units
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("24G", 24 * 10**9), ("512M", 512 * 10**6), ("1.5GiB", 3 << 29), ("4KiB", 4096), ("4096", 4096),
+        ("4096B", 4096), ("2TB", 2 * 10**12), (" 3 GB ", 3 * 10**9), (".5G", 5 * 10**8), ("1.G", 10**9), ("1Ki", 1024),
+    ],
+)  # fmt: skip
+def test_sizes(text, value):
+    assert size(text, "ram") == value
+    assert rate(f"{text}/s", "disk") == value
+
+
+BAD = [
+    "",
+    "G",
+    "-1G",
+    "0",
+    "0.2",
+    "1e9",
+    "nan",
+    "inf",
+    "1,5G",
+    "24g",
+    "24X",
+    "24GBs",
+    "24 G B",
+    "1.2.3",
+    "²G",
+    "9" * 400,
+]
+
+
+@pytest.mark.parametrize("text", [*BAD, "1G/s", "9999999T", "1iB"])
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match=r"ram = .* must be"):
+        size(text, "ram")
+
+
+@pytest.mark.parametrize("text", [*(f"{text}/s" for text in BAD), "3G", "3G/m", "3G/", "/s", "3G/s/s"])
+def test_what_is_no_rate(text):
+    with pytest.raises(ConfigError, match=r"disk = .* must be"):
+        rate(text, "disk")
