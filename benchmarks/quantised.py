@@ -24,7 +24,7 @@ from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 
-TESTS = ("tests/ops/test_packed.py", "tests/quant")
+TESTS = ("tests/quant/test_formats.py", "tests/quant/test_gptq.py", "tests/quant/test_linear.py")
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "d_model": 256, "layers": 8, "hidden": 512, "rank": 32, "heads": 4, "kv_heads": 2,
     "window": 128, "torus": [4, 4], "ternary": True,

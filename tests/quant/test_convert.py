@@ -131,6 +131,16 @@ def test_what_is_packed_and_what_is_not(floats, design):
     assert not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
 
 
+@pytest.mark.parametrize("design", ["perspective", "gpt2"])
+def test_under_autocast(floats, design):
+    model = copy.deepcopy(floats[design])
+    convert(model, QuantConfig("4bit"), text())
+    exact = logits(model, text())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, text())
+    assert found.isfinite().all() and off(found.float(), exact) < 0.1
+
+
 def test_formats_by_name(floats):
     model = copy.deepcopy(floats["transformer"])
     own = (("*.qkv_proj", "4bit"), ("blocks.0.*", "float"), ("*.down_proj", "int8"))
