@@ -21,6 +21,7 @@ SCRIPTS = {
     "systems": [],
     "routing": ["--jobs", "2"],
     "routed_ffn": [],
+    "quantised": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -171,3 +172,16 @@ def test_routed_ffn(results):
         for spread in shape["ratio_to_dense"].values():
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
         assert shape["weight_bytes"]["routed"] > 3 * shape["weight_bytes"]["dense"]
+
+
+def test_quantised(results):
+    found = results("quantised")
+    arms = found["arms"]
+    assert {"float", "2 bits, nearest", "2 bits, GPTQ"} < set(arms)
+    assert (
+        found["gptq_gain"] == arms["2 bits, nearest"]["bits_per_byte"] - arms["2 bits, GPTQ"]["bits_per_byte"]
+    )
+    for name, arm in arms.items():
+        assert 0 < arm["bits_per_byte"] < 10
+        if "GPTQ" in name:
+            assert arm["error"] < arm["nearest_error"]

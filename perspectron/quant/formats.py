@@ -13,16 +13,17 @@ from perspectron.quant.ternary import trits
 SHRINK = tuple(
     1 - step / 20 for step in range(13)
 )  # of a group's range: the ends give way to the many between
-REFITS = 2
+REFITS = 4
 ROWS = 1 << 21  # weights at a time
 
 
 def quantise(weight_NK: Tensor, format: str) -> Packed:
     """The nearest packed matrix, by rows and groups; one that is ternary already comes back exactly.
 
-    ternary: T = clip(round(W / s), −1, 1), s = mean |W| (decisions.md §2). int8: max |w| of a row is 127. 2bit and
-    4bit: scale and offset, as float16, of least squared error among some shrunken ranges. DataError: a weight that is
-    not finite, or too large for float16 where there are groups.
+    ternary: T = clip(round(W / s), −1, 1), s of each row refitted to least squared error from mean |W| on, because
+    these weights were not trained to be ternary (decisions.md §2). int8: max |w| of a row is 127. 2bit and 4bit: scale
+    and offset, as float16, of least squared error among some shrunken ranges. DataError: a weight that is not finite,
+    or too large for float16 where there are groups.
     """
     sizes(format, (weight_NK.shape[0], weight_NK.shape[1]))
     weight_NK = weight_NK.detach().to(torch.float32)
@@ -140,6 +141,17 @@ def _ternary(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     most_N1 = weight_NK.abs().amax(1, keepdim=True)
     if ((weight_NK == 0) | (weight_NK.abs() == most_N1)).all():
         return (weight_NK.sign() + 1).to(torch.uint8), most_N1[:, 0]
-    overflows = most_N1.amax() * weight_NK.numel() == torch.inf
-    trits_NK, scale_11 = trits(weight_NK.double() if overflows else weight_NK)
-    return (trits_NK + 1).to(torch.uint8), scale_11[0].expand(len(weight_NK))
+    overflows = most_N1.amax() * weight_NK.shape[1] == torch.inf
+    weight_NK = weight_NK.double() if overflows else weight_NK
+    trits_NK = trits(weight_NK[:, None])[0][:, 0]
+    scale_N1 = _fit_trits(weight_NK, trits_NK)
+    for _ in range(REFITS):
+        trits_NK = (weight_NK / scale_N1).nan_to_num(0).round_().clamp_(-1, 1)
+        scale_N1 = _fit_trits(weight_NK, trits_NK)
+    return (trits_NK + 1).to(torch.uint8), scale_N1[:, 0].float()
+
+
+def _fit_trits(weight_NK: Tensor, trits_NK: Tensor) -> Tensor:
+    """s [N,1] of least squared error."""
+    count_N = trits_NK.count_nonzero(1).clamp_min(1)
+    return (weight_NK * trits_NK).sum(1, keepdim=True) / count_N[:, None]
