@@ -43,13 +43,13 @@ def test_equals_the_reference(isa, T, B, D, R, use_isa):
 def test_threads_batch_and_cuts_do_not_change_a_bit():
     q, k, v, gamma, state = inputs(100, B=3, D=900, R=64)
     with torch.inference_mode():
-        whole = pdr.scan(q, k, v, gamma, state, backend="native")
+        whole = pdr.scan(q, k, v, gamma, state.clone(), backend="native")
         torch.set_num_threads(3)
         try:
-            again = pdr.scan(q, k, v, gamma, state, backend="native")
+            again = pdr.scan(q, k, v, gamma, state.clone(), backend="native")
         finally:
             torch.set_num_threads(1)
-        one = pdr.scan(*(x[1:2] for x in (q, k, v, gamma, state)), backend="native")
+        one = pdr.scan(*(x[1:2] for x in (q, k, v, gamma, state.clone())), backend="native")
         now, outputs = state.clone(), []
         for start, stop in ((0, 1), (1, 2), (2, 19), (19, 100)):
             o, now = pdr.scan(*(x[:, start:stop] for x in (q, k, v, gamma)), now, backend="native")
@@ -72,17 +72,14 @@ def test_padding_is_the_identity_and_a_gate_of_zero_forgets():
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_one_token_writes_into_the_state_and_more_leave_it(contiguous):
+def test_writes_into_the_state(contiguous):
     tensors = inputs(2)
     state = tensors[4] if contiguous else tensors[4].mT.contiguous().mT
     before = state.clone()
     with torch.inference_mode():
-        _, after = pdr.scan(*tensors[:4], state)
-        assert torch.equal(state, before)
-        first = [x[:, :1] for x in tensors[:4]]
-        _, after = pdr.scan(*first, state, backend="native")
+        _, after = pdr.scan(*tensors[:4], state, backend="native")
     assert after.data_ptr() == state.data_ptr()
-    exact = pdr.scan(*(x.double() for x in (*first, before)), backend="reference")
+    exact = pdr.scan(*(x.double() for x in (*tensors[:4], before)), backend="reference")
     close([after], exact[1:])
 
 
