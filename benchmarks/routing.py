@@ -1,10 +1,12 @@
-"""Does the torus keep its experts busy, and does it cost loss against a flat switch?
+"""Does the torus keep its experts busy, and does it cost loss against a flat switch? What do ternary experts cost?
 
 The same Perspective model is trained on the same batches with two routers over the same experts, from each of
 several seeds: the torus (decisions.md §2) and a top-1 Switch router (a linear layer, its softmax as the gate, the
-same auxiliary loss; no lattice, so no biases, smoothness or neighbour loss). Reported of each: held-out bits per
-byte; Gini of the load and the share of experts reached in each batch over the last tenth of the steps; and on
-held-out text how often consecutive tokens take the same expert or a neighbour's, beside what chance would give.
+same auxiliary loss; no lattice, so no biases, smoothness or neighbour loss); with the torus and the switch's gate;
+and with the torus over experts that are ternary from the first step on. Reported of each: held-out bits per byte;
+Gini of the load and the share of experts reached in each batch over the last tenth of the steps; and on held-out
+text how often consecutive tokens take the same expert or a neighbour's, beside what chance would give. The gate of
+ternary experts: a held-out perplexity within 10% of the float twin's.
 
 Every cell is a run folder in --out: a finished one is skipped, an interrupted one goes on.
 """
@@ -38,11 +40,13 @@ from perspectron.train.precision import autocast
 from perspectron.train.prepare import prepare
 
 TESTS = ("tests/eval/test_routes.py",)
-BARS = {"gini": 0.15, "reached": 1.0}
+BARS = {"gini": 0.15, "reached": 1.0, "ternary": 1.10}
 LAST = 0.1
-ROUTERS: dict[str, dict[str, Any]] = {
+ARMS: dict[str, dict[str, Any]] = {
     "torus": {"router": "torus"},
     "switch": {"router": "switch", "gate": "soft", "bias_rate": 0.0, "smooth": 0.0, "delta": 0.0},
+    "torus_soft": {"router": "torus", "gate": "soft"},
+    "ternary": {"router": "torus", "ternary": True},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "d_model": 256, "hidden": 1024, "rank": 32, "window": 128, "torus": [4, 4],
@@ -54,7 +58,7 @@ QUICK: dict[str, Any] = {
 
 
 def model_of(router: str, sizes: dict[str, Any]) -> ModelConfig:
-    return presets.get("perspective-tiny", **sizes | ROUTERS[router])
+    return presets.get("perspective-tiny", **sizes | ARMS[router])
 
 
 def prepared(corpus: Path, data: str, vocab_size: int, heldout: float) -> None:
@@ -87,10 +91,12 @@ def cell(spec: dict[str, Any]) -> dict[str, Any]:
     reached = [aux["reached"] for aux in tail]
     with autocast(trainer.device, settings.dtype):
         held = routes_of(trainer.model, trainer.heldout_split, settings)
+    measured = trainer.measure()
     result = {
         "router": spec["router"],
         "seed": settings.seed,
-        "bits_per_byte": trainer.measure()["heldout_bits_per_byte"],
+        "bits_per_byte": measured["heldout_bits_per_byte"],
+        "perplexity": measured["heldout_perplexity"],
         "gini": statistics.mean(aux["gini"] for aux in tail),
         "greatest_gini": max(aux["gini"] for aux in tail),
         "reached": statistics.mean(reached),
@@ -125,13 +131,13 @@ def routes_of(model: LanguageModel, split: Split, settings: TrainConfig) -> dict
 
 
 def summaries(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per router the spread over seeds of each quantity; and the difference of the losses, seed by seed."""
+    """Per arm the spread over seeds of each quantity; and the losses against each other, seed by seed."""
     sides: dict[str, Any] = {}
-    for router in ROUTERS:
+    for router in ARMS:
         own = [result for result in results if result["router"] == router]
         series = {
             key: [result[key] for result in own]
-            for key in ("bits_per_byte", "gini", "greatest_gini", "reached")
+            for key in ("bits_per_byte", "perplexity", "gini", "greatest_gini", "reached")
         }
         series["heldout_gini"] = [result["heldout"]["gini"] for result in own]
         for kind in ("rates", "chance"):
@@ -147,10 +153,15 @@ def summaries(results: list[dict[str, Any]]) -> dict[str, Any]:
             "gini": {"bar": BARS["gini"], "met": max(series["gini"]) < BARS["gini"]},
             "reached": {"bar": BARS["reached"], "met": sides[router]["least_reached"] >= BARS["reached"]},
         }
-    losses = {r: [x["bits_per_byte"] for x in results if x["router"] == r] for r in ROUTERS}
+
+    def paired(key: str, one: str, other: str) -> list[tuple[float, float]]:
+        first, second = ([x[key] for x in results if x["router"] == arm] for arm in (one, other))
+        return list(zip(first, second, strict=True))
+
     return {
         "routers": sides,
-        "torus_minus_switch": [a - b for a, b in zip(losses["torus"], losses["switch"], strict=True)],
+        "torus_minus_switch": [a - b for a, b in paired("bits_per_byte", "torus", "switch")],
+        "ternary_to_float": [a / b for a, b in paired("perplexity", "ternary", "torus")],
     }
 
 
@@ -163,6 +174,7 @@ def show(report: common.Report, found: dict[str, Any]) -> None:
     sides = list(found["routers"].values())
     rows = [
         ["held-out bits per byte", *(text(side, "bits_per_byte", digits=4) for side in sides)],
+        ["held-out perplexity per token", *(text(side, "perplexity", digits=2) for side in sides)],
         ["Gini, last tenth of the steps", *(text(side, "gini") for side in sides)],
         ["experts reached, %, same steps", *(text(side, "reached", 100, 2) for side in sides)],
         ["  the least in a step, %", *(f"{100 * side['least_reached']:.1f}" for side in sides)],
@@ -180,6 +192,12 @@ def show(report: common.Report, found: dict[str, Any]) -> None:
     report.table(["mean (least–greatest over seeds)", *found["routers"]], rows)
     differences = ", ".join(f"{value:+.4f}" for value in found["torus_minus_switch"])
     report.say(f"torus − switch, bits per byte, seed by seed: {differences}")
+    ratios = found["ternary_to_float"]
+    report.say(
+        "perplexity of ternary experts / of float ones, seed by seed:"
+        f" {', '.join(f'{ratio:.3f}' for ratio in ratios)}; mean {statistics.mean(ratios):.3f},"
+        f" {'within' if max(ratios) <= BARS['ternary'] else 'NOT all within'} {BARS['ternary']}"
+    )
     for router, side in found["routers"].items():
         bars = side["bars"]
         report.say(
@@ -240,7 +258,7 @@ def cells(
             "threads": threads,
         }
         for seed in range(seeds)
-        for router in ROUTERS
+        for router in ARMS
     ]
 
 

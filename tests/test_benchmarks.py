@@ -22,6 +22,7 @@ SCRIPTS = {
     "routing": ["--jobs", "2"],
     "routed_ffn": [],
     "quantised": [],
+    "ternary_gap": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -143,7 +144,7 @@ def test_precision(results):
 def test_routing(results):
     found = results("routing")
     assert [(cell["router"], cell["seed"]) for cell in found["cells"]] == [
-        (router, seed) for seed in (0, 1) for router in ("torus", "switch")
+        (router, seed) for seed in (0, 1) for router in ("torus", "switch", "torus_soft", "ternary")
     ]
     for router, side in found["routers"].items():
         own = [cell for cell in found["cells"] if cell["router"] == router]
@@ -155,6 +156,22 @@ def test_routing(results):
             assert len(cell["heldout"]["layers"]) == 3
             assert all(layer["tokens"] == 511 for layer in cell["heldout"]["layers"])
     assert len(found["torus_minus_switch"]) == 2
+    torus, ternary = (
+        [cell["perplexity"] for cell in found["cells"] if cell["router"] == r] for r in ("torus", "ternary")
+    )
+    assert found["ternary_to_float"] == [b / a for a, b in zip(torus, ternary, strict=True)]
+
+
+def test_ternary_gap(results):
+    found = results("ternary_gap")
+    assert found["float"] == "float"
+    assert [run["arm"] for run in found["runs"] if run["seed"] == 0] == ["float", "0-0.5", "0-0"]
+    for name, side in found["summary"].items():
+        own = {run["seed"]: run["perplexity"] for run in found["runs"] if run["arm"] == name}
+        twins = {run["seed"]: run["perplexity"] for run in found["runs"] if run["arm"] == "float"}
+        ratios = [own[seed] / twins[seed] for seed in own]
+        assert side["mean_ratio"] == pytest.approx(sum(ratios) / len(ratios))
+        assert (side["ratio"]["low"], side["ratio"]["high"]) == (min(ratios), max(ratios))
 
 
 def test_a_red_test_is_refused(outcomes):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import perspectron
 from perspectron import presets
@@ -250,6 +251,23 @@ def test_an_expert_nobody_reaches_gets_a_gradient_of_exactly_zero(gate):
                 assert (gradient[e].abs().max() > 0) == (e in reached)
         assert (module.route_proj.weight.grad is None) == (gate == "none")
         assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_frozen_experts_cost_no_gradients_of_their_own():
+    x, spent, found = tokens(1, 50), [], []
+    for learns in (True, False):
+        module = routed((4, 2), gate="none")
+        for name in WEIGHTS:
+            getattr(module, name).requires_grad_(learns)
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)[0].square().sum()
+        with FlopCounterMode(display=False) as counter:
+            y.backward()
+        spent.append(counter.get_total_flops())
+        found.append(leaf.grad)
+        assert all((getattr(module, name).grad is not None) == learns for name in WEIGHTS)
+    assert torch.equal(*found)
+    assert spent[0] - spent[1] == 3 * 2 * x.numel() * 12  # three products of N × D × F
 
 
 def test_idle_parameters_are_those_a_token_does_not_touch():

@@ -117,13 +117,15 @@ class _Experts(torch.autograd.Function):
             dy_ND = torch.zeros_like(sorted_ND)
         backward = _backward_grouped if isinstance(ctx.groups, Tensor) else _backward
         dy_ND = dy_ND.index_select(0, order_N)
-        dx_ND, *gradients = backward(dy_ND, sorted_ND, a_NF, b_NF, weights, ctx.groups, ctx.rounded)
-        if dsample is not None:
+        learn = any(ctx.needs_input_grad[1:4])
+        dx_ND, *gradients = backward(dy_ND, sorted_ND, a_NF, b_NF, weights, ctx.groups, ctx.rounded, learn)
+        if dsample is not None and learn:
             dgate, dup, ddown = dsample.chunk(3, 1)
             gradients[0][:, ctx.units] += dgate
             gradients[1][:, ctx.units] += dup
             gradients[2][..., ctx.units] += ddown.mT
-        return _put_back(dx_ND, order_N), *gradients, None, None, None, None
+        given = gradients if learn else (None, None, None)
+        return _put_back(dx_ND, order_N), *given, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx_ND: Tensor | None, *tangents: Any) -> tuple[Tensor, Tensor, None, None, None]:
@@ -183,22 +185,31 @@ def _forward(
 
 
 def _backward(
-    dy_ND: Tensor, x_ND: Tensor, a_NF: Tensor, b_NF: Tensor, weights: Any, groups: Any, rounded: Any
+    dy_ND: Tensor,
+    x_ND: Tensor,
+    a_NF: Tensor,
+    b_NF: Tensor,
+    weights: Any,
+    groups: Any,
+    rounded: Any,
+    learn: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x and of the three weights."""
+    """Gradients of x and, if they learn, of the three weights."""
     gate_EFD, up_EFD, down_EDF = weights
     dx_ND = torch.empty_like(x_ND)
-    dgate_EFD, dup_EFD, ddown_EDF = gradients = tuple(_empty_like(weight) for weight in weights)
+    gradients = tuple(_empty_like(weight) for weight in weights) if learn else ()
     for e, rows in groups:
         x, dy, a, b, dx = (tensor[rows] for tensor in (x_ND, dy_ND, a_NF, b_NF, dx_ND))
         dh, half = torch.mm(dy, down_EDF[e]), F.silu(a)
         db = dh * half
         da = _silu_backward(dh.mul_(b), a)
-        h = half.mul_(b)
-        torch.mm(dy.T, h if rounded is None else rounded(h), out=ddown_EDF[e])
-        torch.mm(da.T, x, out=dgate_EFD[e])
-        torch.mm(db.T, x, out=dup_EFD[e])
         torch.mm(da, gate_EFD[e], out=dx).addmm_(db, up_EFD[e])
+        if learn:
+            dgate_EFD, dup_EFD, ddown_EDF = gradients
+            h = half.mul_(b)
+            torch.mm(dy.T, h if rounded is None else rounded(h), out=ddown_EDF[e])
+            torch.mm(da.T, x, out=dgate_EFD[e])
+            torch.mm(db.T, x, out=dup_EFD[e])
     for e in set(range(len(gate_EFD))) - {e for e, _ in groups}:
         for gradient in gradients:
             gradient[e].zero_()
@@ -235,12 +246,21 @@ def _forward_grouped(
 
 
 def _backward_grouped(
-    dy_ND: Tensor, x_ND: Tensor, a_NF: Tensor, b_NF: Tensor, weights: Any, groups: Tensor, rounded: Any
+    dy_ND: Tensor,
+    x_ND: Tensor,
+    a_NF: Tensor,
+    b_NF: Tensor,
+    weights: Any,
+    groups: Tensor,
+    rounded: Any,
+    learn: bool = True,
 ) -> tuple[Tensor, ...]:
     gate_EFD, up_EFD, down_EDF = weights
     dh_NF = F.grouped_mm(dy_ND, down_EDF, offs=groups)
     da_NF, db_NF = _silu_backward(dh_NF * b_NF, a_NF), dh_NF * F.silu(a_NF)
     dx_ND = F.grouped_mm(da_NF, gate_EFD, offs=groups) + F.grouped_mm(db_NF, up_EFD, offs=groups)
+    if not learn:
+        return (dx_ND,)
     pairs = ((da_NF, x_ND), (db_NF, x_ND), (dy_ND, _hidden(a_NF, b_NF, rounded)))
     return dx_ND, *(F.grouped_mm(left.T, right, offs=groups) for left, right in pairs)
 
