@@ -21,6 +21,7 @@ SCRIPTS = {
     "systems": [],
     "routing": ["--jobs", "2"],
     "routed_ffn": [],
+    "ternary_gemv": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -171,3 +172,16 @@ def test_routed_ffn(results):
         for spread in shape["ratio_to_dense"].values():
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
         assert shape["weight_bytes"]["routed"] > 3 * shape["weight_bytes"]["dense"]
+
+
+def test_ternary_gemv(results, outcomes):
+    found = results("ternary_gemv")
+    formats = {run["format"] for run in found["runs"]}
+    assert formats == {"ternary", "2bit", "4bit", "int8"}
+    for run in found["runs"]:
+        assert 0 < run["share"]["low"] <= run["share"]["median"] <= run["share"]["high"]
+    line = json.loads(outcomes["ternary_gemv"][1].splitlines()[-1])
+    assert line["read_share_1t"] > 0
+    assert line["read_share_2t"] is None  # it ran on one thread
+    for name in found["missed"]:
+        assert line[name] < found["bars"][name]
