@@ -2,7 +2,8 @@
 
 One token: cold weights, the working set several times the cache, in turns with a pure read of as many cold bytes of the
 same buffers. The read loads every byte in the same stretches with its own prefetches and does nothing else. Many
-tokens: multiply-adds a second as a share of a loop of int8 dot products on registers, in turns with it. Where
+tokens: multiply-adds a second as a share of the best of a loop of int8 dot products on registers, in turns with it. One
+thread is measured by its processor time, so that others on the machine count less; two by the clock on the wall. Where
 llama-cpp-python is installed, ggml's ternary formats multiply the same shapes on one thread, in turns with ours.
 Bars: base-3 at 0.90 of the read speed on one thread and 0.80 on two, 0.6 of the peak at 64 and 512 tokens; 4 times
 ggml's TQ1_0 and twice its TQ2_0. Shares are the lower of the two shapes'.
@@ -66,14 +67,27 @@ class Weights:
         return native.read(self.buffers[self.next()], threads)
 
 
+def turns(contenders: dict[str, Callable[[], object]], rounds: int, threads: int) -> dict[str, list[float]]:
+    """Seconds of each call, as common.interleave, but by the processor time of one thread."""
+    if threads > 1:
+        return common.interleave(contenders, rounds)
+    names, seconds = list(contenders), {name: list[float]() for name in contenders}
+    for turn in range(rounds + 1):
+        for name in names if turn % 2 == 0 else reversed(names):
+            start = time.thread_time()
+            contenders[name]()
+            if turn > 0:
+                seconds[name].append(time.thread_time() - start)
+    return seconds
+
+
 def gemv(weights: Weights, threads: int, repeats: int) -> dict[str, Any]:
     """One token: its share of the read speed, pair by pair."""
     torch.set_num_threads(threads)
     x = torch.randn(1, weights.K)
     rounds = repeats * len(weights.buffers)
-    seconds = common.interleave(
-        {"product": lambda: weights.multiply(x), "read": lambda: weights.read(threads)}, rounds
-    )
+    contenders = {"product": lambda: weights.multiply(x), "read": lambda: weights.read(threads)}
+    seconds = turns(contenders, rounds, threads)
     nbytes = weights.buffers[0].nbytes
     return {
         "share": common.ratios(seconds["read"], seconds["product"]),
@@ -84,19 +98,18 @@ def gemv(weights: Weights, threads: int, repeats: int) -> dict[str, Any]:
 
 
 def gemm(weights: Weights, T: int, threads: int, repeats: int) -> dict[str, Any]:
-    """T tokens: their share of the peak, pair by pair."""
+    """T tokens: their share of the best peak."""
     torch.set_num_threads(threads)
-    x = torch.randn(T, weights.K)
-    weights.multiply(x)
-    products, peaks = [], []
-    for _ in range(repeats):
-        peaks.append(native.peak(threads))
-        start = time.perf_counter()
-        weights.multiply(x)
-        products.append(T * weights.N * weights.K / (time.perf_counter() - start))
+    x, peaks = torch.randn(T, weights.K), []
+    contenders = {
+        "product": lambda: weights.multiply(x),
+        "peak": lambda: peaks.extend(native.peak(threads) for _ in range(5)),
+    }
+    seconds = turns(contenders, repeats, threads)["product"]
+    rates = [T * weights.N * weights.K / s for s in seconds]
     return {
-        "share": common.ratios(products, peaks),
-        "multiply_adds_per_second": common.Spread.of(products),
+        "share": common.Spread.of([rate / max(peaks) for rate in rates]),
+        "multiply_adds_per_second": common.Spread.of(rates),
         "peak_per_second": common.Spread.of(peaks),
     }
 
@@ -164,9 +177,8 @@ def against_ggml(shapes: tuple[tuple[int, int], ...], total: float, repeats: int
         ours, x = Weights("ternary", N, K, total), torch.randn(1, K)
         for kind in GGML_TYPES:
             theirs, context = ggml.contender(kind, N, K, total)
-            seconds = common.interleave(
-                {"ours": lambda w=ours, x=x: w.multiply(x), "theirs": theirs}, 10 * repeats
-            )
+            contenders = {"ours": lambda w=ours, x=x: w.multiply(x), "theirs": theirs}
+            seconds = turns(contenders, 10 * repeats, 1)
             found.setdefault(kind, {})[f"{N}x{K}"] = common.ratios(seconds["theirs"], seconds["ours"])
             ggml.base.ggml_free(context)
     return found
