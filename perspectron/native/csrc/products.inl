@@ -56,26 +56,27 @@ inline ALWAYS void group_sums(const Codes& codes, const Scales& scales, const in
   const float zeros[8] = {};
   unroll<T>([&](auto t) ALWAYS { correction[t] = load_eight(zeros); });
   unroll<T * R>([&](auto i) ALWAYS { lanes[i] = broadcast(0); });
-  for (int64_t g = 0; g < G; g++) {
+  const auto group = [&](int64_t g, auto lines) ALWAYS {
     Ints sum[T * R];
     unroll<T * R>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
-    const auto step = [&](int64_t j) ALWAYS {
+    unroll<lines>([&](auto i) ALWAYS {
+      const int64_t j = g * GROUP + i * LINE;
       Bytes w[R];
       codes(j, w);
       unroll<T>([&](auto t) ALWAYS {
         const Bytes a = load(q + t * stride + j);
         unroll<R>([&](auto r) ALWAYS { dot<F>(sum[t * R + r], w[r], a); });
       });
-    };
-    step(g * GROUP);
-    if (g * GROUP + LINE < S) step(g * GROUP + LINE);
+    });
     const Eight s = scales(g);
     unroll<R>([&](auto r) ALWAYS {
       const Floats scale = spread(s, r);
       unroll<T>([&](auto t) ALWAYS { lanes[t * R + r] = fma(scale, to_floats(sum[t * R + r]), lanes[t * R + r]); });
     });
     unroll<T>([&](auto t) ALWAYS { correction[t] = fma(s, float(groupsum[t * G + g]), correction[t]); });
-  }
+  };
+  for (int64_t g = 0; g < S / GROUP; g++) group(g, Index<2>{});
+  if (S % GROUP > 0) group(S / GROUP, Index<1>{});
   unroll<T>([&](auto t) ALWAYS {
     float of_row[8];
     store(of_row, correction[t]);
