@@ -23,6 +23,7 @@ SCRIPTS = {
     "routed_ffn": [],
     "quantised": [],
     "ternary_gap": [],
+    "ternary_gemv": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -202,3 +203,16 @@ def test_quantised(results):
         assert 0 < arm["bits_per_byte"] < 10
         if "GPTQ" in name:
             assert arm["error"] < arm["nearest_error"]
+
+
+def test_ternary_gemv(results, outcomes):
+    found = results("ternary_gemv")
+    formats = {run["format"] for run in found["runs"]}
+    assert formats == {"ternary", "2bit", "4bit", "int8"}
+    for run in found["runs"]:
+        assert 0 < run["share"]["low"] <= run["share"]["median"] <= run["share"]["high"]
+    line = json.loads(outcomes["ternary_gemv"][1].splitlines()[-1])
+    assert line["read_share_1t"] > 0
+    assert line["read_share_2t"] is None  # it ran on one thread
+    for name in found["missed"]:
+        assert line[name] < found["bars"][name]

@@ -156,12 +156,17 @@ inline float tree(Floats x) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-inline void halves(const uint16_t* p, int n, float* into) {
-  if (n == 8) {
-    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
-  } else {
-    _mm_storeu_ps(into, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
-  }
+using Eight = __m256;  // the scales and offsets of a block
+inline Eight eight_halves(const uint16_t* p, int n) {
+  return n == 8 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))
+                : _mm256_zextps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Eight load_eight(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Eight x) { _mm256_storeu_ps(p, x); }
+inline Eight fma(Eight a, float b, Eight c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+inline Floats spread(Eight x, int r) {
+  const __m256 all = _mm256_permutevar8x32_ps(x, _mm256_set1_epi32(r));
+  return {{all, all}};
 }
 
 #include "kernels.inl"

@@ -1,7 +1,7 @@
 // The kernels, written once over the vectors that each instruction set defines before it includes this file.
 #define ALWAYS __attribute__((always_inline))
 
-constexpr int64_t PREFETCH = 6144;  // bytes ahead, in what is read once from memory
+constexpr int64_t PREFETCH = 10240;  // bytes ahead, in what is read once from memory
 
 template <int I>
 struct Index {

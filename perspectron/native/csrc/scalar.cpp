@@ -164,14 +164,30 @@ inline float tree(const Floats& x) {
     for (int l = 0; l < n; l++) sum[l] += sum[l + n];
   return sum[0];
 }
-inline void halves(const uint16_t* p, int n, float* into) {
+struct Eight {  // the scales and offsets of a block
+  float at[8];
+};
+inline Eight eight_halves(const uint16_t* p, int n) {
+  Eight x{};
   for (int i = 0; i < n; i++) {
     const uint32_t sign = uint32_t(p[i] & 0x8000) << 16, exponent = p[i] >> 10 & 31, fraction = p[i] & 1023;
     const uint32_t bits = exponent == 31 ? 0x7f800000 | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
     const float magnitude = exponent == 0 ? float(fraction) * 0x1p-24f : float_of(bits);
-    into[i] = sign ? -magnitude : magnitude;
+    x.at[i] = sign ? -magnitude : magnitude;
   }
+  return x;
 }
+inline Eight load_eight(const float* p) {
+  Eight x;
+  std::memcpy(x.at, p, sizeof x.at);
+  return x;
+}
+inline void store(float* p, const Eight& x) { std::memcpy(p, x.at, sizeof x.at); }
+inline Eight fma(const Eight& a, float b, Eight c) {
+  for (int i = 0; i < 8; i++) c.at[i] = std::fma(a.at[i], b, c.at[i]);
+  return c;
+}
+inline Floats spread(const Eight& x, int r) { return broadcast(x.at[r]); }
 
 #include "kernels.inl"
 
