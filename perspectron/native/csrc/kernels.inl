@@ -47,8 +47,11 @@ double dots_in_registers(int64_t repeats) {
   unroll<CHAINS>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
   Bytes codes = bytes_of(3), q = bytes_of(5);
   for (int64_t n = 0; n < repeats; n++) {
-    opaque(codes), opaque(q);
-    unroll<CHAINS>([&](auto i) ALWAYS { dot<TERNARY>(sum[i], codes, q); });
+    opaque(q);
+    unroll<CHAINS>([&](auto i) ALWAYS {
+      opaque(codes);  // or one product would serve all
+      dot<TERNARY>(sum[i], codes, q);
+    });
   }
   unroll<CHAINS - 1>([&](auto i) ALWAYS { sum[0] = add(sum[0], sum[i + 1]); });
   volatile int32_t used = total(sum[0]);
