@@ -31,8 +31,9 @@ CONTEXT = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model needs where it runs compressed, what of it streams from disk, and how fast it decodes: predicted
-    from its shapes and from bandwidths, beside what the documents promise.
+    """What a model needs to run compressed, what of it streams from disk, and how fast it decodes.
+
+    Predicted from its shapes and from bandwidths, beside what the documents promise.
 
     Sizes are like 24G, 512M or 1.5GiB (G is 1000³, GiB 1024³), rates like 3G/s.
 

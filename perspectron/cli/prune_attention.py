@@ -19,8 +19,9 @@ from perspectron.train.prepare import prepare
 
 @dataclass(frozen=True)
 class PruneAttention:
-    """Drop attention and its cache where the route gate leans on it least: held-out loss against cache bytes for
-    every number of blocks, and the model without n of them as a run of its own.
+    """Drop attention and its cache where the route gate leans on it least.
+
+    Held-out loss against cache bytes for every number of blocks, and the model without n of them as a run of its own.
 
     Example: perspectron prune-attention runs/lens --blocks 2
 

@@ -27,8 +27,10 @@ from perspectron.train.prepare import prepare
 
 @dataclass(frozen=True)
 class Quantize:
-    """A trained model in few bits, as a folder that `generate`, `eval` and `inspect` take like a run: dense layers in
-    2, 4 or 8 bits, embeddings and heads in 8, experts ternary and in files of their own, to be read one by one.
+    """A trained model in few bits, as a folder that `generate`, `eval` and `inspect` take like a run.
+
+    Dense layers in 2, 4 or 8 bits, embeddings and heads in 8, experts ternary and in files of their own, to be read
+    one by one.
 
     Example: perspectron quantize runs/routed --out runs/routed-2bit
 

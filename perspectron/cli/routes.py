@@ -48,8 +48,9 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class ShowRoutes:
-    """Which experts a text takes, layer by layer: how even their load is, how far apart the experts of consecutive
-    tokens lie on the torus, and that by kind of text (code, prose, numbers). Drawn as SVG, written as JSON.
+    """Which experts a text takes, drawn on the torus: their load, and hops between tokens.
+
+    Layer by layer, and by kind of text (code, prose, numbers). Drawn as SVG, written as JSON.
 
     Example: perspectron routes runs/routed --text letters.txt
 

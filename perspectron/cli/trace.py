@@ -30,8 +30,9 @@ BELADY = 1 << 20  # uses; the best possible cache is looked for in traces up to 
 
 @dataclass(frozen=True)
 class TraceRoutes:
-    """Which expert each layer takes for each token of a text, and what a cache of experts would have to read for it,
-    at every size from one expert to all: least recently used ones dropped, without and with guessing the next layer's.
+    """Which experts a text takes, and what caches of any size would have to read for it.
+
+    From one expert to all: least recently used ones dropped, without and with guessing the next layer's.
 
     Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
 
