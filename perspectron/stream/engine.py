@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.device import free_memory
+from perspectron.device import free_memory, return_memory
 from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts import RoutedConfig
 from perspectron.files import sha256
@@ -167,6 +167,7 @@ def load_artifact(
     Where all fit, all are read at once; else they come when they are wanted. verify: read every file first.
     ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
     """
+    return_memory()
     header = artifact.read_header(folder)
     manifest = artifact.read_manifest(folder, header)
     if verify:
