@@ -27,6 +27,8 @@ from perspectron.stream.shards import ShardFile
 from perspectron.stream.step import Step, step_of
 from perspectron.terms import Term
 
+AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk have work
+
 
 class StreamedModel(LanguageModel):
     """The model that an artifact's header describes, for inference alone."""
@@ -66,11 +68,11 @@ class StreamedModel(LanguageModel):
         setattr(self.get_submodule(parent), own, made)
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
-        """Take experts from there; predict: hint what the next layer may want."""
+        """Take experts from there; predict: hint what the next layers may want."""
         self._step, self._looked = None, False
-        for ffn, following in zip(self.routed, [*self.routed[1:], None], strict=True):
+        for index, ffn in enumerate(self.routed):
             ffn.source = source
-            ffn.following = (following,) if predict and following is not None else ()
+            ffn.following = tuple(self.routed[index + 1 : index + 1 + AHEAD]) if predict else ()
 
     def hidden(
         self,
