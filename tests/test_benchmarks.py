@@ -21,6 +21,7 @@ SCRIPTS = {
     "systems": [],
     "routing": ["--jobs", "2"],
     "routed_ffn": [],
+    "full_size": [],
     "quantised": [],
 }
 CONDITIONS = {
@@ -185,3 +186,14 @@ def test_quantised(results):
         assert 0 < arm["bits_per_byte"] < 10
         if "GPTQ" in name:
             assert arm["error"] < arm["nearest_error"]
+
+
+def test_full_size(results):
+    found = results("full_size")
+    assert "aliases" in found["about"]
+    for name in ("memory", "disk"):
+        assert found[name]["tokens_per_second"] > 0 and found[name]["share"] > 0
+        assert len(set(found[name]["state_bytes"].values())) == 1
+        assert set(found[name]["budget"]) == {"shared", "experts", "state"}
+    assert found["memory"]["bytes"]["missed"] == 0 < found["disk"]["bytes"]["missed"]
+    assert "memory_share" in found["missed"]  # a tiny model is all overhead

@@ -21,6 +21,7 @@ from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header
 from perspectron.stream.cache import ExpertSource, ShardCache
+from perspectron.stream.device import DeviceExperts
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.format import ExpertLayout
 from perspectron.stream.shards import ShardFile
@@ -103,8 +104,13 @@ class StreamedModel(LanguageModel):
         return self._step is not None and self._step.takes(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
         self._step, self._looked = None, False
-        return super()._apply(fn, recurse)
+        if self.cache is not None and self.device.type == "cuda":
+            self.attach(DeviceExperts(self.cache, self.device), predict=True)
+        elif self.cache is not None:
+            self.attach(self.cache, predict=not self.cache.resident)
+        return self
 
     @property
     def expert_bytes(self) -> int:
