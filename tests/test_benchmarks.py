@@ -21,6 +21,7 @@ SCRIPTS = {
     "systems": [],
     "routing": ["--jobs", "2"],
     "routed_ffn": [],
+    "full_size": [],
     "quantised": [],
     "ternary_gap": [],
     "ternary_gemv": [],
@@ -216,3 +217,14 @@ def test_ternary_gemv(results, outcomes):
     assert line["read_share_2t"] is None  # it ran on one thread
     for name in found["missed"]:
         assert line[name] < found["bars"][name]
+
+
+def test_full_size(results):
+    found = results("full_size")
+    assert "aliases" in found["about"]
+    for name in ("memory", "disk"):
+        assert found[name]["tokens_per_second"] > 0 and found[name]["share"] > 0
+        assert len(set(found[name]["state_bytes"].values())) == 1
+        assert set(found[name]["budget"]) == {"shared", "experts", "state"}
+    assert found["memory"]["bytes"]["missed"] == 0 < found["disk"]["bytes"]["missed"]
+    assert "memory_share" in found["missed"]  # a tiny model is all overhead

@@ -28,7 +28,7 @@ def open_model(path: Path, cache: str | None, *, verify: bool = False) -> tuple[
     model, tokenizer = perspectron.load(path, cache_bytes=budget, verify=verify)
     if isinstance(model, StreamedModel):
         print(f"perspectron: {model.line()}", file=sys.stderr)
-        if native.available():
+        if native.available() and torch.get_num_threads() > 1:
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
     return model, tokenizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.device import free_memory
+from perspectron.device import free_memory, return_memory
 from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts import RoutedConfig
 from perspectron.files import sha256
@@ -21,11 +21,14 @@ from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header
 from perspectron.stream.cache import ExpertSource, ShardCache
+from perspectron.stream.device import DeviceExperts
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.format import ExpertLayout
 from perspectron.stream.shards import ShardFile
 from perspectron.stream.step import Step, step_of
 from perspectron.terms import Term
+
+AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk have work
 
 
 class StreamedModel(LanguageModel):
@@ -66,11 +69,11 @@ class StreamedModel(LanguageModel):
         setattr(self.get_submodule(parent), own, made)
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
-        """Take experts from there; predict: hint what the next layer may want."""
+        """Take experts from there; predict: hint what the next layers may want."""
         self._step, self._looked = None, False
-        for ffn, following in zip(self.routed, [*self.routed[1:], None], strict=True):
+        for index, ffn in enumerate(self.routed):
             ffn.source = source
-            ffn.following = (following,) if predict and following is not None else ()
+            ffn.following = tuple(self.routed[index + 1 : index + 1 + AHEAD]) if predict else ()
 
     def hidden(
         self,
@@ -101,8 +104,13 @@ class StreamedModel(LanguageModel):
         return self._step is not None and self._step.takes(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
         self._step, self._looked = None, False
-        return super()._apply(fn, recurse)
+        if self.cache is not None and self.device.type == "cuda":
+            self.attach(DeviceExperts(self.cache, self.device), predict=True)
+        elif self.cache is not None:
+            self.attach(self.cache, predict=not self.cache.resident)
+        return self
 
     @property
     def expert_bytes(self) -> int:
@@ -167,6 +175,7 @@ def load_artifact(
     Where all fit, all are read at once; else they come when they are wanted. verify: read every file first.
     ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
     """
+    return_memory()
     header = artifact.read_header(folder)
     manifest = artifact.read_manifest(folder, header)
     if verify:

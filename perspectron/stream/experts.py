@@ -24,8 +24,8 @@ class PackedExperts(RoutedSwiGLU):
     """As the layer it was made from, with ternary matrices and 8-bit activations; only for inference. What a token
     gets depends on nothing but the token.
 
-    source: where the matrices come from, under the number `layer`. following: the next such layer. Its router is run
-    on what this layer reads, and what it would choose is hinted: the residual stream changes slowly, and a wrong
+    source: where the matrices come from, under the number `layer`. following: the next such layers. Their routers are
+    run on what this layer reads, and what they would choose is hinted: the residual stream changes slowly, and a wrong
     guess costs a read. Neither is a part of the module's state.
     """
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from perspectron.ops.packing import Packed, sizes
 from perspectron.stream.crc import crc32c
@@ -94,9 +95,9 @@ class ExpertLayout:
         """Places a change can have: five in each byte of codes."""
         return 5 * self.code_bytes
 
-    def shard(self, buffer: Bytes) -> Shard:
+    def shard(self, buffer: Bytes | Tensor) -> Shard:
         """Views of `buffer` [bytes]."""
-        memory = torch.from_numpy(buffer)
+        memory = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
         found = []
         for shape, codes, scales in zip(self.shapes, self.parts, self.parts[3:], strict=False):
             codes_shape, _, dtype = sizes(FORMAT, shape)

@@ -19,6 +19,7 @@ from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.convert import QuantConfig, convert
 from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
+from perspectron.stream.device import DeviceExperts
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import Draw, synthesize
 
@@ -108,6 +109,25 @@ def test_streamed_is_resident_bit_by_bit(folder):
         assert torch.equal(logits(streamed, ids(), 25), expected)
         assert streamed.cache.counters.bytes_read > 0
         streamed.cache.close()
+
+
+@pytest.mark.parametrize("count", [2, 18])
+def test_by_way_of_device_buffers_bit_by_bit(folder, count):
+    model, _ = load_artifact(folder, cache_bytes=slots(folder, count))
+    expected = logits(model, ids(), 25)
+    copies = DeviceExperts(model.cache, torch.device("cpu"))
+    model.attach(copies, predict=True)
+    assert torch.equal(logits(model, ids(), 25), expected)
+    with copies.get(0, 1) as one, copies.get(0, 2) as other:
+        assert not torch.equal(one.gate.codes, other.gate.codes)
+        copies.hint(1, 0)
+        assert copies.holds(0, 1) and copies.holds(0, 2) and not copies.holds(1, 0)
+        with pytest.raises(AssertionError), copies.get(1, 0):
+            pass
+    with copies.get(0, 2):
+        if model.cache.holds(1, 0):
+            copies.hint(1, 0)
+            assert copies.holds(1, 0) and not copies.holds(0, 1)
 
 
 def test_deltas_change_nothing(tmp_path, tokenizer):

@@ -1,0 +1,241 @@
+"""Decoding the full-size model (width 4096, 80 layers, 14.9 B active parameters) from memory and from disk.
+
+Bars: from memory at least 0.70 of the speed at which reading the touched bytes once would be all there is to do; from
+disk at least 0.75 of reading the missed ones; peak memory within the budget + 64 MiB; a state that does not grow. Reads
+take turns with tokens, so that both see the same machine. The weights are random: they cost what trained ones cost.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+from perspectron import native, presets
+from perspectron.data import Tokenizer, open_corpus
+from perspectron.decode.generate import prefill
+from perspectron.eval.cost import decode, reader, touched
+from perspectron.stream.artifact import read_header
+from perspectron.stream.engine import StreamedModel, load_artifact
+from perspectron.stream.shards import HUGE, ShardFile, aligned
+from perspectron.stream.synthetic import synthesize
+
+TESTS = ("tests/stream/test_engine.py::test_streamed_is_resident_bit_by_bit",)
+BARS = {"memory_share": 0.70, "disk_share": 0.75, "over_budget": 64 << 20}
+PROMPT = "def read_lines(path):\n"
+CLAIMED = "the document: 12-14 on a 4 GB GPU, 1-2 on a CPU"
+PIECE, READERS = 4 << 20, 2
+
+
+def make(folder: Path, args: argparse.Namespace) -> None:
+    """An artifact of random weights."""
+    name = "perspective-tiny" if args.quick else "perspective-1t"
+    config, data = presets.get(name), str(common.ROOT / "perspectron") if args.quick else "stdlib"
+
+    def tokenizer() -> Tokenizer:
+        texts = (document.text for document in open_corpus(data, 0.05).documents("train"))
+        return Tokenizer.train(texts, 400 if args.quick else config.vocab_size)
+
+    synthesize(config, folder, tokenizer, experts=args.experts)
+
+
+class Disk:
+    """Reads the expert files as the engine does, but does nothing with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pieces: list[tuple[int, int, int]] = []
+        for path in sorted((folder / "experts").iterdir()):
+            size = path.stat().st_size
+            fd = _open(path)
+            self.pieces += [(fd, at, min(PIECE, size - at)) for at in range(0, size, PIECE)]
+        self.pool = ThreadPoolExecutor(READERS)
+        self.buffers = [aligned(PIECE) for _ in range(READERS)]
+        self.next = 0
+
+    def read(self, amount: int) -> float:
+        """Bytes a second over the next `amount` bytes."""
+        chosen, total = [], 0
+        while total < amount:
+            chosen.append(self.pieces[self.next % len(self.pieces)])
+            total, self.next = total + chosen[-1][2], self.next + 1
+        start = time.perf_counter()
+        done = self.pool.map(self._some, self.buffers, (chosen[i::READERS] for i in range(READERS)))
+        return sum(done) / (time.perf_counter() - start)
+
+    def _some(self, buffer: Any, pieces: list[tuple[int, int, int]]) -> int:
+        return sum(os.preadv(fd, [buffer.data[:size]], at) for fd, at, size in pieces)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return os.open(path, os.O_RDONLY)
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """Decode in this process, and count its memory."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    native.set_threads(spec["threads"])
+    folder = Path(spec["folder"])
+    warm_up()
+    with common.Peak() as peak:
+        model, tokenizer = load_artifact(folder, cache_bytes=spec["cache"])
+        ids, counted = tokenizer.encode(PROMPT), []
+        first = prefill(model, [ids[:2]])[1].nbytes
+        disk = None if spec["cache"] is None else Disk(folder)
+        speeds, read = [], reader(model)
+
+        def between() -> None:
+            speeds.append(read() if disk is None else disk.read(spec["sample"]))
+            counted.append(model.cache.counters)
+
+        seconds, state = decode(
+            model, tokenizer.vocab_size, ids, spec["tokens"], warmup=spec["warmup"], between=between
+        )
+        after = model.cache.counters
+    missed = (after.bytes_read - counted[spec["warmup"]].bytes_read) / spec["tokens"]
+    return {
+        "seconds": seconds,
+        "speeds": speeds[spec["warmup"] :],
+        "touched": vars(touched(model, state)),
+        "missed": missed,
+        "state_bytes": {2: first, len(ids) + spec["tokens"] + spec["warmup"] + 1: state.nbytes},
+        "peak_bytes": peak.bytes,
+        "budget": budget(model, state.nbytes),
+        "line": model.line(),
+        "counters": vars(after),
+    }
+
+
+def warm_up() -> None:
+    """Run a tiny model, so that code which is loaded on first use is not counted as memory of the large one."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = presets.get("perspective-tiny")
+        synthesize(config, Path(folder) / "tiny", lambda: Tokenizer.train([PROMPT * 9], 300), experts=1)
+        model, tokenizer = load_artifact(Path(folder) / "tiny")
+        decode(model, tokenizer.vocab_size, tokenizer.encode(PROMPT), 2)
+
+
+def budget(model: StreamedModel, state_bytes: int) -> dict[str, int]:
+    """What may be in memory."""
+    cache = model.cache
+    assert cache is not None
+    return {
+        "shared": model.shared_bytes,
+        "experts": cache.slots * cache.slot_bytes,
+        "state": state_bytes,
+    }
+
+
+def told(report: common.Report, name: str, found: dict[str, Any], work: float) -> dict[str, Any]:
+    """Print a run; what it comes to. work: bytes that a token has to wait for."""
+    bound = [work / speed for speed in found["speeds"]]
+    share = statistics.median(bound) / statistics.median(found["seconds"])
+    milliseconds = common.Spread.of([1e3 * second for second in found["seconds"]])
+    speed = common.Spread.of([speed / 1e9 for speed in found["speeds"]])
+    allowed = sum(found["budget"].values())
+    report.say(
+        found["line"],
+        f"{name}: {milliseconds.text()} ms a token, {1e3 / milliseconds.median:.2f} tokens/s ({CLAIMED})",
+        f"  bytes: {work:,.0f} at {speed.text()} GB/s read meanwhile: share {share:.2f} (bar {BARS[f'{name}_share']})",
+        f"  memory: {common.peak_text(found)} over that of the imports; budget "
+        + " + ".join(f"{part} {size:,}" for part, size in found["budget"].items())
+        + f" = {allowed:,}",
+        f"  state by context: {found['state_bytes']}",
+        "",
+    )
+    over = None if found["peak_bytes"] is None else found["peak_bytes"] - allowed
+    return {
+        "milliseconds": milliseconds,
+        "tokens_per_second": 1e3 / milliseconds.median,
+        "read_gigabytes_per_second": speed,
+        "share": share,
+        "bytes": found["touched"] | {"missed": found["missed"]},
+        "state_bytes": found["state_bytes"],
+        "over_budget": over,
+        "budget": found["budget"],
+        "counters": found["counters"],
+    }
+
+
+def measure(folder: Path, args: argparse.Namespace, report: common.Report) -> dict[str, Any]:
+    header = read_header(folder)
+    assert header.experts is not None
+    shard = ShardFile(folder / "experts" / f"layer-{header.experts.layers[0]:03d}.experts")
+    size = shard.header.layout.bytes
+    slot = -(-size // HUGE) * HUGE if size >= HUGE else size
+    shard.close()
+    spec = {"folder": str(folder), "threads": args.threads, "warmup": 2, "sample": 8 * size}
+    needs = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) * 1.2
+    results: dict[str, Any] = {"about": header.about}
+    for name, cache, tokens in (
+        ("memory", None, args.repeats),
+        ("disk", args.slots * slot, args.disk_tokens),
+    ):
+        found = common.child(spec | {"cache": cache, "tokens": tokens}, needs if cache is None else needs / 2)
+        if "not_run" in found:
+            report.say(f"{name}: not run: {found['not_run']}")
+            continue
+        work = sum(found["touched"].values()) if cache is None else found["missed"]
+        results[name] = told(report, name, found, work)
+    missed = [
+        f"{name}_share"
+        for name in ("memory", "disk")
+        if name in results and results[name]["share"] < BARS[f"{name}_share"]
+    ]
+    missed += [
+        f"{name}_over_budget"
+        for name in ("memory", "disk")
+        if name in results and (results[name]["over_budget"] or 0) > BARS["over_budget"]
+    ]
+    missed += [
+        f"{name}_state"
+        for name in ("memory", "disk")
+        if name in results and len(set(results[name]["state_bytes"].values())) > 1
+    ]
+    report.say(f"missed: {', '.join(missed) or 'nothing'}")
+    return results | {"bars": BARS, "missed": missed}
+
+
+def main() -> None:
+    parser = common.parser(__doc__ or "", threads=2, repeats=20)
+    parser.add_argument(
+        "--dir", type=Path, help="artifact to use, made there if it is not (default: a temporary one)"
+    )
+    parser.add_argument("--experts", type=int, default=1, help="distinct experts of each layer (%(default)s)")
+    parser.add_argument(
+        "--slots", type=int, default=8, help="experts that the cache holds from disk (%(default)s)"
+    )
+    parser.add_argument("--disk-tokens", type=int, default=6, help="decoded from disk (%(default)s)")
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(run(json.loads(args.child))))
+        return
+    if args.quick:
+        args.repeats, args.disk_tokens, args.slots = 3, 3, 2
+    name = "perspective-tiny" if args.quick else "perspective-1t"
+    shapes = f"{name}, {args.experts} distinct experts a layer, batch 1, from disk {args.slots} in memory"
+    report = common.Report(args, TESTS, dtype="2-bit, ternary, int8, float32 state", shapes=shapes)
+    folder = args.dir or Path(tempfile.mkdtemp()) / "artifact"
+    try:
+        if not folder.exists():
+            report.say(f"writing {folder}")
+            make(folder, args)
+        report.finish(measure(folder, args, report))
+    finally:
+        if args.dir is None:
+            shutil.rmtree(folder.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Experts on a device that has no room for all: each is copied there from the host's memory, into one of two buffers,
+while the device computes the layer before it (decisions.md §2).
+
+On a GPU the copy runs on a stream of its own, out of pinned memory, and events keep the two streams in order; nothing
+makes the host wait but a cache that is about to overwrite what is being copied. On the CPU, for tests, it just copies.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from perspectron.stream.cache import ShardCache
+from perspectron.stream.format import Shard
+
+BUFFERS = 2
+
+
+class _Slot:
+    """Device memory of one expert. busy: contexts that hold it. copied, used: events after the last copy into it, and
+    after the last work that reads it."""
+
+    def __init__(self, memory: Tensor, shard: Shard) -> None:
+        self.memory, self.shard = memory, shard
+        self.key: tuple[int, int] | None = None
+        self.busy = 0
+        self.copied: torch.cuda.Event | None = None
+        self.used: torch.cuda.Event | None = None
+
+
+class DeviceExperts:
+    """An ExpertSource for a model on `device`, over a cache in the host's memory. For one thread."""
+
+    def __init__(self, cache: ShardCache, device: torch.device, buffers: int = BUFFERS) -> None:
+        self._cache, self._device = cache, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pinned = set[int]()
+        layout = cache.layout
+        memories = (torch.empty(layout.bytes, dtype=torch.uint8, device=device) for _ in range(buffers))
+        self._slots = [
+            _Slot(memory, layout.shard(memory)) for memory in memories
+        ]  # least recently used first
+
+    @contextmanager
+    def get(self, layer: int, expert: int) -> Iterator[Shard]:
+        """The weights on the device; as in a cache."""
+        key = layer, expert
+        slot = self._find(key) or self._fetch(key)
+        assert slot is not None, "contexts of more experts are open than there are buffers"
+        slot.busy += 1
+        self._slots.sort(key=lambda other: other is slot)  # it is the one used last
+        if slot.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.copied)
+        try:
+            yield slot.shard
+        finally:
+            slot.busy -= 1
+            if self._stream is not None:
+                slot.used = torch.cuda.current_stream(self._device).record_event()
+
+    def hint(self, layer: int, expert: int) -> None:
+        """Copy it if the host has it, else have the host read it."""
+        if self._find((layer, expert)) is not None:
+            return
+        if self._cache.holds(layer, expert):
+            self._fetch((layer, expert))
+        else:
+            self._cache.hint(layer, expert)
+
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether it is on the device."""
+        return self._find((layer, expert)) is not None
+
+    def _find(self, key: tuple[int, int]) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.key == key), None)
+
+    def _fetch(self, key: tuple[int, int]) -> _Slot | None:
+        """Begin to copy an expert over the one used longest ago; None where all are in use."""
+        slot = next((slot for slot in self._slots if slot.busy == 0), None)
+        if slot is None:
+            return None
+        slot.key = None
+        with self._cache.get(*key) as shard:
+            host = _whole(shard, len(slot.memory))
+            if self._stream is None:
+                slot.memory.copy_(host)
+            else:
+                self._copy(host, slot)
+        slot.key = key
+        return slot
+
+    def _copy(self, host: Tensor, slot: _Slot) -> None:
+        assert self._stream is not None
+        if host.data_ptr() not in self._pinned:
+            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+            self._pinned.add(host.data_ptr())
+        with torch.cuda.stream(self._stream):
+            if slot.used is not None:
+                self._stream.wait_event(slot.used)
+            slot.memory.copy_(host, non_blocking=True)
+            slot.copied = self._stream.record_event()
+        if not self._cache.resident:
+            slot.copied.synchronize()  # the cache may give the memory to another expert
+
+
+def _whole(shard: Shard, size: int) -> Tensor:
+    """The bytes of which the matrices are views."""
+    first = shard.gate.codes
+    whole = torch.empty(0, dtype=torch.uint8)
+    return whole.set_(first.untyped_storage(), first.storage_offset(), (size,), (1,))

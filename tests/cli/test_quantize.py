@@ -1,0 +1,143 @@
+"""Artifacts on the command line: made, generated from, measured, inspected, and refused in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli.main import main
+
+SMALL = [
+    *("--set", "d_model=32", "layers=4", "hidden=40", "rank=8", "heads=2", "kv_heads=1", "window=16"),
+    *("vocab_size=300", "torus=[2,2]", "ternary=true", "int8_activations=true"),
+]
+TRAIN = [
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "32",
+    "--eval-every",
+    "0",
+    "--save-every",
+    "0",
+    "--eval-tokens",
+    "64",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "cats"
+    options = ["--preset", "perspective-tiny", "--data", str(text), "--out", str(out), "--steps", "30"]
+    assert main(["train", *options, *SMALL, *TRAIN]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory, run) -> Path:
+    out = tmp_path_factory.mktemp("artifacts") / "cats"
+    assert main(["quantize", str(run), "--out", str(out), "--windows", "8"]) == 0
+    return out
+
+
+def said(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("perspectron: error: ") and error.count("\n") == 1
+    return error
+
+
+def test_quantize_says_before_and_after(run, tmp_path, capsys):
+    found = json.loads(
+        said(capsys, "quantize", run, "--out", tmp_path / "a", "--windows", 8, "--deltas", "--json")
+    )
+    assert found["bytes_after"] < 0.4 * found["bytes_before"]
+    assert set(found["bytes_by_format"]) >= {"2bit", "int8", "experts"}
+    assert abs(found["bits_per_byte_after"] - found["bits_per_byte_before"]) < 1
+    table = said(capsys, "quantize", run, "--out", tmp_path / "b", "--linear", "int8", "--calibrate", "none")
+    assert "held-out bits per byte" in table and "before" in table
+
+
+def test_quantize_refuses(run, artifact, tmp_path, capsys):
+    assert "a new folder" in refused(capsys, "quantize", run, "--out", artifact)
+    assert "in few bits already" in refused(capsys, "quantize", artifact, "--out", tmp_path / "a")
+    assert "windows" in refused(capsys, "quantize", run, "--out", tmp_path / "a", "--windows", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generate_streams_and_goes_on(artifact, tmp_path, capsys):
+    common = ("--max-tokens", 12, "--seed", 4)
+    whole = said(capsys, "generate", artifact, "the cat", *common)
+    assert said(capsys, "generate", artifact, "the cat", *common, "--cache", "20K", "--verify") == whole
+    state = tmp_path / "cat.state"
+    said(capsys, "generate", artifact, "the cat", "--max-tokens", 5, "--save-state", state)
+    assert (
+        said(capsys, "generate", artifact, "--max-tokens", 5, "--load-state", state, "--cache", "20K") != ""
+    )
+
+
+def test_generate_says_first_what_streams(artifact, capsys):
+    capsys.readouterr()
+    assert main(["generate", str(artifact), "the cat", "--max-tokens", "2", "--cache", "20K"]) == 0
+    assert "in memory; experts:" in capsys.readouterr().err
+
+
+def test_generate_bench(artifact, capsys):
+    table = said(capsys, "generate", artifact, "--max-tokens", 4, "--bench")
+    for words in ("tokens a second", "bytes of experts", "read from memory", "share of that"):
+        assert words in table
+    found = json.loads(said(capsys, "generate", artifact, "--max-tokens", 4, "--bench", "--json"))
+    assert len(found["seconds"]) == 4 and found["bytes"] == sum(found["touched"].values())
+
+
+def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
+    before = json.loads(said(capsys, "eval", run, "--json"))
+    after = json.loads(said(capsys, "eval", artifact, "--json", "--cache", "20K"))
+    assert after["tokens"] == before["tokens"]
+    assert abs(after["bits_per_byte"] - before["bits_per_byte"]) < 1
+    assert json.loads(said(capsys, "eval", artifact, "--data", text, "--json"))["tokens"] > 0
+
+
+def test_inspect_counts_the_model(run, artifact, capsys):
+    assert said(capsys, "inspect", artifact, "--json") == said(capsys, "inspect", run, "--json")
+
+
+def test_wrong_caches_and_folders(run, artifact, tmp_path, capsys):
+    assert "cache" in refused(capsys, "generate", artifact, "x", "--cache", "lots")
+    assert "one expert" in refused(capsys, "generate", artifact, "x", "--cache", "1K")
+    assert "left out for a run" in refused(capsys, "generate", run, "x", "--cache", "1G")
+    (artifact / "manifest.json").rename(tmp_path / "manifest.json")
+    try:
+        assert "manifest.json" in refused(capsys, "generate", artifact, "x")
+    finally:
+        (tmp_path / "manifest.json").rename(artifact / "manifest.json")
+
+
+def test_synthesize(tmp_path, text, capsys):
+    options = ("--data", text, "--set", "vocab_size=300", "hidden=40")
+    out = tmp_path / "random"
+    found = json.loads(
+        said(capsys, "synthesize", "perspective-tiny", "--experts", 2, "--out", out, *options, "--json")
+    )
+    assert found["experts"]["distinct"] == 2 and "aliases" in found["about"]
+    assert said(capsys, "generate", out, "the cat", "--max-tokens", 3) != ""
+    assert "a new folder" in refused(capsys, "synthesize", "perspective-tiny", "--out", out)
+    assert "preset" in refused(capsys, "synthesize", "gpt2-tiny", "--out", tmp_path / "b")
+    assert "are free" in refused(
+        capsys, "synthesize", "perspective-1t", "--experts", 128, "--out", tmp_path / "b"
+    )
