@@ -180,8 +180,12 @@ def test_a_second_interrupt_acts_at_once(runs, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(report=stop)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(report=stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert runs.trainer(tmp_path).progress.step == 3
 
 
