@@ -5,6 +5,7 @@ run side by side: row j of L words is added to the lanes after these were multip
 for each half of a word. What the lanes hold at the end is a message of L words with the same CRC, for a narrower pass.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,23 @@ def crc32c(buffer: Any, value: int = 0) -> int:
     if not native.wanted():
         return _portable(data, value)
     return native.crc32c(torch.from_numpy(data if data.flags.writeable else data.copy()), value)
+
+
+class Sums:
+    """CRCs of the parts of a buffer that fills from its start."""
+
+    def __init__(self, buffer: NDArray[np.uint8], parts: Sequence[slice]) -> None:
+        self.buffer, self.parts = buffer, parts
+        self.values = [0] * len(parts)
+        self._at = 0
+
+    def go_on(self, end: int) -> None:
+        """The buffer is filled up to `end`."""
+        for i, part in enumerate(self.parts):
+            start, stop = max(self._at, part.start), min(end, part.stop)
+            if start < stop:
+                self.values[i] = crc32c(self.buffer[start:stop], self.values[i])
+        self._at = end
 
 
 def _portable(data: NDArray[np.uint8], value: int) -> int:

@@ -25,7 +25,7 @@ from perspectron.stream.format import MAX_RICE, Bytes, Delta, ExpertLayout
 
 RADIX = LAYOUTS["ternary"].radix
 ROWS = len(RADIX)
-PIECE = 1 << 16  # bytes at a time, of codes or of quotients
+PIECE = 1 << 14  # bytes at a time, of codes or of quotients
 BAD = 255  # no byte of codes
 
 Positions = NDArray[np.int64]
@@ -86,14 +86,17 @@ def apply(codes: Bytes, entry: Delta, payload: Bytes, layout: ExpertLayout) -> N
     quotients, remainders, steps = (payload[section] for section in sections)
     done, position, last = 0, -1, -1  # changes read, the last one's trit, the bit its quotient ended with
     for start in range(0, len(quotients), PIECE):
-        ends = np.flatnonzero(np.unpackbits(quotients[start : start + PIECE], bitorder="little")) + 8 * start
+        ones = np.unpackbits(quotients[start : start + PIECE], bitorder="little").view(np.bool_)
+        ends = np.flatnonzero(ones) + 8 * start
         if not len(ends):
             continue
         if done + len(ends) > entry.changes:
             raise ValueError(f"more than the {entry.changes} changes it should have")
         quotient = np.diff(ends, prepend=last) - 1
         low = _bits(remainders, done * entry.rice, len(ends) * entry.rice).reshape(len(ends), entry.rice)
-        gaps = (quotient << entry.rice) + low @ (1 << np.arange(entry.rice))
+        gaps = quotient << entry.rice
+        for bit in range(entry.rice):
+            gaps += low[:, bit].astype(np.int64) << bit
         positions = position + np.cumsum(gaps + 1)
         if not 0 <= positions[-1] < ROWS * len(codes) or (gaps < 0).any():
             raise ValueError(f"a change at trit {positions[-1]}, must be below {ROWS * len(codes)}")
@@ -104,11 +107,14 @@ def apply(codes: Bytes, entry: Delta, payload: Bytes, layout: ExpertLayout) -> N
 
 
 def _step(codes: Bytes, positions: Positions, steps: Bytes) -> None:
-    byte, row = np.divmod(positions, ROWS)
-    for r in range(ROWS):  # in one row no byte comes twice
-        here = row == r
-        at = byte[here]
-        codes[at] = STEPPED[r, steps[here], codes[at]]
+    """Change the trits at rising positions by steps + 1."""
+    byte = positions // ROWS
+    table = (2 * (positions - ROWS * byte) + steps) << 8
+    while len(byte):  # the first change of each byte, then the second of those that have one
+        first = np.diff(byte, prepend=-1) != 0
+        at = byte[first]
+        codes[at] = STEPPED.ravel()[table[first] + codes[at]]
+        byte, table = byte[~first], table[~first]
 
 
 def _gaps(old: Bytes, new: Bytes) -> Iterator[tuple[Positions, Bytes]]:

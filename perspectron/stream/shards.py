@@ -10,6 +10,8 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,7 +20,7 @@ import numpy as np
 from perspectron.errors import ArtifactError, ConfigError, DataError, ShardError
 from perspectron.ops.packing import check
 from perspectron.stream import delta
-from perspectron.stream.crc import crc32c
+from perspectron.stream.crc import Sums
 from perspectron.stream.format import NAMES, PAGE, Bytes, Delta, Digest, Full, Header
 from perspectron.stream.parse import parse
 
@@ -51,6 +53,13 @@ def aligned(size: int) -> Bytes:
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE
     return whole[start : start + size]
+
+
+@cache
+def _checkers(pid: int) -> ThreadPoolExecutor:
+    """Threads that check a piece while the next one is read, so that the disk does not wait. Each process has its
+    own: threads do not survive a fork."""
+    return ThreadPoolExecutor(2, "expert-checker")
 
 
 class ShardFile:
@@ -192,43 +201,53 @@ class ShardFile:
             if attempt:
                 time.sleep(self.backoff * 4 ** (attempt - 1))
                 self._forget(entry.offset, entry.bytes)
-            cause = self._pieces(expert, entry, buffer, cancelled) or self._damage(entry, buffer)
+            parts = self.header.layout.parts if isinstance(entry, Full) else (slice(0, entry.bytes),)
+            sums = Sums(buffer, parts)
+            cause = self._pieces(expert, entry, sums, cancelled) or self._damage(entry, sums)
             self._unchanged(expert)
             if cause is None:
                 return entry.bytes * (attempt + 1)
         raise self._error(expert, f"{cause}, {self.retries + 1} times")
 
     def _pieces(
-        self, expert: int, entry: Full | Delta, buffer: Bytes, cancelled: Callable[[], bool]
+        self, expert: int, entry: Full | Delta, sums: Sums, cancelled: Callable[[], bool]
     ) -> str | None:
-        """Why `buffer` was not filled; None if it was."""
-        view, at, spent = buffer.data, 0, 0.0
-        while at < entry.bytes:
-            if cancelled():
-                raise Cancelled
-            if spent > self.deadline:
-                raise self._error(expert, f"slow disk: {at} of {entry.bytes} bytes in {spent:.3g} s")
-            piece = view[at : min(at + PIECE, entry.bytes)]
-            start = time.monotonic()
-            try:
-                count = self._read(self._fd, piece, entry.offset + at)
-            except OSError as error:
-                return f"read error at byte {entry.offset + at} ({error.strerror or error})"
-            spent += time.monotonic() - start
-            if count <= 0 or (count < len(piece) and count % PAGE):
-                return f"short read at byte {entry.offset + at}: {count} bytes, must be {len(piece)}"
-            at += count
+        """Why the buffer of `sums` was not filled; None if it was."""
+        view, at, spent = sums.buffer.data, 0, 0.0
+        checked: Future[None] | None = None
+        try:
+            while at < entry.bytes:
+                if cancelled():
+                    raise Cancelled
+                if spent > self.deadline:
+                    raise self._error(expert, f"slow disk: {at} of {entry.bytes} bytes in {spent:.3g} s")
+                piece = view[at : min(at + PIECE, entry.bytes)]
+                start = time.monotonic()
+                try:
+                    count = self._read(self._fd, piece, entry.offset + at)
+                except OSError as error:
+                    return f"read error at byte {entry.offset + at} ({error.strerror or error})"
+                spent += time.monotonic() - start
+                if count <= 0 or (count < len(piece) and count % PAGE):
+                    return f"short read at byte {entry.offset + at}: {count} bytes, must be {len(piece)}"
+                at += count
+                if checked is not None:
+                    checked.result()
+                checked = _checkers(os.getpid()).submit(sums.go_on, at) if at < entry.bytes else None
+            sums.go_on(at)
+        finally:
+            if checked is not None:
+                checked.result()
         return None
 
-    def _damage(self, entry: Full | Delta, buffer: Bytes) -> str | None:
-        layout = self.header.layout
+    def _damage(self, entry: Full | Delta, sums: Sums) -> str | None:
         if isinstance(entry, Delta):
-            return None if crc32c(buffer) == entry.crc32c else "CRC-32C of the changes is wrong"
-        found = layout.digest(buffer)
-        if found != entry.digest:
-            wrong = next(i for i in range(6) if found[i] != entry.digest[i])
-            return f"CRC-32C of the {'scales' if wrong > 2 else 'codes'} of {NAMES[wrong % 3]} is wrong"
-        return "bytes after the scales, must be 0" if buffer[layout.parts[-1].stop :].any() else None
+            return None if sums.values == [entry.crc32c] else "CRC-32C of the changes is wrong"
+        for i, (found, wanted) in enumerate(zip(sums.values, entry.digest, strict=True)):
+            if found != wanted:
+                return f"CRC-32C of the {'scales' if i > 2 else 'codes'} of {NAMES[i % 3]} is wrong"
+        end = self.header.layout.parts[-1].stop
+        return "bytes after the scales, must be 0" if sums.buffer[end:].any() else None
 
     def _forget(self, offset: int, size: int) -> None:
         """So that the next read asks the disk, not the page cache."""

@@ -94,10 +94,8 @@ class Image:
         return json.dumps(self.value, separators=(",", ":")).encode()
 
     def build(self, text: bytes | None = None, version: int = VERSION, magic: bytes = MAGIC) -> bytes:
-        """With this JSON and right CRCs, the JSON padded to as many pages as it had."""
+        """With this JSON and right CRCs."""
         text = self.text() if text is None else text
-        room = len(self.whole) - len(self.tail) - PREFIX.size
-        text = text.ljust(room)
         start = struct.pack("<8s3I", magic, version, len(text), crc32c(text))
         return (start + struct.pack("<I", crc32c(start)) + text).ljust(
             page(PREFIX.size + len(text)), b"\0"
