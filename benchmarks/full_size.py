@@ -208,7 +208,7 @@ def measure(folder: Path, args: argparse.Namespace, report: common.Report) -> di
 
 
 def main() -> None:
-    parser = common.parser(__doc__ or "", threads=2, repeats=20)
+    parser = common.parser(__doc__ or "", threads=1, repeats=20)
     parser.add_argument(
         "--dir", type=Path, help="artifact to use, made there if it is not (default: a temporary one)"
     )
