@@ -63,7 +63,11 @@ def parser(description: str, *, threads: int, repeats: int) -> argparse.Argument
         "--quick", action="store_true", help="tiny shapes: does it run? The numbers say nothing"
     )
     made.add_argument(
-        "--json", metavar="PATH", help="write results and conditions there; - is standard output"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="PATH",
+        help="write results and conditions there; without PATH or with - to standard output",
     )
     made.add_argument("--child", help=argparse.SUPPRESS)
     return made
@@ -89,9 +93,10 @@ class Report:
             self.say("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
         self.say("")
 
-    def finish(self, results: dict[str, Any]) -> None:
-        whole = {"benchmark": self.name, "conditions": self.conditions, "results": results}
-        text = json.dumps(whole, indent=1, default=asdict) + "\n"
+    def finish(self, results: dict[str, Any], headline: dict[str, Any] | None = None) -> None:
+        """The JSON; with a headline it is one line, with the headline's keys at its top."""
+        whole = {"benchmark": self.name, "conditions": self.conditions, "results": results} | (headline or {})
+        text = json.dumps(whole, indent=None if headline else 1, default=asdict) + "\n"
         if self.json == "-":
             sys.stdout.write(text)
         elif self.json:

@@ -23,6 +23,7 @@ SCRIPTS = {
     "routed_ffn": [],
     "full_size": [],
     "quantised": [],
+    "ternary_gemv": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -197,3 +198,16 @@ def test_full_size(results):
         assert set(found[name]["budget"]) == {"shared", "experts", "state"}
     assert found["memory"]["bytes"]["missed"] == 0 < found["disk"]["bytes"]["missed"]
     assert "memory_share" in found["missed"]  # a tiny model is all overhead
+
+
+def test_ternary_gemv(results, outcomes):
+    found = results("ternary_gemv")
+    formats = {run["format"] for run in found["runs"]}
+    assert formats == {"ternary", "2bit", "4bit", "int8"}
+    for run in found["runs"]:
+        assert 0 < run["share"]["low"] <= run["share"]["median"] <= run["share"]["high"]
+    line = json.loads(outcomes["ternary_gemv"][1].splitlines()[-1])
+    assert line["read_share_1t"] > 0
+    assert line["read_share_2t"] is None  # it ran on one thread
+    for name in found["missed"]:
+        assert line[name] < found["bars"][name]

@@ -200,10 +200,10 @@ def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
-    assert tensor.device.type == "cpu", tensor.device
-    assert tensor.dtype == dtype, (tensor.dtype, dtype)
-    assert tensor.is_contiguous(), "not contiguous"
-    assert shape is None or tensor.shape == shape, (tensor.shape, shape)
+    fits = shape is None or tensor.shape == shape
+    assert fits and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), (  # noqa: PT018
+        f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}, want {dtype} {shape}"
+    )
 
 
 def _check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:

@@ -46,7 +46,10 @@ class Loaded(NamedTuple):
 @cache
 def load() -> Loaded:
     """Look once."""
+    digest = sources_digest()
     problem = f"not built (to build it: {BUILD})"
+    if digest is None:
+        problem = "not in this installation (no C++ compiler worked when it was made)"
     for path in _places():
         if not path.is_file():
             continue
@@ -58,7 +61,7 @@ def load() -> Loaded:
         except (OSError, AttributeError) as error:
             problem = f"{path} cannot be loaded ({error})"
             continue
-        if (digest := sources_digest()) is None or library.pspx_digest().decode() == digest:
+        if digest is None or library.pspx_digest().decode() == digest:
             return Loaded(library, None)
         problem = f"{path} was built from other sources (to build it again: {BUILD})"
     return Loaded(None, problem)

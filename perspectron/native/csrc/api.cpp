@@ -83,11 +83,18 @@ void quantise_all(const Kernels& k, const float* x, const Tokens& into, Claims& 
 
 Claims token_claims(int64_t T) { return {T, 4}; }
 
+// Bytes to read in one go of so many: long, because a stretch starts before its prefetches are there, and some for
+// each thread, because threads are not equally fast.
+int64_t stretch(int64_t bytes, int threads) {
+  const int64_t fair = bytes / (8 * threads), least = int64_t(64) << 10;
+  return fair > least ? fair : least;
+}
+
 // Rows in pieces: large enough to be read in one go, small enough to share out and, for many tokens, for the decoded
 // codes to stay in the second-level cache. Whole tiles: 20 rows are whole tiles of every format.
 int64_t grain(const Kernels& k, const Matrix& m, int64_t T, int threads) {
   const int64_t R = ROWS[m.format];
-  if (T <= k.few) return ceil_div(ceil_div(int64_t(128) << 10, m.S), 4) * 4;
+  if (T <= k.few) return ceil_div(stretch(m.blocks() * m.S, threads), m.S);
   int64_t rows = (int64_t(384) << 10) / (grouped(m.format) || m.S < 4096 ? m.S : 4096);
   const int64_t fair = ceil_div(m.N, 4 * threads);
   rows = rows < fair ? rows : fair;
@@ -226,7 +233,7 @@ API uint32_t pspx_crc32c(const uint8_t* p, int64_t n, uint32_t value) { return c
 
 API uint64_t pspx_read(const uint8_t* p, int64_t n, int threads) {
   const Kernels& k = kernels();
-  Claims claims(n, int64_t(128) << 10);
+  Claims claims(n, ceil_div(stretch(n, threads), 4096) * 4096);
   std::atomic<uint64_t> sum{0};
   parallel(useful(threads, n, 1), [&](Team&) {
     uint64_t own = 0;

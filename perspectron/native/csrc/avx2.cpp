@@ -53,17 +53,27 @@ struct Decoder {
   }
 
  private:
-  // The digits from the greatest place to the least, two comparisons each.
+  // x / d of every byte, as the high half of products with 65536 / d, rounded up: odd bytes stand 8 bits higher.
+  static inline __m256i divided(__m256i x, short factor) {
+    const __m256i low = _mm256_set1_epi16(255), by = _mm256_set1_epi16(factor);
+    const __m256i even = _mm256_mulhi_epu16(_mm256_and_si256(x, low), by);
+    const __m256i odd = _mm256_mulhi_epu16(_mm256_andnot_si256(low, x), by);
+    return _mm256_or_si256(even, _mm256_andnot_si256(low, odd));
+  }
   static inline void ternary(__m256i x, Bytes* codes, int i) {
-    constexpr int place[] = {0, 3, 9, 27, 84};
-    for (int r = 4; r > 0; r--) {
-      const __m256i one = _mm256_set1_epi8(char(place[r])), two = _mm256_set1_epi8(char(2 * place[r]));
-      const __m256i first = _mm256_cmpeq_epi8(_mm256_max_epu8(x, one), x);
-      const __m256i second = _mm256_cmpeq_epi8(_mm256_max_epu8(x, two), x);
-      codes[r].half[i] = _mm256_sub_epi8(_mm256_setzero_si256(), _mm256_add_epi8(first, second));
-      x = _mm256_sub_epi8(x, _mm256_add_epi8(_mm256_and_si256(first, one), _mm256_and_si256(second, one)));
-    }
-    codes[0].half[i] = x;
+    const auto look = [](__m128i table, __m256i at) {
+      return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), at);
+    };
+    const __m128i times_84 = _mm_setr_epi8(0, 84, char(168), char(252), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i modulo_3 = _mm_setr_epi8(0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i over_3 = _mm_setr_epi8(0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0);
+    const __m256i fifth = divided(x, 781);
+    x = _mm256_sub_epi8(x, look(times_84, fifth));
+    const __m256i nines = divided(x, 7282);
+    x = _mm256_sub_epi8(x, _mm256_add_epi8(nines, _mm256_slli_epi16(nines, 3)));
+    codes[0].half[i] = look(modulo_3, x), codes[1].half[i] = look(over_3, x);
+    codes[2].half[i] = look(modulo_3, nines), codes[3].half[i] = look(over_3, nines);
+    codes[4].half[i] = fifth;
   }
 };
 
@@ -156,12 +166,17 @@ inline float tree(Floats x) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-inline void halves(const uint16_t* p, int n, float* into) {
-  if (n == 8) {
-    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
-  } else {
-    _mm_storeu_ps(into, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
-  }
+using Eight = __m256;  // the scales and offsets of a block
+inline Eight eight_halves(const uint16_t* p, int n) {
+  return n == 8 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))
+                : _mm256_zextps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Eight load_eight(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Eight x) { _mm256_storeu_ps(p, x); }
+inline Eight fma(Eight a, float b, Eight c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+inline Floats spread(Eight x, int r) {
+  const __m256 all = _mm256_permutevar8x32_ps(x, _mm256_set1_epi32(r));
+  return {{all, all}};
 }
 
 #include "kernels.inl"

@@ -13,7 +13,7 @@ using Bytes = __m512i;  // 64 codes or 64 activations, one a column
 using Ints = __m512i;   // 16 lanes; lane l sums columns 4 l … 4 l + 3
 using Floats = __m512;
 constexpr int FEW = 4, FEW_GROUPED = 2;   // tokens whose accumulators fit in registers with the decoding
-constexpr int TILE = 5, TILE_GROUPED = 3; // tokens in a tile of the product over many
+constexpr int TILE = 5, TILE_GROUPED = 2; // tokens in a tile of the product over many
 
 inline Bytes load(const void* p) {
   Bytes x = _mm512_loadu_si512(p);
@@ -109,12 +109,16 @@ inline float tree(Floats x) {
   const __m128 four = quarter(x), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-inline void halves(const uint16_t* p, int n, float* into) {
-  if (n == 8) {
-    _mm256_storeu_ps(into, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
-  } else {
-    _mm_storeu_ps(into, _mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
-  }
+using Eight = __m256;  // the scales and offsets of a block
+inline Eight eight_halves(const uint16_t* p, int n) {
+  return n == 8 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))
+                : _mm256_zextps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline Eight load_eight(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Eight x) { _mm256_storeu_ps(p, x); }
+inline Eight fma(Eight a, float b, Eight c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+inline Floats spread(Eight x, int r) {
+  return _mm512_permutexvar_ps(_mm512_set1_epi32(r), _mm512_castps256_ps512(x));
 }
 
 #include "kernels.inl"

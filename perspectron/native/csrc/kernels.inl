@@ -1,7 +1,7 @@
 // The kernels, written once over the vectors that each instruction set defines before it includes this file.
 #define ALWAYS __attribute__((always_inline))
 
-constexpr int64_t PREFETCH = 6144;  // bytes ahead, in what is read once from memory
+constexpr int64_t PREFETCH = 10240;  // bytes ahead, in what is read once from memory
 
 template <int I>
 struct Index {
@@ -47,8 +47,11 @@ double dots_in_registers(int64_t repeats) {
   unroll<CHAINS>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
   Bytes codes = bytes_of(3), q = bytes_of(5);
   for (int64_t n = 0; n < repeats; n++) {
-    opaque(codes), opaque(q);
-    unroll<CHAINS>([&](auto i) ALWAYS { dot<TERNARY>(sum[i], codes, q); });
+    opaque(q);
+    unroll<CHAINS>([&](auto i) ALWAYS {
+      opaque(codes);  // or one product would serve all
+      dot<TERNARY>(sum[i], codes, q);
+    });
   }
   unroll<CHAINS - 1>([&](auto i) ALWAYS { sum[0] = add(sum[0], sum[i + 1]); });
   volatile int32_t used = total(sum[0]);

@@ -46,37 +46,45 @@ inline ALWAYS void integer_sums(const Codes& codes, const int8_t* q, int64_t str
 }
 
 // y[t][r] = Σ_g (scale · Σ codes·q − offset · Σ q) in the order that __init__.py lays down; scales(g) gives R scales,
-// then R offsets.
-template <Format F, int R, int T, class Codes, class Scales>
+// then R offsets. A fold of the codes is a power of two: taking it out at the end changes no bit.
+template <Format F, int R, int T, bool FOLDED, class Codes, class Scales>
 inline ALWAYS void group_sums(const Codes& codes, const Scales& scales, const int8_t* q, int64_t stride, int64_t S,
                               const int32_t* groupsum, float* y) {
   const int64_t G = ceil_div(S, GROUP);
   Floats lanes[T * R];
-  float correction[T][R] = {};
+  Eight correction[T];
+  const float zeros[8] = {};
+  unroll<T>([&](auto t) ALWAYS { correction[t] = load_eight(zeros); });
   unroll<T * R>([&](auto i) ALWAYS { lanes[i] = broadcast(0); });
-  for (int64_t g = 0; g < G; g++) {
+  const auto group = [&](int64_t g, auto lines) ALWAYS {
     Ints sum[T * R];
     unroll<T * R>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
-    const auto step = [&](int64_t j) ALWAYS {
+    unroll<lines>([&](auto i) ALWAYS {
+      const int64_t j = g * GROUP + i * LINE;
       Bytes w[R];
       codes(j, w);
       unroll<T>([&](auto t) ALWAYS {
         const Bytes a = load(q + t * stride + j);
         unroll<R>([&](auto r) ALWAYS { dot<F>(sum[t * R + r], w[r], a); });
       });
-    };
-    step(g * GROUP);
-    if (g * GROUP + LINE < S) step(g * GROUP + LINE);
-    const auto& s = scales(g);
-    unroll<T>([&](auto t) ALWAYS {
-      const float total = float(groupsum[t * G + g]);
-      unroll<R>([&](auto r) ALWAYS {
-        lanes[t * R + r] = fma(broadcast(s[r]), to_floats(sum[t * R + r]), lanes[t * R + r]);
-        correction[t][r] = __builtin_fmaf(s[R + r], total, correction[t][r]);
-      });
     });
-  }
-  unroll<T * R>([&](auto i) ALWAYS { y[i] = tree(lanes[i]) - correction[i / R][i % R]; });
+    const Eight s = scales(g);
+    unroll<R>([&](auto r) ALWAYS {
+      const Floats scale = spread(s, r);
+      unroll<T>([&](auto t) ALWAYS { lanes[t * R + r] = fma(scale, to_floats(sum[t * R + r]), lanes[t * R + r]); });
+    });
+    unroll<T>([&](auto t) ALWAYS { correction[t] = fma(s, float(groupsum[t * G + g]), correction[t]); });
+  };
+  for (int64_t g = 0; g < S / GROUP; g++) group(g, Index<2>{});
+  if (S % GROUP > 0) group(S / GROUP, Index<1>{});
+  unroll<T>([&](auto t) ALWAYS {
+    float of_row[8];
+    store(of_row, correction[t]);
+    unroll<R>([&](auto r) ALWAYS {
+      constexpr float unfold = FOLDED ? 1.0f / Decoder<F>::fold(r) : 1.0f;
+      y[t * R + r] = tree(lanes[t * R + r]) * unfold - of_row[R + r];
+    });
+  });
 }
 
 // Straight from the codes
@@ -110,14 +118,12 @@ void few_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t first
   const int64_t G = m.G();
   for (int64_t b = first; b < last; b++) {
     const uint16_t* of_block = static_cast<const uint16_t*>(m.scales) + b * G * 2 * R;
-    float s[2 * R], all[T * R];
-    const auto scales = [&](int64_t g) ALWAYS -> const float(&)[2 * R] {
-      __builtin_prefetch(of_block + g * 2 * R + 256);
-      halves(of_block + g * 2 * R, 2 * R, s);
-      unroll<R>([&](auto r) ALWAYS { s[r] *= 1.0f / Decoder<F>::fold(r); });  // a power of two: exact
-      return s;
+    const auto scales = [&](int64_t g) ALWAYS {
+      __builtin_prefetch(of_block + g * 2 * R + PREFETCH / GROUP * 2 * R);
+      return eight_halves(of_block + g * 2 * R, 2 * R);
     };
-    group_sums<F, R, T>(Packed<F>{m.codes + b * m.S, decode}, scales, tokens.q + t0 * tokens.stride, tokens.stride, m.S,
+    float all[T * R];
+    group_sums<F, R, T, true>(Packed<F>{m.codes + b * m.S, decode}, scales, tokens.q + t0 * tokens.stride, tokens.stride, m.S,
                         tokens.groupsum + t0 * G, all);
     for (int t = 0; t < T; t++)
       for (int r = 0; r < R && b * R + r < m.N; r++) y[t * ld + b * R + r] = tokens.step[t0 + t] * all[t * R + r];
@@ -186,15 +192,15 @@ void many_groups(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, 
   __builtin_memset(scales, 0, size_t(tiles * G * 2 * TR) * sizeof(float));
   for (int64_t b = first; b < last; b++)
     for (int64_t g = 0; g < G; g++) {
-      float s[2 * R];
-      halves(static_cast<const uint16_t*>(m.scales) + (b * G + g) * 2 * R, 2 * R, s);
+      float s[8];
+      store(s, eight_halves(static_cast<const uint16_t*>(m.scales) + (b * G + g) * 2 * R, 2 * R));
       const int64_t row = (b - first) * R;
       for (int i = 0; i < 2 * R; i++) scales[((row / TR * G + g) * 2 + i / R) * TR + row % TR + i % R] = s[i];
     }
   const auto tile = [&](int64_t t, int64_t i, auto count) {
     float all[count * TR];
-    const auto of_group = [&](int64_t g) ALWAYS { return scales + (i * G + g) * 2 * TR; };
-    group_sums<F, TR, count>(Dense<TR>{dense + i * TR * m.S}, of_group, tokens.q + t * tokens.stride, tokens.stride, m.S,
+    const auto of_group = [&](int64_t g) ALWAYS { return load_eight(scales + (i * G + g) * 2 * TR); };
+    group_sums<F, TR, count, false>(Dense<TR>{dense + i * TR * m.S}, of_group, tokens.q + t * tokens.stride, tokens.stride, m.S,
                              tokens.groupsum + t * G, all);
     for (int u = 0; u < count; u++)
       for (int64_t r = 0, row = first * R + i * TR; r < TR && i * TR + r < rows && row + r < m.N; r++)

@@ -70,9 +70,12 @@ struct Decoder {
       if constexpr (F == INT8) {
         codes[0].at[i] = x.at[i];
       } else if constexpr (F == TERNARY) {
-        const unsigned fifth = x.at[i] / 84u, rest = x.at[i] - 84u * fifth;
-        codes[0].at[i] = uint8_t(rest % 3), codes[1].at[i] = uint8_t(rest / 3 % 3);
-        codes[2].at[i] = uint8_t(rest / 9 % 3), codes[3].at[i] = uint8_t(rest / 27), codes[4].at[i] = uint8_t(fifth);
+        // Quotients as products of 16 bits, which compilers turn into vectors.
+        const uint16_t fifth = uint16_t(x.at[i] * 49) >> 12, rest = uint16_t(x.at[i] - 84 * fifth);
+        const uint16_t nines = uint16_t(rest * 57) >> 9, ones = uint16_t(rest - 9 * nines);
+        const uint16_t second = uint16_t(ones * 171) >> 9, fourth = uint16_t(nines * 171) >> 9;
+        codes[0].at[i] = uint8_t(ones - 3 * second), codes[1].at[i] = uint8_t(second);
+        codes[2].at[i] = uint8_t(nines - 3 * fourth), codes[3].at[i] = uint8_t(fourth), codes[4].at[i] = uint8_t(fifth);
       } else {
         constexpr int bits = F == TWO_BIT ? 2 : 4;
         for (int r = 0; r < ROWS[F]; r++) codes[r].at[i] = uint8_t(x.at[i] >> bits * r & ((1 << bits) - 1));
@@ -86,10 +89,18 @@ inline const Bytes& unfolded(const Bytes& codes, int) {
   return codes;
 }
 
-template <Format>
+// Where only the total counts, any lane does; neighbours of one sum would keep compilers from using vectors.
+template <Format F>
 inline void dot(Ints& sum, const Bytes& codes, const Bytes& q) {
-  for (int l = 0; l < 16; l++)
-    for (int i = 4 * l; i < 4 * l + 4; i++) sum.at[l] += int32_t(codes.at[i]) * int8_t(q.at[i]);
+  int16_t products[64];
+  for (int i = 0; i < 64; i++) products[i] = int16_t(int16_t(codes.at[i]) * int16_t(int8_t(q.at[i])));
+  if constexpr (grouped(F)) {
+    for (int l = 0; l < 16; l++)
+      for (int i = 4 * l; i < 4 * l + 4; i++) sum.at[l] += products[i];
+  } else {
+    for (int j = 0; j < 64; j += 16)
+      for (int l = 0; l < 16; l++) sum.at[l] += products[j + l];
+  }
 }
 
 inline Ints zero_ints() { return Ints{}; }
@@ -164,14 +175,30 @@ inline float tree(const Floats& x) {
     for (int l = 0; l < n; l++) sum[l] += sum[l + n];
   return sum[0];
 }
-inline void halves(const uint16_t* p, int n, float* into) {
+struct Eight {  // the scales and offsets of a block
+  float at[8];
+};
+inline Eight eight_halves(const uint16_t* p, int n) {
+  Eight x{};
   for (int i = 0; i < n; i++) {
     const uint32_t sign = uint32_t(p[i] & 0x8000) << 16, exponent = p[i] >> 10 & 31, fraction = p[i] & 1023;
     const uint32_t bits = exponent == 31 ? 0x7f800000 | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
     const float magnitude = exponent == 0 ? float(fraction) * 0x1p-24f : float_of(bits);
-    into[i] = sign ? -magnitude : magnitude;
+    x.at[i] = sign ? -magnitude : magnitude;
   }
+  return x;
 }
+inline Eight load_eight(const float* p) {
+  Eight x;
+  std::memcpy(x.at, p, sizeof x.at);
+  return x;
+}
+inline void store(float* p, const Eight& x) { std::memcpy(p, x.at, sizeof x.at); }
+inline Eight fma(const Eight& a, float b, Eight c) {
+  for (int i = 0; i < 8; i++) c.at[i] = std::fma(a.at[i], b, c.at[i]);
+  return c;
+}
+inline Floats spread(const Eight& x, int r) { return broadcast(x.at[r]); }
 
 #include "kernels.inl"
 
