@@ -35,7 +35,7 @@ ARMS: dict[str, tuple[QuantConfig, bool]] = {
     "4 bits, nearest": (QuantConfig("4bit"), False),
     "4 bits, GPTQ": (QuantConfig("4bit"), True),
     "2 bits, nearest": (QuantConfig("2bit"), False),
-    "2 bits, GPTQ, columns in order": (QuantConfig("2bit", act_order=False), True),
+    "2 bits, GPTQ, activation order": (QuantConfig("2bit", act_order=True), True),
     "2 bits, GPTQ": (QuantConfig("2bit"), True),
 }
 

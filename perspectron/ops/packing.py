@@ -118,13 +118,14 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def dequantise(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights [N,K]."""
-    N, K = packed.shape
-    layout, wide_NK = LAYOUTS[packed.format], unpack(packed).to(torch.float64)
+    """The weights [N,K]; in float32 each is rounded once, because s·t has few bits."""
+    (N, K), layout = packed.shape, LAYOUTS[packed.format]
     if layout.zero is not None:
-        return ((wide_NK - layout.zero) * packed.scales.double()[:, None]).to(dtype)
-    scale_NK, offset_NK = (part.double().repeat_interleave(GROUP, 1)[:N, :K] for part in parameters(packed))
-    return wide_NK.mul_(scale_NK).sub_(offset_NK).to(dtype)
+        return unpack(packed).to(dtype).sub_(layout.zero).mul_(packed.scales.to(dtype)[:, None])
+    scale_NG1, offset_NG1 = (part[:N, :, None].to(dtype) for part in parameters(packed))
+    G = scale_NG1.shape[1]
+    wide_NGC = F.pad(unpack(packed).to(dtype), (0, G * GROUP - K)).view(N, G, GROUP)
+    return wide_NGC.mul_(scale_NG1).sub_(offset_NG1).flatten(1)[:, :K]
 
 
 def parameters(packed: Packed) -> tuple[Tensor, Tensor]:

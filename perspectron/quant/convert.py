@@ -40,8 +40,8 @@ class QuantConfig:
 
     linear: str = "2bit"
     formats: tuple[tuple[str, str], ...] = ()
-    damping: float = 0.01
-    act_order: bool = True
+    damping: float = 0.05
+    act_order: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.linear, FORMATS, "linear")

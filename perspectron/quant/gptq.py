@@ -38,7 +38,7 @@ class Hessian:
 
 
 def gptq(
-    weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0.01, act_order: bool = False
+    weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0.05, act_order: bool = False
 ) -> Packed:
     """The packed matrix whose products are nearest to W's on what `hessian` saw.
 
