@@ -1,6 +1,7 @@
 """A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self, cast
@@ -135,6 +136,7 @@ class StreamedModel(LanguageModel):
             _check(file, layer, self.header)
         budget = self.budget(cache_bytes)
         self.cache = cache = ShardCache(files, budget)
+        weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)
         self.plan = f"experts: {cache.distinct} of {_size(cache.slot_bytes)} "
         if cache.resident:
