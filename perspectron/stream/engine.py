@@ -1,6 +1,7 @@
 """A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self, cast
@@ -24,7 +25,8 @@ from perspectron.stream.cache import ExpertSource, ShardCache
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.format import ExpertLayout
-from perspectron.stream.shards import ShardFile
+from perspectron.stream.probe import Disk, probe
+from perspectron.stream.shards import Method, ShardFile
 from perspectron.stream.step import Step, step_of
 from perspectron.terms import Term
 
@@ -126,23 +128,23 @@ class StreamedModel(LanguageModel):
         """Of the artifact's manifest, which has the digest of every file."""
         return self.digest
 
-    def open(self, folder: Path, cache_bytes: int | None) -> None:
+    def open(self, folder: Path, cache_bytes: int | None, method: Method | None = None) -> None:
         """Take experts from the artifact's files: all into memory if they fit, else through a cache."""
         assert self.header.experts is not None
         paths = {layer: folder / artifact.layer_file(layer) for layer in self.header.experts.layers}
-        files = [_open(path) for path in paths.values()]
+        disk = Disk(method, {}) if method is not None else probe(next(iter(paths.values())))
+        files = [ShardFile(path, disk.method) for path in paths.values()]
         for file, layer in zip(files, paths, strict=True):
             _check(file, layer, self.header)
         budget = self.budget(cache_bytes)
         self.cache = cache = ShardCache(files, budget)
+        weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)
         self.plan = f"experts: {cache.distinct} of {_size(cache.slot_bytes)} "
         if cache.resident:
             self.plan += "all in memory, nothing streams"
         else:
-            self.plan += (
-                f"in {cache.slots} slots ({_size(budget)}), read from disk ({files[0].method}), up to "
-            )
+            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk by {disk}, up to "
             self.plan += f"{_size(self.expert_bytes)} for a token"
 
     def budget(self, asked: int | None) -> int:
@@ -167,12 +169,13 @@ class StreamedModel(LanguageModel):
 
 
 def load_artifact(
-    folder: Path, *, cache_bytes: int | None = None, verify: bool = False
+    folder: Path, *, cache_bytes: int | None = None, verify: bool = False, method: Method | None = None
 ) -> tuple[StreamedModel, Tokenizer]:
     """The model of an artifact, ready to run on the CPU, and its tokenizer.
 
     cache_bytes: memory for experts (default: what the machine has free, less a tenth and what a conversation needs).
-    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first.
+    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first. method: of
+    reading experts (default: what is faster on this disk).
     ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
     """
     return_memory()
@@ -195,7 +198,7 @@ def load_artifact(
     _fill(model, weights, folder / SHARED)
     model.digest = manifest.digest
     if header.experts is not None:
-        model.open(folder, cache_bytes)
+        model.open(folder, cache_bytes, method)
     return model, tokenizer
 
 
@@ -207,14 +210,6 @@ def _fill(model: StreamedModel, weights: dict[str, torch.Tensor], path: Path) ->
         raise ArtifactError(f"{path}: {name} is {found.get(name)}, must be {wanted.get(name)}")
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
-
-
-def _open(path: Path) -> ShardFile:
-    """Past the page cache where the disk can: what is read is kept here."""
-    try:
-        return ShardFile(path, "direct")
-    except ConfigError:
-        return ShardFile(path, "buffered")
 
 
 def _check(file: ShardFile, layer: int, header: Header) -> None:

@@ -60,7 +60,8 @@ class Held:
 
 
 class Schedule:
-    """held: all experts in memory or on their way, the least recently used first. urgent: whether someone waits.
+    """held: all experts in memory or on their way, the least recently used first. urgent: whether someone waits
+    whom no reader serves yet. Only then do hinted reads stop: one reader does not keep a disk busy (2.1 GB/s, two 2.9).
 
     A turn is as long as requests are for one layer. A hint is for the turn after it, and stale from then on.
     """
@@ -115,7 +116,7 @@ class Schedule:
                 found = self.asked.popleft()
             else:
                 self.give_up_one()
-        elif self.hinted and not self.urgent and self._take_slot(self.hinted[0]):
+        elif self.hinted and self._take_slot(self.hinted[0]):
             found = self.hinted.popleft()
             self.counters.prefetched += 1
         if found is not None:
@@ -176,4 +177,4 @@ class Schedule:
         return held.hinted is not None and self._turn > held.hinted + 1
 
     def _recount(self) -> None:
-        self.urgent = bool(self.asked) or any(held.wanted for held in self.reading)
+        self.urgent = bool(self.asked)

@@ -1,8 +1,10 @@
 """Models run from an artifact: what streams gives the bits of what is in memory, and a damaged folder one line."""
 
+import gc
 import hashlib
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -272,6 +274,16 @@ def test_what_a_token_touches(full):
     assert counted.total == sum(
         [counted.experts, counted.shared, counted.head, counted.state, counted.caches]
     )
+
+
+def test_a_model_that_is_gone_leaves_no_readers(full):
+    before = threading.active_count()
+    model, _ = load_artifact(full, cache_bytes=slots(full, 2))
+    logits(model, ids(5), 2)
+    assert threading.active_count() > before
+    del model
+    gc.collect()
+    assert threading.active_count() == before
 
 
 def test_the_line_says_what_streams(full):
