@@ -144,7 +144,7 @@ class StreamedModel(LanguageModel):
         if cache.resident:
             self.plan += "all in memory, nothing streams"
         else:
-            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk by {disk}, up to "
+            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk if disk.bytes_per_second else disk.method}), up to "
             self.plan += f"{_size(self.expert_bytes)} for a token"
 
     def budget(self, asked: int | None) -> int:
