@@ -72,6 +72,8 @@ def set_threads(count: int | None) -> None:
     """Run kernels on so many threads, whatever torch does; None: on as many as torch. Small operations of torch are
     faster on one thread, while kernels want all."""
     global _threads
+    if count is not None:
+        _at_least_one("threads", count)
     _threads = count
 
 
@@ -107,7 +109,7 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
     T, K = x_TK.shape
     _check(x_TK, torch.float32)
     _check_matrix(codes, scales, format, N, K)
-    y_TN = torch.empty(T, N)
+    y_TN = _empty(T, N)
     pointers = (codes.data_ptr(), scales.data_ptr(), FORMATS.index(format))
     _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), threads())
     return y_TN
@@ -121,7 +123,7 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
     for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
         _check_matrix(codes, scales, format, N, K)
         pointers += [codes.data_ptr(), scales.data_ptr()]
-    y_TD = torch.empty(T, D)
+    y_TD = _empty(T, D)
     _library().pspx_swiglu(
         x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
     )
@@ -133,8 +135,8 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, K = x_TK.shape
     _check(x_TK, torch.float32)
     S = padded(K)
-    q_TS, step_T = torch.empty(T, S, dtype=torch.int8), torch.empty(T)
-    sum_T, sum_TG = torch.empty(T, dtype=torch.int32), torch.empty(T, -(-S // 128), dtype=torch.int32)
+    q_TS, step_T = _empty(T, S, dtype=torch.int8), _empty(T)
+    sum_T, sum_TG = _empty(T, dtype=torch.int32), _empty(T, -(-S // 128), dtype=torch.int32)
     pointers = (q_TS.data_ptr(), step_T.data_ptr(), sum_T.data_ptr(), sum_TG.data_ptr())
     _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, threads())
     return q_TS, step_T, sum_T, sum_TG
@@ -142,12 +144,13 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def accumulate(q_TS: Tensor, sum_T: Tensor, codes: Tensor, format: str, N: int) -> Tensor:
     """For tests: Σ (t − zero)·q [T,N] int32 of a ternary or int8 matrix, before the scales."""
-    assert format in ("ternary", "int8"), format
+    if format not in ("ternary", "int8"):
+        raise ValueError(f"format = {format!r}, must be one of ternary, int8")
     T, S = q_TS.shape
-    _check(q_TS, torch.int8)
+    _check(q_TS, torch.int8, (T, padded(S)))
     _check(sum_T, torch.int32, (T,))
     _check(codes, torch.uint8, (-(-N // ROWS[format]), padded(S)))
-    y_TN = torch.empty(T, N, dtype=torch.int32)
+    y_TN = _empty(T, N, dtype=torch.int32)
     pointers = (codes.data_ptr(), FORMATS.index(format))
     _library().pspx_accumulate(
         q_TS.data_ptr(), sum_T.data_ptr(), T, S, *pointers, N, y_TN.data_ptr(), torch.get_num_threads()
@@ -161,6 +164,7 @@ def pdr_scan(
     """S = γ S + v kᵀ, o = S q over T tokens in float32; writes o and, in place, the state."""
     B, T, R = q_BTR.shape
     D = v_BTD.shape[2]
+    _at_least_one("R", R)
     for tensor, shape in (
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, o_BTD)),
@@ -169,6 +173,9 @@ def pdr_scan(
         _check(tensor, torch.float32, shape)
     pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
     _library().pspx_scan(*pointers, B, T, D, R, threads())
+    for written in (state_BDR, o_BTD):
+        if not written.is_inference():  # autograd must see that what it saved is no more
+            torch.autograd.graph.increment_version(written)
 
 
 def crc32c(buffer: Any, value: int = 0) -> int:
@@ -180,11 +187,13 @@ def crc32c(buffer: Any, value: int = 0) -> int:
 def read(buffer: Tensor, threads: int) -> int:
     """Load every byte of a uint8 tensor, for measuring how fast that can be; returns something made of them."""
     _check(buffer, torch.uint8)
+    _at_least_one("threads", threads)
     return int(_library().pspx_read(buffer.data_ptr(), buffer.numel(), threads))
 
 
 def peak(threads: int) -> float:
     """int8 multiply-adds a second of the instruction set in use, operands in registers."""
+    _at_least_one("threads", threads)
     return float(_library().pspx_peak(threads))
 
 
@@ -199,15 +208,31 @@ def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
     return library
 
 
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """For C to fill, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+# C trusts what it is given, so the checks are no asserts: python -O would leave those out.
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} = {value}, must be ≥ 1")
+
+
 def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:
     fits = shape is None or tensor.shape == shape
-    assert fits and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), (  # noqa: PT018
-        f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, strides {tensor.stride()}, want {dtype} {shape}"
-    )
+    if not (fits and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()):
+        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
+        raise ValueError(f"got {found}, must be {dtype} {shape or ''} on cpu, contiguous")
 
 
 def _check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
-    assert 0 < K <= MOST_COLUMNS, f"K = {K}"
+    if format not in FORMATS:
+        raise ValueError(f"format = {format!r}, must be one of {', '.join(FORMATS)}")
+    if not 0 < K <= MOST_COLUMNS:
+        raise ValueError(f"K = {K}, must be in 1 … {MOST_COLUMNS}")
     R, S = ROWS[format], padded(K)
     blocks = -(-N // R)
     _check(codes, torch.uint8, (blocks, S))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 NAME = "_native.so"
+SOURCES = (".cpp", ".h", ".inl")
 BUILD = "python -m perspectron.native"
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -68,11 +69,12 @@ def load() -> Loaded:
 
 
 def sources_digest() -> str | None:
-    """Of the C++ sources beside this file, as CMakeLists.txt forms it; None where there are none."""
-    files = sorted((HERE / "csrc").glob("*"))
-    if not files:
+    """Of the C++ sources beside this file and CMakeLists.txt, as that forms it; None where they are not at hand."""
+    build = HERE.parents[1] / "CMakeLists.txt"
+    files = sorted(file for file in (HERE / "csrc").glob("*") if file.suffix in SOURCES)
+    if not files or not build.is_file():
         return None
-    digests = (hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    digests = (hashlib.sha256(file.read_bytes()).hexdigest() for file in (*files, build))
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -44,7 +44,7 @@ def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     x_TK = x.reshape(-1, x.shape[-1])
     if _plain(x):
         y_TN = _linear(x_TK, packed, backend)
-    elif torch.compiler.is_compiling():
+    elif _traced():
         y_TN = _linear_op(x_TK, packed.codes, packed.scales, packed.format, packed.shape[0], backend)
     else:
         y_TN = _Linear.apply(x_TK, packed.codes, packed.scales, packed.format, packed.shape[0], backend)
@@ -64,7 +64,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
         y_TD = _swiglu(x_TD, (gate, up, down), backend)
     else:
         parts = [part for matrix in (gate, up, down) for part in (matrix.codes, matrix.scales)]
-        apply = _swiglu_op if torch.compiler.is_compiling() else _SwiGLU.apply
+        apply = _swiglu_op if _traced() else _SwiGLU.apply
         y_TD = apply(x_TD, *parts, gate.format, hidden, down.shape[0], backend)
     return y_TD.view(*x.shape[:-1], down.shape[0])
 
@@ -72,7 +72,7 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
 def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
     x, backend = x_TK.to(torch.float32).contiguous(), _backend(x_TK, backend)
     if backend == "native":
-        y_TN = native.linear(x, packed.codes, packed.scales, packed.format, packed.shape[0])
+        y_TN = native.linear(x, *_pair(packed), packed.format, packed.shape[0])
     else:
         with full_precision(x):
             y_TN = (_reference if backend == "reference" else _torch)(x, packed)
@@ -83,12 +83,18 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
     x, backend = x_TD.to(torch.float32).contiguous(), _backend(x_TD, backend)
     gate, up, down = weights
     if backend == "native":
-        pairs = [(matrix.codes, matrix.scales) for matrix in weights]
-        return native.swiglu(x, pairs[0], pairs[1], pairs[2], gate.format, gate.shape[0]).to(x_TD.dtype)
+        return native.swiglu(x, _pair(gate), _pair(up), _pair(down), gate.format, gate.shape[0]).to(
+            x_TD.dtype
+        )
     with full_precision(x):
         run = _reference if backend == "reference" else _torch
         silu = F.silu if backend == "reference" else _silu
         return run(silu(run(x, gate)) * run(x, up), down).to(x_TD.dtype)
+
+
+def _pair(packed: Packed) -> tuple[Tensor, Tensor]:
+    """As the library reads it; its own tensors where they are so."""
+    return packed.codes.contiguous(), packed.scales.contiguous()
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,9 +228,14 @@ def _plain(x: Tensor) -> bool:
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(NO_GRADIENT)
         return False
-    if not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled() or torch._C._get_tracing_state() is not None:
         return False
     return _get_current_dispatch_mode() is None and type(x) is Tensor and not x.is_meta
+
+
+def _traced() -> bool:
+    """Whether the op itself belongs into a graph."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 @torch.library.custom_op("perspectron::packed_linear", mutates_args=())

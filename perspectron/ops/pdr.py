@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from perspectron import native
 from perspectron.errors import BackendError
@@ -45,7 +46,7 @@ def scan(
     mode, the step.
 
     Under `torch.inference_mode()` "native", and "auto" where it is native or reads one token, update `state_BDR` in
-    place and return it.
+    place and return it; a state that was expanded, whose places share memory, is copied instead.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit.
     """
     if backend not in BACKENDS:
@@ -55,6 +56,8 @@ def scan(
     if k_BTR.shape != (B, T, R) or v_BTD.shape != (B, T, D) or gamma_BTD.shape != (B, T, D):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
         raise ValueError(f"q, k, v, gamma have shapes {shapes}; want [B,T,R], [B,T,R], [B,T,D], [B,T,D]")
+    if R < 1:
+        raise ValueError(f"R = {R}, must be ≥ 1")
     if state_BDR is not None and state_BDR.shape != (B, D, R):
         raise ValueError(f"state has shape {tuple(state_BDR.shape)}, want {(B, D, R)}")
     device = q_BTR.device.type
@@ -97,7 +100,12 @@ def _say(device: str) -> None:
 
 def _obstacle(*tensors: Tensor) -> str | None:
     """Why the native kernel cannot run on these, if it cannot."""
-    if torch.compiler.is_compiling() or any(
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or _get_current_dispatch_mode() is not None
+    )
+    if watched or any(
         type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
     ):
         return "not under a compiler, a trace or a functional transform"
@@ -113,12 +121,19 @@ def _native(
     q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The kernel, which writes into the state: in full size, those before and after would take 500 MB."""
-    work_BDR, o_BTD = state_BDR.contiguous(), torch.empty(v_BTD.shape)
+    state_BDR = _writable(state_BDR)
     q_BTR, k_BTR, v_BTD, gamma_BTD = (x.contiguous() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
+    work_BDR, o_BTD = state_BDR.contiguous(), torch.empty_like(v_BTD)
     native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD)
     if work_BDR is not state_BDR:
         state_BDR.copy_(work_BDR)
     return o_BTD, state_BDR
+
+
+def _writable(state_BDR: Tensor) -> Tensor:
+    """Itself, or a copy where places share memory."""
+    shared = any(n > 1 and stride == 0 for n, stride in zip(state_BDR.shape, state_BDR.stride(), strict=True))
+    return state_BDR.clone(memory_format=torch.contiguous_format) if shared else state_BDR
 
 
 def reference(
@@ -144,12 +159,14 @@ def _step_(
     q_B1R: Tensor, k_B1R: Tensor, v_B1D: Tensor, gamma_B1D: Tensor, state_BDR: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One token; writes into the state."""
+    state_BDR = _writable(state_BDR)
     state_BDR.mul_(gamma_B1D.mT).baddbmm_(v_B1D.mT, k_B1R)
     return torch.bmm(q_B1R, state_BDR.mT), state_BDR
 
 
 def _chunks(T: int) -> list[tuple[int, int]]:
     """(start, stop) of each chunk."""
+    T = int(T)  # under torch.jit.trace sizes are tensors
     return [(start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
 
 

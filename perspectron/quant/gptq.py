@@ -42,8 +42,9 @@ def gptq(
 ) -> Packed:
     """The packed matrix whose products are nearest to W's on what `hessian` saw.
 
-    damping: added to the diagonal, as a share of its mean. act_order: begin with the columns that read the most; scales
-    and offsets then are those of the weights as they were. A column that never read anything is rounded to the nearest.
+    damping: added to the diagonal, as a share of its mean; the default was chosen on held-out text of one model.
+    act_order: begin with the columns that read the most; scales and offsets then are those of the weights as they were.
+    A column that never read anything is rounded to the nearest.
     DataError: a weight or what was read is not finite, or there is too little of it to factor H with any damping.
     """
     require(format in FORMATS, "format", format, "one of " + ", ".join(FORMATS))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import require
@@ -89,8 +90,9 @@ class QuantEmbedding(_Matrix):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[..., D] in float32 of ids [...]."""
-        whole = self.codes[ids][..., : self.embedding_dim].float() - LAYOUTS["int8"].padding
-        return whole * self.scales[ids][..., None]
+        codes = F.embedding(ids, self.codes)  # as indices, negative ids would count from the end
+        whole = codes[..., : self.embedding_dim].float() - LAYOUTS["int8"].padding
+        return whole * F.embedding(ids, self.scales[:, None])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of [..., D]: the product with every row."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from perspectron import native
 from perspectron.native import library
+from perspectron.ops import pdr
 from tests.native.packing import matrix
 
 needed = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
@@ -56,6 +58,74 @@ def test_nothing_is_read_past_the_end(isa, use_isa):
     native.pdr_scan(*map(guarded, tensors), guarded(torch.empty(1, 3, 5)))
     native.read(guarded(torch.ones(1001, dtype=torch.uint8)), 1)
     native.crc32c(guarded(torch.ones(1001, dtype=torch.uint8)))
+
+
+@needed
+def test_nothing_is_written_past_the_end(monkeypatch):
+    """Outputs, those of swiglu too, that end at a page without access."""
+    rng = np.random.default_rng(2)
+    gate, up, down = (matrix("ternary", N, K, rng)[1:] for N, K in ((37, 100), (37, 100), (100, 37)))
+    x = torch.randn(3, 100)
+
+    def at_the_end(*shape, empty=native._empty, **kind):
+        return guarded(empty(*shape, **kind))
+
+    def products():
+        yield from native.quantise(x)
+        for T in (1, 3):
+            yield native.linear(x[:T], *gate, "ternary", 37)
+            yield native.swiglu(guarded(x[:T]), gate, up, down, "ternary", 37)
+
+    for isa in ISAS:
+        try:
+            with native.forced_isa(isa):
+                expected = list(products())
+                with monkeypatch.context() as patch:
+                    patch.setattr(native, "_empty", at_the_end)
+                    for found, wanted in zip(products(), expected, strict=True):
+                        assert torch.equal(found, wanted)
+        except ValueError:
+            continue
+
+
+@needed
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_outputs_do_not_follow_the_default_dtype_and_device(default):
+    gate, up, down = (
+        matrix("2bit", N, K, np.random.default_rng(3))[1:] for N, K in ((37, 100), (37, 100), (100, 37))
+    )
+    x, scanned = torch.randn(3, 100), [torch.rand(1, 3, n) for n in (37, 37, 5, 5)]
+    state = torch.rand(1, 5, 37)
+
+    def results():
+        with torch.inference_mode():
+            yield from native.quantise(x)
+            yield native.linear(x, *gate, "2bit", 37)
+            yield native.swiglu(x, gate, up, down, "2bit", 37)
+            yield from pdr.scan(*scanned, state.clone(), backend="native")
+
+    expected = list(results())
+    before = torch.get_default_dtype()
+    try:
+        with torch.device("meta") if default == "meta" else nullcontext():
+            torch.set_default_dtype(before if default == "meta" else default)
+            found = list(results())
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+@needed
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_threads_are_refused(count):
+    for call in (
+        lambda: native.read(torch.ones(9, dtype=torch.uint8), count),
+        lambda: native.peak(count),
+        lambda: native.set_threads(count),
+    ):
+        with pytest.raises(ValueError, match=f"threads = {count}, must be ≥ 1"):
+            call()
 
 
 @needed
@@ -176,11 +246,22 @@ def test_absent_it_is_said_once(monkeypatch, caplog):
 
 @needed
 def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "api.cpp").write_text("changed")
     found = next(path for path in library._places() if path.is_file())
     monkeypatch.setattr(library, "_places", lambda: [found])
-    monkeypatch.setattr(library, "HERE", tmp_path)
+    root, here = library.HERE.parents[1], tmp_path / "perspectron" / "native"
+    if library.sources_digest() is not None:
+        shutil.copytree(library.HERE / "csrc", here / "csrc")
+        shutil.copy(root / "CMakeLists.txt", tmp_path)
+        monkeypatch.setattr(library, "HERE", here)
+        (here / "csrc" / "api.cpp.orig").write_text("left by an editor")
+        (here / "csrc" / "__pycache__").mkdir()
+        assert library.load.__wrapped__().reason is None
+        (tmp_path / "CMakeLists.txt").write_text("other flags")
+        assert "was built from other sources" in library.load.__wrapped__().reason
+    (here / "csrc").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "CMakeLists.txt").touch()
+    monkeypatch.setattr(library, "HERE", here)
+    (here / "csrc" / "api.cpp").write_text("changed")
     assert library.load.__wrapped__().reason.endswith("(to build it again: python -m perspectron.native)")
     (tmp_path / library.NAME).write_text("no library")
     monkeypatch.setattr(library, "_places", lambda: [tmp_path / library.NAME])

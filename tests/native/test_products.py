@@ -215,8 +215,10 @@ def test_what_does_not_fit_is_refused():
         lambda: native.linear(x, packed.to(torch.int8), scales, "ternary", 10),
         lambda: native.linear(x, packed, scales, "2bit", 10),
         lambda: native.linear(torch.zeros(1, 65537), packed, scales, "ternary", 10),
+        lambda: native.linear(x, packed, scales, "1bit", 10),
+        lambda: native.accumulate(x.to(torch.int8), torch.zeros(2).int(), packed, "ternary", 10),
     ):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match="must be"):
             call()
 
 

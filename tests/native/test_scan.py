@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
 from perspectron.errors import BackendError
@@ -115,3 +116,47 @@ def test_where_it_cannot_run_it_says_why():
             torch.func.vmap(lambda *x: pdr.scan(*(y[None] for y in x), backend="native"))(*tensors)
         with FakeTensorMode() as mode, pytest.raises(BackendError, match="functional transform"):
             pdr.scan(*(mode.from_tensor(x) for x in tensors), backend="native")
+
+
+def test_autograd_sees_that_the_state_is_no_more_what_it_was():
+    tensors = inputs(3)
+    state = tensors[4].requires_grad_()
+    loss = (state * state).sum()
+    with torch.inference_mode():
+        pdr.scan(*tensors[:4], state.detach(), backend="native")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("backend", ["native", "auto", "torch"])
+def test_an_expanded_state_is_not_written(T, backend):
+    *tensors, state = inputs(T)
+    expanded = state[:1].expand(2, -1, -1)
+    exact = pdr.scan(*(x.double() for x in (*tensors, expanded)), backend="reference")
+    with torch.inference_mode():
+        close(pdr.scan(*tensors, expanded, backend=backend), exact)
+    assert torch.equal(expanded[0], inputs(T)[4][0])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("T", [1, 2, 70])
+@pytest.mark.parametrize("how", ["jit", "fx"])
+def test_a_trace_computes(how, T):
+    def copies(seed):
+        return tuple(x.clone() for x in inputs(T, seed=seed))
+
+    def scan(*tensors):
+        return pdr.scan(*tensors)
+
+    with torch.inference_mode():
+        traced = torch.jit.trace(scan, copies(0)) if how == "jit" else make_fx(scan)(*copies(0))
+        close(traced(*copies(1)), scan(*copies(1)))
+
+
+def test_no_columns_are_refused():
+    tensors = inputs(3, R=0)
+    with torch.inference_mode(), pytest.raises(ValueError, match="R = 0, must be ≥ 1"):
+        pdr.scan(*tensors, scale=1.0, backend="native")
+    with pytest.raises(ValueError, match="R = 0, must be ≥ 1"):
+        native.pdr_scan(*tensors, torch.empty(2, 3, 21))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
 from perspectron.errors import BackendError, DataError
@@ -336,12 +337,31 @@ def test_auto_is_native():
 
 def test_without_the_library(monkeypatch):
     whole, x = matrix("2bit", 13, 40), tokens(3, 40)
-    expected = linear(x, whole)
+    expected, count, kernel = linear(x, whole), [], native.linear
+    monkeypatch.setattr(native, "linear", lambda *args: count.append(1) or kernel(*args))
+    linear(x, whole)
+    assert len(count) == native.available()
+    count.clear()
     monkeypatch.setattr(native, "wanted", lambda: False)
     monkeypatch.setattr(native, "reason", lambda: "not built")
     assert torch.equal(linear(x, whole), expected)
     with pytest.raises(BackendError, match="backend = 'native' cannot run: not built"):
         linear(x, whole, backend="native")
+    assert not count
+
+
+@needs_native
+@every_format
+def test_strides_of_the_matrix_do_not_matter(format):
+    whole, x = matrix(format, 40, 40), tokens(3, 40)
+    apart = whole._replace(
+        codes=whole.codes.T.contiguous().T, scales=whole.scales.repeat_interleave(2, 0)[::2]
+    )
+    assert not apart.codes.is_contiguous() and not apart.scales.is_contiguous()
+    for backend in ("native", "torch"):
+        assert torch.equal(linear(x, apart, backend=backend), linear(x, whole))
+        found = swiglu(x, apart, apart, apart, backend=backend)
+        assert torch.equal(found, swiglu(x, whole, whole, whole))
 
 
 # ---------------------------------------------------------------- torch
@@ -388,6 +408,17 @@ def test_compiled_whole(name, mode, backend):
     if mode is torch.enable_grad:
         with pytest.raises(RuntimeError, match=r"autograd|derivatives"):
             compiled(x.clone().requires_grad_()).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", calls())
+def test_traces_hold_the_op(name):
+    call, x = calls("auto")[name], tokens(3, 40)
+    with torch.inference_mode():
+        traces = torch.jit.trace(call, (x,)), make_fx(call)(x)
+        for trace in traces:
+            assert f"packed_{name}" in str(trace.graph)
+            assert torch.equal(trace(-2 * x), call(-2 * x))
 
 
 @pytest.mark.parametrize("name", calls())

@@ -84,6 +84,9 @@ def test_embedding():
         logits = own.logits(x)
     assert logits.shape == (2, 3, 50)
     assert (logits - x @ table.weight.T).norm() < 0.02 * logits.norm()
+    for beyond in (-1, 50):
+        with pytest.raises(IndexError, match="out of range"):
+            own(torch.tensor([3, beyond]))
     with pytest.raises(ConfigError, match="format = '2bit', must be 'int8' for an embedding"):
         QuantEmbedding(50, 20, "2bit")
 

@@ -1,4 +1,5 @@
-// What Python calls: plain C, no exceptions, no allocation that Python must free.
+// What Python calls: plain C, no allocation that Python must free. Where memory for scratch runs out, std::bad_alloc
+// ends the process.
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -40,7 +41,7 @@ const Kernels* const* all_kernels(int* count) {
 #ifdef PERSPECTRON_X86
   static const Kernels* const found[] = {&SCALAR, &AVX2, &AVX512};
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and F16C, which every CPU with AVX2 has
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
