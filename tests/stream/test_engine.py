@@ -1,10 +1,13 @@
 """Models run from an artifact: what streams gives the bits of what is in memory, and a damaged folder one line."""
 
+import dataclasses
 import gc
 import hashlib
 import json
+import re
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,23 +15,26 @@ import torch
 
 import perspectron
 from perspectron import native, presets
+from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import Conversation, generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
 from perspectron.eval.cost import bench, touched
+from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.convert import QuantConfig, convert
 from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.engine import StreamedModel, load_artifact
+from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
 
 SIZES = {
     "d_model": 64,
     "hidden": 72,
-    "rank": 8,
+    "rank": 32,  # q and k are packed from 32 rows on
     "heads": 4,
     "kv_heads": 2,
     "window": 8,
@@ -89,6 +95,11 @@ def logits(model: LanguageModel, ids_BT: torch.Tensor, cut: int) -> torch.Tensor
     return torch.cat([one.logits for one in out], 1)
 
 
+def short(model: StreamedModel) -> bool:
+    """Whether the last token took the shorter way."""
+    return model._step is not None
+
+
 def assert_alike(one: torch.Tensor, other: torch.Tensor) -> None:
     """Equal but for rounding. A last bit before an activation is rounded to 8 bits may be a whole step after it, so
     that single numbers can differ visibly, but few do."""
@@ -103,12 +114,14 @@ def test_streamed_is_resident_bit_by_bit(folder):
     model, _ = load_artifact(folder)
     assert isinstance(model, StreamedModel) and model.cache is not None and model.cache.resident
     expected = logits(model, ids(), 25)
+    assert short(model) == native.available()
     distinct = model.cache.distinct
     assert distinct == 18
     for count in (1, 2, 3, 7, distinct - 1):
         streamed, _ = load_artifact(folder, cache_bytes=slots(folder, count))
         assert not streamed.cache.resident and streamed.cache.slots == count
         assert torch.equal(logits(streamed, ids(), 25), expected)
+        assert short(streamed) == native.available()
         assert streamed.cache.counters.bytes_read > 0
         streamed.cache.close()
 
@@ -120,16 +133,18 @@ def test_by_way_of_device_buffers_bit_by_bit(folder, count):
     copies = DeviceExperts(model.cache, torch.device("cpu"))
     model.attach(copies, predict=True)
     assert torch.equal(logits(model, ids(), 25), expected)
+    assert short(model) == native.available()
     with copies.get(0, 1) as one, copies.get(0, 2) as other:
         assert not torch.equal(one.gate.codes, other.gate.codes)
         copies.hint(1, 0)
         assert copies.holds(0, 1) and copies.holds(0, 2) and not copies.holds(1, 0)
         with pytest.raises(AssertionError), copies.get(1, 0):
             pass
+    with model.cache.get(1, 0):
+        pass
     with copies.get(0, 2):
-        if model.cache.holds(1, 0):
-            copies.hint(1, 0)
-            assert copies.holds(1, 0) and not copies.holds(0, 1)
+        copies.hint(1, 0)
+        assert copies.holds(1, 0) and not copies.holds(0, 1)
 
 
 def test_deltas_change_nothing(tmp_path, tokenizer):
@@ -164,9 +179,7 @@ def test_a_row_of_a_batch_is_the_row_alone(full):
     batch = ids(rows=3)
     together = logits(model, batch, 20)
     for row in range(3):
-        torch.testing.assert_close(
-            logits(model, batch[row : row + 1], 20), together[row : row + 1], atol=1e-4, rtol=1e-4
-        )
+        assert_alike(logits(model, batch[row : row + 1], 20), together[row : row + 1])
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
@@ -176,12 +189,79 @@ def test_the_short_way_of_a_token_is_that_of_the_modules(full):
         states = [model(ids()[:, :3]).state for _ in range(2)]
         for t in range(3, 40):  # beyond the window
             token = ids()[:, t : t + 1]
-            short, states[0], _ = model.hidden(token, states[0])
-            long, states[1], _ = LanguageModel.hidden(model, token, states[1])
-            assert_alike(short, long)
-    assert model._step is not None
+            ours, states[0], _ = model.hidden(token, states[0])
+            theirs, states[1], _ = LanguageModel.hidden(model, token, states[1])
+            assert_alike(ours, theirs)
+    assert short(model)
     for ours, theirs in zip(states[0].layers, states[1].layers, strict=True):
         assert torch.equal(ours.length_B, theirs.length_B) and int(ours.length_B) == 40
+
+
+def loaded_from(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> StreamedModel:
+    model = perspectron.build(config)
+    convert(model, QuantConfig(linear="int8"))
+    save_artifact(model, tokenizer, folder)
+    return load_artifact(folder)[0]
+
+
+def with_positions(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, positions=64)
+
+
+def with_two_widths_of_heads(config: ModelConfig) -> ModelConfig:
+    last = next(block for block in reversed(config.blocks) if isinstance(block.mixer, WindowGQAConfig))
+    other = dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, heads=2, kv_heads=1))
+    return dataclasses.replace(config, blocks=(*config.blocks, other))
+
+
+@pytest.mark.skipif(not native.available(), reason="no native library")
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [(with_positions, "learned positions"), (with_two_widths_of_heads, r"block \d+, heads of other width")],
+)
+def test_what_the_short_way_cannot_do_the_modules_do_and_the_log_says_so(
+    tmp_path, tokenizer, caplog, change, cause
+):
+    model = loaded_from(change(presets.get("perspective-tiny", **SIZES)), tokenizer, tmp_path / "a")
+    with caplog.at_level("INFO", "perspectron"), torch.inference_mode():
+        found = logits(model, ids(), 3)
+        state = model(ids()[:, :3]).state
+        for t in range(3, 40):
+            x, state, _ = LanguageModel.hidden(model, ids()[:, t : t + 1], state)
+            assert torch.equal(model.head(x), found[:, t : t + 1])
+    assert not short(model)
+    assert len(caplog.messages) == 1 and re.search(cause, caplog.messages[0])
+
+
+def test_threads_that_generate_at_once_give_what_each_gives_alone(full):
+    model, tokenizer = load_artifact(full, cache_bytes=slots(full, 3))
+
+    def text(seed: int) -> list[int]:
+        sampling = SamplingConfig(seed=seed)
+        return generate(model, tokenizer, [TEXT[: seed + 3]], max_tokens=40, sampling=sampling).ids[0]
+
+    alone = [text(seed) for seed in range(6)]
+    assert short(model) == native.available()
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(text, range(6))) == alone
+
+
+@pytest.mark.skipif(not native.available(), reason="no native library")
+def test_the_short_way_does_not_heed_the_default_dtype(full):
+    found, before = [], torch.get_default_dtype()
+    for dtype in (torch.float32, torch.bfloat16):
+        model, _ = load_artifact(full)
+        with torch.inference_mode():
+            state = model(ids()[:, :3]).state
+            assert model._steps(state)
+            try:
+                torch.set_default_dtype(dtype)
+                for t in range(3):
+                    x_D, state = step_of(model)(torch.arange(64, dtype=torch.float32) + t, state)
+            finally:
+                torch.set_default_dtype(before)
+        found.append(x_D)
+    assert found[1].dtype == torch.float32 and torch.equal(*found)
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
@@ -270,7 +350,7 @@ def test_what_a_token_touches(full):
     counted = touched(model, state)
     assert counted.experts == 3 * read_header(full).experts.shard_bytes
     assert counted.caches == 2 * 2 * 8 * 16 * 4
-    assert counted.state == 2 * (3 * 64 * 8 * 4 + 4 * 8)
+    assert counted.state == 2 * (3 * 64 * 32 * 4 + 4 * 8)
     assert counted.total == sum(
         [counted.experts, counted.shared, counted.head, counted.state, counted.caches]
     )
