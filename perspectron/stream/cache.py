@@ -111,11 +111,13 @@ class ShardCache:
             self._release(held)
 
     def hint(self, layer: int, expert: int) -> None:
-        """Read an expert when nothing else is to be read and a slot is to be had."""
+        """Read an expert when nothing else is to be read and a slot is to be had, unless hints are mostly wrong."""
         key = self._keys[layer, expert]
         if not self._threads or self._pid != os.getpid():
             return
         with self._lock:
+            if not self._schedule.trusts(key):
+                return
             if key in self._schedule.held:
                 self._schedule.held.move_to_end(key)
             elif not self._closed:
@@ -126,26 +128,6 @@ class ShardCache:
         """Whether they are in memory now."""
         held = self._schedule.held.get(self._keys[layer, expert])
         return held is not None and held.state is State.READY
-
-    def pin(self, layer: int, expert: int) -> None:
-        """Keep an expert in memory until `unpin`. ConfigError: it would take the last slot."""
-        held = self._acquire(self._keys[layer, expert])
-        try:
-            with self._lock:
-                pinned = 1 + sum(other.forever for other in self._schedule.held.values() if other is not held)
-                if pinned >= self.slots and not self.resident:
-                    raise ConfigError(f"pinned experts = {pinned}, must be below the {self.slots} slots")
-                held.forever = True
-        finally:
-            self._release(held)
-
-    def unpin(self, layer: int, expert: int) -> None:
-        """It may be displaced again."""
-        with self._lock:
-            held = self._schedule.held.get(self._keys[layer, expert])
-            if held is not None:
-                held.forever = False
-                self._wake()
 
     @property
     def counters(self) -> Counters:
