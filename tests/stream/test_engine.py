@@ -1,9 +1,12 @@
 """Models run from an artifact: what streams gives the bits of what is in memory, and a damaged folder one line."""
 
 import dataclasses
+import errno
+import fcntl
 import gc
 import hashlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -25,11 +28,15 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.convert import QuantConfig, convert
+from perspectron.stream import tensors
 from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.engine import StreamedModel, load_artifact
+from perspectron.stream.probe import probe
+from perspectron.stream.shards import ShardFile, aligned, pread
 from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
+from perspectron.stream.write import write_layer
 
 SIZES = {
     "d_model": 64,
@@ -370,7 +377,35 @@ def test_the_line_says_what_streams(full):
     model, _ = load_artifact(full)
     assert "nothing streams" in model.line() and "aliases" in model.line()
     model, _ = load_artifact(full, cache_bytes=slots(full, 2))
-    assert "2 slots" in model.line() and "read from disk" in model.line()
+    assert "2 slots (16.4 kB), read from disk (" in model.line() and "reads" not in model.line()
+
+
+def test_the_line_has_no_control_characters(full, tmp_path):
+    copy = broken(full, tmp_path)
+    header = json.loads((copy / "config.json").read_text())
+    header["about"] = "one\x1b[2J\ntwo"
+    rewrite(copy, header)
+    line = load_artifact(copy)[0].line()
+    assert line.isprintable() and "one [2J two" in line
+
+
+def test_a_disk_is_not_probed_where_nothing_streams(full, monkeypatch):
+    monkeypatch.setattr("perspectron.stream.engine.probe", lambda path: pytest.fail("for nothing"))
+    assert load_artifact(full)[0].cache.resident
+
+
+def test_a_disk_that_opens_files_for_direct_reads_but_does_not_read_them(full, tmp_path, monkeypatch):
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pread(fd, buffer, offset)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        ShardFile.__init__, "__kwdefaults__", ShardFile.__init__.__kwdefaults__ | {"read": read}
+    )
+    disk = probe(full / layer_file(0))
+    assert disk.method == "buffered" and set(disk.bytes_per_second) == {"buffered"}
 
 
 def test_does_not_train(full):
@@ -459,14 +494,106 @@ def test_weights_of_another_model_are_refused(full, folder, tmp_path):
 
 
 def rewrite(folder: Path, header: object) -> None:
-    text = json.dumps(header)
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_text(json.dumps(header))
+    register(folder, "config.json")
+
+
+def register(folder: Path, name: str) -> None:
+    """A file that was changed, in the manifest as if it had always been so."""
+    data = (folder / name).read_bytes()
     manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"]["config.json"] = {
-        "bytes": len(text),
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header["quant"].update({"blocks.0.ffn.route_proj": "int8"}), "route_proj"),
+        (lambda header: header["experts"].update(count=7), "must be \\(7, "),
+        (lambda header: header["experts"].update(shard_bytes=4096), "4096\\) as config.json says"),
+    ],
+)
+def test_a_header_that_tells_of_other_files_is_refused(full, tmp_path, change, message):
+    copy = broken(full, tmp_path)
+    header = json.loads((copy / "config.json").read_text())
+    change(header)
+    rewrite(copy, header)
+    with pytest.raises(ArtifactError, match=message):
+        load_artifact(copy)
+
+
+@pytest.mark.parametrize(
+    ("key", "size"),
+    [
+        ("d_model", 2**40),
+        ("vocab_size", 2**63),
+        ("torus", [2**62, 2]),
+        ("rank", 2**61),
+        ("window", 2**62),
+        ("positions", 2**62),
+        ("hidden", 2**100),
+    ],
+)
+def test_sizes_that_cannot_be_are_one_line(full, tmp_path, key, size):
+    def change(value):
+        if isinstance(value, dict):
+            return {name: size if name == key else change(part) for name, part in value.items()}
+        return [change(part) for part in value] if isinstance(value, list) else value
+
+    copy = broken(full, tmp_path)
+    header = json.loads((copy / "config.json").read_text())
+    rewrite(copy, header | {"model": change(header["model"])})
+    with pytest.raises(ArtifactError, match=r"config\.json: .") as error:
+        load_artifact(copy, cache_bytes=slots(full, 2))
+    assert "\n" not in str(error.value)
+
+
+def test_codes_that_cannot_be_are_found_behind_right_sums(full, tmp_path, monkeypatch):
+    copy = broken(full, tmp_path)
+    path = copy / layer_file(1)
+    with ShardFile(path) as file:
+        layout, buffers = file.header.layout, []
+        for expert in range(6):
+            buffers.append(aligned(layout.bytes))
+            file.read_into(expert, buffers[-1])
+    layout.shard(buffers[4]).gate.codes.fill_(255)
+    path.unlink()
+    monkeypatch.setattr("perspectron.stream.write.check", lambda *_: None)
+    write_layer(path, 1, layout, 6, ((expert, layout.shard(one)) for expert, one in enumerate(buffers)))
+    register(copy, layer_file(1))
+    with pytest.raises(ShardError, match=r"layer-001.*expert 4: gate: .* no ternary codes"):
+        load_artifact(copy, verify=True, cache_bytes=slots(full, 2))
+
+
+def test_scales_that_cannot_be_are_found(full, tmp_path):
+    copy = broken(full, tmp_path)
+    model, _ = load_artifact(full)
+    state = model.state_dict()
+    state["embedding.scales"] = state["embedding.scales"] * torch.nan
+    (copy / SHARED).unlink()
+    tensors.write(copy / SHARED, {name: tensors.spec(tensor) for name, tensor in state.items()})
+    register(copy, SHARED)
+    with pytest.raises(ArtifactError, match="embedding: a scale is not finite"):
+        load_artifact(copy, verify=True)
+
+
+def test_loads_that_fail_leave_no_descriptors(full, tmp_path):
+    copy = broken(full, tmp_path)
+    shutil.copy(copy / layer_file(0), copy / layer_file(2))
+    register(copy, layer_file(2))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    kept = []
+    for _ in range(10):
+        with pytest.raises(ConfigError, match="one expert") as error:
+            load_artifact(full, cache_bytes=100)
+        kept.append(error)
+        with pytest.raises(ArtifactError, match="layer, experts and widths") as error:
+            load_artifact(copy)
+        kept.append(error)
+        kept.append(load_artifact(full))  # nothing is read any more
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_cache_too_small_is_an_error(full):
