@@ -47,6 +47,7 @@ class StreamedModel(LanguageModel):
         self.header = header
         self._step: Step | None = None
         self._looked = False
+        self._copies: DeviceExperts | None = None
         for name, format in header.quant.items():
             self._pack(name, format)
         self.routed: list[PackedExperts] = []
@@ -115,11 +116,22 @@ class StreamedModel(LanguageModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._step, self._looked = None, False
-        if self.cache is not None and self.device.type == "cuda":
-            self.attach(DeviceExperts(self.cache, self.device), predict=True)
-        elif self.cache is not None:
-            self.attach(self.cache, predict=not self.cache.resident)
+        if self.cache is not None:
+            self._place(self.cache)
         return self
+
+    def _place(self, cache: ShardCache) -> None:
+        """Have the experts where the model now is."""
+        if self._copies is not None and self._copies.device == self.device:
+            return
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+        if self.device.type == "cuda":
+            self._copies = DeviceExperts(cache, self.device)
+            self.attach(self._copies, predict=True)
+        else:
+            self.attach(cache, predict=not cache.resident)
 
     @property
     def expert_bytes(self) -> int:

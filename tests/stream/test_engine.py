@@ -22,7 +22,7 @@ from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import Conversation, generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
+from perspectron.errors import ArtifactError, BackendError, ConfigError, ShardError, StateError, StorageError
 from perspectron.eval.cost import bench, touched
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
@@ -30,7 +30,7 @@ from perspectron.ops import packing
 from perspectron.quant.convert import QuantConfig, convert
 from perspectron.stream import tensors
 from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
-from perspectron.stream.device import DeviceExperts
+from perspectron.stream.device import DeviceExperts, Pinned
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.probe import probe
 from perspectron.stream.shards import ShardFile, aligned, pread
@@ -152,6 +152,71 @@ def test_by_way_of_device_buffers_bit_by_bit(folder, count):
     with copies.get(0, 2):
         copies.hint(1, 0)
         assert copies.holds(1, 0) and not copies.holds(0, 1)
+
+
+class Runtime:
+    """Takes the place of CUDA's; `codes` are what registering gives in turn, then 0."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes, self.pinned, self.calls = list(codes), set(), 0
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        self.calls += 1
+        code = self.codes.pop(0) if self.codes else 0
+        if code == 0:
+            assert place not in self.pinned
+            self.pinned.add(place)
+        return code
+
+    def cudaHostUnregister(self, place: int) -> int:
+        self.pinned.remove(place)
+        return 0
+
+
+def test_memory_is_pinned_once_and_released():
+    one, other = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    runtime = Runtime()
+    pinned = Pinned(runtime)
+    for host in (one, other, one, other):
+        pinned.pin(host)
+    assert runtime.calls == 2 and runtime.pinned == {one.data_ptr(), other.data_ptr()}
+    pinned.release()
+    pinned.release()
+    assert runtime.pinned == set()
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_unless_it_is_pinned():
+    host, runtime = torch.zeros(4096, dtype=torch.uint8), Runtime(2, 712)
+    pinned = Pinned(runtime)
+    with pytest.raises(BackendError, match="pinning 4096 bytes of memory: CUDA error 2"):
+        pinned.pin(host)
+    pinned.pin(host)
+    pinned.release()
+    assert runtime.pinned == set()
+
+
+def test_a_model_that_is_moved_to_where_it_is_keeps_its_copies(full, monkeypatch):
+    made, closed = [], []
+
+    class Watched(DeviceExperts):
+        def __init__(self, cache, device):
+            super().__init__(cache, torch.device("cpu"))
+            self.device = device
+            made.append(device)
+
+        def close(self):
+            closed.append(self.device)
+
+    model, _ = load_artifact(full)
+    where = torch.device("cuda", 0)
+    monkeypatch.setattr("perspectron.stream.engine.DeviceExperts", Watched)
+    monkeypatch.setattr(StreamedModel, "device", property(lambda model: where))
+    for _ in range(2):
+        model.float()
+    assert len(made) == 1 and closed == [] and model.routed[0].source is model._copies
+    where = torch.device("cpu")
+    model.float()
+    assert len(made) == 1 and len(closed) == 1 and model.routed[0].source is model.cache
 
 
 def test_deltas_change_nothing(tmp_path, tokenizer):
