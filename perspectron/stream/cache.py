@@ -41,8 +41,15 @@ class ExpertSource(Protocol):
         ...
 
 
+def needed(files: Sequence[ShardFile]) -> int:
+    """Budget that holds all experts of these files."""
+    distinct, slot_bytes = _sizes(files)
+    return distinct * slot_bytes
+
+
 class ShardCache:
-    """An ExpertSource over the files of all layers, which it closes in the end. Any number of threads may use it.
+    """An ExpertSource over the files of all layers, which it closes when nothing is to be read any more. Any number of
+    threads may use it.
 
     budget: bytes for weights; besides, a reader holds the changes of an expert that is stored as such. readers:
     threads. deadline: seconds after which a caller gives up if nothing at all moves.
@@ -61,9 +68,7 @@ class ShardCache:
             for file in files
             for expert in file.header.by_expert
         }
-        self.distinct = len(set(self._keys.values()))
-        unit = HUGE if self.layout.bytes >= HUGE else 1  # `aligned` takes whole huge pages
-        self.slot_bytes = -(-self.layout.bytes // unit) * unit
+        self.distinct, self.slot_bytes = _sizes(files)
         self.slots = min(budget // self.slot_bytes, self.distinct)
         if self.slots < 1:
             raise ConfigError(f"budget = {budget} bytes, must be at least {self.slot_bytes}, one expert")
@@ -111,11 +116,13 @@ class ShardCache:
             self._release(held)
 
     def hint(self, layer: int, expert: int) -> None:
-        """Read an expert when nothing else is to be read and a slot is to be had."""
+        """Read an expert when nothing else is to be read and a slot is to be had, unless hints are mostly wrong."""
         key = self._keys[layer, expert]
         if not self._threads or self._pid != os.getpid():
             return
         with self._lock:
+            if not self._schedule.trusts(key):
+                return
             if key in self._schedule.held:
                 self._schedule.held.move_to_end(key)
             elif not self._closed:
@@ -126,26 +133,6 @@ class ShardCache:
         """Whether they are in memory now."""
         held = self._schedule.held.get(self._keys[layer, expert])
         return held is not None and held.state is State.READY
-
-    def pin(self, layer: int, expert: int) -> None:
-        """Keep an expert in memory until `unpin`. ConfigError: it would take the last slot."""
-        held = self._acquire(self._keys[layer, expert])
-        try:
-            with self._lock:
-                pinned = 1 + sum(other.forever for other in self._schedule.held.values() if other is not held)
-                if pinned >= self.slots and not self.resident:
-                    raise ConfigError(f"pinned experts = {pinned}, must be below the {self.slots} slots")
-                held.forever = True
-        finally:
-            self._release(held)
-
-    def unpin(self, layer: int, expert: int) -> None:
-        """It may be displaced again."""
-        with self._lock:
-            held = self._schedule.held.get(self._keys[layer, expert])
-            if held is not None:
-                held.forever = False
-                self._wake()
 
     @property
     def counters(self) -> Counters:
@@ -299,10 +286,8 @@ class ShardCache:
                 for held in list(self._schedule.held.values()):
                     self._wait(held)
                 self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)
-            self._stop_readers()
-        except BaseException:
-            self.close()
-            raise
+        finally:
+            self.close()  # the files too: nothing is read any more
 
     def _stop_readers(self) -> None:
         with self._lock:
@@ -319,6 +304,15 @@ class ShardCache:
 def _shard(held: Held) -> Shard:
     assert held.slot is not None
     return held.slot.shard
+
+
+def _sizes(files: Sequence[ShardFile]) -> tuple[int, int]:
+    """Experts with weights of their own, and the memory that each takes."""
+    headers = [file.header for file in files]
+    distinct = sum(len({h.stored(expert).expert for expert in h.by_expert}) for h in headers)
+    size = headers[0].layout.bytes
+    unit = HUGE if size >= HUGE else 1  # `aligned` takes whole huge pages
+    return distinct, -(-size // unit) * unit
 
 
 def _layout(files: Sequence[ShardFile]) -> ExpertLayout:

@@ -5,16 +5,20 @@ On a GPU the copy runs on a stream of its own, out of pinned memory, and events 
 makes the host wait but a cache that is about to overwrite what is being copied. On the CPU, for tests, it just copies.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from perspectron.errors import BackendError
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.format import Shard
 
 BUFFERS = 2
+ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class _Slot:
@@ -29,18 +33,53 @@ class _Slot:
         self.used: torch.cuda.Event | None = None
 
 
+class Pinned:
+    """Host memory that the driver has pinned, until `release`; kept alive as long. runtime: torch.cuda.cudart()."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._kept: dict[int, Tensor] = {}
+
+    def pin(self, host: Tensor) -> None:
+        """Once for each place. BackendError: the driver refuses."""
+        place = host.data_ptr()
+        if place in self._kept:
+            return
+        code = int(self._runtime.cudaHostRegister(place, host.nbytes, 0))
+        if code == ALREADY:  # by another model over the same cache, which will release it
+            return
+        if code != 0:
+            raise BackendError(
+                f"pinning {host.nbytes} bytes of memory: CUDA error {code}; a smaller cache may do"
+            )
+        self._kept[place] = host
+
+    def release(self) -> None:
+        """Twice is fine. Nothing may be copying any more."""
+        while self._kept:
+            self._runtime.cudaHostUnregister(self._kept.popitem()[0])
+
+
 class DeviceExperts:
     """An ExpertSource for a model on `device`, over a cache in the host's memory. For one thread."""
 
     def __init__(self, cache: ShardCache, device: torch.device, buffers: int = BUFFERS) -> None:
-        self._cache, self._device = cache, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned = set[int]()
+        self._cache, self.device = cache, device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._pinned = Pinned(torch.cuda.cudart())
+            self._end = weakref.finalize(self, _release, self._stream, self._pinned)
         layout = cache.layout
         memories = (torch.empty(layout.bytes, dtype=torch.uint8, device=device) for _ in range(buffers))
         self._slots = [
             _Slot(memory, layout.shard(memory)) for memory in memories
         ]  # least recently used first
+
+    def close(self) -> None:
+        """Give the host's memory back to its other uses; nothing may be got any more. Twice is fine."""
+        if self._stream is not None:
+            self._end()
 
     @contextmanager
     def get(self, layer: int, expert: int) -> Iterator[Shard]:
@@ -51,13 +90,13 @@ class DeviceExperts:
         slot.busy += 1
         self._slots.sort(key=lambda other: other is slot)  # it is the one used last
         if slot.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(slot.copied)
+            torch.cuda.current_stream(self.device).wait_event(slot.copied)
         try:
             yield slot.shard
         finally:
             slot.busy -= 1
             if self._stream is not None:
-                slot.used = torch.cuda.current_stream(self._device).record_event()
+                slot.used = torch.cuda.current_stream(self.device).record_event()
 
     def hint(self, layer: int, expert: int) -> None:
         """Copy it if the host has it, else have the host read it."""
@@ -92,9 +131,7 @@ class DeviceExperts:
 
     def _copy(self, host: Tensor, slot: _Slot) -> None:
         assert self._stream is not None
-        if host.data_ptr() not in self._pinned:
-            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-            self._pinned.add(host.data_ptr())
+        self._pinned.pin(host)
         with torch.cuda.stream(self._stream):
             if slot.used is not None:
                 self._stream.wait_event(slot.used)
@@ -102,6 +139,11 @@ class DeviceExperts:
             slot.copied = self._stream.record_event()
         if not self._cache.resident:
             slot.copied.synchronize()  # the cache may give the memory to another expert
+
+
+def _release(stream: torch.cuda.Stream, pinned: Pinned) -> None:
+    stream.synchronize()
+    pinned.release()
 
 
 def _whole(shard: Shard, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -13,15 +14,16 @@ from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.device import free_memory, return_memory
-from perspectron.errors import ArtifactError, ConfigError
-from perspectron.experts import RoutedConfig
+from perspectron.errors import ArtifactError, ConfigError, DataError
+from perspectron.experts import RoutedConfig, RoutedSwiGLU
 from perspectron.files import sha256
 from perspectron.model import LanguageModel
+from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header
-from perspectron.stream.cache import ExpertSource, ShardCache
+from perspectron.stream.cache import ExpertSource, ShardCache, needed
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.format import ExpertLayout
@@ -38,12 +40,14 @@ class StreamedModel(LanguageModel):
 
     cache: ShardCache | None = None
     digest = plan = ""
+    state_bytes: int
 
     def __init__(self, header: Header) -> None:
         super().__init__(header.model)
         self.header = header
         self._step: Step | None = None
         self._looked = False
+        self._copies: DeviceExperts | None = None
         for name, format in header.quant.items():
             self._pack(name, format)
         self.routed: list[PackedExperts] = []
@@ -54,6 +58,8 @@ class StreamedModel(LanguageModel):
         layers = tuple(ffn.layer for ffn in self.routed)
         found = header.experts.layers if header.experts is not None else ()
         require(layers == found, "experts.layers", found, f"those of the model, {layers}")
+        with torch.device("meta"):
+            self.state_bytes = LanguageModel(self.config).init_state(1, capacity=1).nbytes
 
     def _pack(self, name: str, format: str) -> None:
         parent, _, own = name.rpartition(".")
@@ -61,6 +67,8 @@ class StreamedModel(LanguageModel):
             module = self.get_submodule(name)
         except AttributeError:
             module = None
+        if module is not None and isinstance(self.get_submodule(parent), RoutedSwiGLU):
+            module = None  # a router is never packed
         made: nn.Module
         if isinstance(module, nn.Linear):
             made = QuantLinear(module.in_features, module.out_features, format, module.bias is not None)
@@ -108,11 +116,22 @@ class StreamedModel(LanguageModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self._step, self._looked = None, False
-        if self.cache is not None and self.device.type == "cuda":
-            self.attach(DeviceExperts(self.cache, self.device), predict=True)
-        elif self.cache is not None:
-            self.attach(self.cache, predict=not self.cache.resident)
+        if self.cache is not None:
+            self._place(self.cache)
         return self
+
+    def _place(self, cache: ShardCache) -> None:
+        """Have the experts where the model now is."""
+        if self._copies is not None and self._copies.device == self.device:
+            return
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
+        if self.device.type == "cuda":
+            self._copies = DeviceExperts(cache, self.device)
+            self.attach(self._copies, predict=True)
+        else:
+            self.attach(cache, predict=not cache.resident)
 
     @property
     def expert_bytes(self) -> int:
@@ -128,32 +147,43 @@ class StreamedModel(LanguageModel):
         """Of the artifact's manifest, which has the digest of every file."""
         return self.digest
 
-    def open(self, folder: Path, cache_bytes: int | None, method: Method | None = None) -> None:
-        """Take experts from the artifact's files: all into memory if they fit, else through a cache."""
+    def open(
+        self, folder: Path, cache_bytes: int | None, method: Method | None = None, *, verify: bool = False
+    ) -> None:
+        """Take experts from the artifact's files: all into memory if they fit, else through a cache. verify: look at
+        every weight first."""
         assert self.header.experts is not None
-        paths = {layer: folder / artifact.layer_file(layer) for layer in self.header.experts.layers}
-        disk = Disk(method, {}) if method is not None else probe(next(iter(paths.values())))
-        files = [ShardFile(path, disk.method) for path in paths.values()]
-        for file, layer in zip(files, paths, strict=True):
-            _check(file, layer, self.header)
         budget = self.budget(cache_bytes)
-        self.cache = cache = ShardCache(files, budget)
+        with contextlib.ExitStack() as opened:
+            files = []
+            for layer in self.header.experts.layers:
+                file = opened.enter_context(ShardFile(folder / artifact.layer_file(layer)))
+                _check(file, layer, self.header)
+                files.append(file)
+            if method is not None:
+                disk = Disk(method, {})
+            else:  # where nothing streams, how fast it would is nothing
+                disk = probe(files[0].path) if needed(files) > budget else Disk("buffered", {})
+            for file in files:
+                file.use(disk.method)
+                if verify:
+                    file.verify()
+            self.cache = cache = ShardCache(files, budget)
+            opened.pop_all()
         weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)
         self.plan = f"experts: {cache.distinct} of {_size(cache.slot_bytes)} "
         if cache.resident:
             self.plan += "all in memory, nothing streams"
         else:
-            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk if disk.bytes_per_second else disk.method}), up to "
-            self.plan += f"{_size(self.expert_bytes)} for a token"
+            self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
+            self.plan += f"up to {_size(self.expert_bytes)} for a token"
 
     def budget(self, asked: int | None) -> int:
         """Memory for experts: what is asked, or what is free but for a tenth and one conversation."""
         if asked is not None:
             return asked
-        with torch.device("meta"):
-            state = LanguageModel(self.config).init_state(1, capacity=1).nbytes
-        return max(0, free_memory() * 9 // 10 - state)
+        return max(0, free_memory() * 9 // 10 - self.state_bytes)
 
     def line(self) -> str:
         """What is in memory, what streams, and what a token costs."""
@@ -165,7 +195,8 @@ class StreamedModel(LanguageModel):
             parts.append(self.plan)
         if self.header.about:
             parts.append(self.header.about)
-        return "; ".join(parts)
+        line = "; ".join(parts)
+        return "".join(letter if letter.isprintable() else " " for letter in line)
 
 
 def load_artifact(
@@ -174,8 +205,9 @@ def load_artifact(
     """The model of an artifact, ready to run on the CPU, and its tokenizer.
 
     cache_bytes: memory for experts (default: what the machine has free, less a tenth and what a conversation needs).
-    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first. method: of
-    reading experts (default: what is faster on this disk).
+    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first, and look
+    at every weight. method: of
+    reading experts (default: what is faster on this disk, where they stream).
     ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
     """
     return_memory()
@@ -193,12 +225,15 @@ def load_artifact(
     try:
         with torch.device("meta"):
             model = StreamedModel(header)
-    except ConfigError as error:
-        raise ArtifactError(f"{folder / artifact.CONFIG}: {error}") from None
+    except (ConfigError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        cause = " ".join(str(error).split())[:200] or type(error).__name__  # torch's, of sizes that cannot be
+        raise ArtifactError(f"{folder / artifact.CONFIG}: {cause}") from None
     _fill(model, weights, folder / SHARED)
     model.digest = manifest.digest
+    if verify:
+        _legal(model, folder / SHARED)
     if header.experts is not None:
-        model.open(folder, cache_bytes, method)
+        model.open(folder, cache_bytes, method, verify=verify)
     return model, tokenizer
 
 
@@ -212,6 +247,16 @@ def _fill(model: StreamedModel, weights: dict[str, torch.Tensor], path: Path) ->
     model.requires_grad_(False).eval()
 
 
+def _legal(model: StreamedModel, path: Path) -> None:
+    """ArtifactError unless all packed matrices in memory are possible ones."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            try:
+                packing.check(module.packed, name)
+            except DataError as error:
+                raise ArtifactError(f"{path}: {error}") from None
+
+
 def _check(file: ShardFile, layer: int, header: Header) -> None:
     """ArtifactError unless the file is of this layer of this model."""
     config = header.model.blocks[layer].ffn
@@ -220,7 +265,16 @@ def _check(file: ShardFile, layer: int, header: Header) -> None:
     found = file.layer, file.header.experts, file.header.layout
     if found != wanted:
         raise ArtifactError(f"{file.path}: layer, experts and widths are {found}, must be {wanted}")
+    assert header.experts is not None
+    told = header.experts.count, header.experts.shard_bytes
+    has = file.header.experts, file.header.layout.bytes
+    if told != has and layer == header.experts.layers[0]:  # the others may have more experts or fewer
+        raise ArtifactError(
+            f"{file.path}: experts and bytes of each are {has}, must be {told} as config.json says"
+        )
 
 
 def _size(count: int) -> str:
+    if count < 1e6:
+        return f"{count / 1e3:.1f} kB"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

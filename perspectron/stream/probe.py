@@ -21,8 +21,8 @@ class Disk(NamedTuple):
     bytes_per_second: dict[Method, float]
 
     def __str__(self) -> str:
-        rates = ", ".join(f"{method} {rate / 1e9:.2f} GB/s" for method, rate in self.bytes_per_second.items())
-        return f"{self.method} reads ({rates})"
+        rates = sorted(self.bytes_per_second.items(), key=lambda item: item[0] != self.method)
+        return ", not ".join(f"{method} {rate / 1e9:.2f} GB/s" for method, rate in rates) or self.method
 
 
 def probe(path: Path) -> Disk:

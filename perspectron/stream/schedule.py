@@ -10,6 +10,8 @@ from perspectron.stream.format import Bytes, Shard
 from perspectron.stream.shards import Cancelled, ShardFile
 
 HINTS = 256  # that wait at most; older ones are forgotten
+TRUST = 0.6  # of hints of late that came true, below which none is read: wrong ones displace what is used
+MEMORY = 1 / 64  # weight of the latest in it
 
 Key = tuple[int, int]
 """(layer, expert), the expert one that is stored."""
@@ -54,7 +56,7 @@ class Held:
         self.state = State.QUEUED
         self.slot: Slot | None = None
         self.pins = 0
-        self.forever = self.wanted = self.cancelled = False
+        self.wanted = self.cancelled = False
         self.hinted: int | None = None
         self.error: Exception | None = None
 
@@ -63,7 +65,9 @@ class Schedule:
     """held: all experts in memory or on their way, the least recently used first. urgent: whether someone waits
     whom no reader serves yet. Only then do hinted reads stop: one reader does not keep a disk busy (2.1 GB/s, two 2.9).
 
-    A turn is as long as requests are for one layer. A hint is for the turn after it, and stale from then on.
+    A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
+    keeps its slot from other hints, then it is stale. trust: share of the hints of late for what was not in memory that
+    came true, read or not.
     """
 
     def __init__(self, slots: int) -> None:
@@ -75,12 +79,15 @@ class Schedule:
         self.free: list[Slot] = []
         self.urgent = False
         self.counters = Counters()
+        self.trust = 1.0
         self._turn, self._layer = 0, -1
+        self._guessed: dict[Key, int] = {}  # the turn of each hint that may still come true, in order
 
     def request(self, held: Held) -> None:
         """Count a request, and have what is not in memory read before any hint."""
         if held.key[0] != self._layer:
             self._turn, self._layer = self._turn + 1, held.key[0]
+        self._judge(held.key)
         self.counters.hits += held.state is State.READY
         self.counters.misses += held.state is not State.READY
         self.counters.useful += held.hinted is not None and held.state is not State.QUEUED
@@ -91,6 +98,12 @@ class Schedule:
             self.asked.append(held)
         held.wanted, held.cancelled, held.hinted = True, False, None
         self._recount()
+
+    def trusts(self, key: Key) -> bool:
+        """Take note of a hint; whether to act on it."""
+        if key not in self.held:
+            self._guessed.setdefault(key, self._turn)
+        return self.trust >= TRUST
 
     def hint(self, held: Held) -> None:
         """Read it when nothing else is to be read."""
@@ -163,7 +176,7 @@ class Schedule:
             self.allocated += 1
             return True
         for other in self.held.values():
-            if other.state is not State.READY or other.pins or other.forever:
+            if other.state is not State.READY or other.pins:
                 continue
             unused = other.hinted is not None
             if held.wanted or not unused or self._stale(other):
@@ -175,6 +188,14 @@ class Schedule:
 
     def _stale(self, held: Held) -> bool:
         return held.hinted is not None and self._turn > held.hinted + 1
+
+    def _judge(self, asked: Key) -> None:
+        """Count hints that came true, or can no more."""
+        if self._guessed.pop(asked, None) is not None:
+            self.trust += (1 - self.trust) * MEMORY
+        while self._guessed and self._turn > (first := next(iter(self._guessed.items())))[1] + 2:
+            del self._guessed[first[0]]
+            self.trust -= self.trust * MEMORY
 
     def _recount(self) -> None:
         self.urgent = bool(self.asked)

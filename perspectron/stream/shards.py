@@ -4,6 +4,7 @@ What comes back has the bytes that were written, or there is a ShardError; never
 cut or replaced meanwhile. Files are not mapped: a cut one would end the process.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -79,7 +80,7 @@ class ShardFile:
         backoff: float = BACKOFF,
         deadline: float = DEADLINE,
     ) -> None:
-        self.path, self.method, self._read = path, method, read
+        self.path, self._read = path, read
         self.retries, self.backoff, self.deadline = retries, backoff, deadline
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
@@ -88,8 +89,7 @@ class ShardFile:
         try:
             self._identity = self._opened()
             self.header: Header = parse(self._bytes, os.fstat(self._fd).st_size, path)
-            if method == "direct":
-                self._go_direct()
+            self.use(method)
         except BaseException:
             self.close()
             raise
@@ -105,6 +105,12 @@ class ShardFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def use(self, method: Method) -> None:
+        """Read so from now on. ConfigError: a method that the disk does not have."""
+        if method == "direct":
+            self._go_direct()
+        self.method = method
 
     @property
     def layer(self) -> int:
@@ -157,13 +163,18 @@ class ShardFile:
                         raise self._error(entry.expert, str(error)) from None
 
     def rate(self, buffer: Bytes, size: int) -> float:
-        """Bytes per second of reading the first `size` bytes from the disk, by pieces of `buffer`, unchecked."""
+        """Bytes per second of reading the first `size` bytes from the disk, by pieces of `buffer`, unchecked.
+
+        ConfigError: the disk lets a file be opened for direct reads, but not be read so.
+        """
         self._forget(0, size)
         start = time.monotonic()
         try:
             for offset in range(0, size, len(buffer)):
                 self._read(self._fd, buffer.data, offset)
         except OSError as error:
+            if self.method == "direct" and error.errno == errno.EINVAL:
+                raise self._no_direct() from None
             raise ArtifactError(f"{self.path}: cannot be read ({error.strerror})") from None
         return size / max(time.monotonic() - start, 1e-9)
 
@@ -186,7 +197,10 @@ class ShardFile:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         except (OSError, AttributeError):
-            raise ConfigError(f"method = 'direct', must be 'buffered' on the disk of {self.path}") from None
+            raise self._no_direct() from None
+
+    def _no_direct(self) -> ConfigError:
+        return ConfigError(f"method = 'direct', must be 'buffered' on the disk of {self.path}")
 
     # ------------------------------------------------------------ reading
 

@@ -9,6 +9,8 @@ Shapes: D model width, K head width, E experts, A axes of the torus.
 
 import ctypes
 import itertools
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -70,20 +72,24 @@ class _Unsuited(Exception):
 
 
 class Step:
-    """Made once for a model; holds pointers into its tensors."""
+    """Made once for a model; holds pointers into its tensors. One thread computes at a time: the scratch is one."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._library: Any = load().library
         self._keep: list[Tensor] = []
         self._width = model.config.d_model
-        self._base = 0.0
+        self._lock = threading.Lock()
+        self._turned: tuple[float, int] | None = None  # rotary base and half width of a head
         self._halves: list[tuple[Half, Half | None]] = []
-        blocks = cast("list[Block]", model.blocks)
-        for block in blocks:
-            if not isinstance(block.config.residual, SequentialConfig):
-                raise _Unsuited
-            self._halves.append((self._mixer(block), self._network(block, model.ffn_of(block))))
-        self._x = torch.empty(3, self._width)  # two in turns, and the normed one
+        if model.config.positions > 0:
+            raise _Unsuited("learned positions")
+        for i, block in enumerate(cast("list[Block]", model.blocks)):
+            try:
+                self._halves.append((self._mixer(block), self._network(block, model.ffn_of(block))))
+            except _Unsuited as error:
+                raise _Unsuited(f"block {i}, {error}") from None
+        # Two in turns, and the normed one.
+        self._x = torch.empty(3, self._width, dtype=torch.float32, device="cpu")
 
     def takes(self, state: LMState) -> bool:
         """Whether the tensors of a state are such as the library can write into: its windows there, all contiguous."""
@@ -101,8 +107,12 @@ class Step:
 
     def __call__(self, x_D: Tensor, state: LMState) -> tuple[Tensor, LMState]:
         """What the last block gives [D], and the new state; the one handed in is used up."""
+        with self._lock:
+            return self._run(x_D, state)
+
+    def _run(self, x_D: Tensor, state: LMState) -> tuple[Tensor, LMState]:
         length = int(cast(PDRState, state.layers[0]).length_B)
-        lengths = torch.full((len(self._halves),), length + 1).split(1)
+        lengths = torch.full((len(self._halves),), length + 1, dtype=torch.int64, device="cpu").split(1)
         self._position = length
         self._turn()
         self._threads = native.threads()
@@ -121,7 +131,7 @@ class Step:
 
     def _turn(self) -> None:
         """The angles of the position, as `ops.attention.rope` has them."""
-        if self._base:
+        if self._turned is not None:
             angle = self._position * self._frequency
             self._angles = torch.stack([angle.cos(), angle.sin()]).float()
             self._cosine = self._angles.data_ptr()
@@ -130,12 +140,14 @@ class Step:
     # ------------------------------------------------------------ what a layer is made of
 
     def _mixer(self, block: Block) -> Half:
+        if not isinstance(block.config.residual, SequentialConfig):
+            raise _Unsuited("residual")
         mixer, norm = block.mixer, block.mixer_norm
         if isinstance(mixer, PDR) and mixer.config.renorm_every == 0:
             return self._pdr(mixer, norm)
-        if isinstance(mixer, WindowGQA) and self._base in (0.0, mixer.config.rope_base):
+        if isinstance(mixer, WindowGQA):
             return self._gqa(mixer, norm)
-        raise _Unsuited
+        raise _Unsuited(f"mixer {type(mixer).__name__}")
 
     def _pdr(self, mixer: PDR, norm: nn.Module) -> Half:
         rank = mixer.config.rank
@@ -153,9 +165,12 @@ class Step:
 
     def _gqa(self, mixer: WindowGQA, norm: nn.Module) -> Half:
         config, half = mixer.config, mixer.width // 2
-        if not self._base:
-            self._base = config.rope_base
-            self._frequency = self._base ** (-torch.arange(half, dtype=torch.float64) / half)
+        turned = config.rope_base, half
+        if self._turned not in (None, turned):
+            raise _Unsuited("heads of other width or rotation than those before")
+        self._turned = turned
+        exponent = -torch.arange(half, dtype=torch.float64, device="cpu") / half
+        self._frequency = config.rope_base**exponent
         weight, eps = self._norm(norm)
         parts = (mixer.q_proj, mixer.kv_proj, mixer.o_proj)
         sizes = (config.heads, config.kv_heads, config.window)
@@ -176,12 +191,12 @@ class Step:
             return self._dense(ffn, norm)
         if isinstance(ffn, PackedExperts) and ffn.config.gate != "soft":
             return self._routed(ffn, norm)
-        raise _Unsuited
+        raise _Unsuited(f"feed-forward network {type(ffn).__name__}")
 
     def _dense(self, ffn: SwiGLU, norm: tuple[int, float]) -> Half:
         parts = [self._linear(part) for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj)]
         if len({part.format for part in parts}) > 1:
-            raise _Unsuited
+            raise _Unsuited("matrices of a SwiGLU in several formats")
         pointers = list(itertools.chain.from_iterable((part.codes, part.scales) for part in parts))
         normalise, feed = self._library.pspx_norm, self._library.pspx_swiglu
         hidden, format, width = parts[0].rows, parts[0].format, self._width
@@ -223,23 +238,23 @@ class Step:
         if tensor is None:
             return None
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise _Unsuited
+            raise _Unsuited("weights elsewhere than in the memory of the CPU")
         self._keep.append(tensor)
         return tensor.data_ptr()
 
     def _floats(self, tensor: Tensor) -> int:
         if tensor.dtype != torch.float32:
-            raise _Unsuited
+            raise _Unsuited(f"{tensor.dtype} weights")
         return cast(int, self._pointer(tensor))
 
     def _norm(self, module: nn.Module) -> tuple[int, float]:
         if not isinstance(module, nn.RMSNorm) or module.eps is None:
-            raise _Unsuited
+            raise _Unsuited(f"norm {type(module).__name__}")
         return self._floats(module.weight), module.eps
 
     def _linear(self, module: nn.Module) -> _Linear:
         if not isinstance(module, QuantLinear):
-            raise _Unsuited
+            raise _Unsuited("a matrix that is not packed")
         bias = None if module.bias is None else self._floats(module.bias)
         codes, scales = self._pointer(module.codes), self._pointer(module.scales)
         format = native.FORMATS.index(module.format)
@@ -256,12 +271,13 @@ class Step:
 
 
 def step_of(model: LanguageModel) -> Step | None:
-    """None for a model of other parts, and where there is no native library."""
+    """None for a model of other parts, which the log names, and where there is no native library."""
     if not native.available():
         return None
     try:
         return Step(model)
-    except _Unsuited:
+    except _Unsuited as error:
+        logging.getLogger("perspectron").info("%s is decoded module by module: %s", model.config.name, error)
         return None
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from perspectron.errors import ConfigError, ShardError
 from perspectron.stream import ShardCache, shards
+from perspectron.stream.schedule import Held, Schedule
 from perspectron.stream.shards import pread
 
 
@@ -108,7 +109,7 @@ def test_changes_are_made_from_a_base_in_memory(tmp_path: Path, lab) -> None:
         assert cache.counters.bytes_read == 12288 + 8192 + 12288
 
 
-def test_the_least_recently_used_goes_first_and_pins_stay(plain, lab) -> None:
+def test_the_least_recently_used_goes_first_and_what_is_held_stays(plain, lab) -> None:
     path, experts, offset = plain
     gate = Gate()
     with ShardCache([lab.open(path, read=gate)], 3 * lab.layout.bytes) as cache:
@@ -120,21 +121,11 @@ def test_the_least_recently_used_goes_first_and_pins_stay(plain, lab) -> None:
         for expert in (0, 1, 2, 0, 3, 0, 2, 1):
             get(expert)
         assert gate.seen == [offset[i] for i in (0, 1, 2, 3, 1)]
-        cache.pin(0, 4)
         with cache.get(0, 5):
             for expert in (0, 1, 2, 3):
                 get(expert)
             get(5)
-        get(4)
-        assert gate.seen[5:] == [offset[i] for i in (4, 5, 0, 1, 2, 3)]
-        cache.pin(0, 4)
-        cache.pin(0, 3)
-        with pytest.raises(ConfigError, match="pinned experts = 3, must be below the 3 slots"):
-            cache.pin(0, 1)
-        cache.unpin(0, 4)
-        get(0)
-        get(1)
-        assert gate.seen[11:] == [offset[i] for i in (1, 0)]
+        assert gate.seen[5:] == [offset[i] for i in (5, 0, 2, 3)]
 
 
 def test_one_read_for_all_who_ask(plain, lab) -> None:
@@ -172,6 +163,30 @@ def test_a_hint_is_read_ahead_and_not_again(plain, lab) -> None:
         assert gate.seen == offset[:2]
         counters = cache.counters
         assert (counters.prefetched, counters.useful, counters.wasted) == (1, 1, 0)
+
+
+def test_hints_are_heeded_as_long_as_most_come_true() -> None:
+    """A cache of few slots is worse off with guesses that displace what is used."""
+    schedule = Schedule(4)
+
+    def tokens(count: int, right: float) -> bool:
+        """Whether a hint counts, after those for two layers ahead were right that often."""
+        draw = np.random.default_rng(0)
+        for _ in range(count):
+            for layer in range(8):
+                key = layer, 0
+                held = schedule.held[key] = Held(key, None, threading.Condition())
+                schedule.request(held)
+                schedule.asked.clear()
+                del schedule.held[key]
+                for ahead in (1, 2):
+                    schedule.trusts(((layer + ahead) % 8, 0 if draw.random() < right else 1))
+        return schedule.trusts((0, 0))
+
+    assert tokens(20, 1.0) and schedule.trust == 1
+    assert not tokens(40, 0.1)
+    assert not tokens(40, 0.1)
+    assert tokens(40, 0.9)
 
 
 def test_a_hint_makes_way(plain, lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +333,6 @@ def test_a_resident_cache_outlives_its_file(plain, lab) -> None:
     with ShardCache([lab.open(path)], 10**9) as cache:
         path.unlink()
         cache.hint(0, 0)
-        cache.pin(0, 0)
         for expert in range(6):
             with cache.get(0, expert) as shard:
                 assert same(shard, lab.layout.shard(experts[expert]))
