@@ -1,6 +1,7 @@
 """Artifacts on the command line: made, generated from, measured, inspected, and refused in one line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,18 @@ def test_synthesize(tmp_path, text, capsys):
     assert "are free" in refused(
         capsys, "synthesize", "perspective-1t", "--experts", 128, "--out", tmp_path / "b"
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "manifest.json", "shared.safetensors", "experts", "tokenizer.json"]
+)
+def test_links_do_not_lead_out_of_an_artifact(artifact, tmp_path, capsys, name):
+    folder = tmp_path / "linked"
+    shutil.copytree(artifact, folder)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    assert "must not lead out of the folder" in refused(capsys, "generate", folder, "x")
+    (tmp_path / name).rename(folder / "inside")
+    (folder / name).unlink()
+    (folder / name).symlink_to("inside")
+    said(capsys, "generate", folder, "x", "--max-tokens", 1)
