@@ -100,10 +100,35 @@ def test_generate_says_first_what_streams(artifact, capsys):
 
 def test_generate_bench(artifact, capsys):
     table = said(capsys, "generate", artifact, "--max-tokens", 4, "--bench")
-    for words in ("tokens a second", "bytes of experts", "read from memory", "share of that"):
+    for words in (
+        "tokens a second",
+        "bytes of experts",
+        "read from memory",
+        "share of that",
+        "read and written",
+    ):
         assert words in table
+    assert table.count("bytes of state") == 1 and " 1 threads" not in table
     found = json.loads(said(capsys, "generate", artifact, "--max-tokens", 4, "--bench", "--json"))
     assert len(found["seconds"]) == 4 and found["bytes"] == sum(found["touched"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", "0"], "max_tokens = 0, must be ≥ 1"),
+        (["--device", "cuda"], "device = 'cuda', must be left out with --bench"),
+        (["--load-state", "none"], "load_state"),
+        (["--save-state", "none"], "save_state"),
+        (["--stop", "."], "stop"),
+        (["--temperature", "0.5"], "temperature = 0.5"),
+        (["--seed", "1"], "seed = 1"),
+        (["a", "b"], "prompts = 2"),
+    ],
+    ids=lambda value: "",
+)
+def test_generate_bench_refuses_what_it_does_not_heed(artifact, capsys, options, words):
+    assert words in refused(capsys, "generate", artifact, "--bench", *options)
 
 
 def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
@@ -119,9 +144,14 @@ def test_inspect_counts_the_model(run, artifact, capsys):
 
 
 def test_wrong_caches_and_folders(run, artifact, tmp_path, capsys):
-    assert "cache" in refused(capsys, "generate", artifact, "x", "--cache", "lots")
+    assert "cache = 'lots', must be a size like 24G" in refused(
+        capsys, "generate", artifact, "x", "--cache", "lots"
+    )
     assert "one expert" in refused(capsys, "generate", artifact, "x", "--cache", "1K")
-    assert "left out for a run" in refused(capsys, "generate", run, "x", "--cache", "1G")
+    assert "cache = '1G', must be left out for a run" in refused(
+        capsys, "generate", run, "x", "--cache", "1G"
+    )
+    assert "verify = True, must be left out for a run" in refused(capsys, "generate", run, "x", "--verify")
     (artifact / "manifest.json").rename(tmp_path / "manifest.json")
     try:
         assert "manifest.json" in refused(capsys, "generate", artifact, "x")
