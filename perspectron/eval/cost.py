@@ -30,7 +30,7 @@ READ = 1 << 29  # bytes read to learn how fast that is
 class Touched:
     """Bytes that one token reads, and of the state also writes. experts: codes and scales, or weights, of the chosen
     one of every routed layer. shared: every other weight but the head's. head: of the matrix that gives the logits.
-    state: memories that each token rewrites, twice: read and written. caches: keys and values of the tokens attended to."""
+    state: memories that each token rewrites, twice: read and written. caches: keys and values of tokens attended to."""
 
     experts: int
     shared: int
