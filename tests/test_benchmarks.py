@@ -204,6 +204,10 @@ def test_quantised(results):
         assert 0 < arm["bits_per_byte"] < 10
         if "GPTQ" in name:
             assert arm["error"] < arm["nearest_error"]
+    whole, streamed = (arms[name] for name in ("artifact, all in memory", "artifact, 6 slots"))
+    assert whole["bits_per_byte"] == streamed["bits_per_byte"]
+    assert abs(whole["bits_per_byte"] - arms["2 bits, GPTQ"]["bits_per_byte"]) < 0.1
+    assert whole["counters"]["misses"] == 0 < streamed["counters"]["misses"]
 
 
 def test_ternary_gemv(results, outcomes):
