@@ -139,6 +139,16 @@ def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
     assert json.loads(said(capsys, "eval", artifact, "--data", text, "--json"))["tokens"] > 0
 
 
+def test_routes_of_an_artifact(artifact, text, tmp_path, capsys):
+    found = json.loads(said(capsys, "routes", artifact, "--text", text / "0.txt", "--tokens", 50, "--json"))
+    assert found["tokens"] == 50 and all(sum(layer["load"]) == 50 for layer in found["layers"])
+    assert (artifact / "routes/routes.svg").exists()
+    long = tmp_path / "long.txt"
+    long.write_text((text / "0.txt").read_text() * 2)
+    traced = json.loads(said(capsys, "trace", artifact, "--text", long, "--tokens", 1024, "--json"))
+    assert traced["tokens"] == 1024
+
+
 def test_inspect_counts_the_model(run, artifact, capsys):
     assert said(capsys, "inspect", artifact, "--json") == said(capsys, "inspect", run, "--json")
 
