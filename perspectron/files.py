@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perspectron.errors import ArtifactError, PerspectronError, StorageError
+
+MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
 
 
 def sha256(path: Path) -> str:
@@ -90,14 +93,29 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path, error: type[PerspectronError]) -> Any:
-    """Read JSON; a missing or malformed file raises `error` with one line that names it."""
+def read_json(path: Path, error: type[PerspectronError], limit: int = MAX_JSON) -> Any:
+    """Read JSON. What is missing, malformed, no file or over `limit` bytes raises `error` with one line that names
+    it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(_text(path, limit))
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
+    except RecursionError:
+        raise error(f"{path}: unreadable JSON (too many levels)") from None
     except (OSError, ValueError) as cause:
         raise error(f"{path}: unreadable JSON ({cause})") from None
+
+
+def _text(path: Path, limit: int) -> str:
+    with open(
+        os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb"
+    ) as file:  # a pipe must not block
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a file")
+        text = file.read(limit + 1)
+    if len(text) > limit:
+        raise ValueError(f"more than {limit} bytes")
+    return text.decode()
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:

@@ -204,6 +204,10 @@ def test_quantised(results):
         assert 0 < arm["bits_per_byte"] < 10
         if "GPTQ" in name:
             assert arm["error"] < arm["nearest_error"]
+    whole, streamed = (arms[name] for name in ("artifact, all in memory", "artifact, 6 slots"))
+    assert whole["bits_per_byte"] == streamed["bits_per_byte"]
+    assert abs(whole["bits_per_byte"] - arms["2 bits, GPTQ"]["bits_per_byte"]) < 0.1
+    assert whole["counters"]["misses"] == 0 < streamed["counters"]["misses"]
 
 
 def test_ternary_gemv(results, outcomes):
@@ -233,5 +237,9 @@ def test_full_size(results):
         assert found[name]["tokens_per_second"] > 0 and found[name]["share"] > 0
         assert len(set(found[name]["state_bytes"].values())) == 1
         assert set(found[name]["budget"]) == {"shared", "experts", "state"}
-    assert found["memory"]["bytes"]["missed"] == 0 < found["disk"]["bytes"]["missed"]
+        assert max(map(int, found[name]["state_bytes"])) > 2 * max(found[name]["rings"]) > 0
+    disk = found["disk"]
+    assert found["memory"]["bytes"]["read"] == 0 < disk["bytes"]["needed"] <= disk["bytes"]["read"]
+    assert set(disk["readers"]["tried"]) == {"1", "2", "4"}
+    assert disk["right_guesses"] is None or 0 <= disk["right_guesses"] <= 1
     assert "memory_share" in found["missed"]  # a tiny model is all overhead

@@ -12,9 +12,11 @@ from rich.table import Table
 import perspectron
 from perspectron import native
 from perspectron.cli.units import size
+from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.eval.cost import Bench, bench
 from perspectron.model import LanguageModel
+from perspectron.stream.artifact import is_artifact
 from perspectron.stream.engine import StreamedModel
 
 PROMPT = "def read_lines(path):\n"
@@ -25,6 +27,9 @@ def open_model(path: Path, cache: str | None, *, verify: bool = False) -> tuple[
     """The model of a run or an artifact. Of an artifact it says in a line what is in memory and what is not, and
     leaves the threads to the kernels: torch's own operations are too small to share."""
     budget = None if cache is None else size(cache, "cache")
+    if path.is_dir() and not is_artifact(path):
+        for name, given in (("cache", cache), ("verify", verify)):
+            require(not given, name, given, "left out for a run, which is in memory as a whole")
     model, tokenizer = perspectron.load(path, cache_bytes=budget, verify=verify)
     if isinstance(model, StreamedModel):
         print(f"perspectron: {model.line()}", file=sys.stderr)
@@ -61,11 +66,14 @@ def _table(model: LanguageModel, found: Bench) -> Table:
     ]
     if model.config.name == "perspective-1t":
         rows.append(("the document says", CLAIMED))
-    rows += [(f"bytes of {name}", f"{count:,}") for name, count in asdict(found.touched).items()]
+    names = {"state": "state, read and written", "caches": "keys and values read"}
+    counts = asdict(found.touched).items()
+    threads = native.threads()
+    rows += [(f"bytes of {names.get(name, name)}", f"{count:,}") for name, count in counts]
     rows += [
         ("bytes in all", f"{found.touched.total:,}"),
-        ("bytes of state", f"{found.state_bytes:,}"),
-        ("read from memory", f"{found.bandwidth / 1e9:.1f} GB/s on {native.threads()} threads"),
+        ("in memory as state", f"{found.state_bytes:,} bytes"),
+        ("read from memory", f"{found.bandwidth / 1e9:.1f} GB/s on {threads} thread{'s'[: threads > 1]}"),
         ("share of that", f"{found.share:.2f}"),
     ]
     if found.missed:

@@ -48,14 +48,16 @@ class Generate:
     verify: bool = False
     """Check every file of an artifact before."""
     bench: bool = False
-    """Measure instead: what a token costs, beside what it takes to read its bytes from memory."""
+    """Measure instead: what a token costs, beside what it takes to read its bytes from memory. On the CPU, of one
+    prompt, greedily."""
     json: bool = False
     """Print one JSON object instead of the text as it comes."""
 
     def __call__(self) -> int:
+        if self.bench:
+            self._check_bench()
         model, tokenizer = open_model(self.run, self.cache, verify=self.verify)
         if self.bench:
-            require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
             print_bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
             return 0
         device = pick_device(self.device)
@@ -80,6 +82,17 @@ class Generate:
             result.conversation.save(self.save_state, model)
         self._print(texts, result, single, time.perf_counter() - start)
         return 0
+
+    def _check_bench(self) -> None:
+        """ConfigError for what a measurement does not heed."""
+        require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
+        require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
+        for name in ("load_state", "save_state", "stop"):
+            given = getattr(self, name)
+            require(given in (None, ()), name, given, "left out with --bench")
+        for name, given in vars(self.sampling).items():
+            require(given == getattr(SamplingConfig(), name), name, given, "left out with --bench")
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):

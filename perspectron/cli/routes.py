@@ -1,5 +1,6 @@
 """`perspectron routes`."""
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -32,6 +33,7 @@ from perspectron.eval.routes import (
 from perspectron.eval.torus import draw
 from perspectron.files import write_json
 from perspectron.model import LanguageModel
+from perspectron.stream.artifact import is_artifact
 from perspectron.train import checkpoint
 from perspectron.train.precision import autocast
 
@@ -58,7 +60,7 @@ class ShowRoutes:
     """
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one of its checkpoints."""
+    """Folder of a run, of one of its checkpoints, or of an artifact."""
     text: tuple[str, ...]
     """Files of text; KIND=FILE says of what kind one is, else each paragraph is "numbers" (30% digits or more), "code"
     (5% or more of the signs of programs) or "prose"."""
@@ -81,8 +83,7 @@ class ShowRoutes:
         model.to(pick_device(self.device))
         run = checkpoint.run_of(self.run)
         texts = [_read(given, tokenizer, self.tokens) for given in self.text]
-        dtype = checkpoint.load_config(run).train.dtype
-        with autocast(model.device, dtype):
+        with precision(run, model.device):
             routes = joined([_trace(model, tokenizer, text) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
         out = run / "routes" if self.out is None else self.out
@@ -108,6 +109,13 @@ def _read(given: str, tokenizer: Tokenizer, limit: int) -> _Text:
         require(kind != "", "text", given, "FILE or KIND=FILE")
     text, ids = read_tokens(path, tokenizer, limit)
     return _Text(str(path), ids, kinds(text, ids, tokenizer) if kind is None else [kind] * len(ids))
+
+
+def precision(run: Path, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """As the run was trained; an artifact computes as it does."""
+    if is_artifact(run):
+        return contextlib.nullcontext()
+    return autocast(device, checkpoint.load_config(run).train.dtype)
 
 
 def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> tuple[str, list[int]]:

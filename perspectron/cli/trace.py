@@ -1,6 +1,5 @@
 """`perspectron trace`."""
 
-import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import perspectron
-from perspectron.cli.routes import read_tokens
+from perspectron.cli.routes import precision, read_tokens
 from perspectron.cli.units import rate
 from perspectron.config import require
 from perspectron.data import Tokenizer
@@ -23,7 +22,6 @@ from perspectron.model import LanguageModel
 from perspectron.stream.plan import ExpertLayer, needs
 from perspectron.stream.trace import Trace, belady, reuse, save
 from perspectron.train import checkpoint
-from perspectron.train.precision import autocast
 
 BELADY = 1 << 20  # uses; the best possible cache is looked for in traces up to this long
 
@@ -32,7 +30,9 @@ BELADY = 1 << 20  # uses; the best possible cache is looked for in traces up to 
 class TraceRoutes:
     """Which experts a text takes, and what caches of any size would have to read for it.
 
-    From one expert to all: least recently used ones dropped, without and with guessing the next layer's.
+    From one expert to all: least recently used ones dropped, without and with guessing the next layer's. A guess is
+    played as a use here; the engine also guesses the layer after, never drops for a guess what another guess brought,
+    and gives a read up when something else is waited for, so that its own counts differ.
 
     Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
 
@@ -62,7 +62,7 @@ class TraceRoutes:
         model.to(device)
         run = checkpoint.run_of(self.run)
         _, ids = read_tokens(self.text, tokenizer, self.tokens)
-        with _precision(run, device):
+        with precision(run, device):
             trace = _trace(model, tokenizer, ids)
         out = run / "trace.json" if self.out is None else self.out
         save(out, trace)
@@ -76,13 +76,6 @@ class TraceRoutes:
                 *_notes(report), f"in {out}: which expert each token took", sep="\n", soft_wrap=True
             )
         return 0
-
-
-def _precision(run: Path, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """As the run was trained; an artifact computes as it does."""
-    if not checkpoint.folder(run).exists():
-        return contextlib.nullcontext()
-    return autocast(device, checkpoint.load_config(run).train.dtype)
 
 
 def _trace(model: LanguageModel, tokenizer: Tokenizer, ids: list[int]) -> Trace:
@@ -159,4 +152,5 @@ def _notes(report: dict[str, Any]) -> list[str]:
         notes.append(
             f"guessed by each layer's router on what the routed layer before had: {report['guessed_right']:.1%} right"
         )
+        notes.append("a guess is played as a use; the engine gives some up and looks two layers ahead")
     return notes

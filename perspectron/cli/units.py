@@ -1,4 +1,4 @@
-"""Sizes and rates as a user types them: 24G, 512M, 1.5GiB, 3G/s."""
+"""Sizes and rates as a user types them: 24G, 512m, 1.5GiB, 3G/s."""
 
 import math
 import re
@@ -7,16 +7,17 @@ from perspectron.config import require
 
 POWERS = "KMGT"
 LARGEST = 2**62
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?")
-EXAMPLES = "24G, 512M or 1.5GiB"
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
+BOUND = "a size like 24G, 512M or 1.5GiB"
 
 
 def size(text: str, field: str) -> int:
-    """Bytes of "24G", "512M", "1.5GiB" or "4096": K, M, G and T are powers of 1000, KiB, MiB and so on of 1024.
+    """Bytes of "24G", "512M", "1.5GiB" or "4096": K, M, G and T are powers of 1000, KiB, MiB and so on of 1024;
+    lower case is the same.
 
     ConfigError, naming the field, for anything else, and for less than one byte.
     """
-    return _parse(text, text, field, EXAMPLES)
+    return _parse(text, text, field, BOUND)
 
 
 def rate(text: str, field: str) -> int:
@@ -32,6 +33,6 @@ def _parse(amount: str, text: str, field: str, bound: str) -> int:
     require(found is not None, field, text, bound)
     assert found is not None
     number, prefix, binary = found.groups()
-    value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix) + 1 if prefix else 0)
+    value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix.upper()) + 1 if prefix else 0)
     require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 byte to 4 EiB")
     return round(value)

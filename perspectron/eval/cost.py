@@ -18,17 +18,19 @@ from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 from perspectron.stream.engine import StreamedModel
+from perspectron.stream.format import ExpertLayout
 
 GREEDY = SamplingConfig(temperature=0)
 WARMUP = 2
+EXPERTS = (".gate_EFD", ".up_EFD", ".down_EDF")
 READ = 1 << 29  # bytes read to learn how fast that is
 
 
 @dataclass(frozen=True)
 class Touched:
-    """Bytes that one token reads, and of the state also writes. experts: the chosen one of every routed layer. shared:
-    every other weight but the head's. head: of the matrix that gives the logits. state: memories that each token
-    rewrites, read and written. caches: keys and values of attention, read."""
+    """Bytes that one token reads, and of the state also writes. experts: codes and scales, or weights, of the chosen
+    one of every routed layer. shared: every other weight but the head's. head: of the matrix that gives the logits.
+    state: memories that each token rewrites, twice: read and written. caches: keys and values of tokens attended to."""
 
     experts: int
     shared: int
@@ -42,20 +44,31 @@ class Touched:
 
 
 def touched(model: LanguageModel, state: LMState) -> Touched:
-    """Counted from the tensors of a model and of its state."""
-    experts = model.expert_bytes if isinstance(model, StreamedModel) else 0
-    weights = {name: w.nbytes for name, w in model.state_dict().items()}
+    """By the last token, counted from the tensors of a model and of the state after it."""
+    experts, weights = 0, dict[str, int]()
+    for name, weight in model.state_dict().items():
+        if name.endswith(EXPERTS):
+            experts += weight.nbytes // len(weight)
+        else:
+            weights[name] = weight.nbytes
+    for ffn in model.routed if isinstance(model, StreamedModel) else ():
+        layout = ExpertLayout(model.config.d_model, ffn.config.hidden)
+        experts += layout.code_bytes + layout.scale_bytes
     at_head = "lm_head." if model.config.head is not None else "embedding."
     head = sum(size for name, size in weights.items() if name.startswith(at_head))
     looked_up = ("embedding.", "positions.")  # of which a token takes a row
     shared = sum(size for name, size in weights.items() if not name.startswith((at_head, *looked_up)))
+    leaves = {pytree.keystr(where): leaf for where, leaf in pytree.tree_leaves_with_path(state)}
     memories = caches = 0
-    for where, leaf in pytree.tree_leaves_with_path(state):
-        if isinstance(leaf, Tensor):
-            if pytree.keystr(where).rpartition(".")[2].startswith(("k_", "v_")):
-                caches += leaf.nbytes
-            else:
-                memories += 2 * leaf.nbytes
+    for name, leaf in leaves.items():
+        owner, _, field = name.rpartition(".")
+        if not isinstance(leaf, Tensor):
+            continue
+        if field.startswith(("k_", "v_")):
+            seen_B = leaves[f"{owner}.length_B"].clamp(max=leaf.shape[2])
+            caches += int(seen_B.sum()) * leaf[0, :, 0].nbytes
+        else:
+            memories += 2 * leaf.nbytes
     return Touched(experts, shared, head, memories, caches)
 
 

@@ -102,7 +102,8 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
             for start in range(0, T, CHUNK):
                 part = slice(start, start + CHUNK)
                 reset = None if reset_BT is None else reset_BT[:, part]
-                _, state, _ = model.hidden(ids_BT[:, part], state, reset_BT=reset)
+                # The way of all models: hooks see nothing of the shorter one that an artifact has for single tokens.
+                _, state, _ = LanguageModel.hidden(model, ids_BT[:, part], state, reset_BT=reset)
     finally:
         for hook in hooks:
             hook.remove()

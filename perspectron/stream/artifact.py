@@ -21,7 +21,7 @@ from perspectron.config import ModelConfig, dump, load, require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts import RoutedConfig, RoutedSwiGLU
-from perspectron.files import atomic, read_json, sha256
+from perspectron.files import atomic, read_json, safe_join, sha256
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
@@ -194,7 +194,7 @@ class Manifest:
 
 def read_header(folder: Path) -> Header:
     """ArtifactError, naming file and field, unless config.json is one of ours."""
-    path = folder / CONFIG
+    path = safe_join(folder, CONFIG)
     try:
         return load(Header, read_json(path, ArtifactError), str(path))
     except ConfigError as error:
@@ -202,8 +202,9 @@ def read_header(folder: Path) -> Header:
 
 
 def read_manifest(folder: Path, header: Header) -> Manifest:
-    """ArtifactError unless it tells of exactly the files that there must be, and they are there in full size."""
-    path = folder / MANIFEST
+    """ArtifactError unless it tells of exactly the files that there must be, and they are there in full size, in the
+    folder itself: no link leads out of it."""
+    path = safe_join(folder, MANIFEST)
     read = read_json(path, ArtifactError)
     try:
         format, files = read["format"], read["files"]
@@ -222,7 +223,7 @@ def read_manifest(folder: Path, header: Header) -> Manifest:
             f"{path}: {verb} {name!r}, must tell of the files that config.json says there are"
         )
     for name, entry in known.items():
-        part = folder / name
+        part = safe_join(folder, name)
         if not part.is_file():
             raise ArtifactError(f"{part}: no such file")
         if part.stat().st_size != entry["bytes"]:

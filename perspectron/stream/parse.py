@@ -88,6 +88,8 @@ def _loads(text: bytes) -> Any:
         )
     except UnicodeDecodeError as error:
         raise _Wrong(f"JSON is not UTF-8 at byte {error.start}") from None
+    except RecursionError:  # brackets within strings misled the count
+        raise _Wrong(f"JSON has too many levels, must be at most {DEPTH}") from None
     except ValueError as error:
         raise _Wrong(f"JSON is malformed ({error})") from None
 

@@ -18,6 +18,7 @@ from perspectron.files import read_json, write_json
 
 FORMAT = "perspectron-trace-1"
 MAX_EXPERTS = 65536  # ids are stored in two bytes
+MAX_BYTES = 1 << 30  # of a file
 COLD = -1  # distance of a first use
 
 
@@ -80,7 +81,7 @@ def save(path: Path, trace: Trace) -> None:
 
 def load(path: Path) -> Trace:
     """DataError for a file that is no trace, or a damaged one."""
-    fields = read_json(path, DataError)
+    fields = read_json(path, DataError, MAX_BYTES)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise DataError(f"{path}: not a trace (format {FORMAT})")
     try:

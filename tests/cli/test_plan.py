@@ -217,7 +217,7 @@ def test_a_plan_with_what_was_traced(run, text, capsys):
 MISTAKES = [
     (["plan", "perspective-2t", "--ram", "1G"], "preset = 'perspective-2t', must be one of"),
     (["plan", "gpt2-tiny"], "--ram"),
-    (["plan", "gpt2-tiny", "--ram", "lots"], "ram = 'lots', must be 24G, 512M or 1.5GiB"),
+    (["plan", "gpt2-tiny", "--ram", "lots"], "ram = 'lots', must be a size like 24G, 512M or 1.5GiB"),
     (["plan", "gpt2-tiny", "--ram", "1G", "--disk", "3G"], "disk = '3G', must be a rate like 3G/s"),
     (["plan", "gpt2-tiny", "--ram", "1G", "--pcie", "3G/s"], "pcie = '3G/s', must be left out without vram"),
     (["plan", "gpt2-tiny", "--ram", "1G", "--context", "1025"], "context = 1025, must be from 1 to 1,024"),
@@ -264,6 +264,7 @@ def test_a_trace_of_another_model(run, text, tmp_path, capsys):
     [
         ("24G", 24 * 10**9), ("512M", 512 * 10**6), ("1.5GiB", 3 << 29), ("4KiB", 4096), ("4096", 4096),
         ("4096B", 4096), ("2TB", 2 * 10**12), (" 3 GB ", 3 * 10**9), (".5G", 5 * 10**8), ("1.G", 10**9), ("1Ki", 1024),
+        ("24g", 24 * 10**9), ("512m", 512 * 10**6), ("1.5gib", 3 << 29), ("2kb", 2000),
     ],
 )  # fmt: skip
 def test_sizes(text, value):
@@ -281,7 +282,7 @@ BAD = [
     "nan",
     "inf",
     "1,5G",
-    "24g",
+    "24\u212a",
     "24X",
     "24GBs",
     "24 G B",

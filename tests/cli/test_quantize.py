@@ -1,6 +1,7 @@
 """Artifacts on the command line: made, generated from, measured, inspected, and refused in one line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,35 @@ def test_generate_says_first_what_streams(artifact, capsys):
 
 def test_generate_bench(artifact, capsys):
     table = said(capsys, "generate", artifact, "--max-tokens", 4, "--bench")
-    for words in ("tokens a second", "bytes of experts", "read from memory", "share of that"):
+    for words in (
+        "tokens a second",
+        "bytes of experts",
+        "read from memory",
+        "share of that",
+        "read and written",
+    ):
         assert words in table
+    assert table.count("bytes of state") == 1 and " 1 threads" not in table
     found = json.loads(said(capsys, "generate", artifact, "--max-tokens", 4, "--bench", "--json"))
     assert len(found["seconds"]) == 4 and found["bytes"] == sum(found["touched"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", "0"], "max_tokens = 0, must be ≥ 1"),
+        (["--device", "cuda"], "device = 'cuda', must be left out with --bench"),
+        (["--load-state", "none"], "load_state"),
+        (["--save-state", "none"], "save_state"),
+        (["--stop", "."], "stop"),
+        (["--temperature", "0.5"], "temperature = 0.5"),
+        (["--seed", "1"], "seed = 1"),
+        (["a", "b"], "prompts = 2"),
+    ],
+    ids=lambda value: "",
+)
+def test_generate_bench_refuses_what_it_does_not_heed(artifact, capsys, options, words):
+    assert words in refused(capsys, "generate", artifact, "--bench", *options)
 
 
 def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
@@ -113,14 +139,29 @@ def test_eval_reads_what_training_held_out(run, artifact, text, capsys):
     assert json.loads(said(capsys, "eval", artifact, "--data", text, "--json"))["tokens"] > 0
 
 
+def test_routes_of_an_artifact(artifact, text, tmp_path, capsys):
+    found = json.loads(said(capsys, "routes", artifact, "--text", text / "0.txt", "--tokens", 50, "--json"))
+    assert found["tokens"] == 50 and all(sum(layer["load"]) == 50 for layer in found["layers"])
+    assert (artifact / "routes/routes.svg").exists()
+    long = tmp_path / "long.txt"
+    long.write_text((text / "0.txt").read_text() * 2)
+    traced = json.loads(said(capsys, "trace", artifact, "--text", long, "--tokens", 1024, "--json"))
+    assert traced["tokens"] == 1024
+
+
 def test_inspect_counts_the_model(run, artifact, capsys):
     assert said(capsys, "inspect", artifact, "--json") == said(capsys, "inspect", run, "--json")
 
 
 def test_wrong_caches_and_folders(run, artifact, tmp_path, capsys):
-    assert "cache" in refused(capsys, "generate", artifact, "x", "--cache", "lots")
+    assert "cache = 'lots', must be a size like 24G" in refused(
+        capsys, "generate", artifact, "x", "--cache", "lots"
+    )
     assert "one expert" in refused(capsys, "generate", artifact, "x", "--cache", "1K")
-    assert "left out for a run" in refused(capsys, "generate", run, "x", "--cache", "1G")
+    assert "cache = '1G', must be left out for a run" in refused(
+        capsys, "generate", run, "x", "--cache", "1G"
+    )
+    assert "verify = True, must be left out for a run" in refused(capsys, "generate", run, "x", "--verify")
     (artifact / "manifest.json").rename(tmp_path / "manifest.json")
     try:
         assert "manifest.json" in refused(capsys, "generate", artifact, "x")
@@ -141,3 +182,18 @@ def test_synthesize(tmp_path, text, capsys):
     assert "are free" in refused(
         capsys, "synthesize", "perspective-1t", "--experts", 128, "--out", tmp_path / "b"
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "manifest.json", "shared.safetensors", "experts", "tokenizer.json"]
+)
+def test_links_do_not_lead_out_of_an_artifact(artifact, tmp_path, capsys, name):
+    folder = tmp_path / "linked"
+    shutil.copytree(artifact, folder)
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    assert "must not lead out of the folder" in refused(capsys, "generate", folder, "x")
+    (tmp_path / name).rename(folder / "inside")
+    (folder / name).unlink()
+    (folder / name).symlink_to("inside")
+    said(capsys, "generate", folder, "x", "--max-tokens", 1)

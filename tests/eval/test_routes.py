@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from perspectron import build, presets
+from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval import routes, torus
 from perspectron.eval.routes import Measures, Rates, Routes, measure, summary, trace
@@ -17,6 +18,8 @@ from perspectron.ffn import TiedConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import experts
 from perspectron.routing import cells, hops, lattice
+from perspectron.stream.engine import load_artifact
+from perspectron.stream.synthetic import synthesize
 
 SHAPES = [(1,), (2,), (3,), (5,), (8,), (4, 4), (4, 2), (1, 3), (2, 2), (2, 1, 3), (3, 4, 2), (8, 4, 4)]
 
@@ -73,6 +76,20 @@ def test_measures_are_those_of_plain_counting(shape):
     unfair = sum(abs(a - b) for a in load for b in load) / (2 * len(load) * sum(load))
     assert found.gini == pytest.approx(unfair)
     assert found.reached == sum(map(bool, load)) / len(load)
+
+
+@pytest.mark.parametrize("tokens", [1, routes.CHUNK, routes.CHUNK + 1, 2 * routes.CHUNK + 1])
+def test_an_artifact_loses_no_token(tmp_path, tokens):
+    """A chunk of one token would take the engine's short way, which no hook sees."""
+    sizes = {"d_model": 64, "hidden": 8, "rank": 8, "heads": 4, "kv_heads": 2, "window": 8, "vocab_size": 300}
+    config = presets.get("perspective-tiny", **sizes, torus=[2, 2], ternary=True, int8_activations=True)
+    synthesize(config, tmp_path / "a", lambda: Tokenizer.train(["the cat sat. " * 40], 300), experts=2)
+    model, _ = load_artifact(tmp_path / "a")
+    ids_BT = torch.randint(300, (1, tokens), generator=torch.Generator().manual_seed(0))
+    found = trace(model, ids_BT)
+    assert {layer.expert_BT.shape for layer in found} == {(1, tokens)}
+    for whole, part in zip(found, trace(model, ids_BT[:, :2]), strict=True):
+        assert torch.equal(whole.expert_BT[:, :2], part.expert_BT)
 
 
 def test_nothing_counted_and_single_tokens_have_no_rates():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from perspectron.errors import ArtifactError
-from perspectron.files import safe_join
+from perspectron.files import read_json, safe_join
 from perspectron.stream import ShardFile
 from perspectron.stream.crc import crc32c
 from perspectron.stream.format import MAX_JSON, PREFIX
@@ -126,6 +126,11 @@ TEXTS = [
     ("no UTF-8", b'{"layer": "\xff"}', "JSON is not UTF-8 at byte 11"),
     ("UTF-16", '{"a":1}'.encode("utf-16-le"), "JSON is malformed"),
     ("a control character", b'{"a\n": 1}', "JSON is malformed"),
+    (
+        "levels behind brackets in strings",
+        b'{"a":"' + b"]" * 990 + b'","b":' + b"[" * 990 + b"]" * 990 + b"}",
+        "JSON has too many levels",
+    ),
     ("NaN", b'{"layer": NaN}', "JSON has 'NaN', must be a whole number"),
     ("infinity", b'{"layer": -Infinity}', "JSON has '-Infinity'"),
     ("a fraction", b'{"layer": 1.5}', "JSON has '1.5'"),
@@ -381,3 +386,18 @@ def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
     for name in [*names, "ring", "x" * 5000, "\ud800", None, 3, ["a"], b"a"]:
         with pytest.raises(ArtifactError, match="name"):
             safe_join(folder, name)
+
+
+def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
+    limit = 16 << 20
+    (tmp_path / "levels").write_text("[" * 100_000)
+    (tmp_path / "long").write_text(" " * limit + "1")
+    (tmp_path / "fits").write_text(" " * (limit - 1) + "1")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    whys = {"levels": "too many levels", "long": "more than 16777216 bytes", "zeros": "not a file"}
+    for name, why in (whys | {"pipe": "not a file", ".": "JSON", "none": "no such file"}).items():
+        with pytest.raises(ArtifactError, match=why):
+            read_json(tmp_path / name, ArtifactError)
+    assert read_json(tmp_path / "fits", ArtifactError) == 1
+    assert read_json(tmp_path / "long", ArtifactError, limit + 1) == 1
