@@ -1,7 +1,7 @@
 """Native products of packed matrices with one token against the speed of reading, with many against the VNNI peak.
 
 One token: cold weights, the working set several times the cache, in turns with a pure read of as many cold bytes of the
-same buffers. The read loads every byte in the same stretches with its own prefetches and does nothing else. Many
+same buffers. The read loads every byte in the same stretches, in four streams at once, and does nothing else. Many
 tokens: multiply-adds a second as a share of the best of a loop of int8 dot products on registers, in turns with it. One
 thread is measured by its processor time, so that others on the machine count less; two by the clock on the wall. Where
 llama-cpp-python is installed, ggml's ternary formats multiply the same shapes on one thread, in turns with ours.
@@ -32,6 +32,7 @@ BARS = {
 SHAPES, QUICK = ((11008, 4096), (4096, 11008)), ((320, 256), (256, 768))
 WORKING_SET = 384e6
 TOKENS = (64, 512)
+PEAKS = {"avx512": "AVX-512 VNNI", "avx2": "AVX2 without VNNI", "scalar": "plain C++"}
 GGML_TYPES = {"TQ1_0": 34, "TQ2_0": 35}  # of ggml.h
 
 
@@ -224,10 +225,11 @@ def main() -> None:
         raise SystemExit(f"not measured: native kernels are {native.reason()}")
     shapes, total, repeats = (QUICK, 1e6, 2) if args.quick else (SHAPES, WORKING_SET, args.repeats)
     tokens = (TOKENS[0],) if args.quick else TOKENS
+    peak = f"the peak is of {PEAKS[native.isa()]} instructions"
     report = common.Report(
         args,
         TESTS,
-        dtype=f"int8 activations, {native.isa()}",
+        dtype=f"int8 activations, {native.isa()}; {peak}",
         shapes=", ".join(f"{n} × {k}" for n, k in shapes),
     )
     runs = []

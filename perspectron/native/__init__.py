@@ -109,7 +109,7 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
     T, K = x_TK.shape
     _check(x_TK, torch.float32)
     _check_matrix(codes, scales, format, N, K)
-    y_TN = _empty(T, N)
+    y_TN = _empty(x_TK, T, N)
     pointers = (codes.data_ptr(), scales.data_ptr(), FORMATS.index(format))
     _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), threads())
     return y_TN
@@ -123,7 +123,7 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
     for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
         _check_matrix(codes, scales, format, N, K)
         pointers += [codes.data_ptr(), scales.data_ptr()]
-    y_TD = _empty(T, D)
+    y_TD = _empty(x_TD, T, D)
     _library().pspx_swiglu(
         x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
     )
@@ -135,8 +135,8 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     T, K = x_TK.shape
     _check(x_TK, torch.float32)
     S = padded(K)
-    q_TS, step_T = _empty(T, S, dtype=torch.int8), _empty(T)
-    sum_T, sum_TG = _empty(T, dtype=torch.int32), _empty(T, -(-S // 128), dtype=torch.int32)
+    q_TS, step_T = _empty(x_TK, T, S, dtype=torch.int8), _empty(x_TK, T)
+    sum_T, sum_TG = _empty(x_TK, T, dtype=torch.int32), _empty(x_TK, T, -(-S // 128), dtype=torch.int32)
     pointers = (q_TS.data_ptr(), step_T.data_ptr(), sum_T.data_ptr(), sum_TG.data_ptr())
     _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, threads())
     return q_TS, step_T, sum_T, sum_TG
@@ -150,7 +150,7 @@ def accumulate(q_TS: Tensor, sum_T: Tensor, codes: Tensor, format: str, N: int) 
     _check(q_TS, torch.int8, (T, padded(S)))
     _check(sum_T, torch.int32, (T,))
     _check(codes, torch.uint8, (-(-N // ROWS[format]), padded(S)))
-    y_TN = _empty(T, N, dtype=torch.int32)
+    y_TN = _empty(q_TS, T, N, dtype=torch.int32)
     pointers = (codes.data_ptr(), FORMATS.index(format))
     _library().pspx_accumulate(
         q_TS.data_ptr(), sum_T.data_ptr(), T, S, *pointers, N, y_TN.data_ptr(), torch.get_num_threads()
@@ -208,9 +208,9 @@ def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
     return library
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """For C to fill, whatever torch's default dtype and device are."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
+def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """For C to fill, on the CPU as x is, whatever torch's defaults are; `torch.empty` would take longer."""
+    return x.new_empty(shape, dtype=dtype)
 
 
 # C trusts what it is given, so the checks are no asserts: python -O would leave those out.

@@ -19,7 +19,7 @@ struct Ints {
 struct Floats {
   __m256 half[2];
 };
-constexpr int FEW = 1, FEW_GROUPED = 1, TILE = 1, TILE_GROUPED = 1;
+constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1;
 
 #define EACH(T, expression) (T{{[&](int i) { return (expression); }(0), [&](int i) { return (expression); }(1)}})
 

@@ -13,6 +13,7 @@ using Bytes = __m512i;  // 64 codes or 64 activations, one a column
 using Ints = __m512i;   // 16 lanes; lane l sums columns 4 l … 4 l + 3
 using Floats = __m512;
 constexpr int FEW = 4, FEW_GROUPED = 2;   // tokens whose accumulators fit in registers with the decoding
+constexpr int STREAMS = 4;                // blocks of one token's product at once
 constexpr int TILE = 5, TILE_GROUPED = 2; // tokens in a tile of the product over many
 
 inline Bytes load(const void* p) {

@@ -99,11 +99,43 @@ struct Packed {  // the codes of one block, from memory
   }
 };
 
+// One token against blocks [first, first + STREAMS · count): as many streams of memory at once, because one alone does
+// not keep it busy. Block i of stream s is first + s · count + i.
+template <Format F>
+void streamed_sums(const Matrix& m, const int8_t* q, int64_t first, int64_t count, int32_t* sums) {
+  constexpr int R = ROWS[F], ALL = STREAMS * R;
+  const Decoder<F> decode;
+  for (int64_t i = 0; i < count; i++) {
+    const uint8_t* block = m.codes + (first + i) * m.S;
+    Ints sum[ALL];
+    unroll<ALL>([&](auto n) ALWAYS { sum[n] = zero_ints(); });
+    for (int64_t j = 0; j < m.S; j += LINE) {
+      const Bytes a = load(q + j);
+      unroll<STREAMS>([&](auto s) ALWAYS {
+        Bytes w[R];
+        __builtin_prefetch(block + s * count * m.S + j + PREFETCH / STREAMS);
+        decode(load(block + s * count * m.S + j), w);
+        unroll<R>([&](auto r) ALWAYS { dot<F>(sum[s * R + r], w[r], a); });
+      });
+    }
+    alignas(16) int32_t all[ALL] = {};
+    unroll<ALL / 4>([&](auto n) ALWAYS { add_totals(sum[4 * n], sum[4 * n + 1], sum[4 * n + 2], sum[4 * n + 3], all + 4 * n); });
+    unroll<ALL % 4>([&](auto n) ALWAYS { all[ALL / 4 * 4 + n] = total(sum[ALL / 4 * 4 + n]); });
+    unroll<ALL>([&](auto n) ALWAYS { sums[(n / R * count + i) * R + n % R] = all[n] / Decoder<F>::fold(n % R); });
+  }
+}
+
 template <Format F, int T>
 void few_sums(const Matrix& m, const int8_t* q, int64_t stride, int64_t first, int64_t last, int32_t* sums, int64_t ld) {
   constexpr int R = ROWS[F], U = R * T >= 10 ? 1 : R * T >= 5 ? 2 : 4;
   const Decoder<F> decode;
-  for (int64_t b = first; b < last; b++) {
+  int64_t b = first;
+  if constexpr (T == 1 && STREAMS > 1) {
+    const int64_t count = (last - first) / STREAMS;
+    streamed_sums<F>(m, q, first, count, sums);
+    b += STREAMS * count;
+  }
+  for (; b < last; b++) {
     int32_t* of_block = sums + (b - first) * R;
     integer_sums<F, R, T, U>(Packed<F>{m.codes + b * m.S, decode}, q, stride, m.S, of_block, ld);
     for (int t = 0; t < T; t++)

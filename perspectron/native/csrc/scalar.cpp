@@ -19,7 +19,7 @@ struct Ints {
 struct Floats {
   float at[16];
 };
-constexpr int FEW = 1, FEW_GROUPED = 1, TILE = 1, TILE_GROUPED = 1;
+constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1;
 
 template <class F>
 inline Floats each(F f) {
