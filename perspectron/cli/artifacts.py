@@ -16,7 +16,7 @@ from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.eval.cost import Bench, bench
 from perspectron.model import LanguageModel
-from perspectron.stream.artifact import is_artifact
+from perspectron.stream.artifact import is_artifact, read_header
 from perspectron.stream.engine import StreamedModel
 
 PROMPT = "def read_lines(path):\n"
@@ -27,7 +27,9 @@ def open_model(path: Path, cache: str | None, *, verify: bool = False) -> tuple[
     """The model of a run or an artifact. Of an artifact it says in a line what is in memory and what is not, and
     leaves the threads to the kernels: torch's own operations are too small to share."""
     budget = None if cache is None else size(cache, "cache")
-    if path.is_dir() and not is_artifact(path):
+    if is_artifact(path):
+        _check_cache(path, cache, budget)
+    elif path.is_dir():
         for name, given in (("cache", cache), ("verify", verify)):
             require(not given, name, given, "left out for a run, which is in memory as a whole")
     model, tokenizer = perspectron.load(path, cache_bytes=budget, verify=verify)
@@ -37,6 +39,14 @@ def open_model(path: Path, cache: str | None, *, verify: bool = False) -> tuple[
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
     return model, tokenizer
+
+
+def _check_cache(path: Path, cache: str | None, budget: int | None) -> None:
+    """ConfigError, naming what was typed, for less than one expert."""
+    experts = read_header(path).experts
+    if budget is not None and experts is not None:
+        least = experts.shard_bytes
+        require(budget >= least, "cache", cache, f"at least {least:,} bytes, one expert")
 
 
 def print_bench(model: LanguageModel, tokenizer: Tokenizer, prompt: str, tokens: int, *, json: bool) -> None:

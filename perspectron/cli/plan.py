@@ -15,17 +15,16 @@ from perspectron import presets
 from perspectron.cli.plan_claims import Claim, document
 from perspectron.cli.train import assignment
 from perspectron.cli.units import rate, size
-from perspectron.config import ModelConfig, load, require
-from perspectron.errors import ConfigError, DataError
-from perspectron.files import read_json
-from perspectron.ops.packing import LAYOUTS
+from perspectron.config import ModelConfig, require
+from perspectron.errors import ConfigError
+from perspectron.files import safe_join
 from perspectron.stream import bandwidth
+from perspectron.stream.artifact import is_artifact, layer_file, read_header
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, reuse
 from perspectron.stream.trace import load as load_trace
 from perspectron.train import checkpoint
 
-ARTIFACT = "perspectron-artifact-1"
 CONTEXT = 8192
 
 
@@ -114,24 +113,23 @@ class Plan:
             known["bandwidth"] = bandwidth.memory("cuda" if gpu else "cpu")
         if known["pcie"] is None and gpu and here:
             known["pcie"] = bandwidth.pcie()
-        if known["disk"] is None and Path(self.model).is_dir():
-            known["disk"] = bandwidth.disk(Path(self.model))
+        folder = Path(self.model)
+        if (
+            known["disk"] is None
+            and is_artifact(folder)
+            and (experts := read_header(folder).experts) is not None
+        ):
+            known["disk"] = bandwidth.disk(safe_join(folder, layer_file(experts.layers[0])))
         return Rates(known["bandwidth"], known["disk"], known["pcie"])
 
 
 def _folder(folder: Path) -> tuple[ModelConfig, Mapping[str, str] | None, int]:
     """The model of a folder; and of an artifact the format of each packed module, and how many experts of a layer have
     weights of their own (0: all)."""
-    path = folder / "config.json"
-    header = read_json(path, DataError) if path.exists() else {}
-    if not isinstance(header, dict) or header.get("format") != ARTIFACT:
+    if not is_artifact(folder):
         return checkpoint.load_config(checkpoint.run_of(folder)).model, None, 0
-    formats, experts = header.get("quant"), header.get("experts")
-    distinct = 0 if experts is None else experts.get("distinct") if isinstance(experts, dict) else None
-    packed = isinstance(formats, dict) and all(format in LAYOUTS for format in formats.values())
-    if not packed or type(distinct) is not int or distinct < 0:
-        raise DataError(f"{path}: damaged, quant must give known formats and experts.distinct a number")
-    return load(ModelConfig, header.get("model"), f"{path}: model"), formats, distinct
+    header = read_header(folder)
+    return header.model, header.quant, header.experts.distinct if header.experts is not None else 0
 
 
 def _same_model(needed: Needs, trace: Trace | None) -> None:

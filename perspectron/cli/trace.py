@@ -152,5 +152,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
         notes.append(
             f"guessed by each layer's router on what the routed layer before had: {report['guessed_right']:.1%} right"
         )
-        notes.append("a guess is played as a use; the engine gives some up and looks two layers ahead")
+        notes.append(
+            "a guess is played as a use; the engine looks two layers ahead, and leaves out or gives up some guesses"
+        )
     return notes

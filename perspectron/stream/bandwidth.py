@@ -1,19 +1,18 @@
 """How fast bytes come, measured here: from memory, from a disk, to a GPU. Bytes per second; the best of a few tries."""
 
 import importlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from perspectron.errors import DataError
-from perspectron.stream.shards import PIECE, aligned
+from perspectron.errors import ArtifactError
+from perspectron.stream.probe import probe
 
 BUFFER = 256 << 20
 TRIES = 5
-LEAST, MOST = 32 << 20, 1 << 30  # bytes of a file that are read
+LEAST = 32 << 20  # bytes of a file that is read
 
 
 def memory(device: torch.device | str = "cpu") -> float:
@@ -53,30 +52,11 @@ def _native_read() -> Callable[[torch.Tensor, int], object] | None:
     return native.read if native.available() else None
 
 
-def disk(folder: Path) -> float | None:
-    """Reading the largest file below a folder once, past the page cache where the file system allows it; None where
-    all are too small to tell. DataError where it cannot be read."""
-    size, path = max((file.stat().st_size, file) for file in folder.rglob("*") if file.is_file())
-    if size < LEAST:
+def disk(path: Path) -> float | None:
+    """Reading an expert file in the way that is faster on its disk; None where it is too small to tell. ArtifactError
+    where it cannot be read."""
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    if path.stat().st_size < LEAST:
         return None
-    try:
-        return _read(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _read(path: Path) -> float:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:  # a file system without direct reads
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        piece, amount, start = memoryview(aligned(PIECE).data), 0, time.perf_counter()
-        while amount < MOST and (count := os.preadv(file, [piece], amount)):
-            amount += count
-            if count < PIECE:
-                break  # the end; what follows would not be aligned
-        return amount / (time.perf_counter() - start)
-    finally:
-        os.close(file)
+    return max(probe(path).bytes_per_second.values())

@@ -157,7 +157,8 @@ def test_wrong_caches_and_folders(run, artifact, tmp_path, capsys):
     assert "cache = 'lots', must be a size like 24G" in refused(
         capsys, "generate", artifact, "x", "--cache", "lots"
     )
-    assert "one expert" in refused(capsys, "generate", artifact, "x", "--cache", "1K")
+    error = refused(capsys, "generate", artifact, "x", "--cache", "1K")
+    assert "cache = '1K', must be at least 4,096 bytes, one expert" in error
     assert "cache = '1G', must be left out for a run" in refused(
         capsys, "generate", run, "x", "--cache", "1G"
     )
