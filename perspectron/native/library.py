@@ -1,6 +1,6 @@
 """Finding and loading the shared library of the native kernels.
 
-It lies beside this file, where the wheel installed it or `python -m perspectron.native` built it. A source tree without
+It lies in lib/, where the wheel installed it or `python -m perspectron.native` built it. A source tree without
 one takes that of an installed copy. Where the sources are at hand, a library built from others is refused.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-NAME = "_native.so"
+NAME = "lib/_native.so"
 SOURCES = (".cpp", ".h", ".inl")
 BUILD = "python -m perspectron.native"
 

@@ -263,6 +263,7 @@ def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "HERE", here)
     (here / "csrc" / "api.cpp").write_text("changed")
     assert library.load.__wrapped__().reason.endswith("(to build it again: python -m perspectron.native)")
+    (tmp_path / library.NAME).parent.mkdir()
     (tmp_path / library.NAME).write_text("no library")
     monkeypatch.setattr(library, "_places", lambda: [tmp_path / library.NAME])
     assert "cannot be loaded" in library.load.__wrapped__().reason
