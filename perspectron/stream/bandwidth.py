@@ -1,12 +1,12 @@
 """How fast bytes come, measured here: from memory, from a disk, to a GPU. Bytes per second; the best of a few tries."""
 
-import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from perspectron import native
 from perspectron.errors import ArtifactError
 from perspectron.stream.probe import probe
 
@@ -18,11 +18,10 @@ LEAST = 32 << 20  # bytes of a file that is read
 def memory(device: torch.device | str = "cpu") -> float:
     """Reading a buffer that no cache holds, on all threads."""
     data = torch.ones(BUFFER // 8, dtype=torch.int64, device=device)
-    read = _native_read() if data.device.type == "cpu" else None
     bytes_N = data.view(torch.uint8)
-    return _best(
-        BUFFER, data.sum if read is None else lambda: read(bytes_N, torch.get_num_threads()), data.device
-    )
+    ours = data.device.type == "cpu" and native.available()
+    read = (lambda: native.read(bytes_N, native.threads())) if ours else data.sum
+    return _best(BUFFER, read, data.device)
 
 
 def pcie() -> float:
@@ -42,14 +41,6 @@ def _best(amount: int, work: Callable[[], object], device: torch.device) -> floa
         return time.perf_counter() - start
 
     return amount / min(seconds() for _ in range(TRIES + 1))
-
-
-def _native_read() -> Callable[[torch.Tensor, int], object] | None:
-    try:
-        native = importlib.import_module("perspectron.native")
-    except ImportError:
-        return None
-    return native.read if native.available() else None
 
 
 def disk(path: Path) -> float | None:
