@@ -15,7 +15,7 @@ from perspectron.config import load, one_of, require
 from perspectron.data import Split, Tokenizer, encode, open_corpus, open_shards
 from perspectron.device import pick_device
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import SUITES, Suite
+from perspectron.eval.suites import SUITES, Suite, plain
 from perspectron.model import LanguageModel
 from perspectron.stream.artifact import Trained
 from perspectron.stream.engine import StreamedModel
@@ -77,7 +77,7 @@ class Eval:
             subject = Subject(self.run, model, tokenizer, split, seq_len, dtype, self.seed)
             result = suite.measure(subject, options)
         if self.json:
-            print(json.dumps(result))
+            print(json.dumps(plain(result)))
         else:
             print(f"{model.config.name}: " + "\n".join(suite.lines(result)))
         return 0

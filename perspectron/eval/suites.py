@@ -27,8 +27,8 @@ class Suite:
         return options
 
     def measure(self, subject: Subject, options: Any = None) -> dict[str, Any]:
-        """The result, with null for a number that is not finite; None is the default options."""
-        result: dict[str, Any] = _plain(self._module.measure(subject, options or self.options()))
+        """The result; None is the default options."""
+        result: dict[str, Any] = self._module.measure(subject, options or self.options())
         return result
 
     def lines(self, result: dict[str, Any]) -> list[str]:
@@ -41,11 +41,12 @@ class Suite:
         return import_module(f"perspectron.eval.{self.module}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A result as JSON can hold it: null for a number that is not finite."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
