@@ -73,7 +73,7 @@ def heldout(
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), tokens, text_bytes)
 
 
-def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:  # noqa: B008  (frozen)
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """The fields of `Heldout`, and what compressors make of the same bytes."""
     result = heldout(
         subject.model,
