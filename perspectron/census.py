@@ -72,6 +72,14 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     )
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Those that one token touches."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    idle = sum(module.idle_parameters() for module in model.modules() if isinstance(module, RoutedSwiGLU))
+    return sum(parameter.numel() for parameter in model.parameters()) - idle
+
+
 def _groups(model: LanguageModel) -> dict[str, Group]:
     modules, sizes = Counter[str](), Counter[str]()
     for name, module in model.named_modules():

@@ -133,14 +133,15 @@ def perspective(name: str, sizes: Sizes) -> ModelConfig:
 def transformer(name: str, sizes: Sizes) -> ModelConfig:
     """The twin of a Perspective model: same width, depth and vocabulary, full attention with RoPE in every
     layer, and a SwiGLU widened or narrowed (in steps of 8) so that the parameters match."""
-
-    def twin(hidden: int) -> ModelConfig:
-        block = BlockConfig(AttentionConfig(sizes["heads"]), SwiGLUConfig(hidden))
-        return ModelConfig(name, sizes["vocab_size"], sizes["d_model"], (block,) * sizes["layers"])
-
-    surplus = _parameters(perspective(name, sizes)) - _parameters(twin(sizes["hidden"]))
+    surplus = _parameters(perspective(name, sizes)) - _parameters(decoder(name, sizes))
     step = 8 * 3 * sizes["d_model"] * sizes["layers"]
-    return twin(max(8, sizes["hidden"] + 8 * round(surplus / step)))
+    return decoder(name, sizes | {"hidden": max(8, sizes["hidden"] + 8 * round(surplus / step))})
+
+
+def decoder(name: str, sizes: Sizes) -> ModelConfig:
+    """A modern transformer: full attention with RoPE and a SwiGLU of width `hidden` in every layer."""
+    block = BlockConfig(AttentionConfig(sizes["heads"]), SwiGLUConfig(sizes["hidden"]))
+    return _stack(name, sizes, block)
 
 
 def gpt2(name: str, sizes: Sizes) -> ModelConfig:
