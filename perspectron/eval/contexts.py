@@ -8,7 +8,7 @@ not their sum, and models can still take turns.
 Shapes: B batch, P positions, D model width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,23 +149,25 @@ def measure(
     *,
     rounds: int,
     visit: int,
-    free_bytes: Callable[[torch.device], int] = free,
+    seconds: float = 0.0,
 ) -> dict[str, Decoded]:
-    """Every model at one context, in turns; those whose cache takes more than half of the free memory left out."""
+    """Every model at one context, in turns, for `rounds` or for `seconds` where they are quick; those whose cache
+    takes more than half of the free memory left out."""
     states = {name: shapes(model, context) for name, model in models.items()}
     sizes = {name: cache_bytes(state) for name, state in states.items()}
     device = next(iter(models.values())).device
-    room = FREE_SHARE * free_bytes(device)
+    room = FREE_SHARE * free(device)
     run = {name: model for name, model in models.items() if sizes[name] <= room}
     pool = Pool(max((sizes[name] for name in run), default=0), device)
     steppers = {name: Stepper(model, context, visit, pool) for name, model in run.items()}
-    seconds = take_turns({name: stepper.turn for name, stepper in steppers.items()}, rounds)
+    turns = {name: stepper.turn for name, stepper in steppers.items()}
+    timed_seconds = take_turns(turns, rounds, seconds=seconds)
     found = {}
     for name, model in models.items():
         if name in run:
             after = steppers[name].state
-            found[name] = Decoded(seconds[name], after.nbytes, touched(model, after).total)
+            found[name] = Decoded(timed_seconds[name], after.nbytes, touched(model, after).total)
         else:
-            why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of the {room / FREE_SHARE / 1e9:.1f} GB free"
+            why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of what is free"
             found[name] = Decoded([], states[name].nbytes, 0, why)
     return found

@@ -4,7 +4,7 @@ Everything that is compared takes turns in one process, so that ratios hold on a
 those of processes of their own. Weights are random: what a step costs does not depend on them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from perspectron.errors import ConfigError
 from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
-from perspectron.eval.timing import Spread, ratios
+from perspectron.eval.timing import Spread
 from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
 from perspectron.stream.engine import StreamedModel
 
@@ -28,12 +28,13 @@ Result = dict[str, Any]
 @dataclass(frozen=True)
 class Options:
     """contexts: tokens, the one that is read among them. rounds: in each everyone has a turn of `visit` tokens, or of
-    one training step. batch_size, seq_len, dtype and device are those of training; decoding is one row in float32. A
-    run brings its own seq_len, dtype and device."""
+    one training step; at contexts where tokens are quick there are more, for `seconds`. batch_size, seq_len, dtype and
+    device are those of training; decoding is one row in float32. A run brings its own seq_len, dtype and device."""
 
     contexts: tuple[int, ...] = census.CONTEXTS
     rounds: int = 9
     visit: int = 4
+    seconds: float = 5.0
     batch_size: int = 8
     seq_len: int = 256
     dtype: Dtype = "float32"
@@ -42,6 +43,7 @@ class Options:
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "≥ 1")
         require(self.visit >= 1, "visit", self.visit, "≥ 1")
+        require(self.seconds >= 0, "seconds", self.seconds, "≥ 0")
         require(len(self.contexts) > 0, "contexts", self.contexts, "at least one")
         bound = f"≥ {self.visit + 2}, for the {self.visit + 1} tokens of a turn and one before"
         for context in self.contexts:
@@ -58,16 +60,16 @@ class Options:
         return ("float32",) if self.dtype == "float32" else ("float32", self.dtype)
 
 
-QUICK = Options(rounds=3, visit=2)
+QUICK = Options(rounds=3, visit=2, seconds=2.0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One design. seconds: of a training step, by dtype once a round, empty where `untimed` says why. peaks: bytes
-    by dtype, or why there are none. decoded: by context."""
+    """One design. peak: bytes of training, or why there is no answer. seconds: of a training step, by dtype once a
+    round, empty where `untimed` says why. decoded: by context."""
 
     counted: census.Census
-    peaks: dict[Dtype, int | str]
+    peak: int | str
     seconds: dict[Dtype, list[float]]
     untimed: str
     decoded: dict[int, Decoded]
@@ -90,10 +92,10 @@ def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) 
     return results
 
 
-def measure(subject: Subject, options: Options = Options()) -> Result:  # noqa: B008  (frozen)
+def measure(subject: Subject, options: Options = Options()) -> Result:
     """What a run's design costs, beside a transformer of as many parameters (under "transformer"; null, with the
     reason under "no_transformer", where none has as many). ConfigError for an artifact."""
-    bound = "a run; `perspectron bench` measures an artifact"
+    bound = "a run; `perspectron generate --bench` measures an artifact"
     require(not isinstance(subject.model, StreamedModel), "run", str(subject.run), bound)
     config, device = subject.model.config, str(subject.model.device)
     dtype: Dtype = "bfloat16" if subject.dtype == torch.bfloat16 else "float32"
@@ -101,9 +103,7 @@ def measure(subject: Subject, options: Options = Options()) -> Result:  # noqa: 
     configs, why = {config.name: config}, ""
     try:
         params = census.active_parameters(config)
-        twin = designs.solve(
-            REFERENCE, params, vocab_size=config.vocab_size, seq_len=subject.seq_len
-        )
+        twin = designs.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=subject.seq_len)
         configs = {REFERENCE: twin} | configs  # a run of that name is its own
     except ConfigError as error:
         why = str(error)
@@ -113,19 +113,23 @@ def measure(subject: Subject, options: Options = Options()) -> Result:  # noqa: 
 
 def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, Measured]:
     device, longest = pick_device(options.device), max(options.contexts)
-    peaks = training.peaks(configs, options.setting, options.dtypes)
+    peaks = training.peaks(configs, options.setting, options.dtype)
     counted = {name: _census(config, options.contexts) for name, config in configs.items()}
     held = sum(PER_PARAMETER * found.parameters for found in counted.values())
-    held += max((peak for found in peaks.values() for peak in found.values() if isinstance(peak, int)), default=0)
+    held += max((peak for peak in peaks.values() if isinstance(peak, int)), default=0)
     seconds: dict[str, dict[Dtype, list[float]]] = {name: {} for name in configs}
     untimed = ""
     if held <= FREE_SHARE * (free := contexts.free(device)):
         seconds = training.seconds_per_step(configs, options.setting, options.dtypes, options.rounds)
     else:
-        untimed = f"{held / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
+        untimed = (
+            f"{held / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
+        )
     models = {name: contexts.decode_model(config, longest, device) for name, config in configs.items()}
     decoded = {
-        context: contexts.measure(models, context, rounds=options.rounds, visit=options.visit)
+        context: contexts.measure(
+            models, context, rounds=options.rounds, visit=options.visit, seconds=options.seconds
+        )
         for context in sorted(set(options.contexts))
     }
     return {
@@ -149,11 +153,16 @@ def _census(config: ModelConfig, at: tuple[int, ...]) -> census.Census:
 def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
     """Every number of one design; keys of contexts are strings, as in JSON."""
     decoded = {str(context): one for context, one in found.decoded.items()}
-    spreads = {context: Spread.of([1e3 * s for s in one.seconds]) if one.seconds else None for context, one in decoded.items()}
-    speeds = {dtype: Spread.of([options.setting.tokens / s for s in seconds]) for dtype, seconds in found.seconds.items()}
-    peaks = {dtype: peak if isinstance(peak, int) else None for dtype, peak in found.peaks.items()}
+    spreads = {
+        context: Spread.middle([1e3 * s for s in one.seconds]) if one.seconds else None
+        for context, one in decoded.items()
+    }
+    speeds = {
+        dtype: Spread.middle([options.setting.tokens / s for s in seconds])
+        for dtype, seconds in found.seconds.items()
+    }
     skipped = {context: one.skipped for context, one in decoded.items() if one.skipped}
-    skipped |= {f"peak in {dtype}": why for dtype, why in found.peaks.items() if isinstance(why, str)}
+    skipped |= {"peak": found.peak} if isinstance(found.peak, str) else {}
     skipped |= {"training": found.untimed} if found.untimed else {}
     lengthened = 0 < config.positions < max(options.contexts)
     return {
@@ -166,9 +175,8 @@ def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
         "touched_bytes": {context: one.touched_bytes or None for context, one in decoded.items()},
         "flops_per_token": {str(context): n for context, n in found.counted.flops_per_token.items()},
         "train_tokens_per_second": speeds[options.dtype].median if speeds else None,
-        "train_peak_bytes": peaks[options.dtype],
+        "train_peak_bytes": found.peak if isinstance(found.peak, int) else None,
         "train_tokens_per_second_spread": {dtype: asdict(spread) for dtype, spread in speeds.items()},
-        "train_peak_bytes_by_dtype": peaks,
         "skipped": skipped,
         "positions": f"timed with the table of {config.positions} repeated" if lengthened else "",
         "conditions": asdict(options) | {"contexts": list(options.contexts), "threads": torch.get_num_threads()},
@@ -181,17 +189,21 @@ def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:
     for context, one in found.decoded.items():
         other = reference.decoded[context]
         timed = one.seconds and other.seconds
-        decode[str(context)] = asdict(ratios(one.seconds, other.seconds)) if timed else None
+        decode[str(context)] = _ratio(one.seconds, other.seconds) if timed else None
         state[str(context)] = one.state_bytes / other.state_bytes
-    speed = ratios(reference.seconds[dtype], found.seconds[dtype]) if found.seconds else None
-    peaks = (found.peaks[dtype], reference.peaks[dtype])
+    speed = _ratio(reference.seconds[dtype], found.seconds[dtype]) if found.seconds else None
+    peaks = (found.peak, reference.peak)
     peak = peaks[0] / peaks[1] if isinstance(peaks[0], int) and isinstance(peaks[1], int) else None
     return {
         "decode_ms": decode,
         "state_bytes": state,
-        "train_tokens_per_second": speed and asdict(speed),
+        "train_tokens_per_second": speed,
         "train_peak_bytes": peak,
     }
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> Result:
+    return asdict(Spread.middle([a / b for a, b in zip(above, below, strict=True)]))
 
 
 # For a person
@@ -202,7 +214,12 @@ def lines(result: Result) -> list[str]:
     conditions, to = result["conditions"], result.get("to_transformer")
     training = f"training {conditions['batch_size']}×{conditions['seq_len']} in {conditions['dtype']}"
     speed, peak = result["train_tokens_per_second"], result["train_peak_bytes"]
-    times = to or {"train_tokens_per_second": None, "train_peak_bytes": None, "decode_ms": {}, "state_bytes": {}}
+    times = to or {
+        "train_tokens_per_second": None,
+        "train_peak_bytes": None,
+        "decode_ms": {},
+        "state_bytes": {},
+    }
     text = [
         f"{result['parameters']:,} parameters; {conditions['threads']} thread(s), {conditions['device']}",
         f"{training}: {_shown(speed, ',.0f')} tokens/s {_times(times['train_tokens_per_second'])}, "
@@ -217,7 +234,10 @@ def lines(result: Result) -> list[str]:
     text += [result["positions"]] if result["positions"] else []
     if to is None:
         return [*text, f"no transformer to compare with: {result['no_transformer']}"]
-    return [*text, "in brackets: times that of a transformer of as many parameters, over the rounds"]
+    return [
+        *text,
+        "in brackets: times a transformer of as many parameters, and where the middle half of the rounds lies",
+    ]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -52,4 +52,9 @@ def plain(value: Any) -> Any:
 
 SUITES = {
     "perplexity": Suite("perplexity", "held-out bits per byte, beside gzip and xz"),
+    "cost": Suite(
+        "cost_suite",
+        "training, memory and decoding at growing contexts, beside a transformer",
+        reads_text=False,
+    ),
 }

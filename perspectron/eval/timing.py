@@ -6,16 +6,19 @@ their times do not.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
+MOST = 20
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of some measurements, and how many there were."""
+    """The median of some measurements, between which bounds they lie, and how many there were."""
 
     median: float
     low: float
@@ -24,7 +27,16 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
+        """Median, least and greatest."""
         return cls(statistics.median(values), min(values), max(values), len(values))
+
+    @classmethod
+    def middle(cls, values: Sequence[float]) -> Self:
+        """Median and quartiles: where half of the measurements lie, whatever else the machine did meanwhile."""
+        low, median, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        )
+        return cls(median, low, high, len(values))
 
     def text(self, scale: float = 1.0) -> str:
         if self.count == 1:
@@ -38,17 +50,19 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], float]], rounds: int, warmup: int = 1
-) -> dict[str, list[float]]:
-    """What each contender answers when it is called, `rounds` times each after `warmup` that are not told. They take
-    turns, in reverse order every other round."""
+    contenders: Mapping[Key, Callable[[], float]], rounds: int, warmup: int = 1, *, seconds: float = 0.0
+) -> dict[Key, list[float]]:
+    """What each contender answers when it is called, once a round, after `warmup` rounds that are not told. They take
+    turns, in reverse order every other round. Quick ones go on for `seconds`, up to `MOST` times as many rounds."""
     names = list(contenders)
-    answers: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warmup + rounds):
+    answers: dict[Key, list[float]] = {name: [] for name in names}
+    turn, end = 0, time.perf_counter() + seconds
+    while turn < warmup + rounds or (turn < warmup + MOST * rounds and time.perf_counter() < end):
         for name in names if turn % 2 == 0 else reversed(names):
             answer = contenders[name]()
             if turn >= warmup:
                 answers[name].append(answer)
+        turn += 1
     return answers
 
 

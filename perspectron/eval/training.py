@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,11 +81,11 @@ def seconds_per_step(
 ) -> dict[str, dict[Dtype, list[float]]]:
     """By design and dtype, once a round: all take turns."""
     device = pick_device(setting.device)
-    turns = {}
+    turns: dict[tuple[str, Dtype], Callable[[], float]] = {}
     for name, config in configs.items():
         step = stepper(config, setting)
         for dtype in dtypes:
-            turns[name, dtype] = timed(lambda step=step, dtype=dtype: step(dtype), device)  # type: ignore[misc]
+            turns[name, dtype] = timed(partial(step, dtype), device)
     found = take_turns(turns, rounds)
     return {name: {dtype: found[name, dtype] for dtype in dtypes} for name in configs}
 
@@ -92,14 +93,11 @@ def seconds_per_step(
 # Memory
 
 
-def peaks(
-    configs: Mapping[str, ModelConfig], setting: Setting, dtypes: Sequence[Dtype]
-) -> dict[str, dict[Dtype, int | str]]:
-    """Bytes by which memory rises in the first step, weights, gradients and optimizer included, or why there is
-    no answer. Each in a process of its own."""
-    keys = [(name, dtype) for name in configs for dtype in dtypes]
-    beside = asdict(setting) | {"threads": torch.get_num_threads()}
-    specs = [{"config": dump(configs[name]), "dtype": dtype} | beside for name, dtype in keys]
+def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) -> dict[str, int | str]:
+    """Bytes by which memory rises in the first step, weights, gradients and optimizer included, or why there is no
+    answer. Each in a process of its own."""
+    beside = asdict(setting) | {"dtype": dtype, "threads": torch.get_num_threads()}
+    specs = [{"config": dump(config)} | beside for config in configs.values()]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -110,13 +108,10 @@ def peaks(
         # a library that starts threads when it is imported cannot be forked from
         env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
     )
-    answers: list[Any] = [json.loads(line) for line in done.stdout.splitlines()]
+    answers: list[int | str] = [json.loads(line) for line in done.stdout.splitlines()]
     last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    answers += [f"exit code {done.returncode}: {last[0]}"] * (len(keys) - len(answers))
-    found: dict[str, dict[Dtype, int | str]] = {name: {} for name in configs}
-    for (name, dtype), answer in zip(keys, answers, strict=True):
-        found[name][dtype] = answer
-    return found
+    answers += [f"exit code {done.returncode}: {last[0]}"] * (len(configs) - len(answers))
+    return dict(zip(configs, answers, strict=True))
 
 
 def _alone(spec: dict[str, Any]) -> int | str:
@@ -132,7 +127,9 @@ def _alone(spec: dict[str, Any]) -> int | str:
     if needs > FREE_SHARE * (there := free(device)):
         return f"needs more than {needs / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free"
     return_memory()
-    stepper(config, replace(setting, batch_size=1, seq_len=min(16, setting.seq_len)))(spec["dtype"])  # loads libraries
+    stepper(config, replace(setting, batch_size=1, seq_len=min(16, setting.seq_len)))(
+        spec["dtype"]
+    )  # loads libraries
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -163,5 +160,6 @@ def _fork(spec: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported is looked through once, not in each process
     for given in json.load(sys.stdin):
         _fork(given)
