@@ -29,16 +29,16 @@ Result = dict[str, Any]
 class Options:
     """contexts: tokens, the one that is read among them. rounds: in each everyone has a turn of `visit` tokens, or of
     one training step; at contexts where tokens are quick there are more, for `seconds`. batch_size, seq_len, dtype and
-    device are those of training; decoding is one row in float32. A run brings its own seq_len, dtype and device."""
+    device are those of training; None is the run's, or 256, float32 and the CPU. Decoding is one row in float32."""
 
     contexts: tuple[int, ...] = census.CONTEXTS
     rounds: int = 9
     visit: int = 4
     seconds: float = 5.0
     batch_size: int = 8
-    seq_len: int = 256
-    dtype: Dtype = "float32"
-    device: str = "cpu"
+    seq_len: int | None = None
+    dtype: Dtype | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         require(self.rounds >= 1, "rounds", self.rounds, "≥ 1")
@@ -48,16 +48,20 @@ class Options:
         bound = f"≥ {self.visit + 2}, for the {self.visit + 1} tokens of a turn and one before"
         for context in self.contexts:
             require(context >= self.visit + 2, "contexts", context, bound)
-        one_of(self.dtype, ("float32", "bfloat16"), "dtype")
+        one_of(self.dtype, (None, "float32", "bfloat16"), "dtype")
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.batch_size, self.seq_len, self.device)
+        return Setting(self.batch_size, 256 if self.seq_len is None else self.seq_len, self.device or "cpu")
+
+    @property
+    def trained_in(self) -> Dtype:
+        return self.dtype or "float32"
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
         """float32 always, so that runs of any dtype compare."""
-        return ("float32",) if self.dtype == "float32" else ("float32", self.dtype)
+        return ("float32",) if self.trained_in == "float32" else ("float32", self.trained_in)
 
 
 QUICK = Options(rounds=3, visit=2, seconds=2.0)
@@ -87,7 +91,7 @@ def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) 
     results = {name: _result(config, measured[name], options) for name, config in configs.items()}
     if REFERENCE in configs:
         for name in configs:
-            beside = _ratios(measured[name], measured[REFERENCE], options.dtype)
+            beside = _ratios(measured[name], measured[REFERENCE], options.trained_in)
             results[name]["to_transformer"] = beside
     return results
 
@@ -97,13 +101,17 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
     reason under "no_transformer", where none has as many). ConfigError for an artifact."""
     bound = "a run; `perspectron generate --bench` measures an artifact"
     require(not isinstance(subject.model, StreamedModel), "run", str(subject.run), bound)
-    config, device = subject.model.config, str(subject.model.device)
-    dtype: Dtype = "bfloat16" if subject.dtype == torch.bfloat16 else "float32"
-    options = replace(options, seq_len=subject.seq_len, dtype=dtype, device=device)
+    config = subject.model.config
+    options = replace(
+        options,
+        seq_len=subject.seq_len if options.seq_len is None else options.seq_len,
+        dtype=options.dtype or ("bfloat16" if subject.dtype == torch.bfloat16 else "float32"),
+        device=options.device or str(subject.model.device),
+    )
     configs, why = {config.name: config}, ""
     try:
         params = census.active_parameters(config)
-        twin = designs.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=subject.seq_len)
+        twin = designs.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=options.setting.seq_len)
         configs = {REFERENCE: twin} | configs  # a run of that name is its own
     except ConfigError as error:
         why = str(error)
@@ -112,8 +120,8 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
 
 
 def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, Measured]:
-    device, longest = pick_device(options.device), max(options.contexts)
-    peaks = training.peaks(configs, options.setting, options.dtype)
+    device, longest = pick_device(options.setting.device), max(options.contexts)
+    peaks = training.peaks(configs, options.setting, options.trained_in)
     counted = {name: _census(config, options.contexts) for name, config in configs.items()}
     held = sum(PER_PARAMETER * found.parameters for found in counted.values())
     held += max((peak for peak in peaks.values() if isinstance(peak, int)), default=0)
@@ -174,13 +182,18 @@ def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
         "state_bytes": {context: one.state_bytes for context, one in decoded.items()},
         "touched_bytes": {context: one.touched_bytes or None for context, one in decoded.items()},
         "flops_per_token": {str(context): n for context, n in found.counted.flops_per_token.items()},
-        "train_tokens_per_second": speeds[options.dtype].median if speeds else None,
+        "train_tokens_per_second": speeds[options.trained_in].median if speeds else None,
         "train_peak_bytes": found.peak if isinstance(found.peak, int) else None,
         "train_tokens_per_second_spread": {dtype: asdict(spread) for dtype, spread in speeds.items()},
         "skipped": skipped,
         "positions": f"timed with the table of {config.positions} repeated" if lengthened else "",
-        "conditions": asdict(options) | {"contexts": list(options.contexts), "threads": torch.get_num_threads()},
+        "conditions": _conditions(options),
     }  # fmt: skip
+
+
+def _conditions(options: Options) -> Result:
+    beside = {"dtype": options.trained_in, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return asdict(options) | asdict(options.setting) | beside | {"contexts": sorted(set(options.contexts))}
 
 
 def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:

@@ -78,9 +78,11 @@ def test_without_memory_it_says_what_was_not_run(monkeypatch, known_peaks):
 def test_a_run_beside_its_twin(known_peaks):
     config = replace(config_of("gla", vocab_size=256, d_model=96, layers=2), name="gla-mine")
     subject = subject_of(config)
-    result = cost_suite.measure(subject, replace(TINY, dtype="float32"))
+    result = cost_suite.measure(subject, replace(TINY, dtype=None, seq_len=None))
     assert abs(result["transformer"]["parameters"] / result["parameters"] - 1) <= 0.02
     assert result["conditions"]["dtype"] == "bfloat16" and result["conditions"]["seq_len"] == 16
+    given = cost_suite.measure(subject, replace(TINY, dtype="float32", seq_len=8))["conditions"]
+    assert given["dtype"] == "float32" and given["seq_len"] == 8
     text = lines(result)
     assert any(line.split()[0] == "128" and "×" in line for line in text)
     assert f"{result['parameters']:,} parameters" in text[0]
@@ -117,7 +119,7 @@ def test_a_process_that_dies_is_told(monkeypatch):
         ({"rounds": 0}, "rounds = 0"),
         ({"visit": 0}, "visit = 0"),
         ({"seconds": -1.0}, "seconds = -1.0"),
-        ({"dtype": "float16"}, "dtype = 'float16', must be one of float32, bfloat16"),
+        ({"dtype": "float16"}, "dtype = 'float16', must be one of None, float32, bfloat16"),
     ],
 )
 def test_refused_options(change, says):
