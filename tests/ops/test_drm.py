@@ -171,7 +171,7 @@ def test_truncation_cuts_the_past_and_drops_the_geometry():
 
 
 @pytest.mark.parametrize("split", [1, 4, 5, 7, 19])
-@pytest.mark.parametrize("variant", ["plain", "all at once"])
+@pytest.mark.parametrize("variant", ["plain", "no directions, interval 4", "all at once"])
 def test_split_anywhere(variant, split):
     law, w = law_of(variant), weights(variant)
     e, state = inputs(law, 20)
