@@ -202,9 +202,11 @@ def models_of_designs(settings: Settings) -> dict[str, tuple[ModelConfig, str, s
     return made
 
 
-def train_config(out: Path, settings: Settings, steps: int, seed: int, rate: float) -> TrainConfig:
-    """How a cell is trained: measured and saved eight times, warmed up over a twentieth."""
-    every = max(1, -(-steps // 8))
+def train_config(
+    out: Path, settings: Settings, steps: int, seed: int, rate: float, measured: int
+) -> TrainConfig:
+    """How a cell is trained: measured and saved so many times, warmed up over a twentieth."""
+    every = max(1, -(-steps // measured))
     return TrainConfig(
         data=str(data_of(out, settings).resolve()), heldout=settings.heldout, steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,

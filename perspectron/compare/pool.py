@@ -16,7 +16,7 @@ from typing import NamedTuple
 from perspectron.errors import ConfigError
 
 LOG, LOCK = "log.txt", ".lock"
-PAUSE = 0.2  # seconds between looks
+PAUSE = 0.5  # seconds between looks
 PATIENCE = 60.0  # for one that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 

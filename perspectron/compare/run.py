@@ -7,6 +7,7 @@ done is skipped, so that a comparison that was stopped goes on.
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,18 +24,22 @@ from perspectron.train.loop import METRICS, read_metrics
 
 FAILED = "failed.json"
 DIVERGED = 3  # the program's exit code for a loss that is not finite
+MEASURED = 8
+TAIL = 1 << 15  # bytes of metrics that hold a whole line
 FACTOR = 2.0  # to the next learning rate outside the grid
 OUTSIDE = 1  # rates tried beyond an end of the grid, at most
 
 
 class Cell(NamedTuple):
-    """One training: an arm with a seed and a learning rate, for so many updates."""
+    """One training: an arm with a seed and a learning rate, for so many updates. measured: how often held-out text is,
+    on the way to the end."""
 
     arm: str
     seed: int
     rate: float
     steps: int
     folder: Path
+    measured: int
 
 
 class Trained(NamedTuple):
@@ -48,7 +53,7 @@ class Trained(NamedTuple):
 def cells(out: Path, plan: Plan, rates: dict[str, float]) -> list[Cell]:
     """Every arm with the first seed, then with the next."""
     return [
-        Cell(name, seed, rates[name], arm.steps, out / "cells" / name / str(seed))
+        Cell(name, seed, rates[name], arm.steps, out / "cells" / name / str(seed), MEASURED)
         for seed in range(plan.settings.seeds)
         for name, arm in plan.arms.items()
     ]
@@ -58,7 +63,9 @@ def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
     """Short trainings with the first seed, one for each rate of an arm."""
     share = plan.settings.rate_share
     return [
-        Cell(name, 0, rate, max(1, round(share * plan.arms[name].steps)), out / "rates" / name / f"{rate:g}")
+        Cell(
+            name, 0, rate, max(1, round(share * plan.arms[name].steps)), out / "rates" / name / f"{rate:g}", 1
+        )
         for name, values in rates.items()
         for rate in values
     ]
@@ -77,8 +84,13 @@ def trained(cell: Cell) -> Trained:
 
 def reached(cell: Cell) -> int:
     """Steps in its metrics."""
-    lines = read_metrics(cell.folder)
-    return int(lines[-1]["step"]) if lines else 0
+    path, step = cell.folder / METRICS, 0
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            steps = re.findall(rb'^\{"step": (\d+),.*\}$', file.read(), re.MULTILINE)
+        step = int(steps[-1]) if steps else 0
+    return step
 
 
 def train(
@@ -103,7 +115,7 @@ def train(
     queue = []
     for name, cell in by_name.items():
         if not (cell.folder / "config.json").is_file():
-            settings = train_config(out, plan.settings, cell.steps, cell.seed, cell.rate)
+            settings = train_config(out, plan.settings, cell.steps, cell.seed, cell.rate, cell.measured)
             tokenizer.save(cell.folder / "tokenizer.json")
             checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings))
         arguments = ("perspectron", "train", "--resume", str(cell.folder))
@@ -199,7 +211,3 @@ def speed(cell: Cell) -> float | None:
     """Tokens per second of training, measurements and saving left out; None before the first update."""
     lines = [line for line in read_metrics(cell.folder) if "loss" in line]
     return lines[-1]["tokens"] / lines[-1]["seconds"] if lines else None
-
-
-def metrics_of(cell: Cell) -> Path:
-    return cell.folder / METRICS
