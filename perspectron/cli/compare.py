@@ -16,7 +16,7 @@ from rich.progress import (
 
 from perspectron.cli.train import resolved
 from perspectron.cli.units import count
-from perspectron.compare import pool, run
+from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
     Plan,
     Settings,
@@ -90,12 +90,12 @@ class Compare:
             given = Compare(resume=self.resume, jobs=self.jobs)
             require(self == given, "resume", str(self.resume), "alone: everything else comes from there")
             what = read(folder)
-            return fulfil(folder, what, self.jobs, console)
+            return finish(folder, what, self.jobs, console)
         settings = self.settings()
         models_of_designs(settings)  # what cannot be, is said before the text is read
         with pool.alone(folder):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
-        return fulfil(folder, what, self.jobs, console)
+        return finish(folder, what, self.jobs, console)
 
     def settings(self) -> Settings:
         names = tuple(name.strip() for name in self.designs.split(",") if name.strip())
@@ -106,20 +106,41 @@ class Compare:
         )  # fmt: skip
 
 
-def fulfil(folder: Path, what: Plan, jobs: int, console: Console) -> int:
+def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     """Do what is left of a plan; the command's exit code."""
     try:
         with pool.alone(folder):
             console.print(_summary(what))
-            rates, _ = run.choose_rates(
+            results.note_conditions(folder, what, jobs)
+            rates, tried = run.choose_rates(
                 folder, what, lambda cells: _train(folder, what, cells, jobs, console)
             )
             console.print("learning rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
-            _train(folder, what, run.cells(folder, what, rates), jobs, console)
+            cells = run.cells(folder, what, rates)
+            _train(folder, what, cells, jobs, console)
+            _measure(folder, what, [c for c in cells if run.trained(c).status == "finished"], jobs, console)
+            results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; go on with --resume {folder}")
         return 128 + stop.number
-    return 0
+    console.print(f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}")
+    missing = [cell for cell in cells if run.trained(cell).status == "missing"]
+    for cell in missing:
+        console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
+    return 1 if missing else 0
+
+
+def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> None:
+    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine."""
+    threads = what.settings.threads
+
+    def ended(end: Ended) -> None:
+        said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
+        console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
+
+    pool.work(measure.jobs(folder, finished, what.kind == "designs"), jobs, threads, ended=ended)
+    if what.kind == "designs":
+        pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
 
 
 def _summary(what: Plan) -> str:

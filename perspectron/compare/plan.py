@@ -31,6 +31,8 @@ PLAN, DATA = "compare.json", "data"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
 LEAST_VOCABULARY = 512
 ROUNDS = 5  # of timing, the first left out
+Models = dict[str, tuple[ModelConfig, str, str]]
+"""By arm: the model, what it is in a line, and where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,10 @@ def plan(
     out: Path,
     kind: Literal["designs", "ablations"],
     settings: Settings,
-    models: Callable[[Settings], dict[str, tuple[ModelConfig, str, str]]],
+    models: Callable[[Settings], Models],
     threads: int,
 ) -> Plan:
-    """The plan in `out`, or a new one that is kept there. models: of settled settings, by arm (model, about, source).
+    """The plan in `out`, or a new one that is kept there. models: of settled settings.
     threads: of each training, where the settings leave them open.
 
     ConfigError for a folder of another version or of other settings, and as the models raise it.
@@ -188,7 +190,7 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
         require(same, name, value, f"{have[name]} as in {out / PLAN}, or out a new folder")
 
 
-def models_of_designs(settings: Settings) -> dict[str, tuple[ModelConfig, str, str]]:
+def models_of_designs(settings: Settings) -> Models:
     """The designs at the budget. ConfigError for an unknown one or a budget that does not do."""
     made = {}
     for name in settings.arms:
@@ -221,7 +223,7 @@ def _train_flops(model: ModelConfig, settings: Settings) -> float:
 
 
 def _dtype(
-    settings: Settings, made: dict[str, tuple[ModelConfig, str, str]], shards: Shards
+    settings: Settings, made: Models, shards: Shards
 ) -> Literal["float32", "bfloat16"]:
     """One for all arms: measured on the reference, where it was left open."""
     if settings.dtype != "auto":
