@@ -89,9 +89,7 @@ def seen_from_before(name: str) -> float:
 
 def _recurrence(tokens: int, dtype: torch.dtype, D: int = 16, R: int = 8) -> list[Tensor]:
     """q, k, v of unit size and gates about 0.95."""
-    q, k, v, p = (
-        drawn(1, tokens, n, seed=i, dtype=torch.float64) for i, n in enumerate((R, R, D, D))
-    )
+    q, k, v, p = (drawn(1, tokens, n, seed=i, dtype=torch.float64) for i, n in enumerate((R, R, D, D)))
     return [x.to(dtype) for x in (q, k, v, torch.sigmoid(p + 2.944))]
 
 
@@ -140,7 +138,10 @@ def renormalised(scale: float) -> Found:
 
 def empty_states() -> float:
     """Σ|S| of all states before any token."""
-    return sum(layer.memory_BDR.abs().sum().item() for layer in made("perspective-tiny-dense", ("layers", 3)).init_state(2).layers)
+    return sum(
+        layer.memory_BDR.abs().sum().item()
+        for layer in made("perspective-tiny-dense", ("layers", 3)).init_state(2).layers
+    )
 
 
 def noise_norm(scale: float, width: int = 4096) -> float:

@@ -123,7 +123,9 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; go on with --resume {folder}")
         return 128 + stop.number
-    console.print(f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}")
+    console.print(
+        f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}"
+    )
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]
     for cell in missing:
         console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")

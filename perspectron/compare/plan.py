@@ -222,9 +222,7 @@ def _train_flops(model: ModelConfig, settings: Settings) -> float:
     return 3.0 * flops
 
 
-def _dtype(
-    settings: Settings, made: Models, shards: Shards
-) -> Literal["float32", "bfloat16"]:
+def _dtype(settings: Settings, made: Models, shards: Shards) -> Literal["float32", "bfloat16"]:
     """One for all arms: measured on the reference, where it was left open."""
     if settings.dtype != "auto":
         return settings.dtype

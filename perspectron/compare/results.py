@@ -80,7 +80,9 @@ def collect(
     settings: dict[str, Any] = dump(plan.settings)
     told = ("params", "tokens", "match", "data", "seq_len", "batch_size", "vocab_size", "rates", "rate_share")
     measured = [measure.suites_of(cell) for cell in cells]
-    compressors: dict[str, float] = next((m["perplexity"]["compressors"] for m in measured if "perplexity" in m), {})
+    compressors: dict[str, float] = next(
+        (m["perplexity"]["compressors"] for m in measured if "perplexity" in m), {}
+    )
     return {
         "version": VERSION,
         "kind": plan.kind,
