@@ -107,12 +107,13 @@ class Answers:
         return found
 
     def _cut(self, rows: Sequence[Row]) -> list[Row]:
-        """No longer than a table of positions: the last token is not read."""
+        """The last tokens, as many as a table of positions has and the one that is not read."""
         table = self.model.config.positions
-        return [
-            Row(ids[-(table + 1) :], min(scored, table)) if table else Row(ids, scored)
-            for ids, scored in rows
-        ]
+        if table == 0:
+            return list(rows)
+        most = max(scored for _, scored in rows)
+        require(most <= table, "tokens of a continuation", most, f"≤ positions = {table}")
+        return [Row(ids[-(table + 1) :], scored) for ids, scored in rows]
 
     @torch.inference_mode()
     def _batch(self, rows: Sequence[Row]) -> list[Score]:

@@ -54,7 +54,7 @@ def test_a_state_that_came_back_otherwise_is_told(subject, monkeypatch):
     found = measure(subject(), Options(tokens=256))
     assert found["resumed_equal"] is False
     assert found["resumed"] != found["whole"]
-    assert found["no_context"]["worse"] != 0
+    assert found["worse"]["no_context"]["bits_per_byte"] != 0
     assert "NOT the same" in robustness.lines(found)[1]
 
 
@@ -72,12 +72,12 @@ def test_the_numbers_are_those_of_plain_reading(subject):
     whole = bits(ids_NT[:, :48])
     assert found["bits_per_byte"] == pytest.approx(whole, rel=1e-9)
     assert found["whole"] == pytest.approx(whole * math.log(2) * text_bytes / 64, rel=1e-9)
-    assert found["no_context"]["bits_per_byte"] == pytest.approx(bits(), rel=1e-9)
+    assert found["no_context"] == pytest.approx(bits(), rel=1e-9)
     other = bits(shuffled(ids_NT[:, :48], 4, 0))
-    assert found["shuffled"]["4"]["bits_per_byte"] == pytest.approx(other, rel=1e-9)
-    assert found["shuffled"]["4"]["worse"] == pytest.approx(other - whole, abs=1e-9)
-    assert set(found["shuffled"]) == {"4", "all"}
-    assert found["corrupted"][0]["worse"] == 0
+    assert found["shuffled"]["within_4"] == pytest.approx(other, rel=1e-9)
+    assert found["worse"]["shuffled_within_4"]["bits_per_byte"] == pytest.approx(other - whole, abs=1e-9)
+    assert set(found["shuffled"]) == {"within_4", "whole"}
+    assert found["worse"]["corrupted_0.0"]["bits_per_byte"] == 0
     other = bits(corrupted(ids_NT[:, :48], 0.3, subject.tokenizer.vocab_size, 0))
     assert found["corrupted"][1]["bits_per_byte"] == pytest.approx(other, rel=1e-9)
 
@@ -87,8 +87,8 @@ def test_a_model_to_which_all_is_alike_does_not_care(subject):
     with torch.no_grad():
         subject.model.embedding.weight.zero_()
     found = measure(subject, Options(tokens=512))
-    rest = [found["no_context"], *found["shuffled"].values(), *found["corrupted"]]
-    assert all((c["worse"], c["low"], c["high"]) == (0, 0, 0) for c in rest)
+    assert len(found["worse"]) == 1 + 3 + 4
+    assert all(more == {"bits_per_byte": 0, "low": 0, "high": 0} for more in found["worse"].values())
 
 
 def test_it_depends_on_the_seed_alone(subject):
