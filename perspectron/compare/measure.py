@@ -24,18 +24,19 @@ from perspectron.files import read_json, write_json
 from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
-OF_CELLS = ("perplexity", "position", "calibration", "robustness", "gates")
+OF_CELLS = ("perplexity", "gates", "position", "calibration", "robustness")
 WINDOWS = 8  # of which gates are read
 
 
-def jobs(out: Path, finished: list[Cell], recall: bool) -> list[Job]:
+def jobs(out: Path, suites: Sequence[str], finished: list[Cell]) -> list[Job]:
     """What is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
     found = []
+    wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *suites)]
     for cell in finished:
-        missing = [name for name in OF_CELLS if not path_of(cell, name).is_file()]
+        missing = [name for name in wanted if not path_of(cell, name).is_file()]
         if missing:
             found.append(Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing)))
-    for name in dict.fromkeys(cell.arm for cell in finished) if recall else ():
+    for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in suites else ():
         if not (out / "recall" / f"{name}.json").is_file():
             first = next(cell for cell in finished if cell.arm == name)
             arguments = (MODULE, "recall", str(first.folder), str(out / "recall" / f"{name}.json"))
