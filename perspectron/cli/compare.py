@@ -102,7 +102,8 @@ class Compare:
 
     def settings(self) -> Settings:
         return Settings(
-            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds, resolved(self.data),
+            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
+            resolved(self.data),
             self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.rate_share, self.dtype, self.device, suites=listed(self.suites),
         )  # fmt: skip
@@ -157,7 +158,7 @@ def _summary(what: Plan) -> str:
     arms = len(what.arms)
     return (
         f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
-        f"{s.tokens:,} tokens ({s.match} matched), vocabulary {s.vocab_size:,}, windows of {s.seq_len}, {s.dtype}, "
+        f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
     )
 

@@ -155,8 +155,9 @@ def plan(
         _same(out, known, kind, settings)
         return known
     tokenizer, shards = prepare(out, settings)
-    settings = replace(settings, vocab_size=tokenizer.vocab_size, threads=settings.threads or threads)
-    made = models(settings)
+    size = settings.vocab_size or vocabulary(settings.params)
+    settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
+    made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
     settings = replace(settings, dtype=_dtype(settings, made, shards))
     flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
     steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)

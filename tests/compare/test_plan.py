@@ -34,7 +34,7 @@ def test_arms_match_in_parameters_and_tokens(text, tmp_path):
     assert {arm.steps for arm in made.arms.values()} == {32}
     for arm in made.arms.values():
         assert abs(active_parameters(arm.model) / 200_000 - 1) <= 0.02
-        assert arm.model.vocab_size == made.settings.vocab_size
+        assert 257 <= arm.model.vocab_size <= made.settings.vocab_size == 300
     assert made.reference == "transformer"
     assert plans.read(tmp_path) == made
 
