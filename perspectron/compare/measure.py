@@ -6,6 +6,7 @@ measured again.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from perspectron.compare.plan import Plan, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
 from perspectron.data.loader import windows
+from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.gates import gates
@@ -80,10 +82,10 @@ def costs(plan: Plan) -> dict[str, Any]:
     """Of every arm, in one run in which they take turns."""
     s = plan.settings
     assert s.dtype != "auto"
-    options = cost_suite.Options(
-        rounds=cost_suite.QUICK.rounds, visit=cost_suite.QUICK.visit, batch_size=s.batch_size,
-        seq_len=s.seq_len, dtype=s.dtype, device=s.device,
-    )  # fmt: skip
+    device = str(pick_device(s.device))
+    options = replace(
+        cost_suite.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device
+    )
     return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
 
 
