@@ -16,8 +16,9 @@ from rich.progress import (
 
 from perspectron.cli.train import resolved
 from perspectron.cli.units import count
-from perspectron.compare import pool, run
+from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
+    SUITES,
     Plan,
     Settings,
     models_of_designs,
@@ -76,6 +77,8 @@ class Compare:
     """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
+    suites: str = ",".join(SUITES)
+    """What is measured of trained models, beside their loss."""
     jobs: int = 1
     """Trainings side by side."""
 
@@ -90,36 +93,64 @@ class Compare:
             given = Compare(resume=self.resume, jobs=self.jobs)
             require(self == given, "resume", str(self.resume), "alone: everything else comes from there")
             what = read(folder)
-            return fulfil(folder, what, self.jobs, console)
+            return finish(folder, what, self.jobs, console)
         settings = self.settings()
         models_of_designs(settings)  # what cannot be, is said before the text is read
         with pool.alone(folder):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
-        return fulfil(folder, what, self.jobs, console)
+        return finish(folder, what, self.jobs, console)
 
     def settings(self) -> Settings:
-        names = tuple(name.strip() for name in self.designs.split(",") if name.strip())
         return Settings(
-            names, count(self.params, "params"), count(self.tokens, "tokens"), self.seeds, resolved(self.data),
+            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
+            resolved(self.data),
             self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
-            self.rate_share, self.dtype, self.device,
+            self.rate_share, self.dtype, self.device, suites=listed(self.suites),
         )  # fmt: skip
 
 
-def fulfil(folder: Path, what: Plan, jobs: int, console: Console) -> int:
+def listed(names: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     """Do what is left of a plan; the command's exit code."""
     try:
         with pool.alone(folder):
             console.print(_summary(what))
-            rates, _ = run.choose_rates(
+            results.note_conditions(folder, what, jobs)
+            rates, tried = run.choose_rates(
                 folder, what, lambda cells: _train(folder, what, cells, jobs, console)
             )
             console.print("learning rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
-            _train(folder, what, run.cells(folder, what, rates), jobs, console)
+            cells = run.cells(folder, what, rates)
+            _train(folder, what, cells, jobs, console)
+            _measure(folder, what, [c for c in cells if run.trained(c).status == "finished"], jobs, console)
+            results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; go on with --resume {folder}")
         return 128 + stop.number
-    return 0
+    console.print(
+        f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}"
+    )
+    missing = [cell for cell in cells if run.trained(cell).status == "missing"]
+    for cell in missing:
+        console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
+    return 1 if missing else 0
+
+
+def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> None:
+    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine."""
+    threads = what.settings.threads
+
+    def ended(end: Ended) -> None:
+        said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
+        console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
+
+    pool.work(measure.jobs(folder, what.settings.suites, finished), jobs, threads, ended=ended)
+    if "cost" in what.settings.suites:
+        pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
 
 
 def _summary(what: Plan) -> str:
@@ -127,7 +158,7 @@ def _summary(what: Plan) -> str:
     arms = len(what.arms)
     return (
         f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
-        f"{s.tokens:,} tokens ({s.match} matched), vocabulary {s.vocab_size:,}, windows of {s.seq_len}, {s.dtype}, "
+        f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
     )
 

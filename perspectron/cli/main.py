@@ -12,6 +12,7 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.cli.ablate import Ablate
 from perspectron.cli.compare import Compare
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
@@ -50,6 +51,7 @@ COMMANDS: dict[str, Any] = {
     "quantize": Quantize,
     "synthesize": Synthesize,
     "tokenize": Tokenize,
+    "ablate": Ablate,
     "compare": Compare,
     "trace": TraceRoutes,
 }

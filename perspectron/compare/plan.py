@@ -30,7 +30,10 @@ VERSION = 1
 PLAN, DATA = "compare.json", "data"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
 LEAST_VOCABULARY = 512
+SUITES = ("position", "calibration", "robustness", "recall", "cost")
 ROUNDS = 5  # of timing, the first left out
+Models = dict[str, tuple[ModelConfig, str, str]]
+"""By arm: the model, what it is in a line, and where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Settings:
     """What was asked for. Parameters, tokens and seeds are those of every arm; `match` "flops" or "time" keeps those
     of the transformer (or of the first arm) at `tokens` tokens instead, and gives each arm as many tokens as they
     buy. vocab_size: 0 follows from the parameters. rates: peak learning rates tried, on `rate_share` of the tokens;
-    a single one is taken as it is. threads: of each training; 0 is open."""
+    a single one is taken as it is. threads: of each training; 0 is open. suites: measured afterwards,
+    beside the loss."""
 
     arms: tuple[str, ...]
     params: int
@@ -55,6 +59,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     threads: int = 0
+    suites: tuple[str, ...] = SUITES
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
@@ -70,6 +75,8 @@ class Settings:
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
         require(0 < self.rate_share <= 1, "rate_share", self.rate_share, "in (0, 1]")
         require(self.threads >= 0, "threads", self.threads, "≥ 0")
+        for suite in self.suites:
+            one_of(suite, SUITES, "suites")
 
     @property
     def batch_tokens(self) -> int:
@@ -135,10 +142,10 @@ def plan(
     out: Path,
     kind: Literal["designs", "ablations"],
     settings: Settings,
-    models: Callable[[Settings], dict[str, tuple[ModelConfig, str, str]]],
+    models: Callable[[Settings], Models],
     threads: int,
 ) -> Plan:
-    """The plan in `out`, or a new one that is kept there. models: of settled settings, by arm (model, about, source).
+    """The plan in `out`, or a new one that is kept there. models: of settled settings.
     threads: of each training, where the settings leave them open.
 
     ConfigError for a folder of another version or of other settings, and as the models raise it.
@@ -148,8 +155,9 @@ def plan(
         _same(out, known, kind, settings)
         return known
     tokenizer, shards = prepare(out, settings)
-    settings = replace(settings, vocab_size=tokenizer.vocab_size, threads=settings.threads or threads)
-    made = models(settings)
+    size = settings.vocab_size or vocabulary(settings.params)
+    settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
+    made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
     settings = replace(settings, dtype=_dtype(settings, made, shards))
     flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
     steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)
@@ -188,7 +196,7 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
         require(same, name, value, f"{have[name]} as in {out / PLAN}, or out a new folder")
 
 
-def models_of_designs(settings: Settings) -> dict[str, tuple[ModelConfig, str, str]]:
+def models_of_designs(settings: Settings) -> Models:
     """The designs at the budget. ConfigError for an unknown one or a budget that does not do."""
     made = {}
     for name in settings.arms:
@@ -220,9 +228,7 @@ def _train_flops(model: ModelConfig, settings: Settings) -> float:
     return 3.0 * flops
 
 
-def _dtype(
-    settings: Settings, made: dict[str, tuple[ModelConfig, str, str]], shards: Shards
-) -> Literal["float32", "bfloat16"]:
+def _dtype(settings: Settings, made: Models, shards: Shards) -> Literal["float32", "bfloat16"]:
     """One for all arms: measured on the reference, where it was left open."""
     if settings.dtype != "auto":
         return settings.dtype
