@@ -15,7 +15,7 @@ class Linear:
         power = 10.0 ** math.floor(math.log10(span / 6))
         self.tick = next(step * power for step in STEPS if span / (step * power) <= 6)
         self.low = math.floor(low / self.tick) * self.tick
-        self.high = math.ceil(high / self.tick + 1e-9) * self.tick
+        self.high = max(self.low + self.tick, math.ceil(high / self.tick - 1e-9) * self.tick)
         self.start, self.end = start, end
 
     def at(self, value: float) -> float:

@@ -53,7 +53,7 @@ STYLE = f"""
 html{{-webkit-text-size-adjust:100%}}
 body{{margin:0;background:var(--ground);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}}
-main{{max-width:1120px;margin:0 auto;padding:40px 24px 72px}}
+main{{max-width:1200px;margin:0 auto;padding:40px 24px 72px}}
 h1{{font-size:26px;line-height:1.25;font-weight:650;margin:0 0 6px;letter-spacing:-.01em}}
 h2{{font-size:18px;line-height:1.3;font-weight:650;margin:0 0 10px}}
 h3{{font-size:14px;font-weight:600;margin:0}}
@@ -80,7 +80,7 @@ white-space:normal;min-width:4.5em}}
 tbody tr+tr>*{{border-top:1px solid var(--grid)}}
 tbody th{{position:sticky;left:0;background:var(--ground);padding-right:4px}}
 .words{{text-align:left}} td.words{{white-space:normal;min-width:12em;max-width:38em}}
-small{{display:block;font-size:12px;color:var(--soft)}}
+small{{display:block;font-size:12px;color:var(--soft);white-space:pre-line}}
 .best,.chosen{{font-weight:650}} .best small,.chosen small{{font-weight:400}} .bad{{color:var(--bad)}}
 td.quiet,th.quiet{{color:var(--soft);font-size:inherit}}
 .key{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 12px;padding:0;font-size:13px}}

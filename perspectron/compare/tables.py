@@ -29,38 +29,31 @@ def ranking(
 ) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
     best = rows[0] if rows[0].mean is not None else None
-    other = next(row for row in rows if row.name == reference)
+    others = [("the best", best)] if best is not None and best.name != reference else []
+    others.append((reference, next(row for row in rows if row.name == reference)))
     ends = _ends(rows)
-    head = [
-        "rank",
-        noun,
-        "held-out bits per byte",
-        "spread over seeds",
-        "against the best",
-        f"against {reference}",
-    ]
+    head = [noun, "rank", "bits per byte", "spread over seeds", *(f"against {name}" for name, _ in others)]
     head += ["parameters", "tokens", "learning rate", "training tokens/s"]
     head += [f"state at {context(end)}" for end in ends]
     body, place = list[list[Cell]](), 0
     for row in rows:
         place += not row.faults
         name = Cell(row.name, _fault_note(row), style=style[row.name])
-        mean = Cell(fixed(row.mean), "" if row.mean is None or not row.faults else _of(row), _kind(row, best))
-        body.append([Cell(str(place) if not row.faults else NONE), name, mean, _spread(row)])
-        body[-1] += [_difference(row, best), _difference(row, other), *_sizes(row, ends)]
+        mean = Cell(fixed(row.mean), _of(row) if row.faults and row.losses else "", _kind(row, best))
+        body.append([name, Cell(str(place) if not row.faults else NONE), mean, _spread(row)])
+        body[-1] += [*(_difference(row, other) for _, other in others), *_sizes(row, ends)]
     for compressor, bits in compressors.items():
-        blank = [Cell("")] * (len(head) - 6)
-        gaps = [Cell(_gap(bits, row.mean if row is not None else None)) for row in (best, other)]
-        body.append([Cell(""), Cell(compressor, "compressor"), Cell(fixed(bits)), Cell(""), *gaps, *blank])
-    caption = "Held-out bits per byte, mean over the seeds that finished; lower is better"
-    return Table(caption, head, body, words=(1,))
+        gaps = [Cell(_gap(bits, other.mean if other is not None else None)) for _, other in others]
+        blank = [Cell("")] * (len(head) - 4 - len(gaps))
+        body.append([Cell(compressor, "compressor"), Cell(""), Cell(fixed(bits)), Cell(""), *gaps, *blank])
+    return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
 
 
 def _sizes(row: Row, ends: Sequence[int]) -> list[Cell]:
     parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
     note = f"{short(active)} active" if active is not None and active != parameters else ""
     cells = [
-        Cell(short(parameters), note),
+        Cell(short(parameters, 4), note),
         Cell(short(row.average("tokens"))),
         Cell(rate(row.entry.get("lr"))),
     ]
@@ -104,8 +97,7 @@ def _difference(row: Row, other: Row | None) -> Cell:
 def _sureness(pair: Paired) -> str:
     if pair.low is None:
         return "no test"
-    seeds = f", {pair.n} seeds"
-    return f"{signed(pair.low)} to {signed(pair.high)}, {probability(pair.p)}{seeds}"
+    return f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
 
 
 def _gap(bits: Any, mean: float | None) -> str:

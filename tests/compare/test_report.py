@@ -144,9 +144,10 @@ def test_the_ranking_shows_what_the_results_say(results, page):
         assert row[3] == f"{min(losses):.3f} to {max(losses):.3f}"
         others = [transformer[cell["seed"]]["heldout_bits_per_byte"] for cell in cells]
         pair = paired(losses, others)
-        assert row[5] == f"{pair.mean:+.3f}"
-        assert f"{pair.low:+.3f} to {pair.high:+.3f}, ".replace("-", "−") in page
-        assert row[6] == "2M" and row[8] == "0.003"
+        assert row[4] == f"{pair.mean:+.3f}"
+        assert f"{pair.low:+.3f} to {pair.high:+.3f}\np ".replace("-", "−") in page
+        parameters = results["designs"][name]["parameters"]
+        assert row[5] == f"{parameters / 1e6:.4g}M" and row[7] == "0.003"
 
 
 def test_complete_designs_come_first(results):
@@ -157,7 +158,7 @@ def test_complete_designs_come_first(results):
 
 
 def test_faults_are_shown(page, notes):
-    assert rows_of(page, "gla")[0] == "–" and rows_of(page, "drm")[0] == "–"
+    assert rows_of(page, "gla")[1] == "–" and rows_of(page, "drm")[1] == "–"
     for text in (page, notes):
         assert "seed 2 diverged" in text and "seed 2 missing" in text
         assert "of 2 of 3 seeds" in text
