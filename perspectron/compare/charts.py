@@ -11,7 +11,7 @@ from typing import Protocol
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 480, 336, 54, 30, 44
 GAP = 15.5  # between names at the lines' ends
-LETTER = 7.3  # width of a letter, at most, on average
+LETTER = 7.7  # width of a letter, at most, on average
 LONGEST = 22  # letters of a name
 STYLES = 10
 MARKED = 14  # points of a line that get a mark each; of more only the last

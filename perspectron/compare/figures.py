@@ -12,13 +12,26 @@ from perspectron.compare.summary import LOSS, Row
 
 BITS = "held-out bits per byte"
 START = 0.2  # of a training, from where its losses are drawn: before, all of them fall steeply
+FOUND = (
+    "accuracy",
+    "beyond",
+    "steps",
+    "seconds",
+    "rates",
+    "lr",
+    "parameters",
+    "state_bytes",
+    "chance",
+    "steps_allowed",
+)
+CHANCE = 9  # its style
 Styles = dict[str, int]
 
 
 def styles(names: Sequence[str], reference: str) -> Styles:
     """Number 0 for the reference, the others in turn."""
     others = [name for name in names if name != reference]
-    return {reference: 0} | {name: 1 + i % 9 for i, name in enumerate(others)}
+    return {reference: 0} | {name: 1 + i % 8 for i, name in enumerate(others)}
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[Figure]:
@@ -97,7 +110,7 @@ def position(rows: Sequence[Row], style: Styles, seq_len: int) -> Figure | None:
     x = Axis(Log([x for x, _ in points], left, right, base=4), "place in the context, tokens (log)", context)
     y = Linear([y for _, y in points], bottom, top)
     uprights = [(float(seq_len), "trained to here")] if points and max(x for x, _ in points) > seq_len else []
-    title = "Loss by place in the context"
+    title = "Bits per byte by place"
     summary = f"Bits per byte by place in the context, for {', '.join(one.name for one in series)}."
     chart = Chart("position", title, summary, series, x, Axis(y, "bits per byte", y.label), (), uprights)
     columns = list(dict.fromkeys(column for _, line in tables for column in line))
@@ -151,13 +164,17 @@ def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
             for seed in range(seeds)
         ]
         series.append(Series(row.name, style[row.name], _shared(threads), threads if seeds > 1 else ()))
-    (left, right), (bottom, top) = span([one.name for one in series])
+    (left, right), (bottom, top) = span([*(one.name for one in series), "chance"])
     x = Axis(Places(len(settings), left, right), varied, lambda at: places[int(at)])
     y = Axis(Linear([0.0, 1.0], bottom, top), "accuracy", lambda value: percent(value, 0))
     summary = f"Accuracy at {title} by {varied}, for {', '.join(tasks)}."
     chance = known(first.get("chance"))
-    levels = [] if chance is None else [(chance, "chance")]
-    chart = Chart(f"recall-{_slug(name)}", title, summary, series, x, y, levels)
+    blind = [known(line.get("chance", chance)) for line in first["settings"]]
+    even = len(set(blind)) == 1 and blind[0] is not None
+    levels = [(blind[0], "chance")] if even and blind[0] is not None else []
+    guesses = [(float(at), value) for at, value in enumerate(blind) if value is not None]
+    lines = series if even or not guesses else [*series, Series("chance", CHANCE, guesses)]
+    chart = Chart(f"recall-{_slug(name)}", title, summary, lines, x, y, levels)
     body = [
         [Cell(one.name), *(Cell(percent(dict(one.mean).get(float(at)))) for at in range(len(settings)))]
         for one in series
@@ -176,8 +193,8 @@ Setting = tuple[tuple[str, Any], ...]
 
 
 def _setting(line: dict[str, Any]) -> Setting:
-    """What was asked, as it can be compared; the rest of the entry is what was found."""
-    return tuple((key, line[key]) for key in line if key not in ("accuracy", "steps", "chance", "seconds"))
+    """The sizes of the task, as they can be compared."""
+    return tuple((key, line[key]) for key in line if key not in FOUND)
 
 
 def _varied(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -260,7 +277,7 @@ def _pooled(suites: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]
 
 
 def _reliable(row: Row, style: int, bins: Sequence[tuple[float, float, float]]) -> Figure:
-    left, right, bottom, top, side = 38, 212, 200, 26, 236
+    left, right, bottom, top, side = 36, 212, 198, 24, 234
     x, y = Linear([0.0, 1.0], left, right), Linear([0.0, 1.0], bottom, top)
     parts = [f'<path class="rule" d="M{left} {top}V{bottom}H{right}"/>']
     parts.append(f'<path class="level" d="M{left} {bottom}L{right} {top}"/>')

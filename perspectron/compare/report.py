@@ -79,7 +79,7 @@ def _document(results: dict[str, Any]) -> Document:
 
 
 def _noun(results: dict[str, Any]) -> str:
-    return "arm" if results["plan"].get("kind") == "ablations" else "design"
+    return "arm" if results.get("kind") == "ablations" else "design"
 
 
 def _seeds(count: int) -> str:

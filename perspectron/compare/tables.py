@@ -175,16 +175,14 @@ def calibration(rows: Sequence[Row], noun: str) -> Table | None:
 
 
 def robustness(rows: Sequence[Row], noun: str) -> Table | None:
-    """The loss read whole, resumed from disk, and of harmed texts, means over seeds."""
+    """The loss read whole, resumed from disk, and after a harmed context, means over seeds."""
     measured_rows = [(row, suites) for row in rows if (suites := row.suite("robustness"))]
     if not measured_rows:
         return None
-    every = [suite for _, suites in measured_rows for suite in suites]
-    shares = sorted({line["share"] for suite in every for line in suite.get("corrupted", [])})
-    shuffles = list(dict.fromkeys(key for suite in every for key in _shuffled(suite)))
-    head = [noun, "read whole, nats per token", "resumed from disk", "equal"]
-    head += [f"shuffled: {key.replace('_', ' ')}" for key in shuffles]
-    head += [f"{percent(share, 0)} corrupted, bits per byte" for share in shares]
+    harms = list(
+        dict.fromkeys(name for _, suites in measured_rows for suite in suites for name in _harmed(suite))
+    )
+    head = [noun, "read whole, nats per token", "resumed from disk", "equal", *harms]
     body = []
     for row, suites in measured_rows:
         equal = [suite.get("resumed_equal") for suite in suites]
@@ -193,18 +191,24 @@ def robustness(rows: Sequence[Row], noun: str) -> Table | None:
             [Cell(row.name), Cell(fixed(_mean(suites, "whole"), 4)), Cell(fixed(_mean(suites, "resumed"), 4))]
         )
         body[-1].append(Cell(said, kind="" if all(equal) else "bad"))
-        body[-1] += [Cell(fixed(_mean([_shuffled(suite) for suite in suites], key))) for key in shuffles]
-        body[-1] += [Cell(fixed(_mean([_corrupted(suite) for suite in suites], share))) for share in shares]
-    return Table("Loss after harm, mean over seeds", head, body)
+        harmed = [_harmed(suite) for suite in suites]
+        body[-1] += [Cell(fixed(_mean(harmed, name))) for name in harms]
+    return Table(
+        "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds",
+        head,
+        body,
+    )
 
 
-def _shuffled(suite: dict[str, Any]) -> dict[str, Any]:
-    given = suite.get("shuffled")
-    return given if isinstance(given, dict) else {} if known(given) is None else {"text": given}
-
-
-def _corrupted(suite: dict[str, Any]) -> dict[float, Any]:
-    return {line["share"]: line.get("bits_per_byte") for line in suite.get("corrupted", [])}
+def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
+    """Bits per byte by what was done to the context."""
+    given = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
+    given |= {f"shuffled: {name.replace('_', ' ')}": harm for name, harm in suite.get("shuffled", {}).items()}
+    given |= {f"{percent(harm['share'], 0)} corrupted": harm for harm in suite.get("corrupted", [])}
+    bits = {
+        name: harm.get("bits_per_byte") if isinstance(harm, dict) else harm for name, harm in given.items()
+    }
+    return {name: value for name, value in bits.items() if value is not None}
 
 
 def costs(rows: Sequence[Row], noun: str) -> Table | None:
