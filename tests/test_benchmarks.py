@@ -25,6 +25,7 @@ SCRIPTS = {
     "quantised": [],
     "ternary_gap": [],
     "ternary_gemv": [],
+    "layer_times": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
