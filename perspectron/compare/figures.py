@@ -170,18 +170,17 @@ def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
     summary = f"Accuracy at {title} by {varied}, for {', '.join(tasks)}."
     chance = known(first.get("chance"))
     blind = [known(line.get("chance", chance)) for line in first["settings"]]
-    even = len(set(blind)) == 1 and blind[0] is not None
-    levels = [(blind[0], "chance")] if even and blind[0] is not None else []
-    guesses = [(float(at), value) for at, value in enumerate(blind) if value is not None]
-    lines = series if even or not guesses else [*series, Series("chance", CHANCE, guesses)]
-    chart = Chart(f"recall-{_slug(name)}", title, summary, lines, x, y, levels)
+    even = len(set(blind)) == 1
+    levels = [(value, "chance") for value in blind[:1] if even and value is not None]
+    guesses = [(float(at), value) for at, value in enumerate(blind) if value is not None and not even]
+    drawn = [*series, Series("chance", CHANCE, guesses)] if guesses else series
+    chart = Chart(f"recall-{_slug(name)}", title, summary, drawn, x, y, levels)
     body = [
         [Cell(one.name), *(Cell(percent(dict(one.mean).get(float(at)))) for at in range(len(settings)))]
         for one in series
     ]
-    table = Table(
-        f"Accuracy, mean over seeds, by {varied}; chance {percent(chance)}", ["design", *places], body
-    )
+    body.append([Cell("chance", kind="quiet"), *(Cell(percent(value)) for value in blind)])
+    table = Table(f"Accuracy, mean over seeds, by {varied}", ["design", *places], body)
     return Figure(title, draw(chart), str(first.get("theory") or ""), table)
 
 
@@ -277,7 +276,7 @@ def _pooled(suites: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]
 
 
 def _reliable(row: Row, style: int, bins: Sequence[tuple[float, float, float]]) -> Figure:
-    left, right, bottom, top, side = 36, 212, 198, 24, 234
+    left, right, bottom, top, side = 42, 214, 196, 24, 232
     x, y = Linear([0.0, 1.0], left, right), Linear([0.0, 1.0], bottom, top)
     parts = [f'<path class="rule" d="M{left} {top}V{bottom}H{right}"/>']
     parts.append(f'<path class="level" d="M{left} {bottom}L{right} {top}"/>')

@@ -96,7 +96,7 @@ def _short(field: Field, found: dict[str, list[Finding]], seeds: int, noun: str)
     best, other = rows[0], field.row(field.reference)
     if best.mean is None:
         return [*items, "No training has finished, so nothing is compared."]
-    for kind, verb in (("failed", "does not support"), ("held", "supports")):
+    for kind, verb in (("failed", "does not support"), ("held", "supports"), ("open", "leaves open")):
         names = [name for name, lines in found.items() if any(_claims(line, kind) for line in lines)]
         if names:
             items.append(f"This run {verb} the claim of {', '.join(names)} (reasons below).")

@@ -105,7 +105,7 @@ svg .mark{{fill:currentColor;stroke:var(--ground);stroke-width:.8}}
 svg .bubble{{fill:currentColor;stroke:none;opacity:.75}}
 {_DASHES}
 @media (max-width:520px){{main{{padding:24px 16px 48px}} body{{font-size:16px}} h1{{font-size:23px}}
-.gallery:not(.small) svg text{{font-size:14px}} 
+.gallery:not(.small) svg text{{font-size:14px}}
 .gallery svg text.name{{font-size:13px!important}} .gallery.small svg text{{font-size:12.5px}}
 .facts{{grid-template-columns:1fr 1fr;gap:8px 16px}}}}
 @media print{{main{{max-width:none;padding:0}} body{{font-size:10.5pt}} nav,summary{{display:none}}
