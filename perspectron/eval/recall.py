@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from perspectron import designs
 from perspectron.census import active_parameters
-from perspectron.config import ModelConfig, one_of, require
+from perspectron.config import ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import (
@@ -41,7 +41,11 @@ SOLVED = 0.95
 STOP = 0.98
 """Accuracy on the texts it is watched by at which training ends: some way past the bar, as the test is on others."""
 TRAIN, WATCH, TEST, BEYOND = range(4)  # streams of texts of one seed
-WATCH_EVERY, WATCH_TEXTS, TEST_TEXTS = 50, 256, 1024
+WATCH_EVERY, WATCH_TEXTS, TEST_TEXTS = 25, 128, 1024
+LESSONS = (4, 2, 1)
+"""Training begins with texts of a quarter, then of half the length: what is to be found is found in fewer steps."""
+PASSED, LESSON = 0.9, 0.25
+"""Accuracy at which the next lesson begins, and the share of the steps after which it does anyway."""
 BETAS, CLIP, WARMUP, FINAL = (0.9, 0.98), 1.0, 0.05, 0.1  # of AdamW; shares of the steps and of the rate
 VERSION = 1
 
@@ -54,54 +58,71 @@ class Setting:
     steps: int
 
 
-QUICK = (Setting(MQAR(32, pairs=4, keys=16, values=16), 400), Setting(Parity(16), 200))
-FULL = (
-    Setting(MQAR(32, pairs=4, keys=16, values=16), 800),
-    Setting(MQAR(64, pairs=8, keys=32, values=32), 800),
-    Setting(MQAR(64, pairs=4, keys=16, values=16, gaps="uniform"), 800),
-    Setting(SelectiveCopy(32, letters=4), 600),
-    Setting(Induction(32, kinds=32), 800),
-    Setting(Needle(64), 400),
-    Setting(Permutations(16, n=3), 600),
-    Setting(Parity(16), 600),
-    Setting(Brackets(32), 600),
-)
-PROFILES = {"quick": QUICK, "full": FULL}
+@dataclass(frozen=True)
+class Profile:
+    """What is measured, and over how many seeds."""
+
+    settings: tuple[Setting, ...]
+    seeds: int
+
+
+PROFILES = {
+    "quick": Profile(
+        (Setting(MQAR(32, pairs=4, keys=16, values=16), 400), Setting(Parity(16), 200)), seeds=1
+    ),
+    "full": Profile(
+        (
+            Setting(MQAR(32, pairs=4, keys=16, values=16), 800),
+            Setting(MQAR(64, pairs=8, keys=32, values=32), 800),
+            Setting(MQAR(64, pairs=4, keys=16, values=16, gaps="uniform"), 800),
+            Setting(SelectiveCopy(32, letters=4), 600),
+            Setting(Induction(32, kinds=32), 800),
+            Setting(Needle(64), 400),
+            Setting(Permutations(16, n=3), 600),
+            Setting(Parity(16), 600),
+            Setting(Brackets(32), 600),
+        ),
+        seeds=3,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """profile: "quick", two tasks, or "full", all. seeds: how many. rates: learning rates; the first that solves a
-    setting with the first seed is taken for the others, or the best when none does."""
+    """profile: "quick" or "full". seeds: how many; None is as many as the profile says. rates: learning rates; the
+    first that solves a setting with the first seed is taken for the others, the best when none does. batch_tokens:
+    texts of a batch are so many that they have about this many tokens together."""
 
     profile: Literal["quick", "full"] = "quick"
-    seeds: int = 1
-    rates: tuple[float, ...] = (3e-3,)
-    batch_size: int = 64
+    seeds: int | None = None
+    rates: tuple[float, ...] = (3e-3, 1e-3)
+    batch_tokens: int = 2048
     d_model: int = 64
     layers: int = 2
 
     def __post_init__(self) -> None:
         one_of(self.profile, PROFILES, "profile")
-        require(self.seeds >= 1, "seeds", self.seeds, "≥ 1")
+        require(self.seeds is None or self.seeds >= 1, "seeds", self.seeds, "≥ 1")
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
-        for name in ("batch_size", "d_model", "layers"):
+        for name in ("batch_tokens", "d_model", "layers"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
 
-
-FULL_OPTIONS = Options("full", seeds=3, rates=(3e-3, 1e-3))
+    @property
+    def seeds_asked(self) -> int:
+        return PROFILES[self.profile].seeds if self.seeds is None else self.seeds
 
 
 @dataclass(frozen=True)
 class Solved:
     """accuracy: over all answers of texts not trained on. beyond: over those past the trained length, in texts of twice
-    it. steps: trained, fewer than allowed when it was solved before. curve: accuracy while it was watched."""
+    it. steps: trained, fewer than allowed when it was solved before. seconds: of a processor, the test included.
+    curve: (length of the texts, accuracy) while it was watched."""
 
     accuracy: float
     beyond: float | None
     steps: int
     seconds: float
-    curve: tuple[float, ...]
+    curve: tuple[tuple[int, float], ...]
 
 
 def stream(seed: int, which: int) -> np.random.Generator:
@@ -126,21 +147,25 @@ def solve_task(
     task: Task,
     *,
     steps: int,
-    batch_size: int = 64,
+    batch_tokens: int = 2048,
     lr: float = 3e-3,
     seed: int = 0,
 ) -> Solved:
-    """Train a new model on the task until it is solved or `steps` are done: AdamW without decay, the rate rising, then
-    falling along a cosine. A function of its arguments, but for `seconds`; a loss that is not finite ends it."""
+    """Train a new model on the task until it is solved or `steps` are done, on about `batch_tokens` tokens each.
+
+    AdamW without decay, the rate rising, then falling along a cosine. A function of its arguments, but for `seconds`; a
+    loss that is not finite ends the training.
+    """
     require(config.vocab_size >= task.vocab_size, "vocab_size", config.vocab_size, f"≥ {task.vocab_size}")
-    model, texts, start = build(config, seed), stream(seed, TRAIN), time.perf_counter()
+    model, course, start = build(config, seed), Course(task, steps, seed), time.process_time()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
-    watched, curve, step = task.draw(stream(seed, WATCH), WATCH_TEXTS), list[float](), 0
-    while step < steps and (not curve or curve[-1] < STOP):
+    texts, step = stream(seed, TRAIN), 0
+    while step < steps and not course.done:
         for group in optimizer.param_groups:
             group["lr"] = lr * _share(step, steps)
         model.set_step(step)
-        ids_BT, targets_BT = task.draw(texts, batch_size)
+        lesson = course.lesson
+        ids_BT, targets_BT = lesson.draw(texts, max(1, batch_tokens // lesson.length))
         loss = model(ids_BT, targets=targets_BT).objective()
         if not math.isfinite(loss.item()):
             break
@@ -149,10 +174,35 @@ def solve_task(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
-        if step % WATCH_EVERY == 0:
-            curve.append(accuracy(model, *watched))
+        course.watch(model, step)
     found = accuracy(model, *task.draw(stream(seed, TEST), TEST_TEXTS))
-    return Solved(found, _beyond(model, task, seed), step, time.perf_counter() - start, tuple(curve))
+    seconds = time.process_time() - start
+    return Solved(found, beyond(model, task, seed), step, seconds, tuple(course.curve))
+
+
+class Course:
+    """Lessons, from the shortest to the task itself. done: the task is solved. curve: (length of the lesson, accuracy)
+    each time it was watched."""
+
+    def __init__(self, task: Task, steps: int, seed: int) -> None:
+        self.lessons = [task.shorter(times) for times in LESSONS]
+        self.watched = [lesson.draw(stream(seed, WATCH), WATCH_TEXTS) for lesson in self.lessons]
+        self.at, self.steps, self.curve, self.done = 0, steps, list[tuple[int, float]](), False
+
+    @property
+    def lesson(self) -> Task:
+        return self.lessons[self.at]
+
+    def watch(self, model: LanguageModel, step: int) -> None:
+        """Go on to the next lesson when this one is passed, or its steps are over."""
+        last, over = self.at == len(self.lessons) - 1, step >= (self.at + 1) * LESSON * self.steps
+        found = 0.0
+        if step % WATCH_EVERY == 0:
+            found = accuracy(model, *self.watched[self.at])
+            self.curve.append((self.lesson.length, found))
+        self.done = last and found >= STOP
+        if not last and (over or found >= PASSED):
+            self.at += 1
 
 
 def _share(step: int, steps: int) -> float:
@@ -171,18 +221,22 @@ def accuracy(model: LanguageModel, ids_BT: Tensor, targets_BT: Tensor) -> float:
     return right / int((targets_BT != IGNORE).sum())
 
 
-def _beyond(model: LanguageModel, task: Task, seed: int) -> float | None:
-    """None where the model cannot read so far."""
+def beyond(model: LanguageModel, task: Task, seed: int) -> float | None:
+    """Accuracy past the task's length, in texts of twice it; None where the model cannot read so far."""
     length = task.length
     if 0 < model.config.positions < 2 * length:
         return None
     ids_BT, targets_BT = task.longer(2).draw(stream(seed, BEYOND), TEST_TEXTS // 4)
-    return accuracy(model, ids_BT, torch.cat([torch.full_like(targets_BT[:, :length], IGNORE), targets_BT[:, length:]], 1))
+    return accuracy(
+        model, ids_BT, torch.cat([torch.full_like(targets_BT[:, :length], IGNORE), targets_BT[:, length:]], 1)
+    )
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """Of the design that the run's model has. What is done is kept in the run's folder, task by task."""
-    return recall(designs.design_of(subject.model.config), options, subject.run / f"recall-{options.profile}.json")
+    return recall(
+        designs.design_of(subject.model.config), options, subject.run / f"recall-{options.profile}.json"
+    )
 
 
 def recall(
@@ -190,37 +244,38 @@ def recall(
 ) -> dict[str, Any]:
     """Every setting of the profile, by task. `kept`: a file written after each setting; what it holds of the same
     design and options is not measured again. `say` is told a line for each setting."""
-    head = {"version": VERSION, "design": design, "options": asdict(options) | {"rates": list(options.rates)}}
+    head = {"version": VERSION, "design": design, "options": dump(options)}
     done = _done(kept, head)
-    for setting in PROFILES[options.profile]:
+    for setting in PROFILES[options.profile].settings:
         key = _key(setting)
         if key not in done:
-            done[key] = measure_setting(design, setting, options)
+            config = config_for(design, setting.task, options.d_model, options.layers)
+            done[key] = measure_setting(config, setting, options)
             if kept is not None:
                 write_json(kept, head | {"done": done})
         say(_line(setting.task.name, done[key]))
     tasks: dict[str, Any] = {}
-    for setting in PROFILES[options.profile]:
+    for setting in PROFILES[options.profile].settings:
         task = setting.task
-        about = {"about": task.about, "theory": task.theory, "chance": task.chance, "solved": SOLVED, "settings": []}
+        about = {
+            "about": task.about,
+            "theory": task.theory,
+            "chance": task.chance,
+            "solved": SOLVED,
+            "settings": [],
+        }
         found = done[_key(setting)]
         tasks.setdefault(task.name, about)["settings"].append(found)
     return head | {"tasks": tasks}
 
 
-def measure_setting(design: str, setting: Setting, options: Options) -> dict[str, Any]:
+def measure_setting(config: ModelConfig, setting: Setting, options: Options) -> dict[str, Any]:
     """One setting over the seeds: what was asked, what came of it, and by which rate."""
-    config = config_for(design, setting.task, options.d_model, options.layers)
-    return measure_config(config, setting, options)
-
-
-def measure_config(config: ModelConfig, setting: Setting, options: Options) -> dict[str, Any]:
-    """The same of any model that can read the task."""
     task = setting.task
 
     def solved(lr: float, seed: int) -> Solved:
         return solve_task(
-            config, task, steps=setting.steps, batch_size=options.batch_size, lr=lr, seed=seed
+            config, task, steps=setting.steps, batch_tokens=options.batch_tokens, lr=lr, seed=seed
         )
 
     tried = dict[float, Solved]()
@@ -229,7 +284,7 @@ def measure_config(config: ModelConfig, setting: Setting, options: Options) -> d
         if tried[lr].accuracy >= SOLVED:
             break
     best = max(tried, key=lambda lr: tried[lr].accuracy)
-    runs = [tried[best], *(solved(best, seed) for seed in range(1, options.seeds))]
+    runs = [tried[best], *(solved(best, seed) for seed in range(1, options.seeds_asked))]
     return {
         **task.sizes(),
         "chance": task.chance,
@@ -271,7 +326,9 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def _line(name: str, setting: dict[str, Any]) -> str:
     found = setting["accuracy"]
-    sizes = ", ".join(f"{k} {v}" for k, v in setting.items() if k in ("length", "pairs", "letters", "n", "gaps"))
+    sizes = ", ".join(
+        f"{k} {v}" for k, v in setting.items() if k in ("length", "pairs", "letters", "n", "gaps")
+    )
     verdict = "solved" if min(found) >= SOLVED else "not solved" if max(found) < SOLVED else "solved by some"
     values = " ".join(f"{value:.3f}" for value in found)
     return f"{name} ({sizes}): {values}, chance {setting['chance']:.3f}, {verdict}"

@@ -60,8 +60,16 @@ class Task(ABC):
         return torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)
 
     def longer(self, times: int) -> Self:
-        """The same task over so many times the length."""
+        """The same task over so many times the length, with as much to remember."""
         return replace(self, length=times * self.length)
+
+    def shorter(self, times: int) -> Self:
+        """An easier task in the same ids: such a part of the length, and of what there is to remember."""
+        least = {"length": 1, "distance": 2, "pairs": 1, "letters": 1}
+        sizes = {name: getattr(self, name, None) for name in least}
+        return replace(
+            self, **{name: max(least[name], size // times) for name, size in sizes.items() if size}
+        )
 
     def sizes(self) -> dict[str, Any]:
         """The fields, for a result."""

@@ -117,7 +117,7 @@ def test_answers_are_those_of_a_plain_solver(task):
     ids_BT, targets_BT = task.draw(np.random.default_rng(1), 50)
     assert ids_BT.shape == targets_BT.shape == (50, task.length)
     assert ids_BT.dtype == targets_BT.dtype == torch.int64
-    assert 0 <= ids_BT.min() and max(ids_BT.max(), targets_BT.max()) < task.vocab_size
+    assert ids_BT.min() >= 0 and max(ids_BT.max(), targets_BT.max()) < task.vocab_size
     for ids, targets in zip(ids_BT.tolist(), targets_BT.tolist(), strict=True):
         asked = {t: answer for t, answer in enumerate(targets) if answer != IGNORE}
         assert asked == SOLVERS[type(task)](task, ids)
@@ -144,7 +144,7 @@ def test_texts_to_measure_with_are_not_trained_on(which):
 @every
 def test_chance_is_the_best_that_place_and_token_tell(task):
     """Guess, at each place and for each token there, the commonest answer; on as many other texts that is right as
-    often as chance says, within what so few texts can tell."""
+    often as chance says, within what so few texts can tell. A target at the place of its own answer would show."""
     seen = defaultdict(Counter)
     ids_BT, targets_BT = task.draw(np.random.default_rng(2), 20_000)
     for t in range(task.length):
@@ -161,17 +161,6 @@ def test_chance_is_the_best_that_place_and_token_tell(task):
     # answers in a text depend on each other: as if there were only the texts
     error = 4 * math.sqrt(task.chance * (1 - task.chance) / 20_000)
     assert right / asked == pytest.approx(task.chance, abs=error)
-
-
-@every
-def test_the_answer_is_not_the_token_it_is_asked_at_nor_the_one_before_more_often_than_chance(task):
-    """Nor the next input: a target that stands one place off would be one of these."""
-    ids_BT, targets_BT = task.draw(np.random.default_rng(3), 4000)
-    asked_BT = targets_BT != IGNORE
-    for shift in (0, 1):
-        same = (ids_BT.roll(shift, 1) == targets_BT)[asked_BT].float().mean().item()
-        if not (shift == 1 and isinstance(task, SelectiveCopy | Brackets)):  # which may stand there, by right
-            assert same <= task.chance + 0.03
 
 
 def test_all_but_the_first_say_nothing_of_a_product():
