@@ -279,6 +279,7 @@ def bars_missed(results: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=5)
+    parser.add_argument("--kernels", action="store_true", help="the kernels alone, without the systems")
     args = parser.parse_args()
     if args.child:
         print(json.dumps(alone(json.loads(args.child))))
@@ -288,14 +289,15 @@ def main() -> None:
     sizes, repeats = (QUICK, 1) if args.quick else (Sizes(), args.repeats)
     shapes = f"training {sizes.B}×{sizes.T}, decoding batch 1 at {', '.join(map(str, sizes.contexts))}"
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
-    results = {
+    results: dict[str, Any] = {
         "gru": gru_against_loop(report, sizes, repeats),
         "lens": lens_against_plain(report, sizes, repeats),
         "drm": drm_against_modules(report, sizes, repeats),
     }
     missed = bars_missed(results)
     report.say(f"bars missed: {', '.join(missed) or 'none'}", "")
-    results["systems"] = systems(report, sizes, args.threads, max(2, repeats // 2))
+    if not args.kernels:
+        results["systems"] = systems(report, sizes, args.threads, max(2, repeats // 2))
     report.finish({"bars": BARS, "missed": missed, **results})
 
 

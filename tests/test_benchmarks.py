@@ -26,6 +26,7 @@ SCRIPTS = {
     "ternary_gap": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
+    "layer_times": [],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),

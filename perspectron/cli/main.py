@@ -1,6 +1,7 @@
 """`perspectron COMMAND`: parse, run, and turn a user's mistake into one line and exit code 2."""
 
 import contextlib
+import functools
 import io
 import itertools
 import sys
@@ -12,6 +13,9 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.cli import harness
+from perspectron.cli.ablate import Ablate
+from perspectron.cli.compare import Compare
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
 from perspectron.cli.inspect import Inspect
@@ -25,7 +29,9 @@ from perspectron.cli.synthesize import Synthesize
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.trace import TraceRoutes
 from perspectron.cli.train import Train, from_toml
-from perspectron.errors import ConfigError, PerspectronError
+from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
+
+DIVERGED = 3
 
 
 class Command(Protocol):
@@ -47,6 +53,8 @@ COMMANDS: dict[str, Any] = {
     "quantize": Quantize,
     "synthesize": Synthesize,
     "tokenize": Tokenize,
+    "ablate": Ablate,
+    "compare": Compare,
     "trace": TraceRoutes,
 }
 
@@ -60,7 +68,8 @@ def console() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 2 for a user's error, 128 + n when signal n stopped it."""
+    """Run one command and return the exit code: 0, 2 for a user's error, 3 when numbers ran away, 128 + n when signal n
+    stopped it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
         print(perspectron.__version__)
@@ -69,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _parse(arguments)()
     except PerspectronError as error:
         print(f"perspectron: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return DIVERGED if isinstance(error, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -82,9 +91,12 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _parse(arguments: list[str]) -> Command:
-    if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
+    known = (*COMMANDS, harness.COMMAND)
+    if not arguments or arguments[0] not in (*known, "-h", "--help"):
         given = repr(arguments[0]) if arguments else "nothing"
-        raise ConfigError(f"command = {given}, must be one of {', '.join(COMMANDS)} (see perspectron --help)")
+        raise ConfigError(f"command = {given}, must be one of {', '.join(known)} (see perspectron --help)")
+    if arguments[0] == harness.COMMAND:
+        return functools.partial(harness.run, arguments[1:])
     config = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
     config += [flag.removeprefix("--config=") for flag in arguments if flag.startswith("--config=")]
     default: Any = from_toml(config[-1]) if arguments[0] == "train" and config else None
@@ -113,6 +125,7 @@ def _overview() -> None:
     print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
     for name, command in COMMANDS.items():
         print(f"  {name:<16} {str(command.__doc__).splitlines()[0]}")
+    print(f"  {harness.COMMAND:<16} {harness.ABOUT}")
     print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
 
 

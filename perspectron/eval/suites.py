@@ -52,4 +52,17 @@ def plain(value: Any) -> Any:
 
 SUITES = {
     "perplexity": Suite("perplexity", "held-out bits per byte, beside gzip and xz"),
+    "position": Suite("position", "held-out bits per byte by position, and what more context gains"),
+    "calibration": Suite("calibration", "how well probabilities are met: ECE, Brier, reliability"),
+    "robustness": Suite("robustness", "loss after a saved state, shuffled and corrupted context"),
+    "cost": Suite(
+        "cost_suite",
+        "training, memory and decoding at growing contexts, beside a transformer",
+        reads_text=False,
+    ),
+    "recall": Suite(
+        "recall",
+        "what a small model of the design learns to remember, from scratch on synthetic tasks",
+        reads_text=False,
+    ),
 }

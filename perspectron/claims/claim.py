@@ -1,0 +1,178 @@
+"""A claim as a range of numbers, what is found for it, and the verdict that follows.
+
+A claim holds when everything measured lies in the range it states. A plain whole number is exact. A rounded one holds
+within half a unit of its last digit or 1%, whichever is more; one with "~" within 5%.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import floor, inf, log10
+
+from perspectron.claims.results import Missing, Results
+
+ROUNDED, ABOUT = 0.01, 0.05
+POWERS = {
+    "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6, "MiB": 2.0**20,
+}  # fmt: skip
+_NUMBER = r"\d[\d ,]*(?:\.\d+)?"
+_STATED = re.compile(
+    rf"(?P<sign>[~<>≤≥]?) ?(?P<low>{_NUMBER})(?:–(?P<high>{_NUMBER}))?"
+    r"(?: ?(?P<power>MiB|KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
+)
+
+HOLDS, CONDITION, FAILS = "holds", "holds with a condition", "fails"
+UNTESTABLE, MISSING = "untestable here", "not measured yet"
+VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it."""
+
+    text: str
+    low: float
+    high: float
+    factor: float = 1.0
+    unit: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def show(self, value: float) -> str:
+        """In the claim's own unit, five significant digits."""
+        return digits(value / self.factor) + self.unit
+
+
+def stated(text: str) -> Range:
+    """The range that a number of a document means: "33.6 M FLOPs", "~110 M", "< 0.01 %", "12–14 tokens/s"."""
+    found = _STATED.fullmatch(text)
+    assert found is not None, text
+    power = found["power"] or ""
+    factor = POWERS.get(power, 1.0)
+    low, rounding = _number(found["low"])
+    high, _ = _number(found["high"] or found["low"])
+    exact = rounding == 1 and not power and not found["sign"]
+    slack = 0.0 if exact else max(rounding / 2, ROUNDED * high)
+    slack = ABOUT * high if found["sign"] == "~" else slack
+    least, most = (low - slack) * factor, (high + slack) * factor
+    if found["sign"] in ("<", "≤"):
+        least, most = -inf, high * factor
+    elif found["sign"] in (">", "≥"):
+        least, most = low * factor, inf
+    shown = f" {power}" if power else ""
+    return Range(text, least, most, factor, shown + (found["unit"] or ""))
+
+
+def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
+    """A claim in words, and the range that it comes to."""
+    return Range(text, low, high, 1.0, unit)
+
+
+def digits(value: float, count: int = 5) -> str:
+    """So many significant ones, thousands apart, no trailing zeros."""
+    if value == 0 or abs(value) == inf:
+        return str(value).removesuffix(".0")
+    places = max(0, count - 1 - floor(log10(abs(value))))
+    if places > 9:
+        return f"{value:.2e}"
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _number(text: str) -> tuple[float, float]:
+    """(value, unit of the last digit)."""
+    plain = re.sub(r"[ ,]", "", text)
+    return float(plain), 10.0 ** -len(plain.partition(".")[2])
+
+
+@dataclass(frozen=True)
+class Found:
+    """values: every one must lie in the claimed range; none: nothing here can be compared with it. shown: them in words
+    (empty: in the claim's unit). proviso: under which they were found. excuse: why a miss proves nothing."""
+
+    values: tuple[float, ...] = ()
+    shown: str = ""
+    proviso: str = ""
+    excuse: str = ""
+
+
+Measure = Callable[[Results], Found | float]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """id: starts with the document's. where: its section. text: the claim in a line. claimed: a number as the document
+    writes it, or a range. condition: (words, measure) under which it may hold where it does not as written. command:
+    what measures it, where that is a benchmark or a comparison whose results are kept."""
+
+    id: str
+    where: str
+    text: str
+    claimed: str | Range
+    measure: Measure
+    condition: tuple[str, Measure] | None = None
+    command: str = ""
+
+    @property
+    def range(self) -> Range:
+        return stated(self.claimed) if isinstance(self.claimed, str) else self.claimed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the ledger; every field is shown."""
+
+    id: str
+    where: str
+    claim: str
+    claimed: str
+    measured: str
+    verdict: str
+    why: str
+    command: str
+
+    @property
+    def judged(self) -> str:
+        return f"{self.verdict}: {self.why}" if self.why else self.verdict
+
+
+def judge(claim: Claim, results: Results) -> Row:
+    """Measure a claim and compare."""
+    own = f"perspectron claims --id {claim.id}"
+    row = Row(claim.id, claim.where, claim.text, claim.range.text, "", "", "", claim.command or own)
+    try:
+        found = _found(claim.measure, claim.range, results)
+        row = replace(row, measured=found.shown)
+        if claim.condition is None or _inside(claim.range, found):
+            return replace(row, **_verdict(claim.range, found))
+        words, measure = claim.condition
+        other = _found(measure, claim.range, results)
+    except Missing as missing:
+        return replace(row, measured="–", verdict=MISSING, why=f"run {missing}")
+    measured = f"{found.shown}; {words}: {other.shown}"
+    if _inside(claim.range, other):
+        return replace(row, measured=measured, verdict=CONDITION, why=words)
+    return replace(row, measured=measured, verdict=FAILS)
+
+
+def _found(measure: Measure, claimed: Range, results: Results) -> Found:
+    found = measure(results)
+    if not isinstance(found, Found):
+        found = Found((float(found),))
+    return found if found.shown else replace(found, shown=", ".join(map(claimed.show, found.values)))
+
+
+def _inside(claimed: Range, found: Found) -> bool:
+    return bool(found.values) and all(value in claimed for value in found.values)
+
+
+def _verdict(claimed: Range, found: Found) -> dict[str, str]:
+    inside = [value in claimed for value in found.values]
+    if inside and all(inside):
+        return {"verdict": CONDITION, "why": found.proviso} if found.proviso else {"verdict": HOLDS}
+    if any(inside):
+        return {"verdict": UNTESTABLE, "why": "the seeds disagree"}
+    if found.excuse:
+        return {"verdict": UNTESTABLE, "why": found.excuse}
+    return {"verdict": FAILS}

@@ -1,0 +1,394 @@
+"""Measures that run something small: an operation, a model that was just initialised, a gate that is set.
+
+All are seeded, and rounded where processors differ. Shapes: B batch, T time, D model width, R state rank, H heads, K
+head width, N directions, S state width.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron import presets
+from perspectron.block import ROUTE_START, Block, RouteGate
+from perspectron.claims.claim import Found
+from perspectron.config import RouteGatedConfig
+from perspectron.eval.gates import gates
+from perspectron.mixers.adr import ADR
+from perspectron.mixers.drm import DRM
+from perspectron.mixers.lens import Lens
+from perspectron.mixers.pdr import PDR
+from perspectron.model import LanguageModel, build
+from perspectron.ops import drm, gru, lens, pdr
+from perspectron.ops.drm_law import Geometry, State
+from perspectron.prune import prune
+from perspectron.quant.ternary import trits
+from perspectron.state import load_state, save_state
+
+LONG, SHORT = 1 << 17, 1 << 10  # tokens
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, 1), the same in every precision."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return made.to(dtype)
+
+
+def below(error: float) -> Found:
+    """An error of rounding, which differs from processor to processor: the power of ten that it stays under."""
+    if error == 0:
+        return Found((0.0,), "0")
+    bound = 10.0 ** (math.floor(math.log10(error)) + 2)
+    return Found((error,), f"below {bound:.0e}")
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+@cache
+def made(name: str, *sizes: tuple[str, Any]) -> LanguageModel:
+    """A preset as it starts."""
+    return build(presets.get(name, **dict(sizes))).eval()
+
+
+@cache
+def text(vocab_size: int = 250, tokens: int = 64) -> Tensor:
+    """Random ids [2, T]."""
+    return torch.randint(0, vocab_size, (2, tokens), generator=torch.Generator().manual_seed(0))
+
+
+@cache
+def at_start(name: str, *sizes: tuple[str, Any]) -> dict[str, list[Any]]:
+    """The gates of a preset as it starts, on random text."""
+    return gates(made(name, *sizes), text())
+
+
+def first(name: str, kind: type, *sizes: tuple[str, Any]) -> Any:
+    """The first mixer of that kind."""
+    return next(module for module in made(name, *sizes).modules() if isinstance(module, kind))
+
+
+def seen_from_before(name: str) -> float:
+    """How much the logits of earlier tokens change when the last token does."""
+    ids = text().clone()
+    with torch.no_grad():
+        before = made(name)(ids).logits[:, :-1]
+        ids[:, -1] = (ids[:, -1] + 1) % 250
+        return apart(before, made(name)(ids).logits[:, :-1])
+
+
+# ---------------------------------------------------------------- PDR
+
+
+def _recurrence(tokens: int, dtype: torch.dtype, D: int = 16, R: int = 8) -> list[Tensor]:
+    """q, k, v of unit size and gates about 0.95."""
+    q, k, v, p = (drawn(1, tokens, n, seed=i, dtype=torch.float64) for i, n in enumerate((R, R, D, D)))
+    return [x.to(dtype) for x in (q, k, v, torch.sigmoid(p + 2.944))]
+
+
+def scan_error() -> Found:
+    """Of the scan over 256 tokens against the plain loop."""
+    o, S = pdr.scan(*_recurrence(256, torch.float64))
+    expected, S_expected = pdr.scan(*_recurrence(256, torch.float64), backend="reference")
+    return below(max(apart(o, expected), apart(S, S_expected)))
+
+
+def associativity() -> Found:
+    """Of (A₂, B₂) ⊕ (A₁, B₁) = (A₂ A₁, A₂ B₁ + B₂)."""
+
+    def then(late: tuple[Tensor, Tensor], early: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return late[0] * early[0], late[0] * early[1] + late[1]
+
+    a, b, c = ((drawn(8, 1, seed=i).double(), drawn(8, 4, seed=9 + i).double()) for i in range(3))
+    return below(max(map(apart, then(then(c, b), a), then(c, then(b, a)))))
+
+
+@cache
+def _states(dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        return pdr.scan(*_recurrence(LONG, dtype), backend="torch")[1]
+
+
+def drift() -> Found:
+    """Relative error of a float32 state after 131,072 tokens."""
+    exact = _states(torch.float64)
+    return below(((_states(torch.float32).double() - exact).norm() / exact.norm()).item())
+
+
+def largest() -> float:
+    """Entry of the state after 131,072 tokens, never renormalised."""
+    return _states(torch.float64).abs().max().item()
+
+
+def renormalised(scale: float) -> Found:
+    """‖S‖ over √(D·R) after the document's renormalisation of a state of that size, and after ours."""
+    S = scale * drawn(1, 16, 8)
+    alpha = (16 * 8) ** 0.5
+    written = (S * (alpha / torch.linalg.vector_norm(S))).norm().item() / alpha
+    ours = pdr.renormalise(S).norm().item() / alpha
+    return Found((written,), f"{written:.3g} as written; {ours:.3g} with min(1, α/‖S‖), as built")
+
+
+def empty_states() -> float:
+    """Σ|S| of all states before any token."""
+    return sum(
+        layer.memory_BDR.abs().sum().item()
+        for layer in made("perspective-tiny-dense", ("layers", 3)).init_state(2).layers
+    )
+
+
+def noise_norm(scale: float, width: int = 4096) -> float:
+    """Spectral norm of scale · N(0, 1) of width², by power iteration."""
+    N = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+    x = torch.ones(width)
+    for _ in range(80):
+        x = F.normalize(N.T @ (N @ x), dim=0)
+    return round(scale * (N @ x).norm().item(), 3)
+
+
+def bias_gate() -> float:
+    return torch.sigmoid(first("perspective-tiny-dense", PDR).p_proj.bias[0]).item()
+
+
+def gate_rank() -> tuple[int, int]:
+    """(rank of W_p, its width)."""
+    weight = first("perspective-tiny-dense", PDR).p_proj.weight
+    return int(torch.linalg.matrix_rank(weight)), len(weight)
+
+
+def resumed() -> float:
+    """Change of the logits when the state goes through a file in the middle of a text."""
+    model, ids = made("perspective-tiny-dense"), text()
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        state, path = model(ids[:, :32]).state, Path(folder) / "state"
+        save_state(path, state, model)
+        return apart(model(ids[:, 32:], state).logits, model(ids[:, 32:], load_state(path, model)).logits)
+
+
+def gradient_through(layers: int) -> float:
+    """Gradient of the loss by the first block's input over that by the last's output, in norm."""
+    model, ids = made("perspective-tiny-dense", ("layers", layers), ("d_model", 64), ("hidden", 64)), text()
+    kept: list[Tensor] = []
+
+    def keep(_: Any, given: tuple[Any, ...]) -> None:
+        given[0].requires_grad_().retain_grad()
+        kept.append(given[0])
+
+    hooks = [m.register_forward_pre_hook(keep) for m in (model.blocks[0], model.norm)]
+    model(ids, targets=ids).objective().backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    first_norm, last_norm = (cast(Tensor, x.grad).norm().item() for x in kept)
+    return float(f"{first_norm / last_norm:.2g}")
+
+
+def zeros_of(draw: Callable[[], Tensor]) -> float:
+    """Share of zeros when weights of that distribution become ternary."""
+    return round((trits(draw())[0] == 0).double().mean().item(), 3)
+
+
+# ---------------------------------------------------------------- lens
+
+
+@cache
+def _heads() -> tuple[Tensor, ...]:
+    """q, k, v [1,2,16,8], u [2,8] and a mixture [2,3]."""
+    q, k, v = (drawn(1, 2, 16, 8, seed=i).double() for i in range(3))
+    return q, k, v, drawn(2, 8, seed=3).double(), drawn(2, 3, seed=4).double().softmax(-1)
+
+
+def diagonal() -> float:
+    """|S − Sᵀ| on the diagonal."""
+    q, k, *_ = _heads()
+    S = q @ k.mT
+    return apart(S.diagonal(dim1=-2, dim2=-1), S.mT.diagonal(dim1=-2, dim2=-1))
+
+
+def centred() -> Found:
+    """Change of the outputs when the mean is taken off d: a shift of u by what all keys have in common."""
+    q, k, v, u, w = _heads()
+    future = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    d = torch.einsum("bhtk,hk->bht", k, u)
+    outputs = []
+    for shift in (d, d - d.mean(-1, keepdim=True)):
+        scores = w[:, 0, None, None] * (q @ k.mT) * 8**-0.5 + w[:, 2, None, None] * shift[:, :, None]
+        outputs.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
+    return below(apart(*outputs))
+
+
+def as_query_bias() -> Found:
+    """Difference between discoverability and a bias on the queries."""
+    q, k, v, u, w = _heads()
+    with_u = lens.reference(q, k, v, u, w * torch.tensor([1.0, 0.0, 1.0]))
+    biased = q + (w[:, 2:] / w[:, :1] * 8**0.5 * u)[:, None]
+    return below(apart(with_u, lens.reference(biased, k, v, u, w * torch.tensor([1.0, 0.0, 0.0]))))
+
+
+def mixture() -> tuple[float, ...]:
+    """The lenses' weights at the start."""
+    return tuple(round(x, 4) for x in first("lens-tiny", Lens).weights()[0].tolist())
+
+
+def mixture_sum() -> float:
+    return round(first("lens-tiny", Lens).weights().sum(-1).mean().item(), 6)
+
+
+def finder_spread() -> float:
+    """Standard deviation of all u."""
+    found = [m.u_HK.flatten() for m in made("lens-20m").modules() if isinstance(m, Lens)]
+    return round(torch.cat(found).std().item(), 4)
+
+
+def cache_at(g: float) -> float:
+    """Bytes of a lens model's cache with every route gate at g, over those at 0.9."""
+    model, sizes = made("lens-tiny"), []
+    for value in (0.9, g):
+        for block in cast("list[Block]", model.blocks):
+            block.route.raw_1.data.fill_(math.log(value / (1 - value)))
+        sizes.append(model(text()).state.nbytes)
+        assert math.isclose(cast(Block, model.blocks[0]).route().item(), value, abs_tol=1e-6)
+    for block in cast("list[Block]", model.blocks):
+        block.route.raw_1.data.fill_(ROUTE_START)
+    return sizes[1] / sizes[0]
+
+
+def cache_without(removed: int) -> float:
+    """Bytes of the cache with attention taken out of so many of ten blocks, over those with all."""
+    whole = made("lens-tiny", ("layers", 10))
+    sizes = [m.init_state(1, capacity=1024).nbytes for m in (whole, prune(whole, range(removed)))]
+    return round(sizes[1] / sizes[0], 4)
+
+
+def anneal(steps: int, delta: float = 1e-4) -> float:
+    """g after so many updates of the schedule."""
+    gate = RouteGate(RouteGatedConfig(1.0, delta, 0))
+    with torch.no_grad():
+        gate.init_weights(torch.Generator())
+    gate.set_step(steps)
+    return round(gate().item(), 4)
+
+
+def routed(g: float, scale: float = 1.0) -> Found:
+    """Parts of a lens block's output that are attention's and its network's: slopes by either, GPT-2's being 1 and 1."""
+    model = made("lens-tiny", ("route_scale", scale), ("context", False))
+    block = cast(Block, model.blocks[0])
+    block.route.raw_1.data.fill_(math.log(g / (1 - g)))
+    x_BTD = drawn(1, 4, 128)
+    with torch.no_grad():
+        state = block.init_state(1, torch.device("cpu"), torch.float32)
+        y_BTD = block(x_BTD, state, block.ffn, None, None)[0]
+        a_BTD = block.mixer(block.mixer_norm(x_BTD), state)[0]
+        m_BTD = block.ffn(block.ffn_norm(x_BTD + a_BTD), a_BTD)[0]
+        parts = torch.stack([a_BTD.flatten(), m_BTD.flatten()], 1).double()
+        slopes = torch.linalg.lstsq(parts, (y_BTD - x_BTD).flatten()[:, None].double()).solution[:, 0]
+    block.route.raw_1.data.fill_(ROUTE_START)
+    values = tuple(round(slope, 3) for slope in slopes.tolist())
+    return Found(values, f"attention {values[0]:.0%}, MLP {values[1]:.0%}")
+
+
+# ---------------------------------------------------------------- ADR
+
+
+def largest_memory(tokens: int = 2000) -> float:
+    """|h| after so many tokens of size 100."""
+    mixer = first("adr-tiny", ADR)
+    H, K = mixer.config.heads, mixer.input_GKF.shape[1]
+    x = 100 * drawn(1, tokens, 2 * H, 1, K)
+    with torch.no_grad():
+        memories, _, _ = gru.scan(x, mixer.cells(), mixer.config.gamma, torch.zeros(1, 2 * H, 1, K))
+    return round(memories.abs().max().item(), 3)
+
+
+def halflives(name: str = "adr-tiny") -> tuple[float, ...]:
+    """Tokens, by layer."""
+    mixers = [block.mixer for block in presets.get(name).blocks]
+    return tuple(round(math.log(0.5) / math.log(m.gamma), 2) for m in mixers if m is not None)  # type: ignore[attr-defined]
+
+
+def gradients_right() -> float:
+    """1 where the memories' gradients, weights included, are those of finite differences."""
+    mixer = build(presets.get("adr-tiny", d_model=16, heads=4, hidden=16)).double().blocks[0].mixer
+    assert isinstance(mixer, ADR)
+    x = drawn(1, 5, 8, 1, 4, dtype=torch.float64).requires_grad_()
+    start = drawn(1, 8, 1, 4, seed=1, dtype=torch.float64).requires_grad_()
+
+    def run(x: Tensor, start: Tensor, *cells: Tensor) -> Tensor:
+        return gru.scan(x, gru.Cells(*cells), 0.97, start)[0]
+
+    return float(torch.autograd.gradcheck(run, (x, start, *mixer.cells())))
+
+
+# ---------------------------------------------------------------- DRM
+
+
+@cache
+def geometry() -> tuple[Geometry, Any]:
+    """Directions, gates and metric at what 128 random tokens met, and what each met."""
+    mixer, law = first("drm-104k", DRM), first("drm-104k", DRM).law()
+    model = made("drm-104k")
+    with torch.no_grad():
+        state = mixer.init_state(2, torch.device("cpu"), torch.float32)
+        before = State(state.z_BD, state.geometry_BF, state.length_B)
+        _, _, trace = drm.scan(model.embedding(text()), before, mixer.weights(), law)
+        assert trace is not None
+        h = F.gelu(mixer.read(trace.before_BTS.flatten(0, 1)))
+        return drm.geometry(h, mixer.weights(), law), trace
+
+
+def least_eigenvalue() -> float:
+    """Of G over those tokens, at least the floor."""
+    return torch.linalg.eigvalsh(drm.metric(geometry()[0]).double()).min().item()
+
+
+def energy_error() -> Found:
+    """Of the action term against mean Δzᵀ G Δz."""
+    now, trace = geometry()
+    v = trace.v_BTS.flatten(0, 1)
+    energy = (v[:, None] @ drm.metric(now) @ v[:, :, None]).mean()
+    _, _, terms = made("drm-104k").train().hidden(text())
+    made("drm-104k").eval()
+    return below(abs(energy - terms["action"].value).item() / energy.item())
+
+
+def solve_error() -> Found:
+    """Of the fast loop's Woodbury solve against a dense one."""
+    mixer, model = first("drm-104k", DRM), made("drm-104k")
+    with torch.no_grad():
+        state = mixer.init_state(2, torch.device("cpu"), torch.float32)
+        before = State(state.z_BD, state.geometry_BF, state.length_B)
+        given = (model.embedding(text()), before, mixer.weights(), mixer.law())
+        return below(apart(drm.scan(*given)[0], drm.scan(*given, backend="reference")[0]))
+
+
+def outside_span(step: int) -> float:
+    """Share of |v|² outside the span of the directions after so many updates of the warm-up."""
+    model = build(presets.get("drm-104k"))
+    model.set_step(step)
+    return float(f"{gates(model, text())['drm_outside'][0]:.2g}")
+
+
+def strength(step: int) -> float:
+    mixer = build(presets.get("drm-104k")).blocks[0].mixer
+    assert isinstance(mixer, DRM)
+    mixer.set_step(step)
+    return round(float(mixer.strength), 4)
+
+
+def attention_calls(name: str) -> int:
+    """Attention kernels and softmaxes of one forward pass."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as ran, torch.no_grad():
+        made(name)(text())
+    return sum(event.count for event in ran.key_averages() if event.key in _ATTENTION)
+
+
+_ATTENTION = {"aten::scaled_dot_product_attention", "aten::softmax", "aten::_softmax"}

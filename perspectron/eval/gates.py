@@ -1,0 +1,118 @@
+"""Where a trained model's gates have gone: what the documents say that training does to them, read from the model.
+
+Shapes: B batch, T time, D model width, H heads, K head width, N directions, S state width, L lenses. What runs over rows and tokens together is counted by T.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perspectron.block import Block
+from perspectron.mixers.adr import ADR, ADRState
+from perspectron.mixers.drm import DRM, DRMState
+from perspectron.mixers.lens import Lens
+from perspectron.mixers.pdr import PDR
+from perspectron.model import LanguageModel
+from perspectron.ops import drm
+from perspectron.ops.drm_law import State
+from perspectron.prune import route_gates
+
+Gates = dict[str, list[Any]]
+
+
+@torch.no_grad()
+def gates(model: LanguageModel, ids_BT: Tensor) -> Gates:
+    """By name, a list with an entry for each layer that has such a part; a name without any is left out. `ids_BT`: text
+    to read, where a gate depends on it.
+
+    lens_weights: of each head, its mixture of the three lenses. route_gate: g. pdr_gate_mean, pdr_gate_spread: of γ
+    over tokens, mean over channels; pdr_halflife: tokens, of the median channel. adr_roughness: how much attention
+    shifts from one token to the next, with memories over without. drm_active: Σa. drm_outside: share of |v|² that is
+    not in the span of the directions.
+    """
+    found: Gates = {}
+    blocks = [block for block in cast("list[Block]", model.blocks) if block.config.mixer is not None]
+    with _read(blocks) as reads:
+        model.hidden(ids_BT)
+    for block, (x_BTD, state) in zip(blocks, reads, strict=True):
+        for kind, measure in MEASURES.items():
+            if isinstance(block.mixer, kind):
+                for name, value in measure(block.mixer, x_BTD, state).items():
+                    found.setdefault(name, []).append(value)
+    if any(hasattr(block, "route") for block in blocks):
+        found["route_gate"] = [g for g, _ in sorted(route_gates(model), key=lambda gate: gate[1])]
+    return found
+
+
+@contextmanager
+def _read(blocks: list[Block]) -> Iterator[list[tuple[Tensor, Any]]]:
+    """What each mixer was given, once the model has run."""
+    reads: list[tuple[Tensor, Any]] = []
+
+    def keep(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        reads.append((given[0], given[1]))
+
+    hooks = [block.mixer.register_forward_pre_hook(keep) for block in blocks]
+    try:
+        yield reads
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lens(mixer: Lens, x_BTD: Tensor, state: object) -> dict[str, Any]:
+    return {"lens_weights": mixer.weights().tolist()}
+
+
+def _pdr(mixer: PDR, x_BTD: Tensor, state: object) -> dict[str, Any]:
+    gamma_ND = torch.sigmoid(mixer.p_proj(x_BTD).double()).flatten(0, 1)
+    halflife_D = math.log(0.5) / gamma_ND.mean(0).log()
+    return {
+        "pdr_gate_mean": gamma_ND.mean().item(),
+        "pdr_gate_spread": gamma_ND.std(0).mean().item(),
+        "pdr_halflife": halflife_D.median().item(),
+    }
+
+
+def _adr(mixer: ADR, x_BTD: Tensor, state: ADRState) -> dict[str, Any]:
+    """The total variation of attention between consecutive tokens, over those that both see."""
+    qkv = mixer.qkv_proj(x_BTD).unflatten(-1, (3, mixer.config.heads, -1))
+    _, seen, _ = mixer._remember(qkv[:, :, 1:], state.memory_B2HK, None, None)
+    q_BHTK, plain_BHTK = (x.transpose(1, 2).double() for x in (qkv[:, :, 0], qkv[:, :, 1]))
+    shifts = [_shift(q_BHTK, keys) for keys in (seen[:, :, 0].transpose(1, 2).double(), plain_BHTK)]
+    return {"adr_roughness": shifts[0] / shifts[1]}
+
+
+def _shift(q_BHTK: Tensor, k_BHTK: Tensor) -> float:
+    T, K = q_BHTK.shape[-2:]
+    future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTK.device).triu(1)
+    scores = (q_BHTK @ k_BHTK.mT * K**-0.5).masked_fill(future_TT, float("-inf"))
+    p_BHTT = scores.softmax(-1)
+    earlier, later = p_BHTT[:, :, :-1], p_BHTT[:, :, 1:]
+    later = later.masked_fill(future_TT[:-1], 0)
+    later = later / later.sum(-1, keepdim=True)
+    return (earlier - later).abs().sum(-1).mean().item() / 2
+
+
+def _drm(mixer: DRM, x_BTE: Tensor, state: DRMState) -> dict[str, Any]:
+    """Geometry is that of every token, whatever the interval."""
+    law, weights = mixer.law()._replace(interval=1), mixer.weights()
+    before = State(state.z_BD, state.geometry_BF[:, :0], state.length_B)
+    _, _, trace = drm.scan(x_BTE, before, weights, law)
+    assert trace is not None
+    v_NS = trace.v_BTS.flatten(0, 1).double()
+    h = torch.nn.functional.gelu(mixer.read(trace.before_BTS.flatten(0, 1)))
+    V_TNS = drm.geometry(h, weights, law).V_BNS.double()
+    inside = torch.linalg.lstsq(V_TNS.mT, v_NS[..., None], driver="gelsd").solution
+    rest_NS = v_NS - (V_TNS.mT @ inside)[..., 0]
+    return {
+        "drm_active": trace.a_BTN.sum(-1).mean().item(),
+        "drm_outside": (rest_NS.square().sum() / v_NS.square().sum()).item(),
+    }
+
+
+MEASURES: dict[type, Callable[..., dict[str, Any]]] = {Lens: _lens, PDR: _pdr, ADR: _adr, DRM: _drm}
