@@ -60,42 +60,47 @@ class Setting:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is measured, and over how many seeds."""
+    """What is measured, over how many seeds, and the learning rates that are tried."""
 
     settings: tuple[Setting, ...]
     seeds: int
+    rates: tuple[float, ...]
 
 
 PROFILES = {
     "quick": Profile(
-        (Setting(MQAR(32, pairs=4, keys=16, values=16), 400), Setting(Parity(16), 200)), seeds=1
+        (Setting(MQAR(32, pairs=4, keys=16, values=16), 400), Setting(Parity(16), 200)),
+        seeds=1,
+        rates=(3e-3,),
     ),
     "full": Profile(
         (
-            Setting(MQAR(32, pairs=4, keys=16, values=16), 800),
-            Setting(MQAR(64, pairs=8, keys=32, values=32), 800),
-            Setting(MQAR(64, pairs=4, keys=16, values=16, gaps="uniform"), 800),
-            Setting(SelectiveCopy(32, letters=4), 600),
-            Setting(Induction(32, kinds=32), 800),
-            Setting(Needle(64), 400),
-            Setting(Permutations(16, n=3), 600),
-            Setting(Parity(16), 600),
-            Setting(Brackets(32), 600),
+            Setting(MQAR(32, pairs=4, keys=16, values=16), 400),
+            Setting(MQAR(32, pairs=8, keys=16, values=16), 400),
+            Setting(MQAR(64, pairs=8, keys=16, values=16, gaps="uniform"), 400),
+            Setting(SelectiveCopy(32, letters=4), 400),
+            Setting(Induction(32, kinds=32), 400),
+            Setting(Needle(32), 300),
+            Setting(Needle(128), 300),
+            Setting(Permutations(16, n=3), 400),
+            Setting(Parity(16), 400),
+            Setting(Brackets(32), 400),
         ),
         seeds=3,
+        rates=(3e-3, 1e-3),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """profile: "quick" or "full". seeds: how many; None is as many as the profile says. rates: learning rates; the
-    first that solves a setting with the first seed is taken for the others, the best when none does. batch_tokens:
-    texts of a batch are so many that they have about this many tokens together."""
+    """profile: "quick" or "full". seeds: how many. rates: learning rates; the first that solves a setting with the
+    first seed is taken for the others, the best when none does. None is as the profile says. batch_tokens: texts of a
+    batch are so many that they have about this many tokens together."""
 
     profile: Literal["quick", "full"] = "quick"
     seeds: int | None = None
-    rates: tuple[float, ...] = (3e-3, 1e-3)
+    rates: tuple[float, ...] | None = None
     batch_tokens: int = 2048
     d_model: int = 64
     layers: int = 2
@@ -103,13 +108,16 @@ class Options:
     def __post_init__(self) -> None:
         one_of(self.profile, PROFILES, "profile")
         require(self.seeds is None or self.seeds >= 1, "seeds", self.seeds, "≥ 1")
-        require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
+        given = self.rates is None or (len(self.rates) >= 1 and min(self.rates) > 0)
+        require(given, "rates", self.rates, "one or more numbers > 0")
         for name in ("batch_tokens", "d_model", "layers"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
 
     @property
-    def seeds_asked(self) -> int:
-        return PROFILES[self.profile].seeds if self.seeds is None else self.seeds
+    def asked(self) -> Profile:
+        """The profile, with what is given instead."""
+        profile = PROFILES[self.profile]
+        return replace(profile, seeds=self.seeds or profile.seeds, rates=self.rates or profile.rates)
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,7 @@ def recall(
     design and options is not measured again. `say` is told a line for each setting."""
     head = {"version": VERSION, "design": design, "options": dump(options)}
     done = _done(kept, head)
-    for setting in PROFILES[options.profile].settings:
+    for setting in options.asked.settings:
         key = _key(setting)
         if key not in done:
             config = config_for(design, setting.task, options.d_model, options.layers)
@@ -255,7 +263,7 @@ def recall(
                 write_json(kept, head | {"done": done})
         say(_line(setting.task.name, done[key]))
     tasks: dict[str, Any] = {}
-    for setting in PROFILES[options.profile].settings:
+    for setting in options.asked.settings:
         task = setting.task
         about = {
             "about": task.about,
@@ -279,12 +287,12 @@ def measure_setting(config: ModelConfig, setting: Setting, options: Options) -> 
         )
 
     tried = dict[float, Solved]()
-    for lr in options.rates:
+    for lr in options.asked.rates:
         tried[lr] = solved(lr, 0)
         if tried[lr].accuracy >= SOLVED:
             break
     best = max(tried, key=lambda lr: tried[lr].accuracy)
-    runs = [tried[best], *(solved(best, seed) for seed in range(1, options.seeds_asked))]
+    runs = [tried[best], *(solved(best, seed) for seed in range(1, options.asked.seeds))]
     return {
         **task.sizes(),
         "chance": task.chance,

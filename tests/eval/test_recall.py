@@ -148,7 +148,8 @@ def test_bad_options(changes, message):
 def test_options_load_as_the_command_line_gives_them():
     options = Options("full", seeds=2, rates=(1e-3,))
     assert load(Options, dump(options)) == options
-    assert Options().seeds_asked == 1 and Options("full").seeds_asked == 3
+    assert options.asked == replace(recall.PROFILES["full"], seeds=2, rates=(1e-3,))
+    assert Options().asked == recall.PROFILES["quick"]
 
 
 @pytest.mark.parametrize("profile", recall.PROFILES)
@@ -172,7 +173,7 @@ def trained(monkeypatch):
 
     settings = (Setting(MQAR(16, pairs=2), 5), Setting(MQAR(32, pairs=2), 5), Setting(Parity(8), 5))
     monkeypatch.setattr(recall, "solve_task", solve)
-    monkeypatch.setitem(recall.PROFILES, "quick", Profile(settings, seeds=2))
+    monkeypatch.setitem(recall.PROFILES, "quick", Profile(settings, seeds=2, rates=(3e-3,)))
     return calls
 
 
