@@ -25,6 +25,7 @@ SCRIPTS = {
     "quantised": [],
     "ternary_gap": [],
     "ternary_gemv": [],
+    "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
     "layer_times": [],
 }
 CONDITIONS = {
@@ -244,3 +245,14 @@ def test_full_size(results):
     assert set(disk["readers"]["tried"]) == {"1", "2", "4"}
     assert disk["right_guesses"] is None or 0 <= disk["right_guesses"] <= 1
     assert "memory_share" in found["missed"]  # a tiny model is all overhead
+
+
+def test_recall(results):
+    found = results("recall")
+    transformer, small, window = found["arms"].values()
+    assert transformer["task"] == small["task"] == "mqar" and window["task"] == "needle"
+    assert (transformer["chance"], window["chance"]) == (1 / 8, 1 / 16)
+    assert small["state_bytes"] < transformer["state_bytes"]
+    for arm in found["arms"].values():
+        assert arm["steps"] == [2, 2] and len(arm["accuracy"]) == 2
+        assert all(0 <= value <= 1 for value in arm["accuracy"])

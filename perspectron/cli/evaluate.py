@@ -39,7 +39,7 @@ class Eval:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration or robustness."""
+    """perplexity, position, calibration, robustness, cost or recall."""
     set: tuple[str, ...] = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None

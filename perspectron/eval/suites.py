@@ -60,4 +60,9 @@ SUITES = {
         "training, memory and decoding at growing contexts, beside a transformer",
         reads_text=False,
     ),
+    "recall": Suite(
+        "recall",
+        "what a small model of the design learns to remember, from scratch on synthetic tasks",
+        reads_text=False,
+    ),
 }

@@ -1,0 +1,121 @@
+"""What can each design be taught to remember, and where does a fixed state fail?
+
+Small models of every design (width 64, two layers) are trained from scratch on multi-query associative recall; then the
+perspective model with smaller memories: states of R columns, for R keys by theory. Last a needle that attention to a
+window cannot see. A run ends when its task is solved or its steps are done. With --json results are written after each
+arm, and a call that finds the file does only what it lacks.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+from perspectron.config import ModelConfig
+from perspectron.eval.recall import SOLVED, Options, Setting, config_for, measure_setting
+from perspectron.eval.tasks import MQAR, Needle
+from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+
+TESTS = ("tests/eval/test_tasks.py",)
+DESIGNS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr")
+RANKS = (1, 2, 4, 8)
+WINDOW = 4
+
+Arm = tuple[ModelConfig, Setting, str]
+
+
+def arms(pairs: int, length: int, steps: int, options: Options) -> dict[str, Arm]:
+    """Name: (model, setting, what theory says). The designs that tell most come first."""
+    mqar = Setting(MQAR(length, pairs=pairs, keys=2 * pairs, values=2 * pairs), steps)
+    needle = Setting(Needle(length, distance=length - 8), steps)
+
+    def model(design: str, setting: Setting) -> ModelConfig:
+        return config_for(design, setting.task, options.d_model, options.layers)
+
+    def with_mixers(mixer: PDRConfig | WindowGQAConfig, setting: Setting) -> ModelConfig:
+        config = model("perspective", setting)
+        return replace(config, blocks=tuple(replace(block, mixer=mixer) for block in config.blocks))
+
+    seen = options.layers * (WINDOW - 1)
+    found: dict[str, Arm] = {name: (model(name, mqar), mqar, "") for name in DESIGNS}
+    found |= {
+        f"PDR, R = {rank}": (with_mixers(PDRConfig(rank), mqar), mqar, f"room for {rank} of {pairs} keys")
+        for rank in RANKS
+        if rank < config_rank(found["perspective"][0])
+    }
+    found["needle: transformer"] = (model("transformer", needle), needle, "attention sees it")
+    found["needle: perspective"] = (model("perspective", needle), needle, "if gates stay open")
+    window = with_mixers(WindowGQAConfig(heads=2, kv_heads=1, window=WINDOW), needle)
+    found[f"needle: window {WINDOW}"] = (window, needle, f"chance: sees {seen} tokens back of {length - 9}")
+    return found
+
+
+def config_rank(config: ModelConfig) -> int:
+    return max(block.mixer.rank for block in config.blocks if isinstance(block.mixer, PDRConfig))
+
+
+def found_before(path: str | None, conditions: dict[str, Any]) -> dict[str, Any]:
+    """Arms in a file of the same shapes; each keeps the commit it was measured at."""
+    if path in (None, "-") or not Path(path).is_file():
+        return {}
+    whole = json.loads(Path(path).read_text(encoding="utf-8"))
+    return whole["results"]["arms"] if whole["conditions"]["shapes"] == conditions["shapes"] else {}
+
+
+def main() -> None:
+    parser = common.parser(__doc__ or "", threads=1, repeats=3)
+    parser.add_argument("--steps", type=int, default=400, help="of a run at most (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3], help="learning rates (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms (default: all)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)
+    pairs, length, steps, seeds = 8, 32, args.steps, args.repeats
+    options = Options(seeds=seeds, rates=tuple(args.rates))
+    if args.quick:
+        pairs, length, steps = 4, 16, 2
+        options = replace(options, seeds=2, batch_tokens=64, d_model=32)
+    shapes = (
+        f"MQAR of {pairs} pairs in {length} tokens, ids {4 * pairs + 1}; {options}; at most {steps} steps"
+    )
+    report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
+    done = found_before(args.json, report.conditions)
+    asked = arms(pairs, length, steps, options)
+    for name in args.only or asked:
+        if name not in done:
+            config, setting, theory = asked[name]
+            found = measure_setting(config, setting, options)
+            commit = report.conditions["commit"]
+            done[name] = found | {"task": setting.task.name, "theory": theory, "commit": commit}
+            if args.json != "-":
+                report.finish({"solved": SOLVED, "arms": done})
+        report.say(line(name, done[name]))
+    report.say("")
+    header = ["arm", "task", "accuracy", "chance", "solved", "steps", "state", "parameters", "CPU s"]
+    report.table([*header, "theory"], [row(name, done[name]) for name in asked if name in done])
+    report.say("Accuracy and steps: median (least–greatest) over seeds. State: bytes after a text.")
+    report.say("Who knows which values a text of recall has, and not with which keys, guesses 1/pairs.")
+    report.finish({"solved": SOLVED, "arms": done})
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    each = " ".join(f"{value:.3f}" for value in found["accuracy"])
+    return f"{name}: {each} in {found['steps']} steps, {found['seconds']:.0f} s of CPU"
+
+
+def row(name: str, found: dict[str, Any]) -> list[str]:
+    accuracy, steps = (common.Spread.of(found[key]).text() for key in ("accuracy", "steps"))
+    solved = sum(value >= SOLVED for value in found["accuracy"])
+    return [
+        *(name, found["task"], accuracy, f"{found['chance']:.4f}", f"{solved} of {len(found['accuracy'])}"),
+        *(steps, f"{found['state_bytes']:,}", f"{found['parameters']:,}", f"{found['seconds']:.0f}"),
+        found["theory"],
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Synthetic tasks for memory: small languages in which one thing is asked, so that an answer is right or wrong and the
+best blind guess is known.
+
+A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target is what belongs at the place
+of the token it stands at, IGNORE where nothing is asked; the answer is never among the tokens read up to there by
+place alone. `chance` is the greatest accuracy, in expectation, of who sees where he is and the token he is asked at,
+and remembers nothing; tests count it.
+
+In the drawn examples ids are letters, "." is a blank, and the line below has the answers.
+
+Suffixes: B batch, T time, P pairs, N things to be found, K kinds.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from itertools import permutations
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perspectron.config import one_of, require
+from perspectron.data.loader import IGNORE
+
+Ids = NDArray[np.int64]
+
+BLANK = 0
+POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as g^(POWER - 1)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """length: T. The sizes are fields, checked when it is made; `theory` says what is known of who can solve it."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+    theory: ClassVar[str]
+    length: int
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Ids there are, answers among them."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Accuracy of the best guess without memory."""
+
+    @abstractmethod
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        """`draw` as arrays."""
+
+    def draw(self, rng: np.random.Generator, batch_size: int) -> tuple[Tensor, Tensor]:
+        """(ids_BT, targets_BT), both int64: a function of the generator's state alone."""
+        ids_BT, targets_BT = self.arrays(rng, batch_size)
+        return torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)
+
+    def longer(self, times: int) -> Self:
+        """The same task over so many times the length, with as much to remember."""
+        return replace(self, length=times * self.length)
+
+    def shorter(self, times: int) -> Self:
+        """An easier task in the same ids: such a part of the length, and of what there is to remember."""
+        least = {"length": 1, "distance": 2, "pairs": 1, "letters": 1}
+        sizes = {name: getattr(self, name, None) for name in least}
+        return replace(
+            self, **{name: max(least[name], size // times) for name, size in sizes.items() if size}
+        )
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields, for a result."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class MQAR(Task):
+    """Multi-query associative recall (zoology, Arora et al. 2023, arXiv 2312.04927): pairs of a key and a value, then
+    each key again, somewhere; its value is asked. Keys and values are from two vocabularies, no key and no value
+    twice in a text; the second time a key stands a gap after the pairs that is drawn from a power law ("power",
+    mostly soon) or evenly.
+
+        c K a L b M . b . . a . c .      pairs 3
+                      M     L   K
+
+    chance: 1/values. Who knows which values there were and not with which key guesses 1/pairs.
+    """
+
+    name = "mqar"
+    about = "multi-query associative recall: the value of each of many keys, asked later"
+    theory = (
+        "attention keeps every pair and needs two layers; a linear memory of R columns holds about R keys before they "
+        "blur each other; a fixed state of n numbers must tell apart values^pairs texts, whatever it learned"
+    )
+    pairs: int
+    keys: int = 64
+    values: int = 64
+    gaps: Literal["power", "uniform"] = "power"
+
+    def __post_init__(self) -> None:
+        one_of(self.gaps, ("power", "uniform"), "gaps")
+        require(self.pairs >= 1, "pairs", self.pairs, "≥ 1")
+        require(self.keys >= self.pairs, "keys", self.keys, f"≥ pairs = {self.pairs}")
+        require(self.values >= self.pairs, "values", self.values, f"≥ pairs = {self.pairs}")
+        require(self.length >= 3 * self.pairs, "length", self.length, f"≥ 3 · pairs = {3 * self.pairs}")
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + self.keys + self.values
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.values
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        P, room = self.pairs, self.length - 2 * self.pairs
+        key_BP = 1 + _some(rng, batch_size, self.keys, P)
+        value_BP = 1 + self.keys + _some(rng, batch_size, self.values, P)
+        gap = np.arange(1, room + 1, dtype=np.float64)
+        at_BP = 2 * P + _some(rng, batch_size, room, P, gap ** (POWER - 1) if self.gaps == "power" else None)
+        ids_BT, targets_BT = _empty(batch_size, self.length)
+        ids_BT[:, 0 : 2 * P : 2], ids_BT[:, 1 : 2 * P : 2] = key_BP, value_BP
+        np.put_along_axis(ids_BT, at_BP, key_BP, 1)
+        np.put_along_axis(targets_BT, at_BP, value_BP, 1)
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class SelectiveCopy(Task):
+    """Letters strewn among blanks, then as many marks: at each the next letter is asked, in the order read (Gu & Dao
+    2023, arXiv 2312.00752, §3.1).
+
+        . b . . a . a . > > >      letters 3
+                        b a a
+
+    chance: 1/kinds.
+    """
+
+    name = "selective copying"
+    about = "letters strewn among blanks, asked in their order"
+    theory = (
+        "a memory must write by content and skip blanks, which no fixed convolution can; it needs letters · log2 kinds "
+        "bits of state, and attention has to count the letters before each"
+    )
+    letters: int
+    kinds: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.letters >= 1, "letters", self.letters, "≥ 1")
+        require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
+        require(self.length >= 2 * self.letters, "length", self.length, f"≥ 2 · letters = {2 * self.letters}")
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 + self.kinds
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.kinds
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        N, room = self.letters, self.length - self.letters
+        letter_BN = 2 + rng.integers(self.kinds, size=(batch_size, N))
+        ids_BT, targets_BT = _empty(batch_size, self.length)
+        np.put_along_axis(ids_BT, np.sort(_some(rng, batch_size, room, N), 1), letter_BN, 1)
+        ids_BT[:, room:], targets_BT[:, room:] = 1, letter_BN
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class Induction(Task):
+    """A text of letters, none of them twice, then pairs of neighbours from it in any order; at the first of a pair its
+    second is asked (Olsson et al. 2022, arXiv 2209.11895).
+
+        c a f d b e   f d   c a   b e      length 12
+                      d     a     e
+
+    chance: 1/(kinds - 1), for no letter follows itself.
+    """
+
+    name = "induction"
+    about = "what followed this letter before?"
+    theory = (
+        "two layers of attention do it by an induction head, one cannot; a recurrence has to bind each letter to the "
+        "one before it: length / 2 pairs, as in recall, but every letter is both key and value"
+    )
+    kinds: int = 64
+
+    def __post_init__(self) -> None:
+        require(
+            self.length >= 4 and self.length % 4 == 0, "length", self.length, "a multiple of 4, at least 4"
+        )
+        require(self.kinds >= self.length // 2, "kinds", self.kinds, f"≥ length / 2 = {self.length // 2}")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.kinds
+
+    @property
+    def chance(self) -> float:
+        return 1 / (self.kinds - 1)
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        half = self.length // 2
+        text_BN = _some(rng, batch_size, self.kinds, half)
+        first_BN = _some(rng, batch_size, half - 1, half // 2)
+        ids_BT, targets_BT = _empty(batch_size, self.length)
+        ids_BT[:, :half] = text_BN
+        ids_BT[:, half::2] = np.take_along_axis(text_BN, first_BN, 1)
+        ids_BT[:, half + 1 :: 2] = targets_BT[:, half::2] = np.take_along_axis(text_BN, first_BN + 1, 1)
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class Needle(Task):
+    """One fact, a key and its value, in a long text of other words; at the end the key again. `distance`: from the fact
+    to the question; None: anywhere.
+
+        o n m a K o p m n m o o a      distance 8
+                                K
+
+    chance: 1/values.
+    """
+
+    name = "needle"
+    about = "one fact in a long text, asked at its end"
+    theory = (
+        "attention finds it at any distance; a recurrence keeps it if its gates can stay open: a memory that fades by "
+        "g a token keeps g^distance of it, and a window of W in L layers sees nothing past L · (W - 1) tokens"
+    )
+    distance: int | None = None
+    keys: int = 16
+    values: int = 16
+    words: int = 32
+
+    def __post_init__(self) -> None:
+        require(self.length >= 3, "length", self.length, "≥ 3")
+        for name in ("keys", "values", "words"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        fits = self.distance is None or 2 <= self.distance < self.length
+        require(fits, "distance", self.distance, f"in [2, length - 1 = {self.length - 1}]")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.keys + self.values + self.words
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.values
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        ids_BT = self.keys + self.values + rng.integers(self.words, size=(batch_size, self.length))
+        targets_BT = np.full_like(ids_BT, IGNORE)
+        at_B = rng.integers(self.length - 2, size=batch_size)
+        if self.distance is not None:
+            at_B[:] = self.length - 1 - self.distance
+        key_B = rng.integers(self.keys, size=batch_size)
+        value_B = self.keys + rng.integers(self.values, size=batch_size)
+        rows_B = np.arange(batch_size)
+        ids_BT[rows_B, at_B], ids_BT[rows_B, at_B + 1] = key_B, value_B
+        ids_BT[:, -1], targets_BT[:, -1] = key_B, value_B
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class Permutations(Task):
+    """The word problem of the symmetric group S_n: permutations one after the other; asked at each is what they come to
+    so far, the first applied first. Not asked at the first, where nothing is composed yet.
+
+        (01) (12) (01) …        n 3
+             (021) (02)
+
+    chance: 1/n!, for what stood before is any permutation as likely; also for who sees all but the first.
+    """
+
+    name = "permutations"
+    about = "composing permutations: where does everything stand by now?"
+    theory = (
+        "S5 is complete for NC1 (Barrington 1989): no transformer and no diagonal recurrence of fixed depth composes "
+        "words of every length in fixed precision; S3 is solvable, but needs gates that can change sign or depth; a "
+        "nonlinear recurrence does both with one state"
+    )
+    n: int = 3
+
+    def __post_init__(self) -> None:
+        require(2 <= self.n <= 5, "n", self.n, "in [2, 5]")
+        require(self.length >= 2, "length", self.length, "≥ 2")
+
+    @property
+    def vocab_size(self) -> int:
+        return math.factorial(self.n)
+
+    @property
+    def chance(self) -> float:
+        return 1 / math.factorial(self.n)
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        after = products(self.n)
+        ids_BT = rng.integers(self.vocab_size, size=(batch_size, self.length))
+        targets_BT = ids_BT.copy()
+        for t in range(1, self.length):
+            targets_BT[:, t] = after[targets_BT[:, t - 1], ids_BT[:, t]]
+        targets_BT[:, 0] = IGNORE
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class Parity(Task):
+    """Bits; asked at each is whether the ones so far are odd. Not asked at the first.
+
+        1 0 1 1 0
+          1 0 1 1
+
+    chance: 1/2, also for who sees all but the first.
+    """
+
+    name = "parity"
+    about = "are the ones so far odd?"
+    theory = (
+        "one bit of state, for a recurrence that can flip it: gates in (0, 1) cannot (Grazzi et al. 2024, arXiv "
+        "2411.12537), nor does attention generalise past the lengths it saw (Hahn 2020, arXiv 1906.06755)"
+    )
+
+    def __post_init__(self) -> None:
+        require(self.length >= 2, "length", self.length, "≥ 2")
+
+    @property
+    def vocab_size(self) -> int:
+        return 2
+
+    @property
+    def chance(self) -> float:
+        return 1 / 2
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        ids_BT = rng.integers(2, size=(batch_size, self.length))
+        targets_BT = np.cumsum(ids_BT, 1) % 2
+        targets_BT[:, 0] = IGNORE
+        return ids_BT, targets_BT
+
+
+@dataclass(frozen=True)
+class Brackets(Task):
+    """The beginning of a well-bracketed word of several kinds (Dyck); after a bracket is closed inside another, the
+    kind of the one that is then to be closed next is asked.
+
+        ( [ ] ( [ ] [ ] ) )
+            )     )   ) )
+
+    chance: 1/kinds: the bracket just closed says nothing of the one around it.
+    """
+
+    name = "brackets"
+    about = "which bracket is to be closed next?"
+    theory = (
+        "a stack of depth · log2 kinds bits; attention of two layers does it up to a depth (Yao et al. 2021, arXiv "
+        "2105.11115), and so does a recurrence whose state holds the stack"
+    )
+    kinds: int = 4
+    depth: int = 8
+
+    def __post_init__(self) -> None:
+        require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
+        require(self.depth >= 2, "depth", self.depth, "≥ 2")
+        require(self.length >= 4, "length", self.length, "≥ 4")
+
+    @property
+    def vocab_size(self) -> int:
+        return 2 * self.kinds
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.kinds
+
+    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        """Kinds are evenly drawn; it opens or closes by a coin, and as it must at depth 0 and at the greatest."""
+        ids_BT, targets_BT = _empty(batch_size, self.length)
+        rows_B, depth_B = np.arange(batch_size), np.zeros(batch_size, dtype=np.int64)
+        stack = np.zeros((batch_size, self.depth + 1), dtype=np.int64)  # kinds open, from place 1 on
+        for t in range(self.length):
+            opens_B = (depth_B == 0) | ((depth_B < self.depth) & (rng.integers(2, size=batch_size) == 1))
+            kind_B = rng.integers(self.kinds, size=batch_size)
+            ids_BT[:, t] = np.where(opens_B, kind_B, self.kinds + stack[rows_B, depth_B])
+            depth_B += np.where(opens_B, 1, -1)
+            stack[rows_B[opens_B], depth_B[opens_B]] = kind_B[opens_B]
+            asked_B = ~opens_B & (depth_B > 0)
+            targets_BT[:, t] = np.where(asked_B, self.kinds + stack[rows_B, depth_B], IGNORE)
+        return ids_BT, targets_BT
+
+
+TASKS: tuple[type[Task], ...] = (
+    MQAR,
+    SelectiveCopy,
+    Induction,
+    Needle,
+    Permutations,
+    Parity,
+    Brackets,
+)
+
+
+def products(n: int) -> Ids:
+    """after[i, j]: the number of "permutation i, then j" in the order of `itertools.permutations(range(n))`."""
+    every = np.array(list(permutations(range(n))))
+    code = every @ n ** np.arange(n)
+    number = np.zeros(n**n, dtype=np.int64)
+    number[code] = np.arange(len(every))
+    then = every[None, :, :].repeat(len(every), 0)  # [i, j, place]: j
+    moved = np.take_along_axis(then, every[:, None, :].repeat(len(every), 1), 2)  # j of i of place
+    return number[moved @ n ** np.arange(n)]
+
+
+def _empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
+    """Blanks, nothing asked."""
+    shape = (batch_size, length)
+    return np.full(shape, BLANK, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+
+
+def _some(
+    rng: np.random.Generator, batch_size: int, of: int, count: int, weight: NDArray[np.float64] | None = None
+) -> Ids:
+    """`count` different numbers under `of` in each row, in an order that says nothing, evenly or each next one by
+    weight among those left (the least of exponential times at those rates)."""
+    times = rng.exponential(size=(batch_size, of))
+    if weight is not None:
+        times /= weight
+    chosen = np.argsort(times, 1, kind="stable")[:, :count]
+    return chosen if weight is None else rng.permuted(chosen, axis=1)

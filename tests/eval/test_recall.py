@@ -1,0 +1,215 @@
+"""Training on synthetic tasks: who can see learns, who cannot stays at chance, and what is done is kept."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from perspectron import build, designs
+from perspectron.config import BlockConfig, ModelConfig, dump, load
+from perspectron.data.loader import IGNORE
+from perspectron.errors import ConfigError
+from perspectron.eval import recall
+from perspectron.eval.recall import SOLVED, Options, Profile, Setting, Solved, config_for, solve_task
+from perspectron.eval.subject import Subject
+from perspectron.eval.tasks import MQAR, Needle, Parity, SelectiveCopy
+from perspectron.ffn import SwiGLUConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+
+EASY = SelectiveCopy(8, letters=1, kinds=4)
+
+
+def blind(vocab_size: int) -> ModelConfig:
+    """Knows where it is and which token it reads, and mixes nothing over time."""
+    block = BlockConfig(None, SwiGLUConfig(32))
+    return ModelConfig("blind", vocab_size, 32, (block,) * 2, positions=64, embedding_std=32**-0.5)
+
+
+def windowed(vocab_size: int, window: int, layers: int = 2) -> ModelConfig:
+    block = BlockConfig(WindowGQAConfig(heads=2, kv_heads=1, window=window), SwiGLUConfig(32))
+    return ModelConfig("windowed", vocab_size, 32, (block,) * layers, embedding_std=32**-0.5)
+
+
+def noise(chance: float, answers: int) -> float:
+    """Four standard deviations of a guess."""
+    return 4 * math.sqrt(chance * (1 - chance) / answers)
+
+
+@pytest.mark.parametrize("design", ["transformer", "perspective"])
+def test_a_small_model_learns_an_easy_task(design):
+    found = solve_task(config_for(design, EASY, d_model=32), EASY, steps=200, batch_tokens=256)
+    assert found.accuracy >= SOLVED
+    assert found.steps < 200 and found.curve[-1][1] >= recall.STOP
+
+
+@pytest.mark.parametrize("task", [EASY, Parity(8)], ids=lambda task: task.name)
+def test_without_a_mixer_over_time_it_stays_at_chance(task):
+    found = solve_task(blind(task.vocab_size), task, steps=60, batch_tokens=256)
+    # answers of one text of parity go together
+    assert found.accuracy == pytest.approx(task.chance, abs=noise(task.chance, recall.TEST_TEXTS))
+
+
+@pytest.mark.parametrize(("window", "distance", "sees"), [(1, 4, False), (4, 8, False), (4, 7, True)])
+def test_a_window_sees_as_far_as_theory_says(window, distance, sees):
+    """W tokens in each of L layers: L · (W - 1) tokens back; the value stands at distance - 1."""
+    task = Needle(12, distance=distance, keys=2, values=2, words=4)
+    found = solve_task(windowed(task.vocab_size, window), task, steps=200, batch_tokens=384)
+    if sees:
+        assert found.accuracy >= SOLVED
+    else:
+        assert found.accuracy == pytest.approx(task.chance, abs=noise(task.chance, recall.TEST_TEXTS))
+
+
+def test_a_seed_gives_the_same_training_and_another_seed_another():
+    config = config_for("gla", EASY, d_model=32)
+    one, same, other = (
+        replace(solve_task(config, EASY, steps=30, batch_tokens=64, seed=seed), seconds=0)
+        for seed in (1, 1, 2)
+    )
+    assert one == same != other
+
+
+def test_accuracy_is_that_of_counting():
+    task = MQAR(16, pairs=3, keys=8, values=8)
+    model = build(config_for("transformer", task, d_model=32), seed=1)
+    ids_BT, targets_BT = task.draw(recall.stream(0, recall.TEST), 70)
+    right = asked = 0
+    for ids, targets in zip(ids_BT, targets_BT.tolist(), strict=True):
+        logits_TV = model(ids[None]).logits[0]
+        for t, target in enumerate(targets):
+            if target != IGNORE:
+                asked += 1
+                right += int(logits_TV[t].argmax()) == target
+    assert recall.accuracy(model, ids_BT, targets_BT) == right / asked and asked == 3 * 70
+
+
+def test_beyond_counts_only_what_stands_past_the_trained_length():
+    """A model that knows parity by heart up to the trained length, and then says 0."""
+    task = Parity(8)
+
+    class Heart:
+        config = config_for("transformer", task)
+
+        def hidden(self, ids):
+            return (ids, None)
+
+        def head(self, ids):
+            said = ids.cumsum(1) % 2
+            said[:, task.length :] = 0
+            return recall.torch.nn.functional.one_hot(said, 2)
+
+    assert recall.accuracy(Heart(), *task.draw(recall.stream(0, recall.TEST), 50)) == 1
+    assert recall.beyond(Heart(), task, 0) == pytest.approx(0.5, abs=noise(0.5, recall.TEST_TEXTS // 4))
+
+
+@pytest.mark.parametrize(
+    ("found", "lengths"),
+    [
+        ([0.5, 0.95, 0.0, 0.0, 0.97, 0.99], [8] * 50 + [16] * 75 + [32] * 25),  # passed at steps 50 and 125
+        ([0.0] * 16, [8] * 100 + [16] * 100 + [32] * 200),
+    ],
+)
+def test_lessons_go_on_when_passed_or_when_their_time_is_over(monkeypatch, found, lengths):
+    task = MQAR(32, pairs=4)
+    course, done = recall.Course(task, 400, seed=0), found[-1] >= recall.STOP
+    monkeypatch.setattr(recall, "accuracy", lambda *_: found.pop(0))
+    for step, length in enumerate(lengths):
+        assert course.lesson == replace(task, length=length, pairs=length // 8)
+        assert not course.done
+        course.watch(None, step + 1)
+    assert course.done == done
+
+
+def test_a_table_of_positions_that_ends_is_not_read_past():
+    config = replace(config_for("gpt2", EASY), positions=EASY.length)
+    assert recall.beyond(build(config), EASY, 0) is None
+
+
+def test_a_vocabulary_too_small_is_an_error():
+    with pytest.raises(ConfigError, match="vocab_size = 4, must be ≥ 6"):
+        solve_task(blind(4), EASY, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"profile": "slow"}, "profile = 'slow', must be one of quick, full"),
+        ({"seeds": 0}, "seeds = 0, must be ≥ 1"),
+        ({"rates": ()}, "rates = \\(\\), must be one or more numbers > 0"),
+        ({"batch_tokens": 0}, "batch_tokens = 0, must be ≥ 1"),
+    ],
+)
+def test_bad_options(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Options(**changes)
+
+
+def test_options_load_as_the_command_line_gives_them():
+    options = Options("full", seeds=2, rates=(1e-3,))
+    assert load(Options, dump(options)) == options
+    assert options.asked == replace(recall.PROFILES["full"], seeds=2, rates=(1e-3,))
+    assert Options().asked == recall.PROFILES["quick"]
+
+
+@pytest.mark.parametrize("profile", recall.PROFILES)
+@pytest.mark.parametrize("design", designs.DESIGNS)
+def test_every_design_can_read_every_setting_at_twice_its_length(design, profile):
+    for setting in recall.PROFILES[profile].settings:
+        config = config_for(design, setting.task)
+        assert config.positions in (0, 2 * setting.task.length)
+        assert config.vocab_size >= setting.task.longer(2).vocab_size
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What is trained, without training: [(setting's length, rate, seed)]."""
+    calls = []
+
+    def solve(config, task, *, steps, batch_tokens, lr, seed):
+        calls.append((task.length, lr, seed))
+        accuracy = 0.99 if lr < 0.002 and task.length == 32 else 0.3 + lr
+        return Solved(accuracy, None, steps, 1.0, ())
+
+    settings = (Setting(MQAR(16, pairs=2), 5), Setting(MQAR(32, pairs=2), 5), Setting(Parity(8), 5))
+    monkeypatch.setattr(recall, "solve_task", solve)
+    monkeypatch.setitem(recall.PROFILES, "quick", Profile(settings, seeds=2, rates=(3e-3,)))
+    return calls
+
+
+def test_the_first_rate_that_solves_is_taken_and_else_the_best(trained):
+    result = recall.recall("gla", Options(rates=(3e-3, 1e-3, 5e-4)))
+    assert trained == [
+        *[(16, 3e-3, 0), (16, 1e-3, 0), (16, 5e-4, 0), (16, 3e-3, 1)],
+        *[(32, 3e-3, 0), (32, 1e-3, 0), (32, 1e-3, 1)],
+        *[(8, 3e-3, 0), (8, 1e-3, 0), (8, 5e-4, 0), (8, 3e-3, 1)],
+    ]
+    mqar, parity = result["tasks"]["mqar"], result["tasks"]["parity"]
+    assert [s["lr"] for s in mqar["settings"]] == [3e-3, 1e-3]
+    assert mqar["settings"][1]["accuracy"] == [0.99, 0.99]
+    assert mqar["settings"][1]["rates"] == {"0.003": 0.303, "0.001": 0.99}
+    assert (mqar["chance"], parity["chance"], mqar["solved"]) == (1 / 64, 1 / 2, SOLVED)
+    assert len(parity["settings"]) == 1
+    first, *rest = recall.lines(result)
+    assert first.startswith("recall of gla") and len(rest) == 3
+    assert "not solved" in rest[0] and rest[1].endswith("solved") and "0.990 0.990" in rest[1]
+
+
+def test_what_was_done_before_a_stop_is_not_done_again(trained, tmp_path, monkeypatch):
+    subject = Subject(tmp_path, build(designs.small("gla", vocab_size=16)), None, None, 8)
+
+    def stop(text):
+        raise KeyboardInterrupt
+
+    kept = tmp_path / "recall-quick.json"
+    with pytest.raises(KeyboardInterrupt):
+        recall.recall("gla", Options(), kept, stop)
+    before = len(trained)
+    assert {length for length, _, _ in trained} == {16}
+    result = recall.measure(subject)
+    assert not any(length == 16 for length, _, _ in trained[before:])
+    after = len(trained)
+    assert recall.measure(subject) == result and len(trained) == after
+    assert json.loads(json.dumps(result)) == result
+    recall.measure(subject, Options(d_model=32))  # other options: anew
+    assert len(trained) == after + after

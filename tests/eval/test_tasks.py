@@ -1,0 +1,227 @@
+"""Synthetic tasks against solvers that read a text as a person would, and chance against counting."""
+
+import itertools
+import math
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from perspectron.data.loader import IGNORE
+from perspectron.errors import ConfigError
+from perspectron.eval.recall import TEST, TRAIN, WATCH, stream
+from perspectron.eval.tasks import (
+    MQAR,
+    TASKS,
+    Brackets,
+    Induction,
+    Needle,
+    Parity,
+    Permutations,
+    SelectiveCopy,
+    products,
+)
+
+SMALL = (
+    MQAR(32, pairs=4, keys=16, values=16),
+    MQAR(24, pairs=8, keys=8, values=8, gaps="uniform"),
+    SelectiveCopy(24, letters=5, kinds=4),
+    Induction(16, kinds=12),
+    Needle(12, keys=3, values=4, words=5),
+    Needle(20, distance=2, keys=3, values=4, words=5),
+    Needle(20, distance=19, keys=3, values=4, words=5),
+    Permutations(12, n=3),
+    Permutations(6, n=4),
+    Parity(16),
+    Brackets(32, kinds=3, depth=4),
+)
+every = pytest.mark.parametrize("task", SMALL, ids=lambda task: f"{task.name}-{task.length}")
+
+
+def recall(task, ids):
+    """{place: answer}, by reading from left to right; also the letters and facts of other tasks of looking up."""
+    answers, value_of = {}, {}
+    for t, id in enumerate(ids[: 2 * task.pairs]):
+        if t % 2:
+            value_of[ids[t - 1]] = id
+    for t in range(2 * task.pairs, len(ids)):
+        if ids[t] in value_of:
+            answers[t] = value_of[ids[t]]
+    return answers
+
+
+def copying(task, ids):
+    letters = [id for id in ids if id >= 2]
+    marks = [t for t, id in enumerate(ids) if id == 1]
+    return dict(zip(marks, letters, strict=True))
+
+
+def induction(task, ids):
+    half = len(ids) // 2
+    return {t: ids[ids.index(ids[t]) + 1] for t in range(half, len(ids), 2)}
+
+
+def needle(task, ids):
+    first = next(t for t, id in enumerate(ids) if id < task.keys)
+    assert ids[first] == ids[-1] and first < len(ids) - 2
+    if task.distance is not None:
+        assert first == len(ids) - 1 - task.distance
+    return {len(ids) - 1: ids[first + 1]}
+
+
+def composing(task, ids):
+    every = list(itertools.permutations(range(task.n)))
+    answers, where = {}, list(range(task.n))  # where[x]: where thing x stands
+    for t, id in enumerate(ids):
+        where = [every[id][place] for place in where]
+        if t:
+            answers[t] = every.index(tuple(where))
+    return answers
+
+
+def parity(task, ids):
+    return {t: ids[: t + 1].count(1) % 2 for t in range(1, len(ids))}
+
+
+def brackets(task, ids):
+    answers, stack = {}, []
+    for t, id in enumerate(ids):
+        if id < task.kinds:
+            stack.append(id)
+        else:
+            assert stack.pop() == id - task.kinds
+            if stack:
+                answers[t] = task.kinds + stack[-1]
+        assert len(stack) <= task.depth
+    return answers
+
+
+SOLVERS = {
+    MQAR: recall,
+    SelectiveCopy: copying,
+    Induction: induction,
+    Needle: needle,
+    Permutations: composing,
+    Parity: parity,
+    Brackets: brackets,
+}
+
+
+def test_every_task_is_tried():
+    assert set(TASKS) == set(SOLVERS) == {type(task) for task in SMALL}
+
+
+@every
+def test_answers_are_those_of_a_plain_solver(task):
+    ids_BT, targets_BT = task.draw(np.random.default_rng(1), 50)
+    assert ids_BT.shape == targets_BT.shape == (50, task.length)
+    assert ids_BT.dtype == targets_BT.dtype == torch.int64
+    assert ids_BT.min() >= 0 and max(ids_BT.max(), targets_BT.max()) < task.vocab_size
+    for ids, targets in zip(ids_BT.tolist(), targets_BT.tolist(), strict=True):
+        asked = {t: answer for t, answer in enumerate(targets) if answer != IGNORE}
+        assert asked == SOLVERS[type(task)](task, ids)
+
+
+@every
+def test_a_seed_gives_the_same_texts_and_streams_share_none(task):
+    draws = {which: task.draw(stream(3, which), 20) for which in (TRAIN, WATCH, TEST)}
+    for which, drawn in draws.items():
+        assert all(map(torch.equal, drawn, task.draw(stream(3, which), 20)))
+        assert not torch.equal(drawn[0], task.draw(stream(4, which), 20)[0])
+    for one, other in itertools.combinations(draws.values(), 2):
+        assert not torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("which", [WATCH, TEST])
+def test_texts_to_measure_with_are_not_trained_on(which):
+    task = MQAR(32, pairs=4, keys=16, values=16)
+    trained = {tuple(ids) for ids in task.draw(stream(0, TRAIN), 20_000)[0].tolist()}
+    assert len(trained) == 20_000
+    assert not trained & {tuple(ids) for ids in task.draw(stream(0, which), 1000)[0].tolist()}
+
+
+@every
+def test_chance_is_the_best_that_place_and_token_tell(task):
+    """Guess, at each place and for each token there, the commonest answer; on as many other texts that is right as
+    often as chance says, within what so few texts can tell. A target at the place of its own answer would show."""
+    seen = defaultdict(Counter)
+    ids_BT, targets_BT = task.draw(np.random.default_rng(2), 20_000)
+    for t in range(task.length):
+        for id, target in zip(ids_BT[:, t].tolist(), targets_BT[:, t].tolist(), strict=True):
+            if target != IGNORE:
+                seen[t, id][target] += 1
+    right = asked = 0
+    ids_BT, targets_BT = task.draw(np.random.default_rng(5), 20_000)
+    for t in range(task.length):
+        for id, target in zip(ids_BT[:, t].tolist(), targets_BT[:, t].tolist(), strict=True):
+            if target != IGNORE:
+                asked += 1
+                right += bool(seen[t, id]) and seen[t, id].most_common(1)[0][0] == target
+    # answers in a text depend on each other: as if there were only the texts
+    error = 4 * math.sqrt(task.chance * (1 - task.chance) / 20_000)
+    assert right / asked == pytest.approx(task.chance, abs=error)
+
+
+def test_all_but_the_first_say_nothing_of_a_product():
+    """Every product is as likely whatever the others are: counted over every text."""
+    after = products(3)
+    for rest in itertools.product(range(6), repeat=2):
+        found = Counter()
+        for first in range(6):
+            state = first
+            for step in rest:
+                state = after[state, step]
+            found[int(state)] += 1
+        assert set(found.values()) == {1} and len(found) == 6
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_products_make_a_group(n):
+    after, size = products(n), math.factorial(n)
+    assert after.shape == (size, size)
+    for line in (*after, *after.T):
+        assert sorted(line) == list(range(size))
+    assert (after[0] == range(size)).all() and (after[:, 0] == range(size)).all()
+    i, j, k = np.random.default_rng(0).integers(size, size=(3, 200))
+    assert (after[after[i, j], k] == after[i, after[j, k]]).all()
+
+
+def test_most_gaps_of_a_power_law_are_short():
+    """As often as zoology draws them: by g^(0.01 - 1), one without the next."""
+    places = {}
+    for gaps in ("power", "uniform"):
+        task = MQAR(64, pairs=1, keys=4, values=4, gaps=gaps)
+        targets_BT = task.draw(np.random.default_rng(0), 20_000)[1]
+        places[gaps] = np.bincount((targets_BT != IGNORE).nonzero()[:, 1], minlength=64)[2:] / 20_000
+    gap = np.arange(1, 63)
+    law = gap ** (0.01 - 1.0)
+    assert np.abs(places["power"] - law / law.sum()).max() < 0.015
+    assert np.abs(places["uniform"] - 1 / 62).max() < 0.005
+
+
+def test_a_longer_task_is_the_same_one():
+    longer = MQAR(32, pairs=4).longer(2)
+    assert longer == MQAR(64, pairs=4)
+    assert longer.sizes() == {"length": 64, "pairs": 4, "keys": 64, "values": 64, "gaps": "power"}
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: MQAR(8, pairs=4), "length"),
+        (lambda: MQAR(64, pairs=9, keys=8), "keys"),
+        (lambda: MQAR(64, pairs=9, values=8), "values"),
+        (lambda: MQAR(64, pairs=1, gaps="near"), "gaps"),
+        (lambda: SelectiveCopy(8, letters=5), "length"),
+        (lambda: Induction(10), "length"),
+        (lambda: Induction(32, kinds=8), "kinds"),
+        (lambda: Needle(8, distance=8), "distance"),
+        (lambda: Permutations(8, n=6), "n"),
+        (lambda: Parity(1), "length"),
+        (lambda: Brackets(8, depth=1), "depth"),
+    ],
+)
+def test_a_size_out_of_bounds_is_named(make, field):
+    with pytest.raises(ConfigError, match=f"^{field} = "):
+        make()
