@@ -1,6 +1,7 @@
 """The look of the report: its colours in light and dark, its type, its tables and its charts.
 
-The colours of lines keep a contrast of 4.5 to the ground in both schemes; dashes and marks tell them apart without.
+The colours of lines keep a contrast of 4.5 to the ground in both schemes, and stay apart (ΔE ≥ 10 in CIELAB) as readers
+without one kind of cone see them; dashes and marks tell them apart without colour.
 """
 
 LIGHT = {
@@ -23,15 +24,15 @@ DARK = {
 }
 LINES = (  # light, dark, dash of each style
     ("#1b1d21", "#f0f1f3", ""),
-    ("#0a5fb4", "#6db3f8", ""),
-    ("#b34700", "#f59a56", "7 3"),
-    ("#007355", "#3fc9a0", "2.5 2.5"),
-    ("#a02b7e", "#ee8fd0", "9 3 2.5 3"),
-    ("#7a6200", "#d8b83d", "5 2"),
-    ("#5b46c2", "#b3a4ff", "12 3"),
-    ("#0b7285", "#66cfe0", "1.5 3"),
-    ("#a3293d", "#ff8d9b", "6 2 1.5 2 1.5 2"),
-    ("#5e6470", "#aab1bd", "3 4"),
+    ("#053f8b", "#96b2f8", ""),
+    ("#591100", "#f59a56", "7 3"),
+    ("#005c32", "#2cb488", "2.5 2.5"),
+    ("#580e4c", "#d14dbc", "9 3 2.5 3"),
+    ("#887402", "#d3bf1e", "5 2"),
+    ("#5d61d0", "#837eff", "12 3"),
+    ("#117796", "#a4d8ee", "1.5 3"),
+    ("#ca4753", "#ff455a", "6 2 1.5 2 1.5 2"),
+    ("#49555f", "#758899", "3 4"),
 )
 
 

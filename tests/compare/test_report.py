@@ -105,9 +105,9 @@ def test_the_same_results_give_the_same_bytes(make_results, results, page, notes
 
 
 def test_it_is_quick(results):
-    start = time.perf_counter()
+    start = time.process_time()
     html(results)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_nothing_reads_nan_or_none(page, notes):
