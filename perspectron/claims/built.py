@@ -198,3 +198,9 @@ def activations() -> int:
     for hook in hooks:
         hook.remove()
     return sum(seen)
+
+
+def attention_calls(name: str) -> int:
+    """Attention kernels of one pass over 16 tokens."""
+    ids = torch.zeros(1, 16, dtype=torch.int64, device="meta")
+    return sum("attention" in kernel for kernel, _ in operations(model(name), ids).ran)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import floor, inf, log10
+from typing import Any
 
 from perspectron.claims.results import Missing, Results
 
@@ -15,7 +16,7 @@ ROUNDED, ABOUT = 0.01, 0.05
 POWERS = {
     "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6, "MiB": 2.0**20,
 }  # fmt: skip
-_NUMBER = r"\d[\d ,]*(?:\.\d+)?"
+_NUMBER = r"\d(?:[\d ,]*\d)?(?:\.\d+)?"
 _STATED = re.compile(
     rf"(?P<sign>[~<>≤≥]?) ?(?P<low>{_NUMBER})(?:–(?P<high>{_NUMBER}))?"
     r"(?: ?(?P<power>MiB|KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
@@ -64,6 +65,11 @@ def stated(text: str) -> Range:
     return Range(text, least, most, factor, shown + (found["unit"] or ""))
 
 
+def at_most(text: str) -> Range:
+    """A number of a document that less is as good as."""
+    return replace(stated(text), low=-inf)
+
+
 def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
     """A claim in words, and the range that it comes to."""
     return Range(text, low, high, 1.0, unit)
@@ -98,6 +104,20 @@ class Found:
 
 
 Measure = Callable[[Results], Found | float]
+
+
+def of(function: Callable[..., Found | float | tuple[float, ...]], *given: Any) -> Measure:
+    """A measure that needs no results: what the function gives."""
+
+    def measure(_: Results) -> Found | float:
+        found = function(*given)
+        return Found(found) if isinstance(found, tuple) else found
+
+    return measure
+
+
+def untestable(why: str, shown: str = "not built") -> Measure:
+    return lambda _: Found((), shown, excuse=why)
 
 
 @dataclass(frozen=True)
@@ -150,7 +170,7 @@ def judge(claim: Claim, results: Results) -> Row:
         other = _found(measure, claim.range, results)
     except Missing as missing:
         return replace(row, measured="–", verdict=MISSING, why=f"run {missing}")
-    measured = f"{found.shown}; {words}: {other.shown}"
+    measured = f"{found.shown}; {other.shown} {words}"
     if _inside(claim.range, other):
         return replace(row, measured=measured, verdict=CONDITION, why=words)
     return replace(row, measured=measured, verdict=FAILS)
