@@ -84,7 +84,7 @@ MOTIVATION = (
 EQUATIONS = (
     Claim("pdr-d", "§2.1", "d = 4096 (model dimension)", "4096", of(lambda: built.model(built.FULL).config.d_model)),
     Claim("pdr-r", "§2.1", "r = 256 (recurrent state rank)", "256",
-          of(lambda: mixer(PDR_LAYER).init_state(1, "meta", built.torch.float32).memory_BDR.shape[2])),
+          of(lambda: mixer(PDR_LAYER).init_state(1, built.torch.device("meta"), built.torch.float32).memory_BDR.shape[2])),
     Claim("pdr-scan-right", "§2.2", "a parallel prefix scan computes all S_1 … S_L", worded("equal to the loop", 0, 1e-12),
           of(tried.scan_error)),
     Claim("pdr-associative", "§2.2", "(A₂,B₂) ⊕ (A₁,B₁) = (A₂A₁, A₂B₁ + B₂) is associative", worded("equal", 0, 1e-12),

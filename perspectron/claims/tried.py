@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron import presets
-from perspectron.block import ROUTE_START, Block, RouteGate
+from perspectron.block import Block, RouteGate
 from perspectron.claims.claim import Found
 from perspectron.config import RouteGatedConfig
 from perspectron.eval.gates import gates
@@ -274,16 +274,12 @@ def finder_spread() -> float:
 
 
 def cache_at(g: float) -> float:
-    """Bytes of a lens model's cache with every route gate at g, over those at 0.9."""
-    model, sizes = made("lens-tiny"), []
-    for value in (0.9, g):
+    """Bytes of a lens model's cache with every route gate at g, over those as it starts."""
+    model = build(presets.get("lens-tiny"))
+    with torch.no_grad():
         for block in cast("list[Block]", model.blocks):
-            block.route.raw_1.data.fill_(math.log(value / (1 - value)))
-        sizes.append(model(text()).state.nbytes)
-        assert math.isclose(cast(Block, model.blocks[0]).route().item(), value, abs_tol=1e-6)
-    for block in cast("list[Block]", model.blocks):
-        block.route.raw_1.data.fill_(ROUTE_START)
-    return sizes[1] / sizes[0]
+            block.route.raw_1.fill_(math.log(g / (1 - g)))
+        return model(text()).state.nbytes / made("lens-tiny")(text()).state.nbytes
 
 
 def cache_without(removed: int) -> float:
@@ -302,22 +298,31 @@ def anneal(steps: int, delta: float = 1e-4) -> float:
     return round(gate().item(), 4)
 
 
-def routed(g: float, scale: float = 1.0) -> Found:
+@cache
+def _routed(g: float, scale: float) -> tuple[float, float]:
     """Parts of a lens block's output that are attention's and its network's: slopes by either, GPT-2's being 1 and 1."""
-    model = made("lens-tiny", ("route_scale", scale), ("context", False))
-    block = cast(Block, model.blocks[0])
-    block.route.raw_1.data.fill_(math.log(g / (1 - g)))
-    x_BTD = drawn(1, 4, 128)
+    model = build(presets.get("lens-tiny", route_scale=scale, context=False))
+    block, x_BTD = cast(Block, model.blocks[0]), drawn(1, 4, 128)
     with torch.no_grad():
+        block.route.raw_1.fill_(math.log(g / (1 - g)))
         state = block.init_state(1, torch.device("cpu"), torch.float32)
         y_BTD = block(x_BTD, state, block.ffn, None, None)[0]
         a_BTD = block.mixer(block.mixer_norm(x_BTD), state)[0]
         m_BTD = block.ffn(block.ffn_norm(x_BTD + a_BTD), a_BTD)[0]
         parts = torch.stack([a_BTD.flatten(), m_BTD.flatten()], 1).double()
         slopes = torch.linalg.lstsq(parts, (y_BTD - x_BTD).flatten()[:, None].double()).solution[:, 0]
-    block.route.raw_1.data.fill_(ROUTE_START)
-    values = tuple(round(slope, 3) for slope in slopes.tolist())
+    attention, network = (round(slope, 3) for slope in slopes.tolist())
+    return attention, network
+
+
+def routed(g: float, scale: float = 1.0) -> Found:
+    values = _routed(g, scale)
     return Found(values, f"attention {values[0]:.0%}, MLP {values[1]:.0%}")
+
+
+def routed_part(g: float, part: str) -> float:
+    """ "attention" or "mlp"."""
+    return _routed(g, 1.0)[part == "mlp"]
 
 
 # ---------------------------------------------------------------- ADR
@@ -339,12 +344,23 @@ def halflives(name: str = "adr-tiny") -> tuple[float, ...]:
     return tuple(round(math.log(0.5) / math.log(m.gamma), 2) for m in mixers if m is not None)  # type: ignore[attr-defined]
 
 
+def remembered() -> float:
+    """Share of tokens that change every memory."""
+    mixer = first("adr-tiny", ADR)
+    H, K = mixer.config.heads, mixer.input_GKF.shape[1]
+    with torch.no_grad():
+        memories, _, _ = gru.scan(
+            drawn(1, 64, 2 * H, 1, K), mixer.cells(), mixer.config.gamma, torch.zeros(1, 2 * H, 1, K)
+        )
+    changed_T = (memories.diff(dim=1) != 0).flatten(3).any(-1).all(-1)
+    return changed_T.double().mean().item()
+
+
 def gradients_right() -> float:
     """1 where the memories' gradients, weights included, are those of finite differences."""
-    mixer = build(presets.get("adr-tiny", d_model=16, heads=4, hidden=16)).double().blocks[0].mixer
+    mixer = build(presets.get("adr-tiny", d_model=4, heads=2, hidden=4)).double().blocks[0].mixer
     assert isinstance(mixer, ADR)
-    x = drawn(1, 5, 8, 1, 4, dtype=torch.float64).requires_grad_()
-    start = drawn(1, 8, 1, 4, seed=1, dtype=torch.float64).requires_grad_()
+    x, start = (drawn(1, *shape, dtype=torch.float64).requires_grad_() for shape in ((4, 4, 1, 2), (4, 1, 2)))
 
     def run(x: Tensor, start: Tensor, *cells: Tensor) -> Tensor:
         return gru.scan(x, gru.Cells(*cells), 0.97, start)[0]

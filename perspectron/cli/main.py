@@ -12,6 +12,7 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.cli.claims import Claims
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
 from perspectron.cli.inspect import Inspect
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Any] = {
     "synthesize": Synthesize,
     "tokenize": Tokenize,
     "trace": TraceRoutes,
+    "claims": Claims,
 }
 
 
