@@ -60,7 +60,9 @@ def without(design: str, arm: str) -> Measure:
     return versus(design, arm, f"ablate-{design}")
 
 
-def at_positions(first: str, second: str, wanted: Callable[[Sequence[dict[str, Any]]], Iterable[dict[str, Any]]]) -> Measure:
+def at_positions(
+    first: str, second: str, wanted: Callable[[Sequence[dict[str, Any]]], Iterable[dict[str, Any]]]
+) -> Measure:
     """The same over some places of the context only, chosen from the bins that both designs have."""
 
     def over(cell: dict[str, Any], ends: set[int]) -> float:
@@ -107,6 +109,8 @@ def recall(design: str, other: str, task: str) -> Measure:
 
     def measure(results: Results) -> Found:
         one, two = (accuracy(results, name) for name in (design, other))
-        return Found((one - two,), f"{design} {one:.2f}, {other} {two:.2f} of {task} right", "trained at a small size")
+        return Found(
+            (one - two,), f"{design} {one:.2f}, {other} {two:.2f} of {task} right", "trained at a small size"
+        )
 
     return measure
