@@ -8,47 +8,25 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from perspectron.device import free_memory as available_bytes  # noqa: E402
+from perspectron.eval.memory import Peak  # noqa: E402, F401
+from perspectron.eval.timing import Spread, interleave, ratios  # noqa: E402, F401
+
 MATMUL_SIZES = (384, 768, 1536, 3072)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and greatest of some measurements, and how many there were."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        return cls(statistics.median(values), min(values), max(values), len(values))
-
-    def text(self, scale: float = 1.0) -> str:
-        if self.count == 1:
-            return f"{self.median * scale:.4g} (once)"
-        return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """above / below, pair by pair."""
-    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 # Command line
@@ -156,21 +134,6 @@ def require_green(*tests: str) -> str:
 # Time
 
 
-def interleave(
-    contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
-) -> dict[str, list[float]]:
-    """Seconds of each call, `repeats` per contender. They take turns, in reverse order every other round."""
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warmup + repeats):
-        for name in names if turn % 2 == 0 else reversed(names):
-            start = time.perf_counter()
-            contenders[name]()
-            if turn >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def matmul_peak(dtype: torch.dtype, *, quick: bool = False) -> float:
     """FLOP/s of the fastest square matrix product on the threads in use now: best size, best repeat."""
     best = 0.0
@@ -187,44 +150,6 @@ def matmul_peak(dtype: torch.dtype, *, quick: bool = False) -> float:
 
 
 # Memory
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
-
-
-class Peak:
-    """`with Peak() as peak: …`; then `peak.bytes` is how far resident memory rose above where it stood at the
-    beginning (None where there is no /proc).
-
-    The kernel's high-water mark is set back first. getrusage's ru_maxrss cannot be: it holds the peak of
-    importing torch and, in a subprocess, that of the process which started it.
-    """
-
-    bytes: int | None = None
-
-    def __enter__(self) -> Self:
-        self._before = None
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-            self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._before is not None:
-            self.bytes = max(0, _status("VmHWM") - self._before)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def child(spec: dict[str, Any], needs_bytes: float = 0) -> dict[str, Any]:

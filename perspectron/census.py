@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from perspectron.block import Block
 from perspectron.config import ModelConfig
 from perspectron.experts import RoutedSwiGLU
+from perspectron.mixers.drm import DRM
 from perspectron.model import LanguageModel
 
 CONTEXTS = (1024, 8192, 65536, 262144)
@@ -56,13 +57,12 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
         model = LanguageModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     routed = [module for module in model.modules() if isinstance(module, RoutedSwiGLU)]
-    idle = sum(module.idle_parameters() for module in routed)
     expert = [(w.shape[1], w.shape[2]) for m in routed[:1] for w in (m.gate_EFD, m.up_EFD, m.down_EDF)]
     states = {context: model.init_state(1, capacity=context) for context in contexts}
     flops = {context: _step_flops(model, context) for context in contexts}
     return Census(
         parameters,
-        parameters - idle,
+        parameters - _idle(model),
         _groups(model),
         sum(-(-rows // TRITS) * columns for rows, columns in expert),
         sum(4 * rows for rows, _ in expert),
@@ -73,11 +73,15 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Those that one token touches."""
+    """Those that one token touches and that something depends on."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    idle = sum(module.idle_parameters() for module in model.modules() if isinstance(module, RoutedSwiGLU))
-    return sum(parameter.numel() for parameter in model.parameters()) - idle
+    return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
+
+
+def _idle(model: LanguageModel) -> int:
+    """The experts that a token does not use, and the parts of a mixer that its config leaves without effect."""
+    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | DRM))
 
 
 def _groups(model: LanguageModel) -> dict[str, Group]:

@@ -97,7 +97,7 @@ DESIGNS = {
         "adr-tiny", presets.adr, _positions, "hidden", 4, "attention to recurrent memories of keys and values"
     ),
     "lens": Design(
-        "lens-tiny", presets.lens, _positions, "hidden", 4, "GPT-2 with lenses, a route gate and networks that read context"
+        "lens-tiny", presets.lens, _positions, "hidden", 4, "GPT-2 with lenses, a route gate and context"
     ),
     "drm": Design("drm-3m", presets.drm, _drm, "emitter", 4, "one state that moves by a learned metric"),
     "gpt2": Design("gpt2-tiny", presets.gpt2, _positions, "hidden", 4, "GPT-2: learned positions, GELU"),

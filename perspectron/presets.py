@@ -39,7 +39,8 @@ Sizes = dict[str, Any]
 EXPERTS: Sizes = {field.name: field.default for field in fields(RoutedConfig) if field.default is not MISSING}
 TINY: Sizes = {
     "vocab_size": 2048, "d_model": 128, "layers": 4, "hidden": 472, "rank": 32, "heads": 4, "kv_heads": 2,
-    "window": 128, "out_norm": False, "renorm_every": 0, "ffn": "dense", "torus": [4, 2],
+    "window": 128, "out_norm": False, "renorm_every": 0, "gate_rank": 0, "fixed_decay": False,
+    "ffn": "dense", "torus": [4, 2],
 } | EXPERTS  # fmt: skip
 M20: Sizes = TINY | {
     "vocab_size": 8192, "d_model": 384, "layers": 8, "hidden": 1408, "rank": 64, "heads": 6, "window": 512,
@@ -121,7 +122,8 @@ def perspective(name: str, sizes: Sizes) -> ModelConfig:
     require(sizes["layers"] >= 1, "layers", sizes["layers"], "≥ 1")
     dense = SwiGLUConfig(sizes["hidden"])
     routed = RoutedConfig(sizes["hidden"], tuple(sizes["torus"]), **{key: sizes[key] for key in EXPERTS})
-    pdr = PDRConfig(sizes["rank"], out_norm=sizes["out_norm"], renorm_every=sizes["renorm_every"])
+    options = {key: sizes[key] for key in ("out_norm", "renorm_every", "gate_rank", "fixed_decay")}
+    pdr = PDRConfig(sizes["rank"], **options)
     gqa = WindowGQAConfig(sizes["heads"], sizes["kv_heads"], sizes["window"])
     blocks = []
     for layer in range(sizes["layers"]):

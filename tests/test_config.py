@@ -123,7 +123,8 @@ MISTAKES = [
     (
         [*MIXER, "window"],
         4,
-        "config.blocks[0].mixer: key = 'window', must be one of rank, scale, out_norm, renorm_every",
+        "config.blocks[0].mixer: key = 'window', must be one of rank, scale, out_norm, renorm_every, gate_rank, "
+        "fixed_decay",
     ),
     (FFN, {"kind": "swiglu", "hidden": 0}, "hidden = 0, must be ≥ 1"),
     (FFN, {"kind": "moe"}, "config.blocks[0].ffn.kind = 'moe', must be one of " + FFN_KINDS),
@@ -188,9 +189,9 @@ def test_overrides_arrive():
 
 
 KEYS = (
-    "vocab_size, d_model, layers, hidden, rank, heads, kv_heads, window, out_norm, renorm_every, ffn, torus, "
-    "experts, gate, nearest, temperature, router, balance, bias_rate, smooth, delta, diversity, offsets, base, "
-    "ternary, int8_activations"
+    "vocab_size, d_model, layers, hidden, rank, heads, kv_heads, window, out_norm, renorm_every, gate_rank, "
+    "fixed_decay, ffn, torus, experts, gate, nearest, temperature, router, balance, bias_rate, smooth, delta, "
+    "diversity, offsets, base, ternary, int8_activations"
 )
 
 

@@ -1,4 +1,5 @@
-"""Every mixer against the contract (design.md), by its line in MIXERS alone: nothing here knows one of them.
+"""Every mixer against the contract (design.md), by its line in MIXERS alone: nothing here knows one of them. So, too,
+options that change what a mixer computes or keeps.
 
 Shapes: B batch, T time, D model width.
 """
@@ -18,6 +19,8 @@ import perspectron
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
+from perspectron.mixers.adr import ADRConfig
+from perspectron.mixers.pdr import PDRConfig
 from perspectron.state import LMState
 
 D = 16
@@ -25,7 +28,15 @@ LENGTHS = [1, 63, 64, 65, 150]
 MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
-every_mixer = pytest.mark.parametrize("name", MIXERS)
+OPTIONS = {
+    "pdr, gate_rank": PDRConfig(4, gate_rank=3),
+    "pdr, fixed_decay": PDRConfig(4, fixed_decay=True),
+    "adr, keys": ADRConfig(2, 0.9, couple=False, remember="keys"),
+    "adr, values": ADRConfig(2, 0.9, remember="values"),
+}
+ENTRIES = MIXERS | {name: MIXERS[small.kind]._replace(small=small) for name, small in OPTIONS.items()}
+
+every_mixer = pytest.mark.parametrize("name", ENTRIES)
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 stateless = pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
@@ -47,7 +58,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    module = MIXERS[name].module(D, 1e-6, MIXERS[name].small)
+    module = ENTRIES[name].module(D, 1e-6, ENTRIES[name].small)
     randomise(module, seed)
     return module.to(dtype)
 
@@ -124,8 +135,8 @@ def check(module, x_BTD, state, cuts, mode, *, reset_BT=None, pad_BT=None, toler
 
 @every_mixer
 def test_the_table_entry_fits_together(name):
-    entry = MIXERS[name]
-    assert entry.small.kind == name
+    entry = ENTRIES[name]
+    assert entry.small.kind == name.split(",")[0]
     module = build(name)
     assert module.config == entry.small
     state = empty(module, 3)
@@ -379,7 +390,7 @@ def test_any_resets_padding_split_and_start(name, data):
 @every_mixer
 @pytest.mark.parametrize("T", [0, 1, 60])
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
-    config = ModelConfig("one block", 11, D, (BlockConfig(MIXERS[name].small, SwiGLUConfig(8)),))
+    config = ModelConfig("one block", 11, D, (BlockConfig(ENTRIES[name].small, SwiGLUConfig(8)),))
     model = perspectron.build(config)
     randomise(model.blocks[0].mixer, 0)
     ids = torch.randint(11, (2, 100), generator=torch.Generator().manual_seed(0))

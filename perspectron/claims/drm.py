@@ -133,10 +133,10 @@ GEOMETRY = (
           worded("least eigenvalue ≥ 0.0001", 1e-4), of(lambda: round(tried.least_eigenvalue(), 2))),
     Claim("drm-coupling", "§RelationalMetric", "C_ij = V_i G V_jᵀ", worded("equal", 0, 1e-4), of(_coupling)),
     Claim("drm-useful", "§RelationalMetric", "the metric is part of the movement law, to use",
-          worded("lower loss than without a metric", *trained.LOWER), trained.without("drm", "no metric"),
+          worded("lower loss than without a metric", *trained.LOWER), trained.without("drm", "no_metric"),
           command=command("ablate-drm")),
     Claim("drm-directions", "§DirectionField", "directions are the central computation",
-          worded("lower loss than without directions", *trained.LOWER), trained.without("drm", "no directions"),
+          worded("lower loss than without directions", *trained.LOWER), trained.without("drm", "no_directions"),
           command=command("ablate-drm")),
 )
 
@@ -166,7 +166,7 @@ LOSSES = (
           of(tried.energy_error)),
     Claim("drm-action-helps", "§Action", "geometric regularization beside the token loss, to use",
           worded("lower loss than without auxiliary losses", *trained.LOWER),
-          trained.without("drm", "no auxiliary losses"), command=command("ablate-drm")),
+          trained.without("drm", "no_auxiliary"), command=command("ablate-drm")),
     Claim("drm-terms", "§Emitter",
           "regularizers: active fraction, variance, conditioning, diversity, recurrence, floor, risk",
           "7 regularizers", of(_terms)),

@@ -80,15 +80,11 @@ def _route(results: Results) -> Found:
     )(results)  # type: ignore[return-value]
 
 
-def _helps(id: str, where: str, text: str, arm: str) -> Claim:
-    """A part that is claimed to lower the loss, taken out."""
+def _helps(id: str, where: str, text: str, step: str, before: str) -> Claim:
+    """A part that is claimed to lower the loss: the step that adds it, and the one before."""
+    lower = worded("lower loss with it", *trained.LOWER)
     return Claim(
-        id,
-        where,
-        text,
-        worded("lower loss with it", *trained.LOWER),
-        trained.without("lens", arm),
-        command=command("ablate-lens"),
+        id, where, text, lower, trained.without("lens", before, step), command=command("ablate-lens")
     )
 
 
@@ -106,7 +102,7 @@ RECIPROCITY = (
           of(tried.diagonal)),
     Claim("lens-bidirectional", "§1", "Bidirectional token communication: \"Italy\" attends back to a later \"Rome\"",
           worded("earlier tokens see later ones", 1e-6), of(common.seen_from_before, "lens-tiny")),
-    _helps("lens-rec-helps", "§1", "bidirectional communication is a benefit", "no reciprocity"),
+    _helps("lens-rec-helps", "§1", "bidirectional communication is a benefit", "reciprocity", "plain"),
 )
 
 FINDER = (
@@ -120,7 +116,7 @@ FINDER = (
     Claim("lens-disc-new", "§2", "Allows tokens to be found regardless of the query: a new power",
           worded("differs from a bias on queries", 1e-6), of(tried.as_query_bias)),
     Claim("lens-disc-flops", "§2", "d = K·u: tiny einsum", "< 0.1 %", of(_extra, "discoverability")),
-    _helps("lens-disc-helps", "§2", "important tokens are found", "no discoverability"),
+    _helps("lens-disc-helps", "§2", "important tokens are found", "discoverability", "reciprocity"),
 )
 
 GATES = (
@@ -139,7 +135,7 @@ GATES = (
           _mixtures(1, "{:.3f} to {:.3f}"), command=command("compare")),
     Claim("lens-gates-after-disc", "§3", "After training: w_disc from 0.02 to 0.15", "0.02–0.15",
           _mixtures(2, "{:.3f} to {:.3f}"), command=command("compare")),
-    _helps("lens-gates-help", "§3", "Learnable: the model learns the optimal balance per head", "fixed gates"),
+    _helps("lens-gates-help", "§3", "Learnable: the model learns the optimal balance per head", "gates", "discoverability"),
 )
 
 
@@ -179,7 +175,7 @@ ROUTE = (
     Claim("lens-route-anneal", "§4", "delta = −0.0001 a step gradually pushes toward MLP",
           worded("g < 0.9 after 10,000 steps", 0, 0.9), of(lambda: Found((tried.anneal(10000), ),
           f"g = {tried.anneal(10000):.2f} after 10,000 steps, 0.5 after 22,000"))),
-    _helps("lens-route-helps", "§4", "learning the ratio of attention to MLP", "no route gate"),
+    _helps("lens-route-helps", "§4", "learning the ratio of attention to MLP", "route", "gates"),
 )
 
 CONTEXT = (
@@ -193,7 +189,7 @@ CONTEXT = (
           of(lambda: _block(FULL, part="ffn.down_proj.weight") / E**2)),
     Claim("lens-context-e2", "§5", "Overhead: +8E² params", "8 E²", of(lambda: round(_wide() / E**2, 2))),
     Claim("lens-context-each", "§5", "for GPT-2: +4.7M per layer", "4.7 M", of(_wide)),
-    _helps("lens-context-helps", "§5", "enables better MLP performance", "no context"),
+    _helps("lens-context-helps", "§5", "enables better MLP performance", "lens", "gated_mlp"),
 )
 
 TOTAL = (

@@ -27,7 +27,8 @@ def command(name: str) -> str:
         return f"{COMMANDS[name]} --json docs/results/{name}.json"
     if name == "compare":
         return COMPARE
-    return f"perspectron ablate {name.removeprefix('ablate-')}"
+    design = name.removeprefix("ablate-")
+    return f"perspectron ablate runs/compare/cells/{design}/0 --seeds 3 --out runs/{name}"
 
 
 class Results:

@@ -282,7 +282,7 @@ PATTERN = (
           ("in FP16", of(lambda: _cache() / 4 * HALF))),
     Claim("topology-segment", "§4", "at most 3 layers of compression before a GQA layer", "3", of(_runs)),
     Claim("topology-ratio", "§4", "The 3:1 ratio: GQA sharpens what PDR compresses",
-          worded("lower loss than PDR alone", *trained.LOWER), trained.without("perspective", "no GQA"),
+          worded("lower loss than PDR alone", *trained.LOWER), trained.without("perspective", "no_gqa"),
           command=command("ablate-perspective")),
     Claim("topology-vocabulary", "§5.1", "Vocabulary: 32 768 tokens", "32 768", of(lambda: get(FULL).vocab_size)),
     Claim("topology-width", "§5.1", "Embedding dimension: 4 096", "4 096", of(lambda: get(FULL).d_model)),

@@ -2,17 +2,20 @@
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 
 from perspectron.cli.artifacts import open_model
-from perspectron.config import require
+from perspectron.cli.train import assignment
+from perspectron.config import load, one_of, require
 from perspectron.data import Split, Tokenizer, encode, open_corpus, open_shards
 from perspectron.device import pick_device
-from perspectron.eval.perplexity import Heldout, compressors, heldout
+from perspectron.eval.subject import Subject
+from perspectron.eval.suites import SUITES, Suite, plain
 from perspectron.model import LanguageModel
 from perspectron.stream.artifact import Trained
 from perspectron.stream.engine import StreamedModel
@@ -24,15 +27,21 @@ SEQ_LEN = 128  # of a window, where nothing says how long they were in training
 
 @dataclass(frozen=True)
 class Eval:
-    """Held-out loss of a run, in bits per byte and perplexity, beside gzip and xz on the same bytes.
+    """Measure a run: held-out loss in bits per byte beside gzip and xz, or another suite.
 
     Example: perspectron eval runs/quickstart/perspective
 
     Another text, with the run's tokenizer: perspectron eval runs/quickstart/perspective --data letters.txt --json
+
+    Another measure: perspectron eval runs/quickstart/perspective --suite calibration --set bins=10
     """
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
+    suite: str = "perplexity"
+    """perplexity, position, calibration or robustness."""
+    set: tuple[str, ...] = ()
+    """Options of the suite, as KEY=VALUE."""
     data: str | None = None
     """Another corpus instead of the one of training; its held-out part is measured."""
     heldout: float = 0.5
@@ -40,40 +49,54 @@ class Eval:
     seq_len: int | None = None
     """Tokens in a window (default: as in training)."""
     carry: bool = False
-    """Let the state go on from window to window; only a document's start empties it."""
-    tokens: int = 0
-    """Measure the first so many tokens; 0 is all."""
+    """Of perplexity: let the state go on from window to window; only a document's start empties it."""
+    tokens: int | None = None
+    """Measure the first so many tokens; 0 is all (default: all, or as many as are quick in another suite)."""
     cache: str | None = None
     """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
+    seed: int = 0
+    """Of what a suite draws."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
+        suite = SUITES[one_of(self.suite, SUITES, "suite")]
         require(self.seq_len is None or self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
-        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.tokens is None or self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
+        options = self._options(suite)
         model, tokenizer = open_model(self.run, self.cache)
         model.to(pick_device(self.device))
         trained, dtype = self._trained(model)
         with tempfile.TemporaryDirectory() as scratch:
             split = self._split(model, tokenizer, trained, Path(scratch))
-            result = heldout(
-                model,
-                split,
-                tokenizer,
-                seq_len=self.seq_len or trained.seq_len,
-                limit_tokens=self.tokens or None,
-                carry=self.carry,
-                dtype=dtype,
-            )
-            others = compressors(text_of(split, tokenizer, result.tokens + 1))
+            seq_len = self.seq_len or trained.seq_len
+            subject = Subject(self.run, model, tokenizer, split, seq_len, dtype, self.seed)
+            result = suite.measure(subject, options)
         if self.json:
-            print(json.dumps(asdict(result) | {"compressors": others}))
+            print(json.dumps(plain(result)))
         else:
-            print(report(model.config.name, result, others))
+            print(f"{model.config.name}: " + "\n".join(suite.lines(result)))
         return 0
+
+    def _options(self, suite: Suite) -> Any:
+        """The suite's options, as given. ConfigError for one that it does not have."""
+        given = dict(map(assignment, self.set))
+        known = [field.name for field in fields(suite.options)]
+        if self.carry:
+            given["carry"] = True
+        if self.tokens is not None:
+            given["tokens"] = self.tokens
+        for name in given:
+            bound = f"one of {', '.join(known)}" if known else "left out, it has none"
+            require(name in known, f"option of suite {self.suite}", name, bound)
+        for name in ("data", "seq_len") if not suite.reads_text else ():
+            value = getattr(self, name)
+            require(value is None, name, value, f"left out with suite {self.suite}, which reads no text")
+        return load(suite.options, given, f"suite {self.suite}")
 
     def _trained(self, model: LanguageModel) -> tuple[Trained, torch.dtype | None]:
         """The text and the window of training, and what to compute in."""
@@ -100,17 +123,3 @@ def heldout_of(trained: Trained, tokenizer: Tokenizer, scratch: Path) -> Split:
     if (Path(trained.data) / "manifest.json").is_file():
         return open_shards(Path(trained.data)).split("heldout")
     return encode(open_corpus(trained.data, trained.heldout), tokenizer, scratch).split("heldout")
-
-
-def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:
-    """The bytes that the first `tokens` ids of a split stand for."""
-    return b"".join(map(tokenizer.token_bytes, split.read(0, tokens).tolist()))
-
-
-def report(name: str, result: Heldout, others: dict[str, float]) -> str:
-    """Lines for a person."""
-    lines = [
-        f"{name}: {result.bits_per_byte:.3f} bits per byte, perplexity {result.perplexity:.1f} per token"
-    ]
-    lines += [f"{other}: {bits:.3f} bits per byte" for other, bits in others.items()]
-    return "\n".join([*lines, f"over {result.text_bytes:,} held-out bytes, {result.tokens:,} tokens"])

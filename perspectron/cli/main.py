@@ -12,7 +12,9 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.cli.ablate import Ablate
 from perspectron.cli.claims import Claims
+from perspectron.cli.compare import Compare
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
 from perspectron.cli.inspect import Inspect
@@ -26,7 +28,9 @@ from perspectron.cli.synthesize import Synthesize
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.trace import TraceRoutes
 from perspectron.cli.train import Train, from_toml
-from perspectron.errors import ConfigError, PerspectronError
+from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
+
+DIVERGED = 3
 
 
 class Command(Protocol):
@@ -48,6 +52,8 @@ COMMANDS: dict[str, Any] = {
     "quantize": Quantize,
     "synthesize": Synthesize,
     "tokenize": Tokenize,
+    "ablate": Ablate,
+    "compare": Compare,
     "trace": TraceRoutes,
     "claims": Claims,
 }
@@ -62,7 +68,8 @@ def console() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 2 for a user's error, 128 + n when signal n stopped it."""
+    """Run one command and return the exit code: 0, 2 for a user's error, 3 when numbers ran away, 128 + n when signal n
+    stopped it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
         print(perspectron.__version__)
@@ -71,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _parse(arguments)()
     except PerspectronError as error:
         print(f"perspectron: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return DIVERGED if isinstance(error, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -9,13 +9,12 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
-from perspectron.cli.evaluate import text_of
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.train import fit, resolved
 from perspectron.data import open_shards
 from perspectron.decode.generate import Conversation, generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.eval.perplexity import compressors
+from perspectron.eval.perplexity import compressors, text_of
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import read_metrics
 from perspectron.train.optim import OptimConfig

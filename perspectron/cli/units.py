@@ -20,6 +20,13 @@ def size(text: str, field: str) -> int:
     return _parse(text, text, field, BOUND)
 
 
+def count(text: str, field: str) -> int:
+    """How many "5M", "20M" or "1500000" are. ConfigError, naming the field, for anything else."""
+    bound = "a number like 5M or 20M"
+    require(not text.strip().upper().endswith(("B", "I")), field, text, bound)
+    return _parse(text, text, field, bound)
+
+
 def rate(text: str, field: str) -> int:
     """Bytes per second of "3G/s" or "800MiB/s"; ConfigError for anything else."""
     amount, slash, second = text.strip().partition("/")
@@ -34,5 +41,5 @@ def _parse(amount: str, text: str, field: str, bound: str) -> int:
     assert found is not None
     number, prefix, binary = found.groups()
     value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix.upper()) + 1 if prefix else 0)
-    require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 byte to 4 EiB")
+    require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 to 2⁶²")
     return round(value)

@@ -3,7 +3,8 @@
 import gzip
 import lzma
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,16 @@ import torch.nn.functional as F
 from perspectron.data.loader import IGNORE, windows
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
+from perspectron.eval.subject import Subject
 from perspectron.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: of the text, from its start; 0 is all. carry: as in `heldout`."""
+
+    tokens: int = 0
+    carry: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,33 @@ def heldout(
             state = after if carry else None
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), tokens, text_bytes)
+
+
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
+    """The fields of `Heldout`, and what compressors make of the same bytes."""
+    result = heldout(
+        subject.model,
+        subject.split,
+        subject.tokenizer,
+        seq_len=subject.seq_len,
+        limit_tokens=options.tokens or None,
+        carry=options.carry,
+        dtype=subject.dtype,
+    )
+    others = compressors(text_of(subject.split, subject.tokenizer, result.tokens + 1))
+    return asdict(result) | {"compressors": others}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For a person."""
+    bits = f"{result['bits_per_byte']:.3f} bits per byte, perplexity {result['perplexity']:.1f} per token"
+    others = [f"{other}: {bits:.3f} bits per byte" for other, bits in result["compressors"].items()]
+    return [bits, *others, f"over {result['text_bytes']:,} held-out bytes, {result['tokens']:,} tokens"]
+
+
+def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:
+    """The bytes that the first `tokens` ids of a split stand for."""
+    return b"".join(map(tokenizer.token_bytes, split.read(0, tokens).tolist()))
 
 
 def compressors(text: bytes) -> dict[str, float]:

@@ -20,11 +20,12 @@ from perspectron.terms import Term
 
 @dataclass(frozen=True)
 class ADRConfig(MixerConfig):
-    """heads: H, must divide the model width. gamma: how much of a memory stays with each token. emit: attend to the
-    memories h ("state", law 3) or to what the GRU gives before decay ("raw"). share_heads: one GRU for all heads'
-    keys and one for their values; each head has its own memory all the same. cold_start: divide the memories that are
-    attended to by 1 − γᵗ, their largest size after t tokens. couple: add the value memories to the output (law 5).
-    solver: "newton" computes the memories of all tokens at once (`ops.gru.scan`), for GPUs."""
+    """heads: H, must divide the model width. gamma: how much of a memory stays with each token; at 0 memories are the
+    GRU's own, h = ĥ. emit: attend to the memories h ("state", law 3) or to what the GRU gives before decay ("raw").
+    share_heads: one GRU for all heads' keys and one for their values; each head has its own memory all the same.
+    cold_start: divide the memories that are attended to by 1 − γᵗ, their largest size after t tokens. couple: add the
+    value memories to the output (law 5). solver: "newton" computes the memories of all tokens at once
+    (`ops.gru.scan`), for GPUs. remember: of what there are memories; attention reads the rest as it is."""
 
     kind = "adr"
     heads: int
@@ -34,19 +35,34 @@ class ADRConfig(MixerConfig):
     cold_start: bool = False
     couple: bool = True
     solver: Literal["sequential", "newton"] = "sequential"
+    remember: Literal["both", "keys", "values"] = "both"
+
+    @property
+    def remembered(self) -> slice:
+        """Of (keys, values)."""
+        return {"both": slice(0, 2), "keys": slice(0, 1), "values": slice(1, 2)}[self.remember]
+
+    @property
+    def streams(self) -> int:
+        """Of memories."""
+        return 2 if self.remember == "both" else 1
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
-        require(0 < self.gamma < 1, "gamma", self.gamma, "in (0, 1)")
+        require(0 <= self.gamma < 1, "gamma", self.gamma, "in [0, 1)")
         one_of(self.emit, ("state", "raw"), "emit")
         one_of(self.solver, ("sequential", "newton"), "solver")
+        one_of(self.remember, ("both", "keys", "values"), "remember")
         require(not (self.cold_start and self.emit == "raw"), "cold_start", True, "False with emit = 'raw'")
+        require(not (self.cold_start and self.gamma == 0), "cold_start", True, "False with gamma = 0")
+        require(not (self.couple and self.remember == "keys"), "couple", True, "False with remember = 'keys'")
 
 
 @register
 @dataclass(frozen=True)
 class ADRState:
-    """memory: of keys and of values [B,2,H,K], float32 or float64. cache: what attention reads, all tokens."""
+    """memory: of keys and of values [B,2,H,K] (of one of them [B,1,H,K]), float32 or float64. cache: what attention
+    reads, all tokens."""
 
     memory_B2HK: Tensor
     cache: Cache
@@ -61,7 +77,7 @@ class ADR(nn.Module):
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
-        K, G = d_model // config.heads, 2 if config.share_heads else 2 * config.heads
+        K, G = d_model // config.heads, config.streams * (1 if config.share_heads else config.heads)
         self.input_GKF, self.recurrent_GKF = (nn.Parameter(torch.empty(G, K, 3 * K)) for _ in range(2))
         self.input_bias, self.recurrent_bias = (nn.Parameter(torch.empty(G * 3 * K)) for _ in range(2))
 
@@ -82,7 +98,7 @@ class ADR(nn.Module):
         """Empty memories, at least float32, and a cache with room for `capacity` tokens."""
         H, K = self.config.heads, self.input_GKF.shape[1]
         full = torch.promote_types(dtype, torch.float32)
-        memory_B2HK = torch.zeros(batch_size, 2, H, K, device=device, dtype=full)
+        memory_B2HK = torch.zeros(batch_size, self.config.streams, H, K, device=device, dtype=full)
         return ADRState(memory_B2HK, cache.empty(batch_size, H, K, K, device, dtype, capacity))
 
     def forward(
@@ -92,24 +108,28 @@ class ADR(nn.Module):
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         qkv = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1)
-        memory, seen, after_B2HK = self._remember(qkv[:, :, 1:], state.memory_B2HK, reset_BT, pad_BT)
+        kv, which = qkv[:, :, 1:], self.config.remembered
+        memory, seen, after_B2HK = self._remember(kv[:, :, which], state.memory_B2HK, reset_BT, pad_BT)
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
         if self.config.cold_start:
             t_BT = (at.position_BT + 1).to(seen.dtype)
             seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
-        q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.to(qkv.dtype).permute(2, 0, 3, 1, 4)
+        seen = seen.to(qkv.dtype)
+        if self.config.remember != "both":
+            seen = torch.cat([kv[:, :, : which.start], seen, kv[:, :, which.stop :]], 2)
+        q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         o, after = cache.attend(q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT)
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:
-            y_BTD = y_BTD + memory[:, :, 1].reshape(B, T, D).to(y_BTD.dtype)
+            y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)
         return y_BTD, ADRState(after_B2HK, after), {}
 
     def _remember(
         self, kv_BT2HK: Tensor, memory_B2HK: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(memories, what is attended to [B,T,2,H,K], the last memories [B,2,H,K])."""
+        """(memories, what is attended to [B,T,2,H,K], the last memories [B,2,H,K]); 1 for 2 where one is remembered."""
         raw = self.config.emit == "raw"
-        B, T, _, H, K = kv_BT2HK.shape
+        B, T, kinds, H, K = kv_BT2HK.shape
         G = len(self.input_GKF)
         memories, raws, last = gru.scan(
             kv_BT2HK.reshape(B, T, G, -1, K),
@@ -122,4 +142,4 @@ class ADR(nn.Module):
             backend="newton" if self.config.solver == "newton" else "auto",
         )
         seen = memories if raws is None else raws
-        return memories.view(kv_BT2HK.shape), seen.view(kv_BT2HK.shape), last.view(B, 2, H, K)
+        return memories.view(kv_BT2HK.shape), seen.view(kv_BT2HK.shape), last.view(B, kinds, H, K)

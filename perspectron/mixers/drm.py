@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
-from perspectron.mixers.drm_terms import Losses, Tokens, terms
+from perspectron.mixers.drm_terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.ops import drm
 from perspectron.ops.drm_law import Law, State, Weights, width
 from perspectron.state import register
@@ -42,7 +42,8 @@ class Risk:
 
 @dataclass(frozen=True)
 class DRMConfig(MixerConfig):
-    """directions: N. rank: R of the metric, 0 is diagonal. hidden: H. d_token: E, the model width when None."""
+    """directions: N; 0 leaves the axes, all open: v = tanh(MLP[z; e]) before the metric bends it. rank: R of the
+    metric, 0 is diagonal. hidden: H. d_token: E, the model width when None."""
 
     kind = "drm"
     directions: int
@@ -82,9 +83,18 @@ class DRMConfig(MixerConfig):
     losses: Losses = field(default_factory=Losses)
 
     def __post_init__(self) -> None:
-        for name in ("directions", "hidden", "geometry_interval"):
+        for name in ("hidden", "geometry_interval"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
-        for name in ("rank", "direction_basis", "metric_basis", "gate_top_k", "strength_warmup", "bptt"):
+        counts = (
+            "directions",
+            "rank",
+            "direction_basis",
+            "metric_basis",
+            "gate_top_k",
+            "strength_warmup",
+            "bptt",
+        )
+        for name in counts:
             require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
         for name in ("dt", "radius", "gate_temperature", "metric_floor"):
             require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
@@ -94,6 +104,8 @@ class DRMConfig(MixerConfig):
         require(
             not self.gate_renorm or self.gate_top_k > 0, "gate_renorm", True, "false where gate_top_k = 0"
         )
+        require(self.direction_basis == 0 or self.directions > 0, "direction_basis", self.direction_basis,
+                "0 where directions = 0")  # fmt: skip
         require(
             self.metric_basis == 0 or self.rank > 0, "metric_basis", self.metric_basis, "0 where rank = 0"
         )
@@ -126,9 +138,9 @@ class DRM(nn.Module):
         self.read = nn.Linear(D, 3 * H)
         self.token = nn.Linear(config.d_token or D, H, bias=False)
         self.trunk_w, self.trunk_b = nn.Parameter(torch.empty(2, H, H)), nn.Parameter(torch.empty(2 * H))
-        self.direction = nn.Linear(H, N * (config.direction_basis or D) + N)
+        self.direction = nn.Linear(H, N * (config.direction_basis or D) + N) if N else None
         self.metric = nn.Linear(H, D + R * (config.metric_basis or D))
-        self.flow = nn.Linear(H, N)
+        self.flow = nn.Linear(H, N or D)
         self.direction_basis = self.metric_basis = None
         if config.direction_basis:
             self.direction_basis = nn.Parameter(torch.empty(config.direction_basis, D))
@@ -200,8 +212,21 @@ class DRM(nn.Module):
                 aux = terms(z_BTD, trace, self.risk_of(trace.before_BTS), self.config.losses, tokens)
         return z_BTD.to(dtype), DRMState(*after), aux
 
+    def idle_parameters(self) -> int:
+        """Those that nothing depends on: the trunk of directions where there are none; trunk and heads of the metric
+        where it neither bends the velocity nor has a part in the loss."""
+        config, (_, H, _) = self.config, self.trunk_w.shape
+        trunk = H * (self.read.in_features + 1) + H * (H + 1)
+        idle = 0 if config.directions else trunk
+        if config.strength == 0 and not any(getattr(config.losses, name) for name in OF_METRIC):
+            basis = 0 if self.metric_basis is None else self.metric_basis.numel()
+            idle += trunk + self.metric.weight.numel() + self.metric.bias.numel() + basis
+        return idle
+
     def weights(self) -> Weights:
         """As the op takes them."""
+        no_directions = self.flow.weight.new_empty(0, self.config.hidden), self.flow.weight.new_empty(0)
+        heads = self.direction
         return Weights(
             self.z0,
             self.read.weight,
@@ -209,8 +234,7 @@ class DRM(nn.Module):
             self.token.weight,
             self.trunk_w,
             self.trunk_b,
-            self.direction.weight,
-            self.direction.bias,
+            *(no_directions if heads is None else (heads.weight, heads.bias)),
             self.metric.weight,
             self.metric.bias,
             self.flow.weight,

@@ -15,6 +15,8 @@ from perspectron.config import require
 from perspectron.ops.drm_law import Trace
 from perspectron.terms import Term
 
+OF_METRIC = ("action", "metric_reg", "metric_diversity", "condition", "metric_u_target", "metric_u_floor")
+"""The terms that depend on the metric."""
 TINY = 1e-30  # below it a gate is shut: 0 log 0 = 0
 
 
@@ -123,6 +125,9 @@ def terms(
 
 
 def _of_gates(a_BTN: Tensor, losses: Losses, tokens: Tokens) -> dict[str, Term]:
+    """None where there are no gates."""
+    if a_BTN.shape[-1] == 0:
+        return {}
     active_BT = a_BTN.sum(-1)
     active = tokens.mean(active_BT)
     variance = tokens.mean((active_BT - active).square())

@@ -21,18 +21,25 @@ IDENTITY_NOISE = 0.01
 @dataclass(frozen=True)
 class PDRConfig(MixerConfig):
     """rank: R, columns of the state. scale: of the readout, R^-½ when None. out_norm: RMSNorm before W_o.
-    renorm_every: shrink a state of norm above √(D·R) at each multiple of this many tokens; 0 is never."""
+    renorm_every: shrink a state of norm above √(D·R) at each multiple of this many tokens; 0 is never. gate_rank: of
+    W_p; 0 is full. fixed_decay: W_p is left out, and γ = σ(b_p) is the same at every token."""
 
     kind = "pdr"
     rank: int
     scale: float | None = None
     out_norm: bool = False
     renorm_every: int = 0
+    gate_rank: int = 0
+    fixed_decay: bool = False
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "rank", self.rank, "≥ 1")
         require(self.renorm_every >= 0, "renorm_every", self.renorm_every, "≥ 0")
         require(self.scale is None or self.scale > 0, "scale", self.scale, "> 0")
+        require(self.gate_rank >= 0, "gate_rank", self.gate_rank, "≥ 0")
+        require(
+            not self.fixed_decay or self.gate_rank == 0, "gate_rank", self.gate_rank, "0 with fixed_decay"
+        )
 
 
 @register
@@ -44,13 +51,26 @@ class PDRState:
     length_B: Tensor
 
 
+class Constant(nn.Module):
+    """b at every token, whatever stands there."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.bias.expand(*x_BTD.shape[:-1], -1)
+
+
 class PDR(nn.Module):
     """p = W_p x + b_p, γ = σ(p); S ← diag(γ) S + (W_v x)(W_k x)ᵀ; y = W_o (scale · S W_q x)."""
 
     def __init__(self, d_model: int, norm_eps: float, config: PDRConfig) -> None:
         super().__init__()
         self.config = config
-        self.p_proj = nn.Linear(d_model, d_model)
+        rank = config.gate_rank
+        self.p_down = nn.Linear(d_model, rank, bias=False) if rank else nn.Identity()
+        self.p_proj = Constant(d_model) if config.fixed_decay else nn.Linear(rank or d_model, d_model)
         self.q_proj = nn.Linear(d_model, config.rank, bias=False)
         self.k_proj = nn.Linear(d_model, config.rank, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
@@ -58,9 +78,10 @@ class PDR(nn.Module):
         self.norm = nn.RMSNorm(d_model, norm_eps) if config.out_norm else nn.Identity()
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""
-        D = self.p_proj.in_features
-        self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
+        """A full W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""
+        if isinstance(self.p_proj, nn.Linear) and self.config.gate_rank == 0:
+            D = self.p_proj.in_features
+            self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
         self.p_proj.bias.fill_(GATE_BIAS)
 
     def init_state(
@@ -76,7 +97,7 @@ class PDR(nn.Module):
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
-        p_BTD, v_BTD = self.p_proj(x_BTD), self.v_proj(x_BTD)
+        p_BTD, v_BTD = self.p_proj(self.p_down(x_BTD)), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias

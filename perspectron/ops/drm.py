@@ -140,10 +140,11 @@ def geometry(h_BG: Tensor, w: Weights, law: Law) -> Geometry:
         F.gelu(F.linear(h_BH, weight, bias))
         for h_BH, weight, bias in zip(h_BG.split(H, 1)[:2], w.trunk_w, w.trunk_b.split(H), strict=True)
     )
-    V, gate_BN = F.linear(k_direction, w.direction_w, w.direction_b).tensor_split([-N], 1)
+    V, gate_BN = F.linear(k_direction, w.direction_w, w.direction_b).split([len(w.direction_b) - N, N], 1)
     raw_BS, U = F.linear(k_metric, w.metric_w, w.metric_b).tensor_split([S], 1)
     K = S if w.metric_basis is None else len(w.metric_basis)
-    V_BNS, U_BRS = V.unflatten(1, (N, -1)), U.unflatten(1, (law.rank, K))
+    L = S if w.direction_basis is None else len(w.direction_basis)
+    V_BNS, U_BRS = V.unflatten(1, (N, L)), U.unflatten(1, (law.rank, K))
     if w.direction_basis is not None:
         V_BNS = V_BNS @ w.direction_basis
     if w.metric_basis is not None:
@@ -154,9 +155,10 @@ def geometry(h_BG: Tensor, w: Weights, law: Law) -> Geometry:
 
 
 def velocity(h_BG: Tensor, now: Geometry, w: Weights, law: Law) -> Tensor:
-    """(1−s) v + s (G + λI)⁻¹ v of v = Σ a_i c_i V_i, by a dense solve."""
-    c_BN = torch.tanh(F.linear(h_BG[:, 2 * w.trunk_w.shape[-1] :], w.flow_w, w.flow_b))
-    v_BS = ((now.a_BN * c_BN)[:, :, None] * now.V_BNS).sum(1)
+    """(1−s) v + s (G + λI)⁻¹ v of v = Σ a_i c_i V_i (c, where there are no directions), by a dense solve."""
+    v_BS = c_BN = torch.tanh(F.linear(h_BG[:, 2 * w.trunk_w.shape[-1] :], w.flow_w, w.flow_b))
+    if law.directions > 0:
+        v_BS = ((now.a_BN * c_BN)[:, :, None] * now.V_BNS).sum(1)
     solved_BS = torch.linalg.solve(metric(now, law.damping), v_BS)
     return (1 - law.strength) * v_BS + law.strength * solved_BS
 

@@ -86,11 +86,10 @@ class Adjoint:
         (J, B, N, S), R = solved.V_BNS.shape, law.rank
         self.kept = J - len(made.raw_BS)  # 1 where the state came with a geometry
         self.dX_JBM, self.dY_JBM = (z_BS.new_zeros(J, B, len(b)) for b in (w.direction_b, w.metric_b))
+        dV_JBL, da_lines_JBN = self.dX_JBM.split([len(w.direction_b) - N, N], -1)
         self.d = Geometry(
-            z_BS.new_zeros(J, B, N, S)
-            if w.direction_basis is not None
-            else self.dX_JBM[..., :-N].view(J, B, N, S),
-            self.dX_JBM[..., -N:],
+            z_BS.new_zeros(J, B, N, S) if w.direction_basis is not None else dV_JBL.view(J, B, N, S),
+            da_lines_JBN,
             self.dY_JBM[..., :S],
             z_BS.new_zeros(J, B, R, S)
             if w.metric_basis is not None
@@ -110,8 +109,10 @@ class Adjoint:
         """Slopes over all time, and where the ball's edge was met."""
         columns, law = self.columns, self.law
         a_TBN = self.solved.a_BN if law.interval == 1 else self.solved.a_BN[self.when.slot]
-        self.mix_TBN1 = (a_TBN * columns.c_BN)[..., None]
-        self.c_slope_TBN = a_TBN * (1 - columns.c_BN.square())
+        self.c_slope_TBN = 1 - columns.c_BN.square()
+        if law.directions > 0:
+            self.mix_TBN1 = (a_TBN * columns.c_BN)[..., None]
+            self.c_slope_TBN = a_TBN * self.c_slope_TBN
         self.p_slope_TBG = _gelu_slope(columns.p_BG)
         self.q_slope_J2BH = _gelu_slope(self.made.q_2BH)
         gate_JBN = self.solved.a_BN[self.kept :] if self.made.gate_BN is None else self.made.gate_BN
@@ -137,9 +138,11 @@ class Adjoint:
             dz_BS = self._through_bounds(t, dz_BS)
             dv_BS = torch.add(self.dv_TBS[t], dz_BS, alpha=self.law.dt)
             dv_BS = self._through_solver(t, j, dv_BS)
-            dmix_BN = torch.bmm(V_JBNS[j], dv_BS[:, :, None])[:, :, 0]
-            d.V_BNS[j].addcmul_(self.mix_TBN1[t], dv_BS[:, None])
-            d.a_BN[j].addcmul_(dmix_BN, c_TBN[t])
+            dmix_BN = dv_BS
+            if self.law.directions > 0:
+                dmix_BN = torch.bmm(V_JBNS[j], dv_BS[:, :, None])[:, :, 0]
+                d.V_BNS[j].addcmul_(self.mix_TBN1[t], dv_BS[:, None])
+                d.a_BN[j].addcmul_(dmix_BN, c_TBN[t])
             dc_BN = torch.mul(dmix_BN, self.c_slope_TBN[t], out=self.dc_TBN[t])
             torch.mm(dc_BN, w.flow_w, out=dflow_TBH[t])
             if (due_B1 := when.due[t]) is not None:

@@ -28,16 +28,17 @@ class Weights(NamedTuple):
     direction_b: Tensor
     metric_w: Tensor  # [S + R·S, H] or [S + R·K, H]
     metric_b: Tensor
-    flow_w: Tensor  # [N, H]
-    flow_b: Tensor  # [N]
+    flow_w: Tensor  # [N, H], where N = 0 [S, H]
+    flow_b: Tensor  # [N] or [S]
     direction_basis: Tensor | None = None  # [K, S]
     metric_basis: Tensor | None = None  # [K, S]
 
 
 class Law(NamedTuple):
-    """The numbers of the law: gates are σ((· + gate_bias) / temperature), of which the `top_k` largest stay (0: all),
-    scaled up to the old sum with `renorm`; `normalise` makes directions unit vectors; `floor` is the least d;
-    `strength` is s and `damping` λ of the naturalisation; without `squash` the state is only pulled into the ball."""
+    """The numbers of the law. Without directions the flow has a number for each axis, which is the velocity. Gates
+    are σ((· + gate_bias) / temperature), of which the `top_k` largest stay (0: all), scaled up to the old sum with
+    `renorm`; `normalise` makes directions unit vectors; `floor` is the least d; `strength` is s and `damping` λ of the
+    naturalisation; without `squash` the state is only pulled into the ball."""
 
     directions: int
     rank: int

@@ -83,7 +83,8 @@ def _made(h_BG: Tensor, w: Weights, law: Law) -> tuple[Geometry, Made]:
     k_direction, k_metric = F.gelu(q_2BH).unbind()
     X_BM = F.linear(k_direction, w.direction_w, w.direction_b)
     Y_BM = F.linear(k_metric, w.metric_w, w.metric_b)
-    V_part = V_BNS = X_BM[:, :-N].view(B, N, -1)
+    V_line, gate_line = X_BM.split([X_BM.shape[1] - N, N], 1)
+    V_part = V_BNS = V_line.view(B, N, S if w.direction_basis is None else len(w.direction_basis))
     U_part = U_BRS = Y_BM[:, S:].view(B, R, S if w.metric_basis is None else len(w.metric_basis))
     if w.direction_basis is not None:
         V_BNS = V_part @ w.direction_basis
@@ -93,7 +94,7 @@ def _made(h_BG: Tensor, w: Weights, law: Law) -> tuple[Geometry, Made]:
     if law.normalise:
         norm_BN1 = torch.linalg.vector_norm(V_BNS, dim=-1, keepdim=True).clamp_min_(NORM)
         V_BNS = V_BNS / norm_BN1
-    gate_BN = torch.sigmoid((X_BM[:, -N:] + law.gate_bias).div_(law.temperature))
+    gate_BN = torch.sigmoid((gate_line + law.gate_bias).div_(law.temperature))
     d_BS = F.softplus(Y_BM[:, :S]).add_(law.floor)
     made = Made(
         q_2BH,
@@ -124,8 +125,10 @@ def _solved(geometry: Geometry, law: Law, eye_RR: Tensor) -> Solved:
 
 
 def _velocity(c_BN: Tensor, now: Solved, law: Law) -> tuple[Tensor, Tensor]:
-    """((G + λI)⁻¹ v, the velocity) of v = Σ a c V."""
-    v_BS = torch.bmm((now.a_BN * c_BN)[:, None], now.V_BNS)[:, 0]
+    """((G + λI)⁻¹ v, the velocity) of v = Σ a c V, or c where there are no directions."""
+    v_BS = c_BN
+    if law.directions > 0:
+        v_BS = torch.bmm((now.a_BN * c_BN)[:, None], now.V_BNS)[:, 0]
     if now.inverse_BS is None or now.Q_BRS is None:
         return v_BS, v_BS
     x_BS = naturalised(v_BS, now.inverse_BS, now.Q_BRS)

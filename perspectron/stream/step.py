@@ -144,6 +144,8 @@ class Step:
             raise _Unsuited("residual")
         mixer, norm = block.mixer, block.mixer_norm
         if isinstance(mixer, PDR) and mixer.config.renorm_every == 0:
+            if mixer.config.gate_rank or mixer.config.fixed_decay:
+                raise _Unsuited("a decay gate that is not one full matrix")
             return self._pdr(mixer, norm)
         if isinstance(mixer, WindowGQA):
             return self._gqa(mixer, norm)

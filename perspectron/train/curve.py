@@ -1,9 +1,9 @@
 """Curves of a run as SVG: its loss, and what its model reports beside it."""
 
-import math
 from pathlib import Path
 from typing import Any
 
+from perspectron.axes import Linear
 from perspectron.files import atomic
 
 PANELS = 2
@@ -35,7 +35,7 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     legend = '<tspan class="tloss">training loss, nats per token</tspan>'
     if held:
         right = _Axis([value for _, value in held])
-        points = [(_x(step, last), right.y(value)) for step, value in held]
+        points = [(_x(step, last), right.at(value)) for step, value in held]
         body.append(_line("held", held, last, right))
         body += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
         body += right.labels(WIDTH - RIGHT + 8, "start")
@@ -73,37 +73,21 @@ def _write(path: Path, width: int, height: int, body: list[str]) -> None:
         temporary.write_text(svg, encoding="utf-8")
 
 
-class _Axis:
-    """A vertical axis with three to eight round ticks around the values."""
+class _Axis(Linear):
+    """A vertical axis of the panel."""
 
     def __init__(self, values: list[float]) -> None:
-        low, high = min(values), max(values)
-        span = max(high - low, 1e-3, 1e-6 * abs(high))
-        power = math.floor(math.log10(span / 6))
-        self.tick = next(
-            step
-            for step in (10.0**power, 2 * 10.0**power, 5 * 10.0**power, 10.0 ** (power + 1))
-            if span / step <= 6
-        )
-        self.low = math.floor(low / self.tick) * self.tick
-        self.high = math.ceil(high / self.tick + 1e-9) * self.tick
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
-
-    def ticks(self) -> list[float]:
-        return [self.low + i * self.tick for i in range(round((self.high - self.low) / self.tick) + 1)]
+        super().__init__(values, HEIGHT - BOTTOM, TOP)
 
     def labels(self, x: float, anchor: str) -> list[str]:
-        digits = max(0, -math.floor(math.log10(self.tick)))
         return [
-            f'<text x="{x}" y="{self.y(v) + 4:.1f}" text-anchor="{anchor}">{v:.{digits}f}</text>'
+            f'<text x="{x}" y="{self.at(v) + 4:.1f}" text-anchor="{anchor}">{self.label(v)}</text>'
             for v in self.ticks()
         ]
 
     def grid(self, x: float, anchor: str) -> list[str]:
         return [
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.y(v):.1f}" y2="{self.y(v):.1f}"/>'
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{self.at(v):.1f}" y2="{self.at(v):.1f}"/>'
             for v in self.ticks()
         ] + self.labels(x, anchor)
 
@@ -125,7 +109,7 @@ def _steps(last: int) -> list[str]:
 def _line(kind: str, points: list[tuple[int, float]], last: int, axis: _Axis) -> str:
     stride = max(1, len(points) // 1000)
     shown = points[::stride] + points[-1:]
-    pairs = " ".join(f"{_x(step, last):.1f},{axis.y(value):.1f}" for step, value in shown)
+    pairs = " ".join(f"{_x(step, last):.1f},{axis.at(value):.1f}" for step, value in shown)
     return f'<polyline class="{kind}" points="{pairs}"/>'
 
 

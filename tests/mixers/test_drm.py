@@ -421,7 +421,8 @@ def test_coupling_of_a_state():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"directions": 0}, "directions = 0, must be ≥ 1"),
+        ({"directions": -1}, "directions = -1, must be ≥ 0"),
+        ({"directions": 0, "direction_basis": 2}, "direction_basis = 2, must be 0 where directions = 0"),
         ({"rank": -1}, "rank = -1, must be ≥ 0"),
         ({"hidden": 0}, "hidden = 0, must be ≥ 1"),
         ({"d_token": 0}, "d_token = 0, must be ≥ 1"),

@@ -356,6 +356,8 @@ def test_the_short_way_has_the_same_bits_on_every_instruction_set(full, isa):
         {"gate": "soft"},
         {"out_norm": True},
         {"renorm_every": 7},
+        {"gate_rank": 40},
+        {"fixed_decay": True},
         {"base": True},
         {"offsets": False, "bias_rate": 0.0},
         {"ternary": False},

@@ -5,6 +5,7 @@ The files are results.json of `compare` and `ablate`, kept as compare.json and a
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from perspectron.claims.claim import Found, Measure
@@ -17,7 +18,8 @@ LOWER = (float("-inf"), -1e-9)
 def scale(results: Results, file: str) -> str:
     """At what size a comparison was made."""
     plan = results.get(file)["plan"]
-    return f"at {plan['params'] / 1e6:.3g} M parameters and {plan['tokens'] / 1e6:.3g} M tokens of {plan['data']}"
+    size, tokens, data = plan["params"] / 1e6, plan["tokens"] / 1e6, Path(plan["data"]).name
+    return f"at {size:.3g} M parameters and {tokens:.3g} M tokens of {data}"
 
 
 def cells(results: Results, file: str, design: str) -> dict[int, dict[str, Any]]:
@@ -55,9 +57,10 @@ def versus(first: str, second: str, file: str = "compare") -> Measure:
     return measure
 
 
-def without(design: str, arm: str) -> Measure:
-    """Held-out bits per byte of a design less those of the same with a part removed: below 0 where the part helps."""
-    return versus(design, arm, f"ablate-{design}")
+def without(design: str, arm: str, whole: str = "") -> Measure:
+    """Held-out bits per byte of a design (or of another arm, `whole`) less those of the arm that lacks a part: below 0
+    where the part helps."""
+    return versus(whole or design, arm, f"ablate-{design}")
 
 
 def at_positions(

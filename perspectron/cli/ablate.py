@@ -1,0 +1,69 @@
+"""`perspectron ablate`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from perspectron.census import active_parameters
+from perspectron.cli.compare import finish
+from perspectron.cli.train import resolved
+from perspectron.cli.units import count
+from perspectron.compare import pool
+from perspectron.compare.ablations import ABLATIONS, ablate
+from perspectron.compare.plan import Models, Settings, plan, threads_for
+from perspectron.config import one_of, require
+from perspectron.designs import DESIGNS, design_of
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Ablate:
+    """Train the design of a run again with parts removed, at the same parameters, text and learning rate, and report.
+
+    Example: perspectron ablate runs/compare/cells/perspective/0 --over low_rank_gate,no_gqa --out runs/ablate
+
+    Every ablation of its design: perspectron ablate runs/compare/cells/lens/0 --tokens 1M --out runs/lens-steps
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run of perspective, adr, lens or drm."""
+    out: Path
+    """Folder for everything it makes; with the same options as before it goes on there."""
+    over: str = "all"
+    """Ablations with commas between, or "all" (an unknown one lists them)."""
+    tokens: str | None = None
+    """That each arm is trained on (default: as many as the run)."""
+    seeds: int = 1
+    """Trainings of each arm."""
+    jobs: int = 1
+    """Trainings side by side."""
+
+    def __call__(self) -> int:
+        require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
+        config = checkpoint.load_config(checkpoint.run_of(self.run))
+        design = one_of(design_of(config.model), ABLATIONS, "design")
+        names = list(ABLATIONS[design]) if self.over == "all" else self.over.split(",")
+        made: Models = {
+            design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
+        }
+        for name in names:
+            about = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].about
+            made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        with pool.alone(self.out):
+            settings = self.settings(config, tuple(made))
+            what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))
+        return finish(self.out, what, self.jobs, console)
+
+    def settings(self, config: RunConfig, arms: tuple[str, ...]) -> Settings:
+        """Those of the run."""
+        train, given = config.train, self.tokens
+        whole = train.steps * train.batch_size * train.seq_len * train.accumulate
+        return Settings(
+            arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
+            resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
+            train.batch_size, (train.optim.lr,), dtype=train.dtype, device=train.device,
+        )  # fmt: skip

@@ -1,0 +1,189 @@
+"""`perspectron compare`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from perspectron.cli.train import resolved
+from perspectron.cli.units import count
+from perspectron.compare import measure, pool, results, run
+from perspectron.compare.plan import (
+    Plan,
+    Settings,
+    models_of_designs,
+    plan,
+    read,
+    threads_for,
+)
+from perspectron.compare.pool import Ended
+from perspectron.compare.run import Cell
+from perspectron.config import require
+from perspectron.errors import ConfigError
+
+DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train designs at equal parameters and tokens on your text, measure what each claims, and write a report.
+
+    Example: perspectron compare --params 1M --tokens 1M --seeds 1 --out runs/compare
+
+    Your text: perspectron compare --designs perspective,gpt2 --data letters.txt --tokens 20M --out runs/mine
+
+    Go on after a stop: perspectron compare --resume runs/compare
+    """
+
+    out: Path | None = None
+    """Folder for everything it makes; with the same options as before it goes on there."""
+    resume: Path | None = None
+    """Folder of a comparison to go on with; everything else comes from there."""
+    designs: str = DESIGNS
+    """Which, with commas between."""
+    params: str = "5M"
+    """Of each design, within 2%."""
+    tokens: str = "20M"
+    """That each design is trained on."""
+    seeds: int = 3
+    """Trainings of each design: weights and order of the text."""
+    data: str = "stdlib"
+    """ "stdlib", a text file, a folder, a .jsonl or .jsonl.gz, or a folder written by `tokenize`."""
+    heldout: float = 0.05
+    """Share of the text that is never trained on."""
+    match: Literal["tokens", "flops", "time"] = "tokens"
+    """What is equal beside parameters; the transformer's, at --tokens, for "flops" and "time"."""
+    vocab_size: int = 0
+    """Of the tokenizer; 0: by the parameters."""
+    seq_len: int = 256
+    """Tokens in a window."""
+    batch_size: int = 8
+    """Windows in a batch."""
+    rates: tuple[float, ...] = field(default=(1.5e-3, 3e-3, 6e-3))
+    """Peak learning rates tried for each design, and beyond if the best is at an end; one is taken as it is."""
+    rate_share: float = 0.1
+    """Of the tokens, for each try."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
+    device: str = "auto"
+    """ "auto" is CUDA where there is one."""
+    jobs: int = 1
+    """Trainings side by side."""
+
+    def __call__(self) -> int:
+        require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
+        if (self.out is None) == (self.resume is None):
+            raise ConfigError("out = None, must be given, or resume in its place")
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        folder = self.resume or self.out
+        assert folder is not None
+        if self.resume is not None:
+            given = Compare(resume=self.resume, jobs=self.jobs)
+            require(self == given, "resume", str(self.resume), "alone: everything else comes from there")
+            what = read(folder)
+            return finish(folder, what, self.jobs, console)
+        settings = self.settings()
+        models_of_designs(settings)  # what cannot be, is said before the text is read
+        with pool.alone(folder):
+            what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
+        return finish(folder, what, self.jobs, console)
+
+    def settings(self) -> Settings:
+        names = tuple(name.strip() for name in self.designs.split(",") if name.strip())
+        return Settings(
+            names, count(self.params, "params"), count(self.tokens, "tokens"), self.seeds, resolved(self.data),
+            self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
+            self.rate_share, self.dtype, self.device,
+        )  # fmt: skip
+
+
+def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
+    """Do what is left of a plan; the command's exit code."""
+    try:
+        with pool.alone(folder):
+            console.print(_summary(what))
+            results.note_conditions(folder, what, jobs)
+            rates, tried = run.choose_rates(
+                folder, what, lambda cells: _train(folder, what, cells, jobs, console)
+            )
+            console.print("learning rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
+            cells = run.cells(folder, what, rates)
+            _train(folder, what, cells, jobs, console)
+            _measure(folder, what, [c for c in cells if run.trained(c).status == "finished"], jobs, console)
+            results.write(folder, results.collect(folder, what, rates, tried))
+    except pool.StoppedBy as stop:
+        console.print(f"stopped and saved; go on with --resume {folder}")
+        return 128 + stop.number
+    console.print(
+        f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}"
+    )
+    missing = [cell for cell in cells if run.trained(cell).status == "missing"]
+    for cell in missing:
+        console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
+    return 1 if missing else 0
+
+
+def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> None:
+    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine."""
+    threads = what.settings.threads
+
+    def ended(end: Ended) -> None:
+        said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
+        console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
+
+    pool.work(measure.jobs(folder, finished, what.kind == "designs"), jobs, threads, ended=ended)
+    if what.kind == "designs":
+        pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
+
+
+def _summary(what: Plan) -> str:
+    s = what.settings
+    arms = len(what.arms)
+    return (
+        f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
+        f"{s.tokens:,} tokens ({s.match} matched), vocabulary {s.vocab_size:,}, windows of {s.seq_len}, {s.dtype}, "
+        f"{s.threads} thread{'s' * (s.threads > 1)} each"
+    )
+
+
+def _train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console) -> None:
+    """Train cells with a bar that counts updates."""
+    total, done = sum(cell.steps for cell in cells), {cell: run.reached(cell) for cell in cells}
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=total, completed=sum(done.values()))
+
+        def look(running: list[Cell]) -> None:
+            done.update({cell: run.reached(cell) for cell in running})
+            names = ", ".join(f"{cell.arm} {cell.seed}" for cell in running)
+            bar.update(task, completed=sum(done.values()), description=names)
+
+        def ended(cell: Cell, end: Ended) -> None:
+            done[cell] = cell.steps
+            console.print(_line(cell, end))
+
+        run.train(folder, what, cells, jobs, ended=ended, look=look)
+
+
+def _line(cell: Cell, end: Ended) -> str:
+    state = run.trained(cell)
+    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate:g}  {end.seconds:.0f} s  "
+    if state.bits is not None:
+        return head + f"{state.bits:.4f} held-out bits per byte"
+    return head + f"{state.status}: {state.why or end.said} (exit code {end.code})"

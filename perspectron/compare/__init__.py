@@ -1,0 +1,1 @@
+"""Designs side by side: planned to match, trained, measured, reported."""

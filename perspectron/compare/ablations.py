@@ -1,0 +1,236 @@
+"""Designs with parts removed: each ablation is a function from the config of the whole design to one without the part.
+
+`ABLATIONS` names them by design. A removed part takes parameters with it; `ablate` therefore turns the hidden width of
+the feed-forward networks (of the emitter, where there are none) until as many are active as before, so that what is
+compared is the part and not the size. Source: the five documents, decisions.md §§1, 4, 5 and 6.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from perspectron.census import active_parameters
+from perspectron.config import BlockConfig, MixerConfig, ModelConfig, SequentialConfig, one_of, require
+from perspectron.designs import TOLERANCE, design_of
+from perspectron.ffn import ContextMLPConfig, MLPConfig
+from perspectron.heads import EmitterConfig
+from perspectron.mixers.adr import ADRConfig
+from perspectron.mixers.drm import DRMConfig
+from perspectron.mixers.drm_terms import OF_METRIC, Losses
+from perspectron.mixers.lens import LensConfig
+from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+
+GATE_RANK = 16  # as published for gated linear attention
+STEP = 4  # of a hidden width
+AIMS = ("spread_target", "active_target", "condition_target", "u_target", "u_floor")
+WEIGHTS = [field.name for field in fields(Losses) if field.name not in AIMS]
+Change = Callable[[ModelConfig], ModelConfig]
+
+
+class Ablation(NamedTuple):
+    """change: from the whole design to what is left. about: what that is, in a line."""
+
+    change: Change
+    about: str
+
+
+def ablate(config: ModelConfig, name: str) -> ModelConfig:
+    """The design of `config` without a part, with as many active parameters, within 2%; its name is "design-ablation".
+
+    ConfigError for a design without ablations, an unknown ablation, one that changes nothing here, and where no width
+    makes up for the part.
+    """
+    design = one_of(design_of(config), ABLATIONS, "design")
+    left = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].change(config)
+    require(left != config, "ablation", name, f"of a part that {config.name} has")
+    return replace(rematch(left, active_parameters(config)), name=f"{design}-{name}")
+
+
+def rematch(config: ModelConfig, params: int) -> ModelConfig:
+    """`config` with every hidden width moved by the same number, a multiple of 4, such that its active parameters are
+    nearest to `params`. ConfigError when that is not within 2%."""
+    widths = list(_widths(config))
+    require(len(widths) > 0, "model", config.name, "one with a hidden width to match by")
+    own = active_parameters(config)
+    slope = (active_parameters(_moved(config, STEP)) - own) / STEP
+    turns = max(round((params - own) / slope / STEP), -((min(widths) - 1) // STEP))
+    found = _moved(config, turns * STEP)
+    bound = f"within {TOLERANCE:.0%} of {params:,} by some hidden width"
+    reached = active_parameters(found)
+    require(abs(reached - params) <= TOLERANCE * params, "parameters", reached, bound)
+    return found
+
+
+def _widths(config: ModelConfig) -> Iterator[int]:
+    """The hidden widths that `_moved` moves."""
+    layers: list[Any] = [block.ffn for block in config.blocks if hasattr(block.ffn, "hidden")]
+    for part in layers or [config.head]:
+        if hasattr(part, "hidden"):
+            yield part.hidden
+
+
+def _moved(config: ModelConfig, by: int) -> ModelConfig:
+    """Every feed-forward network wider by so much; the emitter, where there is no such network."""
+
+    def wider(part: Any) -> Any:
+        return replace(part, hidden=part.hidden + by) if hasattr(part, "hidden") else part
+
+    blocks = tuple(replace(block, ffn=wider(block.ffn)) for block in config.blocks)
+    head = wider(config.head) if blocks == config.blocks else config.head
+    return replace(config, blocks=blocks, head=head)
+
+
+def _mixers(config: ModelConfig, kind: type[MixerConfig], **values: Any) -> ModelConfig:
+    """With other values in every mixer of a kind."""
+
+    def changed(block: BlockConfig) -> BlockConfig:
+        if not isinstance(block.mixer, kind):
+            return block
+        mixer: Any = block.mixer
+        return replace(block, mixer=replace(mixer, **values))
+
+    return replace(config, blocks=tuple(map(changed, config.blocks)))
+
+
+def _of(kind: type[MixerConfig], **values: Any) -> Change:
+    return lambda config: _mixers(config, kind, **values)
+
+
+# ---------------------------------------------------------------- Perspective
+
+
+def _only(kind: type[MixerConfig]) -> Change:
+    """The first mixer of a kind takes the place of all others; each block keeps its network."""
+
+    def change(config: ModelConfig) -> ModelConfig:
+        found = [block.mixer for block in config.blocks if isinstance(block.mixer, kind)]
+        require(len(found) > 0, "model", config.name, f"one with a {kind.kind} layer")
+        return replace(config, blocks=tuple(replace(block, mixer=found[0]) for block in config.blocks))
+
+    return change
+
+
+PERSPECTIVE = {
+    "low_rank_gate": Ablation(
+        _of(PDRConfig, gate_rank=GATE_RANK),
+        f"the decay gate's W_p of rank {GATE_RANK} and random at the start, not full and near the identity",
+    ),
+    "fixed_decay": Ablation(
+        _of(PDRConfig, fixed_decay=True),
+        "no W_p: one learned decay for each channel, from 0.95, the same at every token",
+    ),
+    "no_gqa": Ablation(_only(PDRConfig), "every layer is PDR: no attention at all"),
+    "no_pdr": Ablation(
+        _only(WindowGQAConfig), "every layer is windowed attention: no memory past the windows"
+    ),
+}
+
+# ---------------------------------------------------------------- Lens
+
+
+def _lens(*parts: str, mlp: str = "plain", output_gate: bool = False) -> Change:
+    """GPT-2 with these parts and no others, whose network is "plain", "gated" (by its channels) or "detached" (it reads
+    what attention gave, and teaches it nothing by that)."""
+
+    def change(config: ModelConfig) -> ModelConfig:
+        switches = {name: name in parts for name in ("reciprocity", "discoverability", "gates")}
+        config = _mixers(config, LensConfig, **switches, output_gate=output_gate)
+        return replace(config, blocks=tuple(map(network, config.blocks)))
+
+    def network(block: BlockConfig) -> BlockConfig:
+        ffn = block.ffn
+        assert isinstance(ffn, ContextMLPConfig)
+        block = block if "route" in parts else replace(block, residual=SequentialConfig())
+        if mlp == "plain":
+            return replace(block, ffn=MLPConfig(ffn.hidden, ffn.activation))
+        context = mlp == "detached"
+        rank = ffn.context_rank if context else 0
+        return replace(block, ffn=replace(ffn, context=context, context_rank=rank, stop_gradient=context))
+
+    return change
+
+
+LENSES = ("reciprocity", "discoverability", "gates")
+LENS = {
+    "plain": Ablation(_lens(), "step 1: GPT-2"),
+    "reciprocity": Ablation(_lens(*LENSES[:1]), "step 2: and reciprocity, mixed in by 0.16"),
+    "discoverability": Ablation(_lens(*LENSES[:2]), "step 3: and discoverability, the mixture still fixed"),
+    "gates": Ablation(_lens(*LENSES), "step 4: and the mixture learned, per head"),
+    "route": Ablation(_lens(*LENSES, "route"), "step 5: and the route gate"),
+    "gated_mlp": Ablation(
+        _lens(*LENSES, "route", mlp="gated"), "step 6: and networks with gates of their channels"
+    ),
+    "detached": Ablation(
+        _lens(*LENSES, "route", mlp="detached"),
+        "step 7: and networks that read the context without a gradient; step 8, with one, is the whole design",
+    ),
+    "output_gate": Ablation(
+        _lens(output_gate=True),
+        "control: GPT-2 with a sigmoid gate on what attention gives, and nothing else",
+    ),
+}
+
+# ---------------------------------------------------------------- DRM
+
+
+def _losses(*names: str) -> Change:
+    """Without these terms."""
+
+    def change(config: ModelConfig) -> ModelConfig:
+        (mixer,) = (block.mixer for block in config.blocks if isinstance(block.mixer, DRMConfig))
+        return _mixers(config, DRMConfig, losses=replace(mixer.losses, **dict.fromkeys(names, 0.0)))
+
+    return change
+
+
+def _no_metric(config: ModelConfig) -> ModelConfig:
+    return _mixers(_losses(*OF_METRIC)(config), DRMConfig, strength=0.0, rank=0, metric_basis=0)
+
+
+def _no_auxiliary(config: ModelConfig) -> ModelConfig:
+    config = _losses(*WEIGHTS)(config)
+    head = config.head
+    return replace(config, head=replace(head, stability=0.0)) if isinstance(head, EmitterConfig) else config
+
+
+DRM = {
+    "no_directions": Ablation(
+        _of(DRMConfig, directions=0, direction_basis=0, gate_top_k=0, gate_renorm=False),
+        "no learned directions and gates: v = tanh(MLP[z; e]), along the axes, before the metric bends it",
+    ),
+    "no_metric": Ablation(
+        _no_metric, "no metric: nothing bends the velocity, and no loss asks for its energy"
+    ),
+    "no_auxiliary": Ablation(_no_auxiliary, "cross-entropy alone: every weight λ is 0"),
+}
+
+# ---------------------------------------------------------------- ADR
+
+
+def _no_law5(config: ModelConfig) -> ModelConfig:
+    config = _mixers(config, ADRConfig, couple=False)
+    blocks = (replace(block, residual=SequentialConfig()) for block in config.blocks)
+    return replace(config, blocks=tuple(blocks))
+
+
+ADR = {
+    "no_decay": Ablation(
+        _of(ADRConfig, gamma=0.0, cold_start=False), "γ = 0: memories are the GRU's own, h = ĥ"
+    ),
+    "no_law5": Ablation(
+        _no_law5, "memories are not added to the residual, whose norm stands before attention, as in GPT-2"
+    ),
+    "uncoupled": Ablation(
+        _of(ADRConfig, couple=False), "memories are not added to the residual, whose norm stays after it"
+    ),
+    "keys_only": Ablation(
+        _of(ADRConfig, remember="keys", couple=False),
+        "attention reads memories of keys and plain values; without memories of values law 5 has nothing to add",
+    ),
+    "values_only": Ablation(
+        _of(ADRConfig, remember="values"), "attention reads plain keys and memories of values"
+    ),
+}
+
+ABLATIONS: dict[str, dict[str, Ablation]] = {"perspective": PERSPECTIVE, "lens": LENS, "drm": DRM, "adr": ADR}

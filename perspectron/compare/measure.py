@@ -1,0 +1,96 @@
+"""What is measured of trained cells, each in a process of its own: `python -m perspectron.compare.measure`.
+
+Results are JSON files, DIR/cells/ARM/SEED/suites/NAME.json, DIR/recall/ARM.json and DIR/cost.json; what is there is not
+measured again.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perspectron.compare.plan import Plan, read
+from perspectron.compare.pool import Job
+from perspectron.compare.run import Cell
+from perspectron.data.loader import windows
+from perspectron.errors import ConfigError
+from perspectron.eval import cost_suite
+from perspectron.eval.gates import gates
+from perspectron.eval.subject import Subject
+from perspectron.eval.suites import SUITES, plain
+from perspectron.files import read_json, write_json
+from perspectron.train.subject import open_subject
+
+MODULE = "perspectron.compare.measure"
+OF_CELLS = ("perplexity", "position", "calibration", "robustness", "gates")
+WINDOWS = 8  # of which gates are read
+
+
+def jobs(out: Path, finished: list[Cell], recall: bool) -> list[Job]:
+    """What is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
+    found = []
+    for cell in finished:
+        missing = [name for name in OF_CELLS if not path_of(cell, name).is_file()]
+        if missing:
+            found.append(Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing)))
+    for name in dict.fromkeys(cell.arm for cell in finished) if recall else ():
+        if not (out / "recall" / f"{name}.json").is_file():
+            first = next(cell for cell in finished if cell.arm == name)
+            arguments = (MODULE, "recall", str(first.folder), str(out / "recall" / f"{name}.json"))
+            found.append(Job(f"{name} recall", out / "recall" / name, arguments))
+    return found
+
+
+def cost_jobs(out: Path) -> list[Job]:
+    """What all arms cost side by side; nothing else may run beside it."""
+    done = (out / "cost.json").is_file()
+    return [] if done else [Job("cost", out / "cost", (MODULE, "cost", str(out)))]
+
+
+def path_of(cell: Cell, name: str) -> Path:
+    return cell.folder / "suites" / f"{name}.json"
+
+
+def suites_of(cell: Cell) -> dict[str, Any]:
+    """What has been measured of a cell, by name."""
+    found = {name: path_of(cell, name) for name in OF_CELLS}
+    return {name: read_json(path, ConfigError) for name, path in found.items() if path.is_file()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """CELL NAME…, or recall CELL FILE, or cost DIR."""
+    torch.set_flush_denormal(True)
+    match list(arguments):
+        case ["cost", out]:
+            write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
+        case ["recall", cell, path]:
+            write_json(Path(path), plain(SUITES["recall"].measure(open_subject(Path(cell)))))
+        case [cell, *names]:
+            subject = open_subject(Path(cell))
+            for name in names:
+                result = _gates(subject) if name == "gates" else SUITES[name].measure(subject)
+                write_json(Path(cell) / "suites" / f"{name}.json", plain(result))
+    return 0
+
+
+def costs(plan: Plan) -> dict[str, Any]:
+    """Of every arm, in one run in which they take turns."""
+    s = plan.settings
+    assert s.dtype != "auto"
+    options = cost_suite.Options(
+        rounds=cost_suite.QUICK.rounds, visit=cost_suite.QUICK.visit, batch_size=s.batch_size,
+        seq_len=s.seq_len, dtype=s.dtype, device=s.device,
+    )  # fmt: skip
+    return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
+
+
+def _gates(subject: Subject) -> dict[str, Any]:
+    """Of the first windows of held-out text."""
+    batch = next(windows(subject.split, seq_len=subject.seq_len, batch_size=WINDOWS))
+    return gates(subject.model, batch.ids_BT.to(subject.model.device))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

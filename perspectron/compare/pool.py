@@ -1,0 +1,148 @@
+"""Other processes that do the work: so many at once, each alone in its folder, and none outlives this one."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from perspectron.errors import ConfigError
+
+LOG, LOCK = "log.txt", ".lock"
+PAUSE = 0.5  # seconds between looks
+PATIENCE = 60.0  # for one that is still saving after its parent was killed
+PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+
+
+class Job(NamedTuple):
+    """arguments: after `python -m`. folder: which it works in, and where its output goes (log.txt)."""
+
+    name: str
+    folder: Path
+    arguments: tuple[str, ...]
+
+
+class Ended(NamedTuple):
+    """code: the exit code, below zero for a signal. seconds: from start to end. said: its last line of output."""
+
+    job: Job
+    code: int
+    seconds: float
+    said: str
+
+
+class StoppedBy(Exception):
+    """A signal ended the work; what was running has saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def alone(folder: Path, patience: float = 0.0) -> Iterator[int]:
+    """Hold the folder's lock; the kernel lets go of it when the last process that holds it ends.
+
+    ConfigError when another process still holds it after `patience` seconds.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    until = time.monotonic() + patience
+    try:
+        while not _locked(descriptor):
+            if time.monotonic() >= until:
+                raise ConfigError(f"out = '{folder}', must be a folder that no other process works in")
+            time.sleep(PAUSE)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def work(
+    jobs: Sequence[Job],
+    at_once: int,
+    threads: int,
+    *,
+    ended: Callable[[Ended], None] = lambda _: None,
+    look: Callable[[list[Job]], None] = lambda _: None,
+) -> None:
+    """Do the jobs in order, `at_once` at a time; `ended` hears of each, `look` sees who is running.
+
+    On SIGINT or SIGTERM those running are told to save and stop, and StoppedBy is raised once they have. If this
+    process is killed, the kernel tells them (Linux); where it does not, they go on to their end, holding the lock.
+    """
+    waiting, running = list(reversed(jobs)), list[_Running]()
+    with _caught() as signals:
+        while waiting or running:
+            while waiting and len(running) < at_once and not signals:
+                running.append(_Running(waiting.pop(), threads))
+            for one in [r for r in running if r.process.poll() is not None]:
+                running.remove(one)
+                ended(one.end())
+            if signals:
+                for one in running:
+                    one.process.terminate()
+                for one in running:
+                    one.process.wait()
+                    one.end()
+                raise StoppedBy(signals[0])
+            look([one.job for one in running])
+            time.sleep(PAUSE)
+
+
+class _Running:
+    """A started job."""
+
+    def __init__(self, job: Job, threads: int) -> None:
+        self.job, self.start = job, time.perf_counter()
+        self.lock = contextlib.ExitStack()
+        held = self.lock.enter_context(alone(job.folder, PATIENCE))
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        with (job.folder / LOG).open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=environment, pass_fds=(held,), preexec_fn=_with_parent, start_new_session=True,
+            )  # fmt: skip
+
+    def end(self) -> Ended:
+        self.lock.close()
+        lines = (self.job.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        said = lines[-1] if lines else ""
+        return Ended(self.job, self.process.returncode, time.perf_counter() - self.start, said)
+
+
+def _with_parent() -> None:
+    """In the child before it runs: SIGTERM comes when the parent dies. Only Linux knows how."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM."""
+    numbers: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        numbers.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield numbers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,257 @@
+"""The report of a comparison, from its results: one HTML page that needs nothing else, and Markdown.
+
+Both are functions of the results alone, so that the same results give the same bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from perspectron.compare import figures, marked, page, tables
+from perspectron.compare.document import (
+    Block,
+    Code,
+    Document,
+    Facts,
+    Figure,
+    Gallery,
+    Points,
+    Section,
+    Table,
+    Text,
+)
+from perspectron.compare.numbers import fixed, grouped, short
+from perspectron.compare.significance import LEVEL
+from perspectron.compare.summary import Row, ranked, reference
+from perspectron.compare.verdicts import Field, Finding, findings, versus
+
+WORDS = {"failed": "Did not hold. ", "held": "Held. ", "open": "Open. ", "cost": "Cost. "}
+CONDITIONS = (
+    ("machine", "machine"),
+    ("jobs", "trainings at once"),
+    ("threads", "threads each"),
+    ("dtype", "number format"),
+    ("torch", "torch"),
+    ("commit", "commit"),
+    ("started", "started"),
+)
+MATCHES = {
+    "tokens": "equal parameters and tokens",
+    "flops": "equal parameters and training FLOPs",
+    "time": "equal parameters and training time",
+}
+
+
+def html(results: dict[str, Any]) -> str:
+    """A self-contained page: no script, nothing fetched, light or dark as the reader's system is."""
+    return page.write(_document(results))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The same without the charts, whose numbers stand in tables."""
+    return marked.write(_document(results))
+
+
+def _document(results: dict[str, Any]) -> Document:
+    plan, rows, other = results["plan"], ranked(results), reference(results)
+    style = figures.styles(list(results["designs"]), other)
+    field = Field(rows, other, results.get("compressors", {}))
+    found = {row.name: findings(row, field) for row in rows}
+    noun = _noun(results)
+    count = f"{len(rows)} {noun}{'' if len(rows) == 1 else 's'}"
+    title = f"Comparison of {count} at {short(plan['params'])} parameters"
+    seeds = len(plan["seeds"])
+    lede = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}, {_seeds(seeds)}, at "
+    lede += f"{MATCHES.get(plan['match'], plan['match'])}; held-out loss in bits per byte."
+    sections = [
+        Section("short", "In short", [Points(_short(field, found, seeds))]),
+        Section("conditions", "Conditions", _conditions(results)),
+        Section("ranking", "Ranking", _ranking(field, style, seeds, noun)),
+        Section("loss", "Loss", _losses(rows, style)),
+        Section("position", "Loss by place in the context", _position(rows, style, plan)),
+        Section("recall", "Recall", _recall(rows, style)),
+        Section("cost", "Cost", _cost(rows, style, noun)),
+        Section("calibration", "Calibration", _calibration(rows, style, noun)),
+        Section("robustness", "Robustness", _table(tables.robustness(rows, noun), "Robustness")),
+        Section("each", f"Each {noun}", [block for row in rows for block in _each(row, found[row.name])]),
+        Section("trainings", "Trainings", _trainings(rows, noun)),
+    ]
+    return Document(title, lede, sections)
+
+
+def _noun(results: dict[str, Any]) -> str:
+    return "arm" if results["plan"].get("kind") == "ablations" else "design"
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"
+
+
+def _short(field: Field, found: dict[str, list[Finding]], seeds: int) -> list[str]:
+    """What a reader has to know first, failures before successes."""
+    rows, items = field.rows, list[str]()
+    for row in rows:
+        if row.faults:
+            said = "; ".join(f"seed {fault.seed} {_status(fault.status)}" for fault in row.faults)
+            items.append(f"{row.name}: {said}. It stands behind the complete ones, whatever its mean.")
+    best, other = rows[0], field.row(field.reference)
+    if best.mean is None:
+        return [*items, "No training has finished, so nothing is compared."]
+    for kind, verb in (("failed", "does not support"), ("held", "supports")):
+        names = [name for name, lines in found.items() if any(_claims(line, kind) for line in lines)]
+        if names:
+            items.append(f"This run {verb} the claim of {', '.join(names)} (reasons below).")
+    if other is not None and other.mean is not None:
+        items += _sides(rows, other)
+    items.append(f"Lowest mean: {best.name}, {fixed(best.mean)} bits per byte.")
+    if seeds == 1:
+        items.append("One seed: there is no spread and no test, and a small difference may be chance.")
+    return items
+
+
+def _status(status: str) -> str:
+    return status if status == "diverged" else f"is {status}"
+
+
+def _claims(finding: Finding, kind: str) -> bool:
+    return finding.kind == kind and finding.text.startswith("Its document says")
+
+
+def _sides(rows: Sequence[Row], other: Row) -> list[str]:
+    """Who surely loses to the reference, is not told apart from it, and surely beats it."""
+    sides: dict[str, list[str]] = {"failed": [], "open": [], "held": []}
+    for row in rows:
+        pair = row.against(other)
+        if row.name != other.name and pair is not None and pair.n > 1:
+            sides[versus(row, other).kind].append(row.name)
+    words = {"failed": "Worse than", "open": "Not told apart from", "held": "Better than"}
+    return [f"{words[kind]} {other.name}: {', '.join(names)}." for kind, names in sides.items() if names]
+
+
+def _conditions(results: dict[str, Any]) -> list[Block]:
+    plan, conditions = results["plan"], results["conditions"]
+    pairs = [
+        ("text", str(plan["data"])),
+        ("training tokens there are", grouped(plan.get("train_tokens"))),
+        (
+            "held out",
+            f"{grouped(plan.get('heldout_tokens'))} tokens, {grouped(plan.get('heldout_bytes'))} bytes",
+        ),
+        ("vocabulary", grouped(plan.get("vocab_size"))),
+        ("context in training", f"{grouped(plan.get('seq_len'))} tokens"),
+        ("batch", f"{grouped(plan.get('batch_size'))} texts"),
+        ("seeds", ", ".join(map(str, plan["seeds"]))),
+        ("matched", MATCHES.get(plan["match"], str(plan["match"]))),
+    ]
+    pairs += [
+        (name, str(conditions[field])) for field, name in CONDITIONS if conditions.get(field) is not None
+    ]
+    return [Facts(pairs), Code(str(conditions.get("command", "")))]
+
+
+def _ranking(field: Field, style: figures.Styles, seeds: int, noun: str) -> list[Block]:
+    table = tables.ranking(field.rows, style, field.reference, field.compressors, noun)
+    return [table, Text([_assumptions(len(field.rows) - 1, seeds)], "quiet")]
+
+
+def _assumptions(comparisons: int, seeds: int) -> str:
+    text = "Complete ones first, by mean; without a rank, those with a seed that diverged or is missing. "
+    if seeds == 1:
+        return text + "With one seed there is no spread and no test of any difference."
+    by_chance = fixed((1 - LEVEL) * comparisons, 2)
+    return text + (
+        "Differences are paired: both sides have the same seed and the same batches in the same order. Beneath each "
+        f"is its {LEVEL:.0%} interval and the p value of a paired t test, which assume that the differences over seeds "
+        f"are normal; {seeds} seeds cannot show whether they are. Without that assumption, by the signs of {seeds} "
+        f"differences alone, no p below {2.0 ** (1 - seeds):.2g} can be reached, however large they are. Nothing is "
+        f"corrected for the number of comparisons: of {comparisons} true zeros, {by_chance} would be called sure by "
+        "chance. The best is chosen by the same numbers, so differences to it look a little larger than they are. "
+        "Seeds are of the training; another text or another size is not covered by them."
+    )
+
+
+def _losses(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
+    drawn = figures.losses(rows, style)
+    if not drawn:
+        return [_absent("No training has a curve")]
+    said = "Thick: mean over the seeds that finished. Thin: each seed. A cross: where a seed diverged. "
+    return [
+        Text([said + "Losses of the first tenth may lie above the frame."], "quiet"),
+        _gallery(drawn, rows, style),
+    ]
+
+
+def _position(rows: Sequence[Row], style: figures.Styles, plan: dict[str, Any]) -> list[Block]:
+    drawn = figures.position(rows, style, plan["seq_len"])
+    if drawn is None:
+        return [_absent("Loss by position")]
+    lacking = [row.name for row in rows if row.finished and not row.suite("position")]
+    return [_gallery([drawn], rows, style), *_lacking(lacking)]
+
+
+def _recall(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
+    drawn = figures.recall(rows, style)
+    if not drawn:
+        return [_absent("Recall")]
+    said = "Small models of each design, trained from scratch on each task. Dotted: chance."
+    lacking = [row.name for row in rows if not row.entry.get("suites", {}).get("recall")]
+    return [Text([said], "quiet"), _gallery(drawn, rows, style), *_lacking(lacking)]
+
+
+def _cost(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:
+    table = tables.costs(rows, noun)
+    if table is None:
+        return [_absent("Cost against context")]
+    lacking = [row.name for row in rows if not row.entry.get("suites", {}).get("cost")]
+    return [_gallery(figures.cost(rows, style), rows, style), table, *_lacking(lacking)]
+
+
+def _calibration(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:
+    table = tables.calibration(rows, noun)
+    if table is None:
+        return [_absent("Calibration")]
+    lacking = [row.name for row in rows if row.finished and not row.suite("calibration")]
+    said = (
+        "Accuracy of the likeliest token against its probability. On the dotted line they agree; below it, "
+    )
+    said += "the model is too sure. A bubble's area is its share of the tokens."
+    return [
+        table,
+        Text([said], "quiet"),
+        Gallery(figures.reliability(rows, style), small=True),
+        *_lacking(lacking),
+    ]
+
+
+def _each(row: Row, found: Sequence[Finding]) -> list[Block]:
+    about = str(row.entry.get("about") or "").rstrip(".")
+    source = f" ({row.entry['source']})" if row.entry.get("source") else ""
+    parts = ["", row.name, f": {about}{source}. " if about else f"{source}. "]
+    for kind, word in WORDS.items():
+        said = " ".join(finding.text for finding in found if finding.kind == kind)
+        if said:
+            parts += [word, said + " "]
+    return [Text(parts)]
+
+
+def _trainings(rows: Sequence[Row], noun: str) -> list[Block]:
+    rates, terms = tables.rates(rows, noun), tables.terms(rows, noun)
+    chosen: Block = (
+        rates if rates is not None else Text(["One learning rate was given, none was searched."], "quiet")
+    )
+    return [chosen, tables.cells(rows, noun), *([terms] if terms is not None else [])]
+
+
+def _gallery(drawn: Sequence[Figure], rows: Sequence[Row], style: figures.Styles) -> Gallery:
+    return Gallery(drawn, [(style[row.name], row.name) for row in rows])
+
+
+def _table(table: Table | None, what: str) -> list[Block]:
+    return [table] if table is not None else [_absent(what)]
+
+
+def _absent(what: str) -> Text:
+    return Text([f"{what}: not measured in this run."], "quiet")
+
+
+def _lacking(names: Sequence[str]) -> list[Block]:
+    return [Text([f"Not measured: {', '.join(names)}."], "quiet")] if names else []

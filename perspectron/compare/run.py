@@ -1,0 +1,213 @@
+"""A comparison, from its plan to trained cells: learning rates first, then every arm with every seed.
+
+DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resume` continues and `eval` reads. What is
+done is skipped, so that a comparison that was stopped goes on.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perspectron.compare import pool
+from perspectron.compare.plan import Plan, data_of, train_config
+from perspectron.compare.pool import Ended, Job
+from perspectron.data import Tokenizer
+from perspectron.errors import CheckpointError
+from perspectron.files import read_json, write_json
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig
+from perspectron.train.loop import METRICS, read_metrics
+
+FAILED = "failed.json"
+DIVERGED = 3  # the program's exit code for a loss that is not finite
+MEASURED = 8
+TAIL = 1 << 15  # bytes of metrics that hold a whole line
+FACTOR = 2.0  # to the next learning rate outside the grid
+OUTSIDE = 1  # rates tried beyond an end of the grid, at most
+
+
+class Cell(NamedTuple):
+    """One training: an arm with a seed and a learning rate, for so many updates. measured: how often held-out text is,
+    on the way to the end."""
+
+    arm: str
+    seed: int
+    rate: float
+    steps: int
+    folder: Path
+    measured: int
+
+
+class Trained(NamedTuple):
+    """status: "finished", "diverged" or "missing"; why: of the latter two. bits: the last held-out bits per byte."""
+
+    status: str
+    why: str
+    bits: float | None
+
+
+def cells(out: Path, plan: Plan, rates: dict[str, float]) -> list[Cell]:
+    """Every arm with the first seed, then with the next."""
+    return [
+        Cell(name, seed, rates[name], arm.steps, out / "cells" / name / str(seed), MEASURED)
+        for seed in range(plan.settings.seeds)
+        for name, arm in plan.arms.items()
+    ]
+
+
+def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
+    """Short trainings with the first seed, one for each rate of an arm."""
+    share = plan.settings.rate_share
+    return [
+        Cell(
+            name, 0, rate, max(1, round(share * plan.arms[name].steps)), out / "rates" / name / f"{rate:g}", 1
+        )
+        for name, values in rates.items()
+        for rate in values
+    ]
+
+
+def trained(cell: Cell) -> Trained:
+    """How a cell stands, by its folder."""
+    if (cell.folder / FAILED).is_file():
+        failed = read_json(cell.folder / FAILED, CheckpointError)
+        return Trained("diverged", failed["why"], None)
+    measured = [line for line in read_metrics(cell.folder) if "heldout_bits_per_byte" in line]
+    if measured and measured[-1]["step"] == cell.steps and checkpoint.paths(cell.folder):
+        return Trained("finished", "", measured[-1]["heldout_bits_per_byte"])
+    return Trained("missing", f"trained for {reached(cell)} of {cell.steps} steps", None)
+
+
+def reached(cell: Cell) -> int:
+    """Steps in its metrics."""
+    path, step = cell.folder / METRICS, 0
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            steps = re.findall(rb'^\{"step": (\d+),.*\}$', file.read(), re.MULTILINE)
+        step = int(steps[-1]) if steps else 0
+    return step
+
+
+def train(
+    out: Path,
+    plan: Plan,
+    wanted: list[Cell],
+    jobs: int,
+    *,
+    ended: Callable[[Cell, Ended], None] = lambda cell, end: None,
+    look: Callable[[list[Cell]], None] = lambda running: None,
+) -> None:
+    """Train the cells that are neither finished nor diverged. pool.StoppedBy when a signal ended it."""
+    by_name = {str(cell.folder): cell for cell in wanted if trained(cell).status == "missing"}
+    tokenizer = Tokenizer.load(data_of(out, plan.settings) / "tokenizer.json")
+
+    def end(result: Ended) -> None:
+        cell = by_name[result.job.name]
+        if result.code == DIVERGED:
+            write_json(cell.folder / FAILED, {"why": result.said.removeprefix("perspectron: error: ")})
+        ended(cell, result)
+
+    queue = []
+    for name, cell in by_name.items():
+        if not (cell.folder / "config.json").is_file():
+            settings = train_config(out, plan.settings, cell.steps, cell.seed, cell.rate, cell.measured)
+            tokenizer.save(cell.folder / "tokenizer.json")
+            checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings))
+        arguments = ("perspectron", "train", "--resume", str(cell.folder))
+        queue.append(Job(name, cell.folder, arguments))
+    pool.work(
+        queue, jobs, plan.settings.threads, ended=end, look=lambda now: look([by_name[j.name] for j in now])
+    )
+
+
+def choose_rates(
+    out: Path, plan: Plan, run: Callable[[list[Cell]], None]
+) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+    """(the best rate of each arm, all that were tried with their held-out bits per byte).
+
+    `run` trains trials. Where the best is at an end of the grid, the next rate outside it is tried too.
+    """
+    grid = sorted(plan.settings.rates)
+    if len(grid) == 1:
+        return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
+    wanted = {name: list(grid) for name in plan.arms}
+    for _ in range(OUTSIDE + 1):
+        run(trials(out, plan, wanted))
+        more = False
+        for name, values in wanted.items():
+            if len(values) < len(grid) + OUTSIDE:
+                beyond = _beyond(values, _best(out, plan, name, values))
+                wanted[name] = sorted([*values, *beyond])
+                more = more or bool(beyond)
+        if not more:
+            break
+    tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
+    return {name: _best(out, plan, name, values) for name, values in wanted.items()}, tried
+
+
+def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[str, Any]]:
+    results = []
+    for cell in trials(out, plan, {name: values}):
+        now = trained(cell)
+        results.append({"lr": cell.rate, "heldout_bits_per_byte": now.bits, "why": now.why})
+    return results
+
+
+def _best(out: Path, plan: Plan, name: str, values: list[float]) -> float:
+    """The middle one where none has finished."""
+    found = [(r["heldout_bits_per_byte"], r["lr"]) for r in _tried(out, plan, name, values)]
+    finished = [(bits, rate) for bits, rate in found if bits is not None]
+    return float(min(finished)[1]) if finished else values[len(values) // 2]
+
+
+def _beyond(values: list[float], best: float) -> list[float]:
+    if best == max(values):
+        return [best * FACTOR]
+    return [best / FACTOR] if best == min(values) else []
+
+
+def curve(cell: Cell, flops_per_token: float) -> list[dict[str, Any]]:
+    """Held-out bits per byte over steps, tokens, seconds of training and FLOPs."""
+    points, last = [], dict[str, Any]()
+    for line in read_metrics(cell.folder):
+        if "loss" in line:
+            last = line
+        elif last:
+            points.append(
+                {
+                    "step": line["step"],
+                    "tokens": last["tokens"],
+                    "seconds": round(last["seconds"], 2),
+                    "flops": last["tokens"] * flops_per_token,
+                    "heldout_bits_per_byte": line["heldout_bits_per_byte"],
+                }
+            )
+    return points
+
+
+def losses(cell: Cell) -> Iterator[float]:
+    """Of every update, as they came."""
+    return (line["loss"] for line in read_metrics(cell.folder) if "loss" in line)
+
+
+def digest(cell: Cell) -> str:
+    """Of all training losses to their last bit: two trainings with the same are the same."""
+    text = json.dumps([loss.hex() if math.isfinite(loss) else str(loss) for loss in losses(cell)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def terms(cell: Cell) -> dict[str, float]:
+    """What the model reported beside its loss at the last update."""
+    lines = [line for line in read_metrics(cell.folder) if "loss" in line]
+    return dict(lines[-1].get("aux", {})) if lines else {}
+
+
+def speed(cell: Cell) -> float | None:
+    """Tokens per second of training, measurements and saving left out; None before the first update."""
+    lines = [line for line in read_metrics(cell.folder) if "loss" in line]
+    return lines[-1]["tokens"] / lines[-1]["seconds"] if lines else None

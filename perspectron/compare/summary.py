@@ -1,0 +1,95 @@
+"""What the cells of a comparison say together: the mean of each design over its seeds, its rank and its differences.
+
+A cell that diverged or is missing has no loss; its design keeps the other seeds' mean, is ranked behind every design
+that finished all seeds, and carries the fault wherever it is named.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from perspectron.compare.numbers import known
+from perspectron.compare.significance import Paired, deviation, paired
+
+REFERENCE = "transformer"
+LOSS = "heldout_bits_per_byte"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A seed without a loss: "diverged" or "missing", and why."""
+
+    seed: int
+    status: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A design, its entry in the results, and the held-out bits per byte of each seed that finished."""
+
+    name: str
+    entry: dict[str, Any]
+    losses: dict[int, float]
+    faults: tuple[Fault, ...]
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        return list(self.entry.get("cells", []))
+
+    @property
+    def finished(self) -> list[dict[str, Any]]:
+        return [cell for cell in self.cells if cell["seed"] in self.losses]
+
+    @property
+    def mean(self) -> float | None:
+        return math.fsum(self.losses.values()) / len(self.losses) if self.losses else None
+
+    @property
+    def deviation(self) -> float | None:
+        return deviation(list(self.losses.values())) if len(self.losses) > 1 else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        return (min(self.losses.values()), max(self.losses.values())) if len(self.losses) > 1 else None
+
+    def average(self, field: str) -> float | None:
+        """Mean of a field over the finished cells that have it."""
+        values = [value for cell in self.finished if (value := known(cell.get(field))) is not None]
+        return math.fsum(values) / len(values) if values else None
+
+    def against(self, other: "Row") -> Paired | None:
+        """This design's loss less the other's, over the seeds that both finished; above zero is worse."""
+        seeds = [seed for seed in self.losses if seed in other.losses]
+        return paired([self.losses[seed] for seed in seeds], [other.losses[seed] for seed in seeds])
+
+    def suite(self, name: str) -> list[dict[str, Any]]:
+        """This suite's results of the finished cells that have them."""
+        return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]
+
+
+def ranked(results: dict[str, Any]) -> list[Row]:
+    """Complete designs by their mean loss, then those with faults by theirs, then those without any loss; equals in
+    the order of the results."""
+    rows = [_row(name, entry, results["plan"]["seeds"]) for name, entry in results["designs"].items()]
+    return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
+
+
+def reference(results: dict[str, Any]) -> str:
+    """The design that the others are held against: the transformer, or the first (of an ablation, the whole)."""
+    designs = results["designs"]
+    return REFERENCE if REFERENCE in designs else next(iter(designs))
+
+
+def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:
+    cells = {cell["seed"]: cell for cell in entry.get("cells", [])}
+    losses, faults = dict[int, float](), list[Fault]()
+    for seed in [*seeds, *(seed for seed in cells if seed not in seeds)]:
+        cell = cells.get(seed, {"status": "missing", "why": "it has not been run"})
+        loss = known(cell.get(LOSS))
+        if cell["status"] == "finished" and loss is not None:
+            losses[seed] = loss
+        else:
+            status = "without a loss" if cell["status"] == "finished" else cell["status"]
+            faults.append(Fault(seed, status, cell.get("why") or ""))
+    return Row(name, entry, losses, tuple(faults))

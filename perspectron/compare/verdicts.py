@@ -1,0 +1,312 @@
+"""What held and what did not, of each design, by rules from the numbers.
+
+Every rule returns findings of a kind: "failed", "held", "open" (the numbers do not decide) or "cost".
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perspectron.compare.claims import CLAIMS, Claim
+from perspectron.compare.figures import measured
+from perspectron.compare.numbers import context, fixed, known, percent, rate, short, signed, size
+from perspectron.compare.significance import LEVEL, Paired
+from perspectron.compare.summary import Row
+
+CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
+AT_CHANCE = 0.02  # above chance, and still no more than it
+SOLVED = 0.95
+SUITES = ("position", "calibration", "robustness")
+
+
+@dataclass(frozen=True)
+class Finding:
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Field:
+    """All designs in their ranks, the name of the reference, and the compressors."""
+
+    rows: Sequence[Row]
+    reference: str
+    compressors: dict[str, Any]
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.name == name), None)
+
+
+def findings(row: Row, field: Field) -> list[Finding]:
+    """All of a design's, in the order of the rules."""
+    found = [*_faults(row), *_claim(row, field)]
+    if row.mean is not None:
+        found += [*_rank(row, field), *_reference(row, field), *_compressors(row, field)]
+        found += [*_position(row), *_calibration(row), *_robustness(row)]
+    return [*found, *_recall(row), *_cost(row, field), *_unmeasured(row), *_rate(row)]
+
+
+def interval(pair: Paired) -> str:
+    """As "95% interval −0.010 to +0.050 over 3 seeds"."""
+    if pair.low is None:
+        return "one seed, which allows no test"
+    return f"{LEVEL:.0%} interval {signed(pair.low)} to {signed(pair.high)} over {pair.n} seeds"
+
+
+def versus(row: Row, other: Row) -> Finding:
+    """This design's loss against another's."""
+    pair = row.against(other)
+    if pair is None:
+        return Finding("open", f"It shares no finished seed with {other.name}, so the two are not compared.")
+    if pair.n == 1:
+        side = "above" if pair.mean > 0 else "below"
+        return Finding(
+            "open", f"{fixed(abs(pair.mean))} bits per byte {side} {other.name}, with {interval(pair)}."
+        )
+    if pair.sure:
+        share = percent(abs(pair.mean) / (other.mean or math.inf))
+        verb, kind = ("Loses to", "failed") if pair.mean > 0 else ("Beats", "held")
+        return Finding(
+            kind, f"{verb} {other.name} by {fixed(abs(pair.mean))} bits per byte ({share}; {interval(pair)})."
+        )
+    return Finding(
+        "open",
+        f"Not told apart from {other.name}: {signed(pair.mean)} bits per byte ({interval(pair)}).",
+    )
+
+
+def _faults(row: Row) -> list[Finding]:
+    found = []
+    for fault in row.faults:
+        why = f" ({fault.why})" if fault.why else ""
+        kind = "failed" if fault.status == "diverged" else "open"
+        verb = "diverged" if fault.status == "diverged" else f"is {fault.status}"
+        found.append(Finding(kind, f"Seed {fault.seed} {verb}{why}; no mean here holds it."))
+    if row.mean is None:
+        found.append(Finding("failed", "No seed has finished, so there is no loss to compare."))
+    return found
+
+
+def _claim(row: Row, field: Field) -> list[Finding]:
+    claim = CLAIMS.get(row.name)
+    if claim is None:
+        return []
+    checks = [(check, text) for check, text in _checks(row, claim, field)]
+    reasons = "; ".join(text for _, text in checks)
+    said = f"Its document says that {claim.clause} ({claim.source})"
+    if any(check is False for check, _ in checks):
+        return [Finding("failed", f"{said}; this run does not support that: {reasons}.")]
+    if all(check for check, _ in checks):
+        return [Finding("held", f"{said}; this run supports that: {reasons}.")]
+    return [Finding("open", f"{said}; this run leaves that open: {reasons}.")]
+
+
+def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str]]:
+    """(whether it holds, how), of each thing that the claim needs."""
+    checks = list[tuple[bool | None, str]]()
+    rival = field.row(claim.rival) if claim.rival else None
+    if claim.rival:
+        checks.append(_beats(row, rival, claim.rival))
+    if claim.flat_state:
+        start = flat_from(states(row))
+        text = "its state grows with the context" if start is None else "its state stays the same size"
+        checks.append(
+            (start is not None, text) if len(states(row)) > 1 else (None, "its state was not measured")
+        )
+    if claim.smaller_cache:
+        checks.append(_smaller(row, rival, claim.rival))
+    return checks
+
+
+def _beats(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
+    pair = row.against(rival) if rival is not None else None
+    if pair is None:
+        return None, f"its loss was not compared with that of {name}"
+    text = f"{signed(pair.mean)} bits per byte against {name}"
+    if not pair.sure:
+        return None, f"{text}, no sure difference"
+    return pair.mean < 0, text
+
+
+def _smaller(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
+    own, other = states(row), states(rival) if rival is not None else {}
+    shared = sorted(set(own) & set(other))
+    if not shared:
+        return None, f"its cache was not compared with that of {name}"
+    ratio = own[shared[-1]] / other[shared[-1]]
+    return ratio < 1, f"its cache is {short(ratio)} times that of {name} at {context(shared[-1])} tokens"
+
+
+def _rank(row: Row, field: Field) -> list[Finding]:
+    best = field.rows[0]
+    if row.name != best.name:
+        return []
+    rivals = [
+        other.name
+        for other in field.rows[1:]
+        if (pair := other.against(row)) is not None and not (pair.sure and pair.mean > 0)
+    ]
+    found = [Finding("held", f"Lowest mean loss of this comparison, {fixed(row.mean)} bits per byte.")]
+    if rivals:
+        found.append(Finding("open", f"The seeds do not set it apart from {_and(rivals)}."))
+    return found
+
+
+def _reference(row: Row, field: Field) -> list[Finding]:
+    other = field.row(field.reference)
+    return [] if other is None or other.name == row.name or other.mean is None else [versus(row, other)]
+
+
+def _compressors(row: Row, field: Field) -> list[Finding]:
+    better = {
+        name: bits
+        for name, given in field.compressors.items()
+        if (bits := known(given)) is not None and row.mean is not None and bits <= row.mean
+    }
+    worse = [f"{name} ({fixed(bits)})" for name, bits in better.items()]
+    return [Finding("failed", f"Does not compress better than {_and(worse)}.")] if worse else []
+
+
+def _position(row: Row) -> list[Finding]:
+    suites, found = row.suite("position"), []
+    places = dict.fromkeys(place for suite in suites for place in suite.get("falls_past", {}))
+    for place in places:
+        given = [suite.get("falls_past", {}).get(place) for suite in suites]
+        seen = [value for value in given if value is not None]
+        at = context(int(place))
+        if not seen:
+            found.append(Finding("open", f"Whether its loss falls past {at} tokens could not be measured."))
+        elif all(seen):
+            found.append(Finding("held", f"Its loss keeps falling past {at} tokens."))
+        elif not any(seen):
+            found.append(Finding("failed", f"Its loss does not fall past {at} tokens."))
+        else:
+            share = f"{sum(seen)} of {len(seen)} seeds"
+            found.append(Finding("open", f"Its loss falls past {at} tokens in {share}."))
+    return found
+
+
+def _calibration(row: Row) -> list[Finding]:
+    errors = [value for suite in row.suite("calibration") if (value := known(suite.get("ece"))) is not None]
+    if not errors:
+        return []
+    error = math.fsum(errors) / len(errors)
+    if error <= CALIBRATED:
+        return [Finding("held", f"Calibrated: ECE {fixed(error)}, at most {CALIBRATED}.")]
+    if error > MISCALIBRATED:
+        return [Finding("failed", f"Not calibrated: ECE {fixed(error)}, above {MISCALIBRATED}.")]
+    return [Finding("open", f"ECE {fixed(error)}, between {CALIBRATED} and {MISCALIBRATED}.")]
+
+
+def _robustness(row: Row) -> list[Finding]:
+    equal = [suite["resumed_equal"] for suite in row.suite("robustness") if "resumed_equal" in suite]
+    if not equal:
+        return []
+    if all(equal):
+        return [Finding("held", "Resumes from a state on disk with an equal loss.")]
+    return [
+        Finding(
+            "failed",
+            f"Resumed from a state on disk, its loss differs in {equal.count(False)} of {len(equal)} seeds.",
+        )
+    ]
+
+
+def _recall(row: Row) -> list[Finding]:
+    tasks = row.entry.get("suites", {}).get("recall", {}).get("tasks", {})
+    solved, failed = list[str](), list[str]()
+    for name, task in tasks.items():
+        scores = [_score(setting) for setting in task["settings"]]
+        goal, count = known(task.get("solved")) or SOLVED, len(scores)
+        best = max((score for score in scores if score is not None), default=None)
+        through = sum(score is not None and score >= goal for score in scores)
+        if through:
+            solved.append(name if through == count else f"{name} ({through} of {count} settings)")
+        elif best is not None:
+            chance = known(task.get("chance")) or 0.0
+            text = (
+                f"at chance, {percent(chance)}" if best <= chance + AT_CHANCE else f"{percent(best)} at best"
+            )
+            failed.append(f"{name} ({text})")
+    found = [Finding("failed", f"Does not solve {_and(failed)}.")] if failed else []
+    return [*found, Finding("held", f"Solves {_and(solved)}.")] if solved else found
+
+
+def _score(setting: dict[str, Any]) -> float | None:
+    """Mean accuracy over the seeds; none where a seed has none, for that would flatter."""
+    values = [known(value) for value in setting["accuracy"]]
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+
+
+def _cost(row: Row, field: Field) -> list[Finding]:
+    found, state = list[Finding](), states(row)
+    if len(state) > 1:
+        first, last = min(state), max(state)
+        start = flat_from(state)
+        if start is not None:
+            text = f"Its state is {size(state[last])} from {context(start)} to {context(last)} tokens."
+        else:
+            ends = (
+                f"{size(state[first])} at {context(first)} to {size(state[last])} at {context(last)} tokens"
+            )
+            text = f"Its cache grows from {ends}."
+        found.append(Finding("cost", text))
+    other = field.row(field.reference)
+    if other is not None and other.name != row.name:
+        own, theirs = decoding(row), decoding(other)
+        shared = sorted(set(own) & set(theirs))
+        if shared:
+            ratio = own[shared[-1]] / theirs[shared[-1]]
+            text = f"At {context(shared[-1])} tokens it decodes a token in {short(ratio)} times {other.name}'s time."
+            found.append(Finding("cost", text))
+    return found
+
+
+def _unmeasured(row: Row) -> list[Finding]:
+    if not row.finished:
+        return []
+    lacking = [name for name in SUITES if not row.suite(name)]
+    lacking += [name for name in ("recall", "cost") if not row.entry.get("suites", {}).get(name)]
+    return [Finding("open", f"Not measured: {_and(lacking)}.")] if lacking else []
+
+
+def _rate(row: Row) -> list[Finding]:
+    grid = [value for tried in row.entry.get("rates", []) if (value := known(tried.get("lr"))) is not None]
+    chosen = known(row.entry.get("lr"))
+    if chosen is None or len(grid) < 2 or chosen not in (min(grid), max(grid)):
+        return []
+    end = "lowest" if chosen == min(grid) else "highest"
+    return [
+        Finding(
+            "open",
+            f"Its learning rate, {rate(chosen)}, is the {end} that was tried; a better one may lie beyond.",
+        )
+    ]
+
+
+def states(row: Row) -> dict[int, float]:
+    """Bytes by context, as the cost suite measured them, else as counted from the model."""
+    return measured(row.entry.get("suites", {}).get("cost", {}).get("state_bytes", {})) or measured(
+        row.entry.get("state_bytes", {})
+    )
+
+
+def decoding(row: Row) -> dict[int, float]:
+    """Milliseconds a token by context."""
+    return measured(row.entry.get("suites", {}).get("cost", {}).get("decode_ms", {}))
+
+
+def flat_from(values: dict[int, float]) -> int | None:
+    """The least context from which on the value is that at the longest, None where that is the longest itself."""
+    start = None
+    for at in sorted(values, reverse=True)[1:]:
+        if values[at] != values[max(values)]:
+            break
+        start = at
+    return start
+
+
+def _and(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,143 @@
+"""Whether a model's probabilities can be taken at their word: ECE of the most likely token, Brier score, reliability.
+
+Bins hold equally many tokens. Bins of equal width would leave a few tokens in some, whose gaps are mostly noise, and
+put most of a small model's tokens, of low confidence, into a few; equal counts make every gap equally certain. (Both
+kinds are in use: Naeini et al. 2015; Nixon et al. 2019, who find equal counts steadier.)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.data.loader import IGNORE, windows
+from perspectron.eval.reading import ROWS, Floats, autocast, interval, resampled
+from perspectron.eval.subject import Subject
+
+SIMULATIONS = 100
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: of the text, from its start, in windows as in training; 0 is all. bins: of equally many tokens."""
+
+    tokens: int = 16384
+    bins: int = 15
+
+    def __post_init__(self) -> None:
+        require(self.tokens == 0 or self.tokens >= 2, "tokens", self.tokens, "0 or ≥ 2")
+        require(self.bins >= 1, "bins", self.bins, "≥ 1")
+
+
+class Predictions(NamedTuple):
+    """Of N tokens: the probability of the most likely one, whether it was right, the Brier score, and the number of
+    the window it is in."""
+
+    confidence_N: Floats
+    correct_N: Floats
+    brier_N: Floats
+    window_N: NDArray[np.int64]
+
+
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
+    """As `summary`."""
+    return summary(predictions(subject, options.tokens or None), options.bins, subject.seed)
+
+
+def predictions(subject: Subject, limit: int | None) -> Predictions:
+    """The model's, at every token of the held-out text up to `limit`; a window starts from an empty state."""
+    model, parts, first = subject.model, list[Predictions](), 0
+    with torch.inference_mode(), autocast(subject):
+        for batch in windows(subject.split, seq_len=subject.seq_len, batch_size=ROWS, limit_tokens=limit):
+            reset = None if batch.reset_BT is None else batch.reset_BT.to(model.device)
+            hidden_BTD, _, _ = model.hidden(batch.ids_BT.to(model.device), reset_BT=reset)
+            real_BT = batch.targets_BT != IGNORE
+            row_N = real_BT.nonzero()[:, 0]
+            logits_NV = model.head(hidden_BTD[real_BT.to(model.device)][None])[0]
+            target_N = batch.targets_BT[real_BT].to(model.device)
+            parts.append(Predictions(*judged(logits_NV, target_N), (row_N + first).numpy()))
+            first += len(batch.ids_BT)
+    return Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def judged(logits_NV: Tensor, target_N: Tensor) -> tuple[Floats, Floats, Floats]:
+    """Confidence, correctness and Brier score of each token. Brier: Σ over the vocabulary of (p − [it is the target])²,
+    between 0 and 2, which is Σp² − 2 p of the target + 1."""
+    p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(1)
+    confidence_N, guess_N = p_NV.max(1)
+    of_target_N = p_NV.gather(1, target_N[:, None])[:, 0].double()
+    brier_N = p_NV.square().sum(1).double() - 2 * of_target_N + 1
+    columns = (confidence_N.double(), (guess_N == target_N).double(), brier_N)
+    confidence, correct, brier = (column.cpu().numpy() for column in columns)
+    return confidence, correct, brier
+
+
+def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]:
+    """ece: mean gap between confidence and accuracy of the bins. ece_low, ece_high: 95% of resampled windows (tokens of
+    a window hang together), less the bias that resampling adds, because a gap has no sign. ece_calibrated: what a
+    model whose confidences are exactly right would show on as many tokens. bins: the reliability diagram."""
+    N = len(found.confidence_N)
+    bins = min(bins, N)
+    bin_N = np.empty(N, dtype=np.int64)
+    bin_N[np.argsort(found.confidence_N, kind="stable")] = np.arange(N) * bins // N
+    gap_WK = _sums(found.confidence_N - found.correct_N, found.window_N, bin_N, bins)
+    count_WK = _sums(np.ones(N), found.window_N, bin_N, bins)
+    ece = float(_ece(gap_WK.sum(0), N))
+    weights_RW = resampled(len(gap_WK), seed)
+    resampled_R = _ece(weights_RW @ gap_WK, (weights_RW @ count_WK).sum(1))
+    low, high = interval(resampled_R - (resampled_R.mean() - ece))
+    count_K = count_WK.sum(0)
+    confidence_K, correct_K = (np.bincount(bin_N, x, bins) for x in (found.confidence_N, found.correct_N))
+    return {
+        "tokens": N,
+        "ece": ece,
+        "ece_low": max(low, 0.0),
+        "ece_high": high,
+        "ece_calibrated": _calibrated(found.confidence_N, bin_N, bins, seed),
+        "brier": float(found.brier_N.mean()),
+        "accuracy": float(found.correct_N.mean()),
+        "confidence": float(found.confidence_N.mean()),
+        "bins": [
+            {"confidence": float(c / n), "accuracy": float(a / n), "count": int(n)}
+            for c, a, n in zip(confidence_K, correct_K, count_K, strict=True)
+        ],
+    }
+
+
+def _ece(gap_K: Floats, tokens: Floats | int) -> Floats:
+    """Σ over bins of |Σ over tokens of confidence − correct|, over the tokens; over the last axis."""
+    ece: Floats = np.abs(gap_K).sum(-1) / tokens
+    return ece
+
+
+def _sums(value_N: Floats, window_N: NDArray[np.int64], bin_N: NDArray[np.int64], bins: int) -> Floats:
+    """By window and bin [W, K]."""
+    shape = (int(window_N.max()) + 1, bins)
+    sums = np.bincount(window_N * bins + bin_N, value_N, math.prod(shape))
+    return sums.astype(np.float64).reshape(shape)
+
+
+def _calibrated(confidence_N: Floats, bin_N: NDArray[np.int64], bins: int, seed: int) -> float:
+    """Mean ECE where each token is right with the probability that was given."""
+    draw = np.random.Generator(np.random.PCG64([seed, 1]))
+    N = len(confidence_N)
+    gaps = (confidence_N - (draw.random(N) < confidence_N) for _ in range(SIMULATIONS))
+    return float(np.mean([_ece(_sums(gap_N, np.zeros_like(bin_N), bin_N, bins)[0], N) for gap_N in gaps]))
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For a person."""
+    text = [
+        f"ECE {result['ece']:.4f} ({result['ece_low']:.4f} to {result['ece_high']:.4f}); perfect calibration would show"
+        f" {result['ece_calibrated']:.4f} on {result['tokens']:,} tokens",
+        f"Brier {result['brier']:.4f}, right {result['accuracy']:.1%}, confident {result['confidence']:.1%}",
+        "confidence  accuracy  tokens",
+    ]
+    return text + [
+        f"{b['confidence']:>10.3f}  {b['accuracy']:>8.3f}  {b['count']:>6,}" for b in result["bins"]
+    ]

@@ -1,0 +1,173 @@
+"""What a token costs a model that decodes, at contexts too long to be read for it.
+
+A state of n tokens is put together: a few tokens are read, then caches are filled with random keys and values and
+lengths set to n. Where memories are of one size whatever was read, that is all; what a step costs does not depend on
+the numbers in it. Caches of all models lie in the same memory, one over the other, so that the largest has to fit,
+not their sum, and models can still take turns.
+
+Shapes: B batch, P positions, D model width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from perspectron.config import ModelConfig
+from perspectron.device import free_memory
+from perspectron.eval.cost import touched
+from perspectron.eval.timing import take_turns, timed
+from perspectron.model import LanguageModel, build
+from perspectron.state import LMState
+
+PROMPT = 64  # tokens read before a state is filled
+BLOCK = 1 << 20  # random numbers, of which there are copies
+FREE_SHARE = 0.5  # of the free memory that a cache may take
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A model at one context. seconds: of a token, once a round; empty where it was not run. state_bytes: of one
+    conversation that long. touched_bytes: that a token reads or writes. skipped: why it was not run, or empty."""
+
+    seconds: list[float]
+    state_bytes: int
+    touched_bytes: int
+    skipped: str = ""
+
+
+def decode_model(config: ModelConfig, longest: int, device: torch.device) -> LanguageModel:
+    """A random model to time steps of, at contexts up to `longest`. A shorter table of learned positions goes on
+    with its first row again and again: a token takes one row, and which one costs nothing."""
+    model = build(config).to(device).eval().requires_grad_(False)
+    if 0 < config.positions < longest:
+        model.config = replace(config, positions=longest)
+        row_1D = model.positions.weight[:1].detach()
+        model.positions = nn.Embedding.from_pretrained(row_1D.expand(longest, -1))
+    return model
+
+
+def shapes(model: LanguageModel, context: int) -> LMState:
+    """The state of one row with room for `context` tokens, without its numbers."""
+    with torch.device("meta"):
+        return LanguageModel(model.config).init_state(1, capacity=context)
+
+
+def is_cache(where: pytree.KeyPath) -> bool:
+    """A leaf of keys or values, with a slot for each token."""
+    return _field(where).startswith(("k_", "v_"))
+
+
+def _field(where: pytree.KeyPath) -> str:
+    return pytree.keystr(where).rpartition(".")[2]
+
+
+def cache_bytes(state: LMState) -> int:
+    leaves = pytree.tree_leaves_with_path(state)
+    return sum(leaf.nbytes for where, leaf in leaves if is_cache(where))
+
+
+class Pool:
+    """Random numbers in memory, for one cache after another to be laid over."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._bytes_N = torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)
+        numbers = self._bytes_N.view(torch.float32)
+        draw = torch.Generator(device).manual_seed(0)
+        block = torch.randn(min(BLOCK, max(1, len(numbers))), generator=draw, device=device)
+        for start in range(0, len(numbers), len(block)):
+            part = numbers[start : start + len(block)]
+            part.copy_(block[: len(part)])
+
+    def lay(self, like: Tensor, start: int) -> Tensor:
+        """A tensor of that shape over the bytes from `start` on."""
+        return self._bytes_N[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def filled(model: LanguageModel, context: int, length: int, pool: Pool) -> LMState:
+    """A state of one row after `length` tokens, with room for `context`, its caches over the pool."""
+    draw = torch.Generator().manual_seed(0)
+    ids_1T = torch.randint(model.config.vocab_size, (1, min(PROMPT, context)), generator=draw)
+    read = model(ids_1T.to(model.device)).state
+    memories = {pytree.keystr(where): leaf for where, leaf in pytree.tree_leaves_with_path(read)}
+    used = 0
+
+    def leaf(where: pytree.KeyPath, like: Tensor | int) -> Tensor | int:
+        nonlocal used
+        if isinstance(like, int):
+            return length
+        if _field(where) == "length_B":
+            return torch.full_like(like, length, device=model.device)
+        if not is_cache(where):
+            return memories[pytree.keystr(where)]
+        laid = pool.lay(like, used)
+        used += laid.nbytes
+        return laid
+
+    state: LMState = pytree.tree_map_with_path(leaf, shapes(model, context))
+    return state
+
+
+class Stepper:
+    """A model and its state just short of a context. A turn reads one token that warms the processor's caches and
+    `visit` that count, the last of which is the context's last; the next turn begins where this one did."""
+
+    def __init__(self, model: LanguageModel, context: int, visit: int, pool: Pool) -> None:
+        self.model, self.visit = model, visit
+        self.start = self.state = filled(model, context, context - visit - 1, pool)
+        self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
+        self._steps = timed(self._visit, model.device)
+
+    def step(self) -> Tensor:
+        """The logits [1,1,V] after one more token."""
+        output = self.model(self.ids_11, self.state)
+        self.state = output.state
+        return output.logits
+
+    def turn(self) -> float:
+        """Seconds of a token."""
+        self.state = self.start
+        self.step()
+        return self._steps() / self.visit
+
+    def _visit(self) -> None:
+        for _ in range(self.visit):
+            self.step()
+
+
+def free(device: torch.device) -> int:
+    """Bytes of memory to be had on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+
+
+@torch.inference_mode()
+def measure(
+    models: Mapping[str, LanguageModel],
+    context: int,
+    *,
+    rounds: int,
+    visit: int,
+    seconds: float = 0.0,
+) -> dict[str, Decoded]:
+    """Every model at one context, in turns, for `rounds` or for `seconds` where they are quick; those whose cache
+    takes more than half of the free memory left out."""
+    states = {name: shapes(model, context) for name, model in models.items()}
+    sizes = {name: cache_bytes(state) for name, state in states.items()}
+    device = next(iter(models.values())).device
+    room = FREE_SHARE * free(device)
+    run = {name: model for name, model in models.items() if sizes[name] <= room}
+    pool = Pool(max((sizes[name] for name in run), default=0), device)
+    steppers = {name: Stepper(model, context, visit, pool) for name, model in run.items()}
+    turns = {name: stepper.turn for name, stepper in steppers.items()}
+    timed_seconds = take_turns(turns, rounds, seconds=seconds)
+    found = {}
+    for name, model in models.items():
+        if name in run:
+            after = steppers[name].state
+            found[name] = Decoded(timed_seconds[name], after.nbytes, touched(model, after).total)
+        else:
+            why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of what is free"
+            found[name] = Decoded([], states[name].nbytes, 0, why)
+    return found

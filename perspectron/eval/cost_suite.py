@@ -1,0 +1,266 @@
+"""What designs cost, side by side: training, memory, and decoding at growing contexts.
+
+Everything that is compared takes turns in one process, so that ratios hold on a busy machine; peaks of memory are
+those of processes of their own. Weights are random: what a step costs does not depend on them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from perspectron import census, designs
+from perspectron.config import ModelConfig, one_of, require
+from perspectron.device import pick_device
+from perspectron.errors import ConfigError
+from perspectron.eval import contexts, training
+from perspectron.eval.contexts import FREE_SHARE, Decoded
+from perspectron.eval.subject import Subject
+from perspectron.eval.timing import Spread
+from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
+from perspectron.stream.engine import StreamedModel
+
+REFERENCE = "transformer"
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """contexts: tokens, the one that is read among them. rounds: in each everyone has a turn of `visit` tokens, or of
+    one training step; at contexts where tokens are quick there are more, for `seconds`. batch_size, seq_len, dtype and
+    device are those of training; None is the run's, or 256, float32 and the CPU. Decoding is one row in float32."""
+
+    contexts: tuple[int, ...] = census.CONTEXTS
+    rounds: int = 9
+    visit: int = 4
+    seconds: float = 5.0
+    batch_size: int = 8
+    seq_len: int | None = None
+    dtype: Dtype | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.rounds >= 1, "rounds", self.rounds, "≥ 1")
+        require(self.visit >= 1, "visit", self.visit, "≥ 1")
+        require(self.seconds >= 0, "seconds", self.seconds, "≥ 0")
+        require(len(self.contexts) > 0, "contexts", self.contexts, "at least one")
+        bound = f"≥ {self.visit + 2}, for the {self.visit + 1} tokens of a turn and one before"
+        for context in self.contexts:
+            require(context >= self.visit + 2, "contexts", context, bound)
+        one_of(self.dtype, (None, "float32", "bfloat16"), "dtype")
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.batch_size, 256 if self.seq_len is None else self.seq_len, self.device or "cpu")
+
+    @property
+    def trained_in(self) -> Dtype:
+        return self.dtype or "float32"
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """float32 always, so that runs of any dtype compare."""
+        return ("float32",) if self.trained_in == "float32" else ("float32", self.trained_in)
+
+
+QUICK = Options(rounds=3, visit=2, seconds=2.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One design. peak: bytes of training, or why there is no answer. seconds: of a training step, by dtype once a
+    round, empty where `untimed` says why. decoded: by context."""
+
+    counted: census.Census
+    peak: int | str
+    seconds: dict[Dtype, list[float]]
+    untimed: str
+    decoded: dict[int, Decoded]
+
+
+def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) -> dict[str, Result]:
+    """What each design costs, as plain JSON values, with ratios to "transformer" where that is among them.
+
+    ConfigError: no design, a table of positions shorter than seq_len, no such device.
+    """
+    require(len(configs) > 0, "designs", list(configs), "at least one")
+    for config in configs.values():
+        training.check(config, options.setting)
+    measured = _measure(configs, options)
+    results = {name: _result(config, measured[name], options) for name, config in configs.items()}
+    if REFERENCE in configs:
+        for name in configs:
+            beside = _ratios(measured[name], measured[REFERENCE], options.trained_in)
+            results[name]["to_transformer"] = beside
+    return results
+
+
+def measure(subject: Subject, options: Options = Options()) -> Result:
+    """What a run's design costs, beside a transformer of as many parameters (under "transformer"; null, with the
+    reason under "no_transformer", where none has as many). ConfigError for an artifact."""
+    bound = "a run; `perspectron generate --bench` measures an artifact"
+    require(not isinstance(subject.model, StreamedModel), "run", str(subject.run), bound)
+    config = subject.model.config
+    options = replace(
+        options,
+        seq_len=subject.seq_len if options.seq_len is None else options.seq_len,
+        dtype=options.dtype or ("bfloat16" if subject.dtype == torch.bfloat16 else "float32"),
+        device=options.device or str(subject.model.device),
+    )
+    configs, why = {config.name: config}, ""
+    try:
+        params = census.active_parameters(config)
+        twin = designs.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=options.setting.seq_len)
+        configs = {REFERENCE: twin} | configs  # a run of that name is its own
+    except ConfigError as error:
+        why = str(error)
+    results = compare_costs(configs, options)
+    return results[config.name] | {"transformer": results.get(REFERENCE), "no_transformer": why}
+
+
+def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, Measured]:
+    device, longest = pick_device(options.setting.device), max(options.contexts)
+    peaks = training.peaks(configs, options.setting, options.trained_in)
+    counted = {name: _census(config, options.contexts) for name, config in configs.items()}
+    held = sum(PER_PARAMETER * found.parameters for found in counted.values())
+    held += max((peak for peak in peaks.values() if isinstance(peak, int)), default=0)
+    seconds: dict[str, dict[Dtype, list[float]]] = {name: {} for name in configs}
+    untimed = ""
+    if held <= FREE_SHARE * (free := contexts.free(device)):
+        seconds = training.seconds_per_step(configs, options.setting, options.dtypes, options.rounds)
+    else:
+        untimed = (
+            f"{held / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
+        )
+    models = {name: contexts.decode_model(config, longest, device) for name, config in configs.items()}
+    decoded = {
+        context: contexts.measure(
+            models, context, rounds=options.rounds, visit=options.visit, seconds=options.seconds
+        )
+        for context in sorted(set(options.contexts))
+    }
+    return {
+        name: Measured(
+            *(counted[name], peaks[name], seconds[name], untimed),
+            {context: found[name] for context, found in decoded.items()},
+        )
+        for name in configs
+    }
+
+
+def _census(config: ModelConfig, at: tuple[int, ...]) -> census.Census:
+    """As if a table of positions were as long as the longest context; only the rows there are count."""
+    found = census.census(config, at)
+    if config.positions == 0:
+        return found
+    longer = census.census(replace(config, positions=max(config.positions, *at)), at)
+    return replace(longer, parameters=found.parameters, active_parameters=found.active_parameters)
+
+
+def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
+    """Every number of one design; keys of contexts are strings, as in JSON."""
+    decoded = {str(context): one for context, one in found.decoded.items()}
+    spreads = {
+        context: Spread.middle([1e3 * s for s in one.seconds]) if one.seconds else None
+        for context, one in decoded.items()
+    }
+    speeds = {
+        dtype: Spread.middle([options.setting.tokens / s for s in seconds])
+        for dtype, seconds in found.seconds.items()
+    }
+    skipped = {context: one.skipped for context, one in decoded.items() if one.skipped}
+    skipped |= {"peak": found.peak} if isinstance(found.peak, str) else {}
+    skipped |= {"training": found.untimed} if found.untimed else {}
+    lengthened = 0 < config.positions < max(options.contexts)
+    return {
+        "parameters": found.counted.parameters,
+        "active_parameters": found.counted.active_parameters,
+        "contexts": list(found.decoded),
+        "decode_ms": {context: spread and spread.median for context, spread in spreads.items()},
+        "decode_ms_spread": {context: spread and asdict(spread) for context, spread in spreads.items()},
+        "state_bytes": {context: one.state_bytes for context, one in decoded.items()},
+        "touched_bytes": {context: one.touched_bytes or None for context, one in decoded.items()},
+        "flops_per_token": {str(context): n for context, n in found.counted.flops_per_token.items()},
+        "train_tokens_per_second": speeds[options.trained_in].median if speeds else None,
+        "train_peak_bytes": found.peak if isinstance(found.peak, int) else None,
+        "train_tokens_per_second_spread": {dtype: asdict(spread) for dtype, spread in speeds.items()},
+        "skipped": skipped,
+        "positions": f"timed with the table of {config.positions} repeated" if lengthened else "",
+        "conditions": _conditions(options),
+    }  # fmt: skip
+
+
+def _conditions(options: Options) -> Result:
+    beside = {"dtype": options.trained_in, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return asdict(options) | asdict(options.setting) | beside | {"contexts": sorted(set(options.contexts))}
+
+
+def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:
+    """By how much more, round by round; null where one of the two was not measured."""
+    decode, state = dict[str, Any](), dict[str, float]()
+    for context, one in found.decoded.items():
+        other = reference.decoded[context]
+        timed = one.seconds and other.seconds
+        decode[str(context)] = _ratio(one.seconds, other.seconds) if timed else None
+        state[str(context)] = one.state_bytes / other.state_bytes
+    speed = _ratio(reference.seconds[dtype], found.seconds[dtype]) if found.seconds else None
+    peaks = (found.peak, reference.peak)
+    peak = peaks[0] / peaks[1] if isinstance(peaks[0], int) and isinstance(peaks[1], int) else None
+    return {
+        "decode_ms": decode,
+        "state_bytes": state,
+        "train_tokens_per_second": speed,
+        "train_peak_bytes": peak,
+    }
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> Result:
+    return asdict(Spread.middle([a / b for a, b in zip(above, below, strict=True)]))
+
+
+# For a person
+
+
+def lines(result: Result) -> list[str]:
+    """A run's, as `measure` gives it."""
+    conditions, to = result["conditions"], result.get("to_transformer")
+    training = f"training {conditions['batch_size']}×{conditions['seq_len']} in {conditions['dtype']}"
+    speed, peak = result["train_tokens_per_second"], result["train_peak_bytes"]
+    times = to or {
+        "train_tokens_per_second": None,
+        "train_peak_bytes": None,
+        "decode_ms": {},
+        "state_bytes": {},
+    }
+    text = [
+        f"{result['parameters']:,} parameters; {conditions['threads']} thread(s), {conditions['device']}",
+        f"{training}: {_shown(speed, ',.0f')} tokens/s {_times(times['train_tokens_per_second'])}, "
+        f"at most {_shown(peak and peak / 1e6, ',.0f')} MB {_times(times['train_peak_bytes'])}",
+        f"{'context':>9}  {'ms per token':<38}  state MB",
+    ]
+    for context in map(str, result["contexts"]):
+        ms = f"{_shown(result['decode_ms'][context], '.3f'):>9} {_times(times['decode_ms'].get(context))}"
+        size = f"{result['state_bytes'][context] / 1e6:>9,.2f} {_times(times['state_bytes'].get(context))}"
+        text.append(f"{int(context):>9,}  {ms:<38}  {size}".rstrip())
+    text += [f"not run, {what}: {why}" for what, why in result["skipped"].items()]
+    text += [result["positions"]] if result["positions"] else []
+    if to is None:
+        return [*text, f"no transformer to compare with: {result['no_transformer']}"]
+    return [
+        *text,
+        "in brackets: times a transformer of as many parameters, and where the middle half of the rounds lies",
+    ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _times(ratio: Any) -> str:
+    """Of a spread, or of one number."""
+    if ratio is None:
+        return ""
+    if isinstance(ratio, dict):
+        return f"({ratio['median']:.2f}×, {ratio['low']:.2f}–{ratio['high']:.2f})"
+    return f"({ratio:.2f}×)"

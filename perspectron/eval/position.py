@@ -1,0 +1,131 @@
+"""Held-out loss by position: what a model makes of its context, and whether more than it was trained on helps.
+
+A stretch lies within one document and is read from an empty state, as in training, so a target at position t follows
+exactly the t + 1 tokens of the stretch before it. All stretches are equally long: every bin is over the same ones.
+
+Text gets easier or harder along a document, so a curve that falls does not show that context helps. `falls_past` does:
+the same targets, the last N/2 of each stretch, are read again after only the N tokens before them.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.eval.reading import (
+    batches,
+    bits_per_byte,
+    byte_counts,
+    longest,
+    nats,
+    resampled_bits_per_byte,
+    stretches,
+)
+from perspectron.eval.subject import Subject
+
+LEAST = 4
+"""Stretches for an interval."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: read once from start to end, over all stretches; 0 is as many as give the longest ones that there are.
+    stretches: how many. contexts: past which it is asked whether the loss still falls; a stretch of twice as
+    many tokens is needed."""
+
+    tokens: int = 32768
+    stretches: int = 8
+    contexts: tuple[int, ...] = (128, 512, 2048, 8192)
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(self.stretches >= 1, "stretches", self.stretches, "≥ 1")
+        require(all(n >= 2 for n in self.contexts), "contexts", list(self.contexts), "each ≥ 2")
+
+
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
+    """bins: bits per byte of targets at positions from ≤ t < to. falls_past: by context N, True if the interval of the
+    gain is above 0, False if it is not (that is no proof of the contrary), None where it was not measured, for a
+    reason that `why` gives. past: the gain in bits per byte by more context than N, with a 95% interval of
+    resampled stretches. longest: tokens of a stretch. carried: read past the training window; designs with a
+    table of positions stop at its end. DataError without a document of two tokens."""
+    most = options.tokens // options.stretches if options.tokens else subject.split.tokens
+    table = subject.model.config.positions
+    length = longest(subject.split, options.stretches, min(most, table) if table else most)
+    ids_NT = stretches(subject.split, length, options.stretches)
+    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in batches(ids_NT)])
+    bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:])
+    past, why = dict[str, Any](), dict[str, str]()
+    for N in options.contexts:
+        if length < 2 * N:
+            past[str(N)] = None
+            why[str(N)] = _reason(table, 2 * N, length)
+        elif len(ids_NT) < LEAST:
+            past[str(N)], why[str(N)] = None, f"{len(ids_NT)} stretches, an interval needs {LEAST}"
+        else:
+            past[str(N)] = _gain(subject, ids_NT, whole_NT, bytes_NT, N)
+    return {
+        "seq_len": subject.seq_len,
+        "longest": length,
+        "stretches": len(ids_NT),
+        "contexts": list(options.contexts),
+        "bins": _bins(whole_NT, bytes_NT),
+        "carried": table == 0 and length > subject.seq_len,
+        "falls_past": {N: None if gain is None else gain["low"] > 0 for N, gain in past.items()},
+        "past": past,
+        "why": why,
+    }
+
+
+def _reason(table: int, needed: int, length: int) -> str:
+    if 0 < table < needed:
+        return f"the table of positions ends at {table}, {needed} are needed"
+    return f"stretches of {length} tokens, {needed} are needed"
+
+
+def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
+    """At positions 0, 1, 2-3, 4-7, …"""
+    edges = [0, *(2**k for k in range((nats_NT.shape[1] - 1).bit_length())), nats_NT.shape[1]]
+    edges = list(dict.fromkeys(edges))
+    bins = []
+    for low, high in itertools.pairwise(edges):
+        part = slice(low, high)
+        value = bits_per_byte(nats_NT[:, part], bytes_NT[:, part])
+        bins.append({"from": low, "to": high, "tokens": nats_NT[:, part].numel(), "bits_per_byte": value})
+    return bins
+
+
+def _gain(
+    subject: Subject, ids_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
+) -> dict[str, Any]:
+    """What the last context/2 targets of each stretch lose, in bits per byte, when what is read begins `context` tokens
+    before the first of them."""
+    targets = context // 2
+    short_NT = torch.cat([nats(subject, part)[0] for part in batches(ids_NT[:, -(context + targets) :])])
+    lost_NT = short_NT[:, -targets:].double() - whole_NT[:, -targets:].double()
+    bytes_NT = bytes_NT[:, -targets:]
+    low, high = resampled_bits_per_byte(lost_NT.sum(1), bytes_NT.sum(1), subject.seed)
+    gain = bits_per_byte(lost_NT, bytes_NT)
+    return {"tokens": lost_NT.numel(), "bits_per_byte": gain, "low": low, "high": high}
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For a person."""
+    text = [
+        f"bits per byte by position, over {result['stretches']} stretches of {result['longest']:,} tokens"
+        f" (trained on {result['seq_len']:,})"
+    ]
+    text += [f"{b['from']:>6,} to {b['to'] - 1:>6,}  {b['bits_per_byte']:.3f}" for b in result["bins"]]
+    for N, gain in result["past"].items():
+        if gain is None:
+            text.append(f"past {int(N):,}: not measured, {result['why'][N]}")
+            continue
+        verdict = "falls" if result["falls_past"][N] else "does not measurably fall"
+        span = f"{gain['low']:+.4f} to {gain['high']:+.4f}"
+        text.append(
+            f"past {int(N):,}: {verdict}; more context gains {gain['bits_per_byte']:+.4f} ({span}) bits per byte"
+        )
+    return text

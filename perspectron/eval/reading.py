@@ -1,0 +1,130 @@
+"""What the suites share: stretches of held-out documents, read in chunks with the state carried, and a bootstrap.
+
+Shapes: N stretches, B rows, T time, V vocabulary, R resamplings.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perspectron.data.shards import Split
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import DataError
+from perspectron.eval.subject import Subject
+from perspectron.state import LMState
+
+ROWS = 8
+"""Read side by side: designs that go token by token need them to be quick."""
+CHUNK = 2048
+"""Tokens whose logits are in memory at once."""
+RESAMPLINGS = 1000
+
+Floats = NDArray[np.float64]
+
+
+def stretches(split: Split, length: int, count: int) -> Tensor:
+    """Ids [N, length + 1], N ≤ count: `length` inputs and the target of the last, all of one document.
+
+    The first stretch of every document that is long enough, in order, then the second of each, and so on: as many
+    documents as there can be. DataError when none is long enough.
+    """
+    ends = [*split.starts[1:].tolist(), split.tokens]
+    fits = [
+        (start, (end - start - 1) // length) for start, end in zip(split.starts.tolist(), ends, strict=True)
+    ]
+    found = sorted((turn, start) for start, turns in fits for turn in range(min(turns, count)))[:count]
+    if not found:
+        raise DataError(f"{split.name}: no document of {length + 1} tokens, need at least one")
+    rows = [split.read(start + turn * length, start + (turn + 1) * length + 1) for turn, start in found]
+    return torch.from_numpy(np.stack(rows))
+
+
+def longest(split: Split, count: int, most: int) -> int:
+    """The greatest power of two ≤ `most` for which there are `count` stretches; where there never are, for which
+    there is one. DataError without a document of two tokens."""
+    sizes = np.diff([*split.starts, split.tokens]) - 1
+    if sizes.max(initial=0) < 1:
+        raise DataError(f"{split.name}: no document of 2 tokens, need at least one")
+    powers = [2**k for k in range(max(most, 1).bit_length()) if 2**k <= sizes.max()]
+    enough = [length for length in powers if (sizes // length).sum() >= count]
+    return enough[-1] if enough else powers[-1]
+
+
+def batches(ids_NT: Tensor) -> Iterator[Tensor]:
+    """Rows of `ids_NT` that are read side by side."""
+    yield from ids_NT.split(ROWS)
+
+
+def begin(subject: Subject, rows: int, length: int) -> LMState:
+    """The state before any token, with room for `length`."""
+    return subject.model.init_state(rows, capacity=length)
+
+
+def nats(subject: Subject, ids_BT: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
+    """The loss at each token after the first [B, T − 1], on the CPU, and the state after all but the last token.
+
+    The state handed in is used up. Memory beyond it does not grow with T.
+    """
+    model, (B, T) = subject.model, ids_BT.shape
+    ids_BT = ids_BT.to(model.device)
+    state = begin(subject, B, T) if state is None else state
+    step, found = max(1, CHUNK // B), []
+    with torch.inference_mode(), autocast(subject):
+        for at in range(0, T - 1, step):
+            part_BT = ids_BT[:, at : at + step + 1]
+            hidden_BTD, state, _ = model.hidden(part_BT[:, :-1], state)
+            logits_BTV = model.head(hidden_BTD)
+            full_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+            found.append(F.cross_entropy(full_BTV.mT, part_BT[:, 1:], reduction="none").cpu())
+    return torch.cat(found, 1), state
+
+
+def read(subject: Subject, ids_BT: Tensor, state: LMState) -> LMState:
+    """The state after T tokens more; the one handed in is used up."""
+    model, B = subject.model, len(ids_BT)
+    with torch.inference_mode(), autocast(subject):
+        for part_BT in ids_BT.to(model.device).split(max(1, CHUNK // B), 1):
+            _, state, _ = model.hidden(part_BT, state)
+    return state
+
+
+def autocast(subject: Subject) -> torch.autocast:
+    return torch.autocast(subject.model.device.type, subject.dtype, enabled=subject.dtype is not None)
+
+
+def byte_counts(tokenizer: Tokenizer, ids: Tensor) -> Tensor:
+    """Bytes of each id, in the same shape."""
+    return torch.from_numpy(np.asarray(tokenizer.byte_counts()))[ids]
+
+
+def bits_per_byte(nats: Tensor, text_bytes: Tensor) -> float:
+    """Of the sums; NaN without a byte."""
+    total = int(text_bytes.sum())
+    return nats.double().sum().item() / math.log(2) / total if total else math.nan
+
+
+def resampled(count: int, seed: int) -> Floats:
+    """How often each of `count` stretches is drawn [R, N], with replacement: their sums times this are the sums of a
+    resampling."""
+    draw = np.random.Generator(np.random.PCG64(seed))
+    return draw.multinomial(count, np.full(count, 1 / count), RESAMPLINGS).astype(np.float64)
+
+
+def resampled_bits_per_byte(nats_N: Tensor, bytes_N: Tensor, seed: int) -> tuple[float, float]:
+    """95% of the bits per byte of resampled stretches, from each one's nats and bytes; NaN without a byte."""
+    weights_RN = resampled(len(nats_N), seed)
+    total_R = weights_RN @ bytes_N.double().numpy()
+    if not total_R.all():
+        return math.nan, math.nan
+    return interval((weights_RN @ nats_N.double().numpy()) / math.log(2) / total_R)
+
+
+def interval(values_R: Floats) -> tuple[float, float]:
+    """The middle 95% of what resamplings gave."""
+    low, high = np.quantile(values_R, (0.025, 0.975))
+    return float(low), float(high)

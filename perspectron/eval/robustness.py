@@ -1,0 +1,154 @@
+"""What becomes of the loss when a state was on disk meanwhile, and when the context is shuffled or corrupted.
+
+Every stretch lies within one document: a context and, in its last quarter, a continuation. Only the continuation's
+tokens are targets, they are always the true ones, and they are read as they are: only the context differs.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.eval.reading import (
+    ROWS,
+    batches,
+    begin,
+    bits_per_byte,
+    byte_counts,
+    longest,
+    nats,
+    read,
+    resampled_bits_per_byte,
+    stretches,
+)
+from perspectron.eval.subject import Subject
+from perspectron.state import LMState, load_state, save_state
+
+
+@dataclass(frozen=True)
+class Options:
+    """tokens: of all stretches together; 0 is the whole text. windows: in which a context's tokens are shuffled; the
+    whole context is always tried too. shares: of a context's tokens that become random ones."""
+
+    tokens: int = 4096
+    windows: tuple[int, ...] = (4, 16)
+    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        require(all(n >= 2 for n in self.windows), "windows", list(self.windows), "each ≥ 2")
+        require(all(0 <= s <= 1 for s in self.shares), "shares", list(self.shares), "each in [0, 1]")
+
+
+def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
+    """whole: nats per token after the true context; resumed: with the state saved and loaded between context and
+    continuation; resumed_equal: the same loss at every token, bit for bit. Then bits per byte after the true context,
+    and for none, one shuffled within windows ("all": as a whole) and one of which a share is random tokens: how many
+    more these need (worse), with a 95% interval of resampled stretches. ConfigError for a seq_len of 1; DataError
+    without a document of 3 tokens."""
+    require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")
+    length = max(2, longest(subject.split, ROWS, subject.seq_len))
+    ids_NT = stretches(subject.split, length, max(1, (options.tokens or subject.split.tokens) // length))
+    at = length - max(1, length // 4)
+    context_NT, rest_NT = ids_NT[:, :at], ids_NT[:, at:]
+    bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:])
+    whole_NT = _continued(subject, context_NT, rest_NT)
+    resumed_NT = _continued(subject, context_NT, rest_NT, on_disk)
+
+    def worse(context_NT: Tensor) -> dict[str, float]:
+        return _against(whole_NT, _continued(subject, context_NT, rest_NT), bytes_NT, seed)
+
+    shuffles = {str(n): n for n in options.windows if n < at} | {"all": at}
+    vocab, seed = subject.tokenizer.vocab_size, subject.seed
+    return {
+        "context": at,
+        "stretches": len(ids_NT),
+        "tokens": whole_NT.numel(),
+        "whole": whole_NT.double().mean().item(),
+        "resumed": resumed_NT.double().mean().item(),
+        "resumed_equal": torch.equal(whole_NT, resumed_NT),
+        "bits_per_byte": bits_per_byte(whole_NT, bytes_NT),
+        "no_context": worse(context_NT[:, :0]),
+        "shuffled": {name: worse(shuffled(context_NT, n, seed)) for name, n in shuffles.items()},
+        "corrupted": [
+            {"share": share} | worse(corrupted(context_NT, share, vocab, seed)) for share in options.shares
+        ],
+    }
+
+
+def _against(whole_NT: Tensor, other_NT: Tensor, bytes_NT: Tensor, seed: int) -> dict[str, float]:
+    more_N = (other_NT.double() - whole_NT.double()).sum(1)
+    low, high = resampled_bits_per_byte(more_N, bytes_NT.sum(1), seed)
+    return {
+        "bits_per_byte": bits_per_byte(other_NT, bytes_NT),
+        "worse": bits_per_byte(more_N, bytes_NT),
+        "low": low,
+        "high": high,
+    }
+
+
+def shuffled(context_NT: Tensor, window: int, seed: int) -> Tensor:
+    """The tokens after the first, in random order within windows of so many; the first may be the separator."""
+    draw = torch.Generator().manual_seed(seed)
+    N, T = context_NT.shape
+    random_NT = torch.rand(N, T, generator=draw, dtype=torch.float64)
+    key_NT = random_NT + (torch.arange(T) - 1).div(window, rounding_mode="floor")
+    return context_NT.gather(1, key_NT.argsort(1))
+
+
+def corrupted(context_NT: Tensor, share: float, vocab_size: int, seed: int) -> Tensor:
+    """Each token after the first becomes, with probability `share`, a random one that is not the separator. With the
+    same seed a larger share corrupts what a smaller one does, and more."""
+    draw = torch.Generator().manual_seed(seed)
+    hit_NT = torch.rand(context_NT.shape, generator=draw) < share
+    hit_NT[:, :1] = False
+    other_NT = torch.randint(Tokenizer.end_of_text + 1, vocab_size, context_NT.shape, generator=draw)
+    return torch.where(hit_NT, other_NT, context_NT)
+
+
+def on_disk(subject: Subject, state: LMState) -> LMState:
+    """The state, saved to a file and loaded from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_state(Path(folder) / "state", state, subject.model)
+        return load_state(Path(folder) / "state", subject.model).to(subject.model.device)
+
+
+def _continued(
+    subject: Subject,
+    context_NT: Tensor,
+    rest_NT: Tensor,
+    between: Callable[[Subject, LMState], LMState] = lambda _, state: state,
+) -> Tensor:
+    """Nats of the targets of `rest_NT` after the context; `between` is done to the state."""
+    found = []
+    for context_BT, rest_BT in zip(batches(context_NT), batches(rest_NT), strict=True):
+        state = begin(subject, len(rest_BT), context_BT.shape[1] + rest_BT.shape[1])
+        if context_BT.shape[1]:
+            state = read(subject, context_BT, state)
+        found.append(nats(subject, rest_BT, between(subject, state))[0])
+    return torch.cat(found)
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For a person."""
+    same = "the same at every token" if result["resumed_equal"] else "NOT the same"
+    text = [
+        f"loss on {result['tokens']:,} tokens after {result['context']:,} tokens of context",
+        f"uninterrupted {result['whole']:.6f} nats per token, state from disk {result['resumed']:.6f}: {same}",
+        f"true context: {result['bits_per_byte']:.4f} bits per byte",
+        f"no context: {_worse(result['no_context'])}",
+    ]
+    for window, found in result["shuffled"].items():
+        within = "as a whole" if window == "all" else f"within {window} tokens"
+        text.append(f"shuffled {within}: {_worse(found)}")
+    return text + [f"{c['share']:.0%} random tokens: {_worse(c)}" for c in result["corrupted"]]
+
+
+def _worse(found: dict[str, float]) -> str:
+    return f"{found['worse']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})"

@@ -1,0 +1,63 @@
+"""The suites of `perspectron eval RUN --suite NAME`.
+
+A suite is a module with a frozen dataclass `Options`, `measure(subject, options) -> dict` of plain JSON values, and
+`lines(result) -> list[str]` for a person at the terminal. It is imported when it is first used.
+"""
+
+import math
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from perspectron.eval.subject import Subject
+
+
+@dataclass(frozen=True)
+class Suite:
+    """module: in `perspectron.eval`. about: one line. reads_text: it measures on the held-out text."""
+
+    module: str
+    about: str
+    reads_text: bool = True
+
+    @property
+    def options(self) -> type[Any]:
+        options: type[Any] = self._module.Options
+        return options
+
+    def measure(self, subject: Subject, options: Any = None) -> dict[str, Any]:
+        """The result; None is the default options."""
+        result: dict[str, Any] = self._module.measure(subject, options or self.options())
+        return result
+
+    def lines(self, result: dict[str, Any]) -> list[str]:
+        """For a person; the first goes on after the model's name."""
+        lines: list[str] = self._module.lines(result)
+        return lines
+
+    @property
+    def _module(self) -> ModuleType:
+        return import_module(f"perspectron.eval.{self.module}")
+
+
+def plain(value: Any) -> Any:
+    """A result as JSON can hold it: null for a number that is not finite."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+SUITES = {
+    "perplexity": Suite("perplexity", "held-out bits per byte, beside gzip and xz"),
+    "position": Suite("position", "held-out bits per byte by position, and what more context gains"),
+    "calibration": Suite("calibration", "how well probabilities are met: ECE, Brier, reliability"),
+    "robustness": Suite("robustness", "loss after a saved state, shuffled and corrupted context"),
+    "cost": Suite(
+        "cost_suite",
+        "training, memory and decoding at growing contexts, beside a transformer",
+        reads_text=False,
+    ),
+}

@@ -1,0 +1,95 @@
+"""Measurements that can be compared: contenders take turns, and what is told is a median with its spread.
+
+A machine is now fast and now slow. Contenders that alternate meet the same moments, so that their ratios hold where
+their times do not.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import torch
+
+Key = TypeVar("Key", bound=Hashable)
+MOST = 20
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some measurements, between which bounds they lie, and how many there were."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Median, least and greatest."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    @classmethod
+    def middle(cls, values: Sequence[float]) -> Self:
+        """Median and quartiles: where half of the measurements lie, whatever else the machine did meanwhile."""
+        low, median, high = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        )
+        return cls(median, low, high, len(values))
+
+    def text(self, scale: float = 1.0) -> str:
+        if self.count == 1:
+            return f"{self.median * scale:.4g} (once)"
+        return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """above / below, pair by pair."""
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def take_turns(
+    contenders: Mapping[Key, Callable[[], float]], rounds: int, warmup: int = 1, *, seconds: float = 0.0
+) -> dict[Key, list[float]]:
+    """What each contender answers when it is called, once a round, after `warmup` rounds that are not told. They take
+    turns, in reverse order every other round. Quick ones go on for `seconds`, up to `MOST` times as many rounds."""
+    names = list(contenders)
+    answers: dict[Key, list[float]] = {name: [] for name in names}
+    turn, end = 0, time.perf_counter() + seconds
+    while turn < warmup + rounds or (turn < warmup + MOST * rounds and time.perf_counter() < end):
+        for name in names if turn % 2 == 0 else reversed(names):
+            answer = contenders[name]()
+            if turn >= warmup:
+                answers[name].append(answer)
+        turn += 1
+    return answers
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call, `repeats` per contender, taken in turns."""
+    return take_turns({name: timed(call) for name, call in contenders.items()}, repeats, warmup)
+
+
+def timed(
+    call: Callable[[], object],
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (immutable)
+) -> Callable[[], float]:
+    """Calls it and answers the seconds that it took, work that it left to the device included."""
+
+    def seconds() -> float:
+        synchronise(device)
+        start = time.perf_counter()
+        call()
+        synchronise(device)
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until what was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

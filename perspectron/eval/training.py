@@ -1,0 +1,165 @@
+"""What training a design costs: tokens a second, in turns with other designs, and memory at its peak.
+
+A step is forward, loss with every term, backward and AdamW, on random tokens. Shapes: B batch, T time.
+
+As a program (`python -m perspectron.eval.training`) it reads a JSON list of settings and writes, for each, a line of
+what `_alone` found in a process of its own. They are forked from one that has imported everything, which takes
+longer than a step.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from perspectron.config import ModelConfig, dump, load, require
+from perspectron.device import pick_device, return_memory
+from perspectron.eval.contexts import FREE_SHARE, free
+from perspectron.eval.memory import Peak
+from perspectron.eval.timing import take_turns, timed
+from perspectron.model import build
+from perspectron.train.optim import OptimConfig, adamw
+
+Dtype = Literal["float32", "bfloat16"]
+PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
+PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is of: so many windows of so many tokens, on which device."""
+
+    batch_size: int = 8
+    seq_len: int = 256
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "≥ 1")
+        require(self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+
+def check(config: ModelConfig, setting: Setting) -> None:
+    """ConfigError where a table of positions is too short."""
+    positions = config.positions or setting.seq_len
+    bound = f"≤ positions = {positions}, the learned table of {config.name}"
+    require(setting.seq_len <= positions, "seq_len", setting.seq_len, bound)
+
+
+def stepper(config: ModelConfig, setting: Setting) -> Callable[[Dtype], None]:
+    """A call of which is one step of a random model."""
+    device = pick_device(setting.device)
+    model = build(config).to(device).train()
+    draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
+    ids_BT = torch.randint(config.vocab_size, shape, generator=draw).to(device)
+    optimizer = adamw(model, OptimConfig())
+
+    def step(dtype: Dtype) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            objective = model(ids_BT[:, :-1], targets=ids_BT[:, 1:]).objective()
+        objective.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def seconds_per_step(
+    configs: Mapping[str, ModelConfig], setting: Setting, dtypes: Sequence[Dtype], rounds: int
+) -> dict[str, dict[Dtype, list[float]]]:
+    """By design and dtype, once a round: all take turns."""
+    device = pick_device(setting.device)
+    turns: dict[tuple[str, Dtype], Callable[[], float]] = {}
+    for name, config in configs.items():
+        step = stepper(config, setting)
+        for dtype in dtypes:
+            turns[name, dtype] = timed(partial(step, dtype), device)
+    found = take_turns(turns, rounds)
+    return {name: {dtype: found[name, dtype] for dtype in dtypes} for name in configs}
+
+
+# Memory
+
+
+def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) -> dict[str, int | str]:
+    """Bytes by which memory rises in the first step, weights, gradients and optimizer included, or why there is no
+    answer. Each in a process of its own."""
+    beside = asdict(setting) | {"dtype": dtype, "threads": torch.get_num_threads()}
+    specs = [{"config": dump(config)} | beside for config in configs.values()]
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "perspectron.eval.training"],
+        input=json.dumps(specs),
+        capture_output=True,
+        text=True,
+        # a library that starts threads when it is imported cannot be forked from
+        env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    answers: list[int | str] = [json.loads(line) for line in done.stdout.splitlines()]
+    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+    answers += [f"exit code {done.returncode}: {last[0]}"] * (len(configs) - len(answers))
+    return dict(zip(configs, answers, strict=True))
+
+
+def _alone(spec: dict[str, Any]) -> int | str:
+    """The peak of one step in this process, or why it was not made."""
+    config = load(ModelConfig, spec["config"])
+    setting = Setting(spec["batch_size"], spec["seq_len"], spec["device"])
+    device = pick_device(setting.device)
+    torch.set_num_threads(spec["threads"])
+    torch.set_flush_denormal(True)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build(config).parameters())
+    needs = PER_PARAMETER * parameters + PER_LOGIT * setting.tokens * config.vocab_size
+    if needs > FREE_SHARE * (there := free(device)):
+        return f"needs more than {needs / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free"
+    return_memory()
+    stepper(config, replace(setting, batch_size=1, seq_len=min(16, setting.seq_len)))(
+        spec["dtype"]
+    )  # loads libraries
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        stepper(config, setting)(spec["dtype"])
+        return torch.cuda.max_memory_allocated(device) - before
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    with Peak() as peak:
+        stepper(config, setting)(spec["dtype"])
+    return "this system does not tell" if peak.bytes is None else peak.bytes
+
+
+def _fork(spec: dict[str, Any]) -> None:
+    """One line on standard output, from a process of its own or, where that died, from this one."""
+    sys.stdout.flush()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps(f"died of {os.waitstatus_to_exitcode(status)}"), flush=True)
+        return
+    try:
+        answer: object = _alone(spec)
+    except Exception as error:
+        answer = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what is imported is looked through once, not in each process
+    for given in json.load(sys.stdin):
+        _fork(given)

@@ -1,0 +1,173 @@
+"""Every ablation of every design: what is gone, what stays, and that its size is the whole design's."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+import perspectron
+from perspectron.census import active_parameters
+from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, rematch
+from perspectron.config import ModelConfig
+from perspectron.designs import small
+from perspectron.errors import ConfigError
+from perspectron.mixers.pdr import PDR
+from perspectron.mixers.window_gqa import WindowGQA
+from perspectron.model import LanguageModel
+
+V, T = 64, 24
+CASES = [(design, name) for design, ablations in ABLATIONS.items() for name in ablations]
+
+every_ablation = pytest.mark.parametrize(("design", "name"), CASES, ids="-".join)
+
+
+@functools.cache
+def whole(design: str) -> ModelConfig:
+    return small(design, vocab_size=V, layers=4, seq_len=2 * T)
+
+
+@functools.cache
+def left(design: str, name: str) -> ModelConfig:
+    return ablate(whole(design), name)
+
+
+def ids(seed: int = 1) -> Tensor:
+    return torch.randint(V, (2, T + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
+
+
+def parts(config: ModelConfig) -> set[str]:
+    """Names of the parameters of a first layer."""
+    return {name.removeprefix("blocks.0.") for name in parameters(config) if name.startswith("blocks.0.")}
+
+
+@every_ablation
+def test_as_many_active_parameters_as_the_whole(design, name):
+    config, params = left(design, name), active_parameters(whole(design))
+    assert abs(active_parameters(config) - params) <= 0.02 * params
+    assert config.name == f"{design}-{name}"
+    assert (config.d_model, len(config.blocks)) == (whole(design).d_model, len(whole(design).blocks))
+
+
+@every_ablation
+def test_it_trains_and_sees_nothing_later(design, name):
+    model, read = perspectron.build(left(design, name), seed=0), ids()
+    model.set_step(1000)
+    output = model(read[:, :-1], targets=read[:, 1:])
+    output.objective().backward()
+    assert output.objective().isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    changed = read[:, :-1].clone()
+    changed[:, T // 2] = (changed[:, T // 2] + 1) % V
+    with torch.no_grad():
+        before, after = model(read[:, :-1]).logits, model(changed).logits
+    torch.testing.assert_close(after[:, : T // 2], before[:, : T // 2], rtol=0, atol=1e-5)
+    assert (after[:, T // 2 :] - before[:, T // 2 :]).abs().amax(-1).min() > 0
+
+
+@every_ablation
+def test_what_has_no_gradient_is_counted_as_idle(design, name):
+    """In float64, where no gradient is lost by rounding; embeddings of tokens that were not read are left out."""
+    model, read = perspectron.build(left(design, name), seed=0).double(), ids()
+    model(read[:, :-1], targets=read[:, 1:]).objective().backward()
+    zero = 0
+    for where, parameter in model.named_parameters():
+        if not where.startswith(("embedding", "position")):
+            zero += parameter.numel() if parameter.grad is None else int((parameter.grad == 0).sum())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert zero == total - active_parameters(left(design, name))
+
+
+# ---------------------------------------------------------------- what is gone
+
+
+def test_perspective():
+    rank = parameters(left("perspective", "low_rank_gate"))
+    assert rank["blocks.0.mixer.p_proj.weight"] == (64, GATE_RANK)
+    assert rank["blocks.0.mixer.p_down.weight"] == (GATE_RANK, 64)
+    assert parts(whole("perspective")) - parts(left("perspective", "fixed_decay")) == {"mixer.p_proj.weight"}
+    mixers = {name: perspectron.build(left("perspective", name)).blocks for name in ("no_gqa", "no_pdr")}
+    assert {type(block.mixer) for block in mixers["no_gqa"]} == {PDR}
+    assert {type(block.mixer) for block in mixers["no_pdr"]} == {WindowGQA}
+
+
+def test_a_fixed_decay_starts_at_the_whole_designs():
+    model = perspectron.build(left("perspective", "fixed_decay"))
+    gamma = model.blocks[0].mixer.p_proj(torch.randn(2, T, 64)).sigmoid()
+    torch.testing.assert_close(gamma, torch.full_like(gamma, 0.95), rtol=0, atol=1e-4)
+
+
+def test_lens_without_its_parts_is_gpt2():
+    plain = left("lens", "plain")
+    model = perspectron.build(plain, seed=0)
+    hidden = plain.blocks[0].ffn.hidden
+    twin = perspectron.build(
+        "gpt2-tiny", seed=1, vocab_size=V, d_model=64, heads=2, hidden=hidden, positions=2 * T
+    )
+    twin.load_state_dict(model.state_dict())
+    torch.testing.assert_close(model(ids()).logits, twin(ids()).logits, rtol=0, atol=1e-5)
+
+
+def test_each_step_of_lens_adds_one_part():
+    steps = ["plain", "reciprocity", "discoverability", "gates", "route", "gated_mlp"]
+    added = [parts(left("lens", b)) - parts(left("lens", a)) for a, b in zip(steps, steps[1:], strict=False)]
+    network = {"ffn.gate_proj.weight", "ffn.gate_proj.bias"}
+    assert added == [set(), {"mixer.u_HK"}, {"mixer.gates_HL"}, {"route.raw_1"}, network]
+    mixers = [left("lens", step).blocks[0].mixer for step in steps]
+    assert [mixer.reciprocity for mixer in mixers] == [False] + 5 * [True]
+    detached, full = left("lens", "detached").blocks[0].ffn, whole("lens").blocks[0].ffn
+    assert detached.stop_gradient and not full.stop_gradient and detached.hidden == full.hidden
+    control = parts(left("lens", "output_gate")) - parts(left("lens", "plain"))
+    assert control == {"mixer.gate_proj.weight", "mixer.gate_proj.bias"}
+
+
+def test_drm():
+    terms = {}
+    for name in ("no_directions", "no_metric", "no_auxiliary"):
+        output = perspectron.build(left("drm", name))(ids()[:, :-1], targets=ids()[:, 1:])
+        terms[name] = {term for term, value in output.terms.items() if value.weight != 0}
+        if name == "no_auxiliary":
+            assert output.objective() == output.loss
+    gates = {"dim_sparsity", "dim_entropy", "dim_variance", "active_fraction"}
+    assert terms["no_auxiliary"] == set() and terms["no_metric"] == gates
+    assert terms["no_directions"] & gates == set() and "action" in terms["no_directions"]
+    gone = parts(whole("drm")) - parts(left("drm", "no_directions"))
+    assert gone == {"mixer.direction.weight", "mixer.direction.bias"}
+
+
+def test_adr():
+    """Keys alone and values alone have half of the GRUs; nothing of law 5 is left where it is removed."""
+    cells = {name: parameters(left("adr", name))["blocks.0.mixer.input_GKF"][0] for name in ABLATIONS["adr"]}
+    assert cells == {"no_decay": 4, "no_law5": 4, "uncoupled": 4, "keys_only": 2, "values_only": 2}
+    block = left("adr", "no_law5").blocks[0]
+    assert block.residual.kind == "sequential" and not block.mixer.couple
+    assert left("adr", "uncoupled").blocks[0].residual.kind == "law5"
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "message"),
+    [
+        (whole("adr"), "no_gate", "ablation of adr = 'no_gate', must be one of no_decay, no_law5"),
+        (small("gpt2", vocab_size=V), "plain", "design = 'gpt2', must be one of perspective, lens, drm, adr"),
+        (small("perspective", vocab_size=V), "no_gqa", "ablation = 'no_gqa', must be of a part that perspective has"),
+        (small("perspective", vocab_size=V), "no_pdr", "model = 'perspective', must be one with a window_gqa layer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_removed_is_named(config, name, message):
+    with pytest.raises(ConfigError, match=message):
+        ablate(config, name)
+
+
+def test_a_size_out_of_reach_is_named():
+    with pytest.raises(ConfigError, match="must be within 2% of 1,000 by some hidden width"):
+        rematch(whole("adr"), 1000)
+    with pytest.raises(ConfigError, match="model = 'ssd', must be one with a hidden width to match by"):
+        rematch(small("ssd", vocab_size=V), 10**5)

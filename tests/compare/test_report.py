@@ -1,0 +1,325 @@
+"""The report of the made-up comparison of conftest.py."""
+
+import copy
+import itertools
+import math
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+
+from perspectron.compare.charts import apart
+from perspectron.compare.report import html, markdown
+from perspectron.compare.significance import paired
+from perspectron.compare.summary import ranked
+from perspectron.compare.verdicts import Field, findings
+
+
+@pytest.fixture(scope="module")
+def results(make_results):
+    return make_results()
+
+
+@pytest.fixture(scope="module")
+def page(results):
+    return html(results)
+
+
+@pytest.fixture(scope="module")
+def notes(results):
+    return markdown(results)
+
+
+class Parsed(HTMLParser):
+    """Checks that tags are balanced; gathers ids, the text outside of style, and the cells of tables."""
+
+    VOID = ("meta", "br", "hr", "img", "input", "link")
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.ids, self.text, self.rows, self.tags = [], [], [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" in self.open or not data.strip():
+            return
+        self.text.append(data)
+        if ("td" in self.open or "th" in self.open) and "small" not in self.open:
+            self.rows[-1][-1] += data
+
+
+def rows_of(page, first):
+    return next(row for row in Parsed(page).rows if len(row) > 1 and first in row[:2])
+
+
+# The page
+
+
+def test_it_is_well_formed_and_alone(page):
+    parsed = Parsed(page)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    tags = {tag for tag, _ in parsed.tags}
+    assert not tags & {"script", "link", "img", "iframe"}
+    assert "http" not in page and "url(" not in page.replace("url(#", "") and "@import" not in page
+    for tag, attrs in parsed.tags:
+        if tag == "th":
+            assert attrs["scope"] in ("col", "row")
+        if tag == "svg" and attrs.get("aria-hidden") != "true":
+            assert all(name in parsed.ids for name in attrs["aria-labelledby"].split())
+        if tag == "a":
+            assert attrs["href"].removeprefix("#") in parsed.ids
+
+
+def test_it_follows_the_systems_scheme(page):
+    assert "prefers-color-scheme:dark" in page and "@media print" in page
+    assert not re.search(r'(fill|stroke)="#', page)
+
+
+def test_every_design_has_a_row_a_paragraph_and_a_line(results, page, notes):
+    text = " ".join(Parsed(page).text)
+    for name in results["designs"]:
+        assert rows_of(page, name)
+        assert f"<strong>{name}</strong>" in page and f"**{name}**" in notes
+        assert text.count(name) > 5
+
+
+def test_the_same_results_give_the_same_bytes(make_results, results, page, notes):
+    again = make_results()
+    assert html(again) == page and markdown(again) == notes
+    assert again == results
+
+
+def test_it_is_quick(results):
+    start = time.perf_counter()
+    html(results)
+    assert time.perf_counter() - start < 2
+
+
+def test_nothing_reads_nan_or_none(page, notes):
+    seen = " ".join(Parsed(page).text) + notes
+    assert not re.search(r"\b(nan|None|inf|null|True|False)\b", seen)
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL).replace("finance", "")
+
+
+def test_what_a_user_wrote_is_only_text(results):
+    hostile = copy.deepcopy(results)
+    hostile["plan"]["data"] = "<script>alert('x')</script>|`*"
+    hostile["conditions"]["command"] = 'perspectron --data "</pre><script>" ```'
+    hostile["designs"]["drm"]["cells"][2]["why"] = "<b>|</b>\nnan"
+    page = html(hostile)
+    assert not any(tag in ("script", "b") for tag, _ in Parsed(page).tags)
+    assert "&lt;script&gt;" in page
+    notes = markdown(hostile)
+    assert "<script>" not in re.sub(r"````\n.*?\n````", "", notes, flags=re.DOTALL)
+    assert "````\nperspectron --data" in notes
+    table = [line for line in notes.splitlines() if line.startswith("| drm | 2 |")]
+    assert len(table) == 1 and "&lt;b&gt;\\|&lt;/b&gt; nan" in table[0]
+
+
+# Its numbers
+
+
+def test_the_ranking_shows_what_the_results_say(results, page):
+    transformer = results["designs"]["transformer"]["cells"]
+    for name in ("perspective", "adr", "gla"):
+        cells = [c for c in results["designs"][name]["cells"] if c["status"] == "finished"]
+        losses = [cell["heldout_bits_per_byte"] for cell in cells]
+        row = rows_of(page, name)
+        assert row[2] == f"{sum(losses) / len(losses):.3f}"
+        assert row[3] == f"{min(losses):.3f} to {max(losses):.3f}"
+        others = [transformer[cell["seed"]]["heldout_bits_per_byte"] for cell in cells]
+        pair = paired(losses, others)
+        assert row[5] == f"{pair.mean:+.3f}"
+        assert f"{pair.low:+.3f} to {pair.high:+.3f}, ".replace("-", "−") in page
+        assert row[6] == "2M" and row[8] == "0.003"
+
+
+def test_complete_designs_come_first(results):
+    names = [row.name for row in ranked(results)]
+    assert names[-2:] == ["gla", "drm"]
+    means = [row.mean for row in ranked(results)[:-2]]
+    assert means == sorted(means)
+
+
+def test_faults_are_shown(page, notes):
+    assert rows_of(page, "gla")[0] == "–" and rows_of(page, "drm")[0] == "–"
+    for text in (page, notes):
+        assert "seed 2 diverged" in text and "seed 2 missing" in text
+        assert "of 2 of 3 seeds" in text
+        assert "the loss is not finite at step 611" in text and "trained for 310 of 1465 steps" in text
+        assert "the loss is not finite at step 40" in text  # of a learning rate
+    assert 'class="cross' in page
+
+
+def test_compressors_stand_beside_the_designs(results, page):
+    best = ranked(results)[0]
+    row = rows_of(page, "xz -9")
+    assert row[2] == "1.752" and row[4] == f"{1.752 - best.mean:+.3f}".replace("-", "−")
+
+
+def test_it_says_what_three_seeds_allow(page, notes):
+    for text in (page, notes):
+        assert "no p below 0.25" in text and "normal" in text
+        assert "of 7 true zeros, 0.35 would" in text
+
+
+def test_one_seed_has_no_spread(make_results):
+    page = html(make_results(seeds=(0,)) | {"compressors": {}})
+    assert "One seed: there is no spread and no test" in page
+    assert rows_of(page, "perspective")[3] == "–"
+    assert "interval" not in page.replace("its interval, seed by seed", "")
+
+
+# Verdicts
+
+
+def verdict(results, name):
+    rows = ranked(results)
+    row = next(row for row in rows if row.name == name)
+    field = Field(rows, "transformer", results["compressors"])
+    return {
+        kind: " ".join(f.text for f in findings(row, field) if f.kind == kind)
+        for kind in ("failed", "held", "open", "cost")
+    }
+
+
+def shifted(results, name, losses):
+    changed = copy.deepcopy(results)
+    for cell, loss in zip(changed["designs"][name]["cells"], losses, strict=True):
+        cell["heldout_bits_per_byte"] = loss
+    return changed
+
+
+def test_rules_of_losses(results):
+    base = [cell["heldout_bits_per_byte"] for cell in results["designs"]["transformer"]["cells"]]
+    worse = shifted(results, "lens", [loss + 0.1 + 0.001 * i for i, loss in enumerate(base)])
+    assert "Loses to transformer by 0.101 bits per byte" in verdict(worse, "lens")["failed"]
+    better = shifted(results, "lens", [loss - 0.1 - 0.001 * i for i, loss in enumerate(base)])
+    assert "Beats transformer by 0.101 bits per byte" in verdict(better, "lens")["held"]
+    assert "Lowest mean loss" in verdict(better, "lens")["held"]
+    unsure = shifted(results, "lens", [base[0] + 0.1, base[1] - 0.08, base[2] + 0.01])
+    assert "Not told apart from transformer: +0.010" in verdict(unsure, "lens")["open"]
+    assert (
+        "Does not compress better than gzip -9 (2.087) and xz -9 (1.752)"
+        in verdict(results, "lens")["failed"]
+    )
+
+
+def test_rules_of_claims(results):
+    assert "does not support that: its state stays" not in verdict(results, "drm")["failed"]
+    assert "supports that: its state stays the same size" in verdict(results, "drm")["held"]
+    assert "does not support that" in verdict(results, "adr")["failed"]
+    gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
+    better = shifted(results, "adr", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
+    assert "supports that: −0.101 bits per byte against gpt2" in verdict(better, "adr")["held"]
+    lens = verdict(results, "lens")["failed"]
+    assert "its cache is 1 times that of gpt2 at 256k tokens" in lens
+    alone = copy.deepcopy(results)
+    del alone["designs"]["gpt2"]
+    assert "leaves that open: its loss was not compared with that of gpt2" in verdict(alone, "adr")["open"]
+
+
+def test_rules_of_suites(results):
+    transformer, perspective, adr = (verdict(results, name) for name in ("transformer", "perspective", "adr"))
+    assert "Its loss does not fall past 512 tokens." in transformer["failed"]
+    assert "Its loss keeps falling past 512 tokens." in perspective["held"]
+    assert "Whether its loss falls past 512 tokens could not be measured" in adr["open"]
+    assert "Solves mqar and needle." in transformer["held"]
+    assert "Does not solve parity (at chance, 50.0%)." in transformer["failed"]
+    assert "mqar (1 of 4 settings)" in perspective["held"]
+    assert "Its state is 123 kB from 1k to 256k tokens." in perspective["cost"]
+    assert "Its cache grows from 295 kB at 1k" in transformer["cost"]
+    assert "times transformer's time" in perspective["cost"]
+    assert "ECE 0.031, between" in perspective["open"]
+    assert "0.0015, is the lowest that was tried" in verdict(results, "gpt2")["open"]
+    assert (
+        "Not measured: position, calibration, robustness, recall and cost." in verdict(results, "ssd")["open"]
+    )
+
+
+def test_rules_of_calibration_and_resuming(results):
+    changed = copy.deepcopy(results)
+    for cell, ece in zip(changed["designs"]["adr"]["cells"], (0.01, 0.02, 0.015), strict=True):
+        cell["suites"]["calibration"]["ece"] = ece
+    changed["designs"]["adr"]["cells"][1]["suites"]["robustness"]["resumed_equal"] = False
+    assert "Calibrated: ECE 0.015" in verdict(changed, "adr")["held"]
+    assert "its loss differs in 1 of 3 seeds" in verdict(changed, "adr")["failed"]
+    changed["designs"]["adr"]["cells"][0]["suites"]["calibration"]["ece"] = 0.4
+    assert "Not calibrated: ECE 0.145" in verdict(changed, "adr")["failed"]
+
+
+# What is not there
+
+
+def test_sections_without_measurements_say_so(results):
+    bare = copy.deepcopy(results)
+    for design in bare["designs"].values():
+        design |= {"suites": {}, "rates": []}
+        for cell in design["cells"]:
+            cell |= {"suites": {}, "curve": []}
+    for text in (html(bare), markdown(bare)):
+        for what in ("Loss by position", "Recall", "Cost against context", "Calibration", "Robustness"):
+            assert f"{what}: not measured in this run" in text
+        assert "One learning rate was given" in text and "No training has a curve" in text
+
+
+def test_nothing_finished(results):
+    empty = copy.deepcopy(results)
+    for design in empty["designs"].values():
+        design["cells"] = []
+    page = html(empty)
+    assert "No training has finished" in page and page.count("it has not been run") >= 24
+    Parsed(page)
+
+
+def test_losses_that_are_null_are_faults(results):
+    changed = shifted(results, "lens", [2.5, None, math.nan])
+    row = next(row for row in ranked(changed) if row.name == "lens")
+    assert row.losses == {0: 2.5} and [fault.seed for fault in row.faults] == [1, 2]
+    assert "seed 1 without a loss" in html(changed)
+
+
+def test_an_ablation_is_held_against_its_first_arm(results):
+    arms = copy.deepcopy(results)
+    arms["plan"]["kind"] = "ablations"
+    cut = ("adr", "lens", "gpt2")
+    arms["designs"] = {
+        name: arms["designs"][old] for name, old in zip(("whole", "no decay", "no law 5"), cut, strict=True)
+    }
+    page = html(arms)
+    assert "Comparison of 3 arms" in page and "against whole" in page
+    assert rows_of(page, "no decay")
+
+
+# Labels
+
+
+@pytest.mark.parametrize(
+    "wanted", [[5, 5, 5, 5], [0, 1, 99, 100], [50, 10, 50.5, 49], [100] * 6, [0] * 6, [3]]
+)
+def test_names_keep_their_distance(wanted):
+    places = apart(wanted, 15, 0, 100)
+    assert all(-1e-9 <= place <= 100 + 1e-9 for place in places)
+    ordered = sorted(places)
+    assert all(b - a >= 15 - 1e-6 for a, b in itertools.pairwise(ordered))
+    assert [wanted[i] for i in sorted(range(len(wanted)), key=lambda i: places[i])] == sorted(wanted)
+
+
+def test_names_without_need_stay():
+    assert apart([80, 20, 50], 15, 0, 100) == [80, 20, 50]
+    assert apart([50, 50], 10, 0, 100) == pytest.approx([45, 55])

@@ -1,0 +1,152 @@
+"""The cost suite: ratios against the transformer, memory of training, and what it refuses."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from perspectron import build
+from perspectron.census import census
+from perspectron.config import ModelConfig
+from perspectron.designs import DESIGNS, small
+from perspectron.errors import ConfigError
+from perspectron.eval import contexts, cost_suite, training
+from perspectron.eval.cost_suite import QUICK, Options, compare_costs, lines
+from perspectron.eval.subject import Subject
+from perspectron.eval.training import Setting, peaks
+from perspectron.stream.engine import StreamedModel
+
+TINY = Options(contexts=(16, 128), rounds=2, visit=1, seconds=0, batch_size=2, seq_len=16, dtype="bfloat16")
+
+
+def config_of(design: str, **sizes: int) -> ModelConfig:
+    return small(design, **{"vocab_size": 64, "d_model": 32, "layers": 1, "seq_len": 16} | sizes)
+
+
+def subject_of(config: ModelConfig) -> Subject:
+    return Subject(Path("runs/mine"), build(config), None, None, seq_len=16, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def known_peaks(monkeypatch):
+    monkeypatch.setattr(training, "peaks", lambda configs, setting, dtype: dict.fromkeys(configs, 1000))
+
+
+def test_every_design_in_one_run(known_peaks):
+    results = compare_costs({design: config_of(design) for design in DESIGNS}, TINY)
+    assert json.loads(json.dumps(results)) == results
+    for design, result in results.items():
+        assert result["contexts"] == [16, 128] and not result["skipped"]
+        assert all(result["decode_ms"][n] > 0 and result["touched_bytes"][n] > 0 for n in ("16", "128"))
+        assert result["train_tokens_per_second"] > 0
+        assert set(result["train_tokens_per_second_spread"]) == {"float32", "bfloat16"}
+        assert result["to_transformer"]["decode_ms"]["128"]["count"] == 2
+        assert result["to_transformer"]["train_peak_bytes"] == 1.0
+        assert result["conditions"]["threads"] == torch.get_num_threads()
+        assert bool(result["positions"]) == (design in ("adr", "lens", "gpt2"))
+        assert result["flops_per_token"]["128"] >= result["flops_per_token"]["16"] > 0
+        assert result["parameters"] == census(config_of(design), (16,)).parameters
+    own = results["transformer"]["to_transformer"]
+    assert own["decode_ms"]["16"]["median"] == own["train_tokens_per_second"]["median"] == 1.0
+    assert results["lens"]["to_transformer"]["state_bytes"]["128"] > 1.4
+
+
+def test_ratios_are_of_times_in_the_same_round(monkeypatch, known_peaks):
+    """A machine that is three times as slow in one round changes no ratio."""
+    steps = {"gla": [1.0, 3.0, 1.0], "transformer": [0.5, 1.5, 0.5]}
+    monkeypatch.setattr(
+        training, "seconds_per_step", lambda *_: {n: {"bfloat16": s} for n, s in steps.items()}
+    )
+    results = compare_costs({name: config_of(name) for name in steps}, TINY)
+    speed = results["gla"]["to_transformer"]["train_tokens_per_second"]
+    assert (speed["median"], speed["low"], speed["high"]) == (0.5, 0.5, 0.5)
+    assert results["gla"]["train_tokens_per_second"] == 32.0
+
+
+def test_without_memory_it_says_what_was_not_run(monkeypatch, known_peaks):
+    monkeypatch.setattr(contexts, "free", lambda device: 0)
+    result = compare_costs({"transformer": config_of("transformer")}, TINY)["transformer"]
+    assert set(result["skipped"]) == {"16", "128", "training"}
+    assert result["decode_ms"] == {"16": None, "128": None} and result["train_tokens_per_second"] is None
+    assert result["to_transformer"]["decode_ms"]["16"] is None
+    text = "\n".join(lines(result | {"no_transformer": ""}))
+    assert "not run, training: " in text and "not run, 128: " in text
+
+
+def test_a_run_beside_its_twin(known_peaks):
+    config = replace(config_of("gla", vocab_size=256, d_model=96, layers=2), name="gla-mine")
+    subject = subject_of(config)
+    result = cost_suite.measure(subject, replace(TINY, dtype=None, seq_len=None))
+    assert abs(result["transformer"]["parameters"] / result["parameters"] - 1) <= 0.02
+    assert result["conditions"]["dtype"] == "bfloat16" and result["conditions"]["seq_len"] == 16
+    given = cost_suite.measure(subject, replace(TINY, dtype="float32", seq_len=8))["conditions"]
+    assert given["dtype"] == "float32" and given["seq_len"] == 8
+    text = lines(result)
+    assert any(line.split()[0] == "128" and "×" in line for line in text)
+    assert f"{result['parameters']:,} parameters" in text[0]
+
+
+def test_a_run_that_has_no_twin(known_peaks):
+    result = cost_suite.measure(subject_of(config_of("gla")), TINY)
+    assert result["transformer"] is None and "params = " in result["no_transformer"]
+    assert lines(result)[-1].startswith("no transformer to compare with: params = ")
+
+
+def test_training_takes_more_memory_than_weights_gradients_and_moments():
+    config = small("transformer", vocab_size=4096, d_model=256, layers=2, seq_len=64)
+    parameters = census(config, (1,)).parameters
+    found = peaks({"fits": config, "short table": config_of("gpt2")}, Setting(1, 64), "float32")
+    assert 16 * parameters < found["fits"] < 40 * parameters
+    assert (
+        found["short table"]
+        == "ConfigError: position = 63, must be < positions = 16, the learned table of gpt2"
+    )
+
+
+def test_a_process_that_dies_is_told(monkeypatch):
+    config = config_of("gla")
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    assert peaks({"a": config}, Setting(1, 8), "float32")["a"].startswith("exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"contexts": ()}, "contexts = ()"),
+        ({"contexts": (1024, 3), "visit": 4}, "contexts = 3, must be ≥ 6"),
+        ({"rounds": 0}, "rounds = 0"),
+        ({"visit": 0}, "visit = 0"),
+        ({"seconds": -1.0}, "seconds = -1.0"),
+        ({"dtype": "float16"}, "dtype = 'float16', must be one of None, float32, bfloat16"),
+    ],
+)
+def test_refused_options(change, says):
+    with pytest.raises(ConfigError) as error:
+        replace(QUICK, **change)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seq_len": 17}, "seq_len = 17, must be ≤ positions = 16, the learned table of gpt2"),
+        ({"seq_len": 0}, "seq_len = 0"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"device": "cuda:7"}, "device = 'cuda:7'"),
+    ],
+)
+def test_refused_settings(change, says):
+    with pytest.raises(ConfigError) as error:
+        compare_costs({"gpt2": config_of("gpt2")}, replace(TINY, **change))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_refused_subjects():
+    with pytest.raises(ConfigError, match="designs = "):
+        compare_costs({}, TINY)
+    artifact = StreamedModel.__new__(StreamedModel)
+    with pytest.raises(ConfigError) as error:
+        cost_suite.measure(replace(subject_of(config_of("gla")), model=artifact), TINY)
+    assert "must be a run" in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,131 @@
+"""Loss by position against plain forwards, and what more context gains where that is known."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from perspectron import designs
+from perspectron.errors import ConfigError, DataError
+from perspectron.eval import position, reading
+from perspectron.eval.position import Options, measure
+from perspectron.eval.reading import longest, nats, stretches
+
+
+@pytest.mark.parametrize("design", designs.DESIGNS)
+def test_in_chunks_as_in_one_pass(subject, design, monkeypatch):
+    subject = subject(design, model_dtype=torch.float64)
+    ids_NT = stretches(subject.split, 60, 3)
+    whole_NT = nats(subject, ids_NT)[0]
+    monkeypatch.setattr(reading, "CHUNK", 3 * 7)
+    torch.testing.assert_close(nats(subject, ids_NT)[0], whole_NT, rtol=0, atol=1e-9)
+    with torch.no_grad():
+        logits_BTV = subject.model(ids_NT[:, :-1]).logits
+    plain_BT = -logits_BTV.log_softmax(2).gather(2, ids_NT[:, 1:, None])[..., 0]
+    torch.testing.assert_close(whole_NT, plain_BT, rtol=0, atol=1e-9)
+
+
+def test_no_loss_knows_what_follows(subject):
+    subject = subject("perspective", model_dtype=torch.float64)
+    ids_NT = stretches(subject.split, 60, 2)
+    other_NT = ids_NT.clone()
+    other_NT[:, 41:] = 5
+    before, after = (nats(subject, ids)[0] for ids in (ids_NT, other_NT))
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=0, atol=1e-12)
+    assert not torch.allclose(before[:, 40], after[:, 40])
+
+
+def test_bins_are_those_of_plain_counting(subject):
+    subject = subject("transformer", model_dtype=torch.float64)
+    found = measure(subject, Options(tokens=4 * 128, stretches=4, contexts=()))
+    assert (found["longest"], found["stretches"], found["carried"]) == (128, 4, True)
+    lengths = [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 128)]
+    assert [(b["from"], b["to"]) for b in found["bins"]] == lengths
+    starts = [s for s, e in itertools.pairwise([*subject.split.starts, subject.split.tokens]) if e - s > 128]
+    nats, size = np.zeros(128), np.zeros(128)
+    for start in starts[:4]:
+        ids = torch.from_numpy(subject.split.read(start, start + 129))
+        with torch.no_grad():
+            logits_TV = subject.model(ids[None, :-1]).logits[0].log_softmax(1)
+        for t, target in enumerate(ids[1:].tolist()):
+            nats[t] -= logits_TV[t, target].item()
+            size[t] += len(subject.tokenizer.token_bytes(target))
+    for b in found["bins"]:
+        part = slice(b["from"], b["to"])
+        assert b["tokens"] == 4 * (b["to"] - b["from"])
+        assert b["bits_per_byte"] == pytest.approx(nats[part].sum() / math.log(2) / size[part].sum())
+
+
+class Repeating:
+    """A split of 12 documents in which every token is the one 100 tokens ago."""
+
+    name = "heldout"
+    starts, tokens = np.arange(12) * 600, 12 * 600
+
+    def read(self, start, stop):
+        blocks = np.random.Generator(np.random.PCG64(0)).integers(1, 257, (12, 1, 100))
+        return np.tile(blocks, (1, 6, 1)).reshape(-1)[start:stop]
+
+
+def test_more_context_gains_where_it_holds_what_is_needed(subject, periodic):
+    """Within 32 + 16 tokens nothing repeats, so all targets gain the same; past 128 there is nothing to gain."""
+    subject = subject(periodic(100))
+    object.__setattr__(subject, "split", Repeating())
+    found = measure(subject, Options(tokens=0, stretches=12, contexts=(32, 128, 512)))
+    assert found["longest"] == 512
+    assert found["falls_past"] == {"32": True, "128": False, "512": None}
+    gain = found["past"]["32"]
+    per_token = math.log2(0.9 * 300)
+    ids_NT = stretches(Repeating(), 512, 12)
+    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:]).sum())
+    assert gain["tokens"] == 12 * 16
+    assert gain["bits_per_byte"] == pytest.approx(per_token * 12 * 16 / text_bytes, rel=1e-5)
+    assert gain["low"] <= gain["bits_per_byte"] <= gain["high"]
+    assert found["past"]["128"]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
+    assert found["why"] == {"512": "stretches of 512 tokens, 1024 are needed"}
+
+
+@pytest.mark.parametrize("design", ["gpt2", "adr", "lens"])
+def test_a_table_of_positions_ends_the_reading(subject, design):
+    found = measure(subject(design), Options(tokens=0, stretches=4, contexts=(32, 64)))
+    assert (found["longest"], found["carried"]) == (64, False)
+    assert found["falls_past"]["32"] is not None
+    assert found["falls_past"]["64"] is None
+    assert found["why"] == {"64": "the table of positions ends at 64, 128 are needed"}
+
+
+def test_a_measurement_is_the_same_again(subject):
+    subject, options = subject(), Options(tokens=1024, contexts=(32,))
+    found = measure(subject, options)
+    assert measure(subject, options) == found
+    assert "past 32: " in position.lines(found)[-1]
+
+
+def test_stretches_lie_in_one_document_and_in_as_many_as_there_are(text):
+    split = text[1]
+    ids_NT = stretches(split, 150, 200)
+    assert not (ids_NT[:, 1:] == 0).any()
+    sizes = np.diff([*split.starts, split.tokens])
+    first = (ids_NT[:, 0] == 0).sum()
+    assert first == (sizes > 150).sum() == split.documents
+    assert (ids_NT[:first, 0] == 0).all()
+    assert len(ids_NT) == ((sizes - 1) // 150).sum()
+    assert torch.equal(stretches(split, 150, 3), ids_NT[:3])
+
+
+def test_the_longest_stretch_leaves_enough_of_them():
+    split = SimpleNamespace(name="x", starts=np.array([0, 20, 31]), tokens=36)  # 19, 10 and 4 inputs
+    lengths = [longest(split, count, 1000) for count in (1, 2, 3, 4, 33, 34)]
+    assert lengths == [16, 8, 8, 4, 1, 16]
+    assert longest(split, 1, 7) == 4
+    with pytest.raises(DataError, match="no document of 2 tokens"):
+        longest(SimpleNamespace(name="x", starts=np.array([0]), tokens=1), 1, 8)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": -1}, {"stretches": 0}, {"contexts": (1,)}])
+def test_options_out_of_bounds_are_named(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Options(**wrong)

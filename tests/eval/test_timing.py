@@ -1,0 +1,67 @@
+"""Who measures when, with a clock that only tests move."""
+
+import pytest
+import torch
+
+from perspectron.eval import timing
+from perspectron.eval.timing import MOST, Spread, interleave, ratios, take_turns, timed
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_contenders_alternate_and_the_first_round_is_not_told():
+    order = []
+
+    def called(name, answers):
+        def call():
+            order.append(name)
+            return next(answers)
+
+        return call
+
+    found = take_turns({"a": called("a", iter([9, 1, 2])), "b": called("b", iter([8, 3, 4]))}, 2)
+    assert "".join(order) == "abbaab"
+    assert found == {"a": [1, 2], "b": [3, 4]}
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0.5, 9), (1.0, 4), (6.0, 2), (1e-6, 2 * MOST)])
+def test_quick_ones_go_on_for_some_seconds_and_slow_ones_end(clock, cost, expected):
+    def call():
+        clock[0] += cost
+        return cost
+
+    assert len(take_turns({"a": call}, 2, seconds=5.0)["a"]) == expected
+
+
+def test_interleave_tells_seconds_of_each_call(clock):
+    costs = {"slow": 3.0, "quick": 1.0}
+
+    def waits(cost):
+        def call():
+            clock[0] += cost
+
+        return call
+
+    found = interleave({name: waits(cost) for name, cost in costs.items()}, 3)
+    assert found == {"slow": [3.0] * 3, "quick": [1.0] * 3}
+
+
+def test_what_is_left_to_a_device_counts(clock, monkeypatch):
+    def finish(device):
+        clock[0] += 2.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", finish)
+    assert timed(lambda: None, torch.device("cuda"))() == 2.0
+    assert timed(lambda: None)() == 0.0
+
+
+def test_spreads():
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
+    assert Spread.middle([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert Spread.middle([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    assert ratios([4.0, 9.0], [2.0, 3.0]).median == 2.5
