@@ -7,19 +7,19 @@ within half a unit of its last digit or 1%, whichever is more; one with "~" with
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import floor, inf, log10
+from math import floor, inf, isfinite, log10
 from typing import Any
 
 from perspectron.claims.results import Missing, Results
 
 ROUNDED, ABOUT = 0.01, 0.05
 POWERS = {
-    "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6, "MiB": 2.0**20,
+    "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6,
 }  # fmt: skip
 _NUMBER = r"\d(?:[\d ,]*\d)?(?:\.\d+)?"
 _STATED = re.compile(
     rf"(?P<sign>[~<>≤≥]?) ?(?P<low>{_NUMBER})(?:–(?P<high>{_NUMBER}))?"
-    r"(?: ?(?P<power>MiB|KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
+    r"(?: ?(?P<power>KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
 )
 
 HOLDS, CONDITION, FAILS = "holds", "holds with a condition", "fails"
@@ -77,7 +77,7 @@ def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
 
 def digits(value: float, count: int = 5) -> str:
     """So many significant ones, thousands apart, no trailing zeros."""
-    if value == 0 or abs(value) == inf:
+    if value == 0 or not isfinite(value):
         return str(value).removesuffix(".0")
     places = max(0, count - 1 - floor(log10(abs(value))))
     if places > 9:
@@ -195,4 +195,4 @@ def _verdict(claimed: Range, found: Found) -> dict[str, str]:
         return {"verdict": UNTESTABLE, "why": "the seeds disagree"}
     if found.excuse:
         return {"verdict": UNTESTABLE, "why": found.excuse}
-    return {"verdict": FAILS}
+    return {"verdict": FAILS, "why": found.proviso}

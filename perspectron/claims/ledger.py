@@ -25,8 +25,8 @@ command of its row put it.
 
 A verdict follows from the numbers. A plain whole number has to be met exactly; a rounded one within half a unit of its
 last digit or {ROUNDED:.0%}, one with "~" within {ABOUT:.0%}. A claim that fails as written but not under a condition
-holds with that condition; so does whatever was found in training, at the size it was trained at. Where seeds disagree,
-or the machine that a claim is about is not here, it is untestable here.
+holds with that condition. What training shows is said of the size that was trained, and has to be so with every seed:
+where seeds disagree, or the machine that a claim is about is not here, it is untestable here.
 """
 
 
