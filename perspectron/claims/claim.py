@@ -7,7 +7,7 @@ within half a unit of its last digit or 1%, whichever is more; one with "~" with
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import floor, inf, isfinite, log10
+from math import floor, inf, isfinite, log10, nan
 from typing import Any
 
 from perspectron.claims.results import Missing, Results
@@ -29,13 +29,15 @@ VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING)
 
 @dataclass(frozen=True)
 class Range:
-    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it."""
+    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it. given: the
+    least and greatest number as written, in that unit; nan for words."""
 
     text: str
     low: float
     high: float
     factor: float = 1.0
     unit: str = ""
+    given: tuple[float, float] = (nan, nan)
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -62,7 +64,7 @@ def stated(text: str) -> Range:
     elif found["sign"] in (">", "≥"):
         least, most = low * factor, inf
     shown = f" {power}" if power else ""
-    return Range(text, least, most, factor, shown + (found["unit"] or ""))
+    return Range(text, least, most, factor, shown + (found["unit"] or ""), (low, high))
 
 
 def at_most(text: str) -> Range:
