@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 STEPS = (1.0, 2.0, 5.0, 10.0)
+FINE = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 
 class Linear:
@@ -15,7 +16,7 @@ class Linear:
         power = 10.0 ** math.floor(math.log10(span / 6))
         self.tick = next(step * power for step in STEPS if span / (step * power) <= 6)
         self.low = math.floor(low / self.tick) * self.tick
-        self.high = math.ceil(high / self.tick + 1e-9) * self.tick
+        self.high = max(self.low + self.tick, math.ceil(high / self.tick - 1e-9) * self.tick)
         self.start, self.end = start, end
 
     def at(self, value: float) -> float:
@@ -30,8 +31,8 @@ class Linear:
 
 
 class Log:
-    """As Linear, of positive values; ticks at powers of `base` where at least three fit, else at 1, 2 and 5 times
-    powers of ten; the ends are the values'."""
+    """As Linear, of positive values; the ends are the values'. Ticks at powers of `base`, and where fewer than three fit
+    at round parts of powers of ten."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, base: int = 10) -> None:
         self.low, self.high = min(values), max(values)
@@ -44,11 +45,14 @@ class Log:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 8) -> list[float]:
-        powers = self._powers(self.base)
-        if len(powers) < 3:
-            powers = [step * power for power in self._powers(10, 1) for step in STEPS[:3]]
-        inside = [tick for tick in powers if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
-        return inside[:: -(-len(inside) // most)]
+        inside = self._powers(self.base)
+        for parts in (STEPS[:3], FINE):
+            if len(inside) < 3:
+                inside = self._inside([part * power for power in self._powers(10, 1) for part in parts])
+        return inside[:: max(1, -(-len(inside) // most))]
+
+    def _inside(self, ticks: list[float]) -> list[float]:
+        return [tick for tick in ticks if self.low * (1 - 1e-9) <= tick <= self.high * (1 + 1e-9)]
 
     def _powers(self, base: int, around: int = 0) -> list[float]:
         first = math.ceil(math.log(self.low, base) - 1e-9) - around

@@ -7,7 +7,7 @@ import tyro
 from rich.console import Console
 
 from perspectron.census import active_parameters
-from perspectron.cli.compare import finish
+from perspectron.cli.compare import finish, listed
 from perspectron.cli.train import resolved
 from perspectron.cli.units import count
 from perspectron.compare import pool
@@ -45,7 +45,7 @@ class Ablate:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         config = checkpoint.load_config(checkpoint.run_of(self.run))
         design = one_of(design_of(config.model), ABLATIONS, "design")
-        names = list(ABLATIONS[design]) if self.over == "all" else self.over.split(",")
+        names = list(ABLATIONS[design]) if self.over == "all" else listed(self.over)
         made: Models = {
             design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
         }
@@ -66,4 +66,5 @@ class Ablate:
             arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
             resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
             train.batch_size, (train.optim.lr,), dtype=train.dtype, device=train.device,
+            suites=("position", "calibration", "robustness"),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from perspectron.cli.train import resolved
 from perspectron.cli.units import count
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
+    SUITES,
     Plan,
     Settings,
     models_of_designs,
@@ -76,6 +77,8 @@ class Compare:
     """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
+    suites: str = ",".join(SUITES)
+    """What is measured of trained models, beside their loss."""
     jobs: int = 1
     """Trainings side by side."""
 
@@ -98,12 +101,17 @@ class Compare:
         return finish(folder, what, self.jobs, console)
 
     def settings(self) -> Settings:
-        names = tuple(name.strip() for name in self.designs.split(",") if name.strip())
         return Settings(
-            names, count(self.params, "params"), count(self.tokens, "tokens"), self.seeds, resolved(self.data),
+            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
+            resolved(self.data),
             self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
-            self.rate_share, self.dtype, self.device,
+            self.rate_share, self.dtype, self.device, suites=listed(self.suites),
         )  # fmt: skip
+
+
+def listed(names: str) -> tuple[str, ...]:
+    """What stands between commas."""
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
@@ -140,8 +148,8 @@ def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console:
         said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
         console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
 
-    pool.work(measure.jobs(folder, finished, what.kind == "designs"), jobs, threads, ended=ended)
-    if what.kind == "designs":
+    pool.work(measure.jobs(folder, what.settings.suites, finished), jobs, threads, ended=ended)
+    if "cost" in what.settings.suites:
         pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
 
 
@@ -150,7 +158,7 @@ def _summary(what: Plan) -> str:
     arms = len(what.arms)
     return (
         f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
-        f"{s.tokens:,} tokens ({s.match} matched), vocabulary {s.vocab_size:,}, windows of {s.seq_len}, {s.dtype}, "
+        f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
     )
 

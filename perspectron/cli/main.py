@@ -1,6 +1,7 @@
 """`perspectron COMMAND`: parse, run, and turn a user's mistake into one line and exit code 2."""
 
 import contextlib
+import functools
 import io
 import itertools
 import sys
@@ -12,6 +13,7 @@ import torch
 import tyro
 
 import perspectron
+from perspectron.cli import harness
 from perspectron.cli.ablate import Ablate
 from perspectron.cli.claims import Claims
 from perspectron.cli.compare import Compare
@@ -91,9 +93,12 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _parse(arguments: list[str]) -> Command:
-    if not arguments or arguments[0] not in (*COMMANDS, "-h", "--help"):
+    known = (*COMMANDS, harness.COMMAND)
+    if not arguments or arguments[0] not in (*known, "-h", "--help"):
         given = repr(arguments[0]) if arguments else "nothing"
-        raise ConfigError(f"command = {given}, must be one of {', '.join(COMMANDS)} (see perspectron --help)")
+        raise ConfigError(f"command = {given}, must be one of {', '.join(known)} (see perspectron --help)")
+    if arguments[0] == harness.COMMAND:
+        return functools.partial(harness.run, arguments[1:])
     config = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
     config += [flag.removeprefix("--config=") for flag in arguments if flag.startswith("--config=")]
     default: Any = from_toml(config[-1]) if arguments[0] == "train" and config else None
@@ -122,6 +127,7 @@ def _overview() -> None:
     print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
     for name, command in COMMANDS.items():
         print(f"  {name:<16} {str(command.__doc__).splitlines()[0]}")
+    print(f"  {harness.COMMAND:<16} {harness.ABOUT}")
     print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Protocol
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 480, 330, 58, 14, 46
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 480, 336, 54, 30, 44
 GAP = 15.5  # between names at the lines' ends
-LETTER = 7.3  # width of a letter, at most, on average
+LETTER = 7.7  # width of a letter, at most, on average
 LONGEST = 22  # letters of a name
 STYLES = 10
 MARKED = 14  # points of a line that get a mark each; of more only the last
@@ -95,7 +95,7 @@ def span(names: Sequence[str]) -> tuple[tuple[float, float], tuple[float, float]
 def draw(chart: Chart) -> str:
     """The chart as an <svg> element."""
     (left, right), (bottom, top) = span([series.name for series in chart.series])
-    body = [*_grid(chart.y, left, right), *_marks(chart.x, bottom), *_titles(chart, left, right, bottom, top)]
+    body = [*_grid(chart.y, left, right), *_marks(chart.x, bottom), *_titles(chart, left, right, bottom)]
     body += [_level(chart.y.scale.at(value), name, left, right) for value, name in chart.levels]
     body += [_upright(chart.x.scale.at(value), name, bottom, top) for value, name in chart.uprights]
     clip = f'<clipPath id="{chart.slug}-frame"><rect x="{left - 5}" y="{top - 5}" '
@@ -188,13 +188,12 @@ def _marks(axis: Axis, bottom: float) -> list[str]:
     return parts
 
 
-def _titles(chart: Chart, left: float, right: float, bottom: float, top: float) -> list[str]:
-    x, y = (left + right) / 2, (bottom + top) / 2
+def _titles(chart: Chart, left: float, right: float, bottom: float) -> list[str]:
+    x = (left + right) / 2
     return [
         f'<path class="rule" d="M{_n(left)} {_n(bottom)}H{_n(right)}"/>',
         f'<text class="axis" x="{_n(x)}" y="{_n(bottom + 38)}" text-anchor="middle">{escape(chart.x.title)}</text>',
-        f'<text class="axis" transform="translate(13 {_n(y)}) rotate(-90)" text-anchor="middle">'
-        f"{escape(chart.y.title)}</text>",
+        f'<text class="axis" x="0" y="12">{escape(chart.y.title)}</text>',
     ]
 
 
@@ -236,9 +235,9 @@ def _thick(series: Series, chart: Chart) -> str:
 
 
 def _cross(series: Series, point: Point, chart: Chart) -> str:
-    """Where a seed ended; at the frame's upper edge where that is above it."""
+    """Where a seed ended; at the edge of the frame where that is outside it."""
     ((x, y),) = _pixels([point], chart)
-    at = f"{_n(x)} {_n(max(y, TOP + 4))}"
+    at = f"{_n(max(x, LEFT))} {_n(min(max(y, TOP), HEIGHT - BOTTOM))}"
     return f'<path class="cross s{series.style}" transform="translate({at})" d="M-5 -5L5 5M-5 5L5 -5"/>'
 
 

@@ -11,14 +11,27 @@ from perspectron.compare.numbers import context, fixed, known, percent, short, s
 from perspectron.compare.summary import LOSS, Row
 
 BITS = "held-out bits per byte"
-EARLY = 0.1  # of a run: its losses may lie above the frame
+START = 0.2  # of a training, from where its losses are drawn: before, all of them fall steeply
+FOUND = (
+    "accuracy",
+    "beyond",
+    "steps",
+    "seconds",
+    "rates",
+    "lr",
+    "parameters",
+    "state_bytes",
+    "chance",
+    "steps_allowed",
+)
+CHANCE = 9  # its style
 Styles = dict[str, int]
 
 
 def styles(names: Sequence[str], reference: str) -> Styles:
     """Number 0 for the reference, the others in turn."""
     others = [name for name in names if name != reference]
-    return {reference: 0} | {name: 1 + i % 9 for i, name in enumerate(others)}
+    return {reference: 0} | {name: 1 + i % 8 for i, name in enumerate(others)}
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[Figure]:
@@ -36,45 +49,38 @@ def _loss(
 ) -> Figure | None:
     series = [_curves(row, style[row.name], field) for row in rows]
     series = [one for one in series if one.mean or one.threads]
-    xs = [x for one in series for line in (one.mean, *one.threads) for x, _ in line]
-    late = _late(rows)
-    if not xs or not late:
+    lines = [line for one in series for line in (one.mean, *one.threads) if line]
+    if not lines:
         return None
     (left, right), (bottom, top) = span([one.name for one in series])
     summary = (
         f"{BITS.capitalize()} against {title}, a line for each of {', '.join(one.name for one in series)}."
     )
-    x = Axis(Log(xs, left, right), f"{title} (log)", label)
-    y = Linear(late, bottom, top)
+    x = Axis(Log([x for line in lines for x, _ in line], left, right), f"{title} (log)", label)
+    y = Linear([y for line in lines for _, y in line], bottom, top)
     chart = Chart(f"loss-{field}", head, summary, series, x, Axis(y, BITS, y.label))
     return Figure(head, draw(chart))
 
 
 def _curves(row: Row, style: int, field: str) -> Series:
     """A thread for each cell with a curve, and the mean over the finished ones at the steps that they share."""
+    last = max((line["step"] for cell in row.cells for line in cell.get("curve", [])), default=0)
     threads, broken = list[list[Point]](), list[Point]()
     for cell in row.cells:
-        points = [pair for line in cell.get("curve", []) if (pair := _point(line, field)) is not None]
-        if points:
-            threads.append(points)
-        if points and cell["status"] == "diverged":
-            broken.append(points[-1])
+        curve = [
+            (line["step"], pair)
+            for line in cell.get("curve", [])
+            if (pair := _point(line, field)) is not None
+        ]
+        if late := [pair for step, pair in curve if step >= START * last]:
+            threads.append(late)
+        if curve and cell["status"] == "diverged":
+            broken.append(curve[-1][1])
     finished = [{line["step"]: line for line in cell.get("curve", [])} for cell in row.finished]
     shared = sorted(set.intersection(*map(set, finished))) if finished else []
-    pairs = ([_point(lines[step], field) for lines in finished] for step in shared)
+    pairs = ([_point(lines[step], field) for lines in finished] for step in shared if step >= START * last)
     mean = [_mean([pair for pair in points if pair is not None]) for points in pairs if None not in points]
     return Series(row.name, style, mean, threads if len(threads) > 1 or broken else (), broken)
-
-
-def _late(rows: Sequence[Row]) -> list[float]:
-    """The losses of finished cells after the first tenth of their steps."""
-    values = list[float]()
-    for row in rows:
-        for cell in row.finished:
-            curve = cell.get("curve", [])
-            late = [line for line in curve if line["step"] >= EARLY * curve[-1]["step"]]
-            values += [value for line in late if (value := known(line.get(LOSS))) is not None]
-    return values
 
 
 def _point(line: dict[str, Any], field: str) -> Point | None:
@@ -104,7 +110,7 @@ def position(rows: Sequence[Row], style: Styles, seq_len: int) -> Figure | None:
     x = Axis(Log([x for x, _ in points], left, right, base=4), "place in the context, tokens (log)", context)
     y = Linear([y for _, y in points], bottom, top)
     uprights = [(float(seq_len), "trained to here")] if points and max(x for x, _ in points) > seq_len else []
-    title = "Loss by place in the context"
+    title = "Bits per byte by place"
     summary = f"Bits per byte by place in the context, for {', '.join(one.name for one in series)}."
     chart = Chart("position", title, summary, series, x, Axis(y, "bits per byte", y.label), (), uprights)
     columns = list(dict.fromkeys(column for _, line in tables for column in line))
@@ -144,7 +150,7 @@ def _tasks(row: Row) -> dict[str, Any]:
 
 
 def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
-    title = name if name.isupper() else name.replace("_", " ").capitalize()
+    title = name.replace("_", " ")
     tasks = {row.name: _tasks(row)[name] for row in rows}
     first = next(iter(tasks.values()))
     settings = list(dict.fromkeys(key for task in tasks.values() for key in map(_setting, task["settings"])))
@@ -158,20 +164,23 @@ def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
             for seed in range(seeds)
         ]
         series.append(Series(row.name, style[row.name], _shared(threads), threads if seeds > 1 else ()))
-    (left, right), (bottom, top) = span([one.name for one in series])
+    (left, right), (bottom, top) = span([*(one.name for one in series), "chance"])
     x = Axis(Places(len(settings), left, right), varied, lambda at: places[int(at)])
     y = Axis(Linear([0.0, 1.0], bottom, top), "accuracy", lambda value: percent(value, 0))
     summary = f"Accuracy at {title} by {varied}, for {', '.join(tasks)}."
     chance = known(first.get("chance"))
-    levels = [] if chance is None else [(chance, "chance")]
-    chart = Chart(f"recall-{_slug(name)}", title, summary, series, x, y, levels)
+    blind = [known(line.get("chance", chance)) for line in first["settings"]]
+    even = len(set(blind)) == 1
+    levels = [(value, "chance") for value in blind[:1] if even and value is not None]
+    guesses = [(float(at), value) for at, value in enumerate(blind) if value is not None and not even]
+    drawn = [*series, Series("chance", CHANCE, guesses)] if guesses else series
+    chart = Chart(f"recall-{_slug(name)}", title, summary, drawn, x, y, levels)
     body = [
         [Cell(one.name), *(Cell(percent(dict(one.mean).get(float(at)))) for at in range(len(settings)))]
         for one in series
     ]
-    table = Table(
-        f"Accuracy, mean over seeds, by {varied}; chance {percent(chance)}", ["design", *places], body
-    )
+    body.append([Cell("chance", kind="quiet"), *(Cell(percent(value)) for value in blind)])
+    table = Table(f"Accuracy, mean over seeds, by {varied}", ["design", *places], body)
     return Figure(title, draw(chart), str(first.get("theory") or ""), table)
 
 
@@ -183,8 +192,8 @@ Setting = tuple[tuple[str, Any], ...]
 
 
 def _setting(line: dict[str, Any]) -> Setting:
-    """What was asked, as it can be compared; the rest of the entry is what was found."""
-    return tuple((key, line[key]) for key in line if key not in ("accuracy", "steps", "chance", "seconds"))
+    """The sizes of the task, as they can be compared."""
+    return tuple((key, line[key]) for key in line if key not in FOUND)
 
 
 def _varied(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -267,7 +276,7 @@ def _pooled(suites: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]
 
 
 def _reliable(row: Row, style: int, bins: Sequence[tuple[float, float, float]]) -> Figure:
-    left, right, bottom, top, side = 40, 212, 184, 12, 220
+    left, right, bottom, top, side = 42, 214, 196, 24, 232
     x, y = Linear([0.0, 1.0], left, right), Linear([0.0, 1.0], bottom, top)
     parts = [f'<path class="rule" d="M{left} {top}V{bottom}H{right}"/>']
     parts.append(f'<path class="level" d="M{left} {bottom}L{right} {top}"/>')
@@ -289,13 +298,10 @@ def _reliable(row: Row, style: int, bins: Sequence[tuple[float, float, float]]) 
         parts.append(f'<circle class="bubble s{style}" cx="{across:.1f}" cy="{up:.1f}" r="{radius:.1f}"/>')
     middle = (left + right) / 2
     parts.append(f'<text class="axis" x="{middle}" y="{bottom + 31}" text-anchor="middle">confidence</text>')
-    middle = (top + bottom) / 2
-    parts.append(
-        f'<text class="axis" transform="translate(10 {middle}) rotate(-90)" text-anchor="middle">accuracy</text>'
-    )
+    parts.append('<text class="axis" x="0" y="12">accuracy</text>')
     title = f"Reliability of {row.name}"
     summary = f"Accuracy against confidence in {len(bins)} bins; on the diagonal they agree."
-    svg = element(f"reliability-{_slug(row.name)}", title, summary, side, side, "".join(parts))
+    svg = element(f"reliability-{_slug(row.name)}", title, summary, 220, side, "".join(parts))
     return Figure(row.name, svg)
 
 

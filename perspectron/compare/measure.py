@@ -6,6 +6,7 @@ measured again.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from perspectron.compare.plan import Plan, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
 from perspectron.data.loader import windows
+from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.gates import gates
@@ -24,18 +26,19 @@ from perspectron.files import read_json, write_json
 from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
-OF_CELLS = ("perplexity", "position", "calibration", "robustness", "gates")
+OF_CELLS = ("perplexity", "gates", "position", "calibration", "robustness")
 WINDOWS = 8  # of which gates are read
 
 
-def jobs(out: Path, finished: list[Cell], recall: bool) -> list[Job]:
+def jobs(out: Path, suites: Sequence[str], finished: list[Cell]) -> list[Job]:
     """What is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
     found = []
+    wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *suites)]
     for cell in finished:
-        missing = [name for name in OF_CELLS if not path_of(cell, name).is_file()]
+        missing = [name for name in wanted if not path_of(cell, name).is_file()]
         if missing:
             found.append(Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing)))
-    for name in dict.fromkeys(cell.arm for cell in finished) if recall else ():
+    for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in suites else ():
         if not (out / "recall" / f"{name}.json").is_file():
             first = next(cell for cell in finished if cell.arm == name)
             arguments = (MODULE, "recall", str(first.folder), str(out / "recall" / f"{name}.json"))
@@ -79,10 +82,10 @@ def costs(plan: Plan) -> dict[str, Any]:
     """Of every arm, in one run in which they take turns."""
     s = plan.settings
     assert s.dtype != "auto"
-    options = cost_suite.Options(
-        rounds=cost_suite.QUICK.rounds, visit=cost_suite.QUICK.visit, batch_size=s.batch_size,
-        seq_len=s.seq_len, dtype=s.dtype, device=s.device,
-    )  # fmt: skip
+    device = str(pick_device(s.device))
+    options = replace(
+        cost_suite.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device
+    )
     return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
 
 

@@ -83,7 +83,7 @@ def _table(block: Table) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>\n")
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(block.caption)}"><table>'
-        f"<caption>{escape(block.caption)}</caption><thead><tr>{head}</tr></thead>\n"
+        f"<caption><span>{escape(block.caption)}</span></caption><thead><tr>{head}</tr></thead>\n"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 

@@ -30,6 +30,7 @@ VERSION = 1
 PLAN, DATA = "compare.json", "data"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
 LEAST_VOCABULARY = 512
+SUITES = ("position", "calibration", "robustness", "recall", "cost")
 ROUNDS = 5  # of timing, the first left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """By arm: the model, what it is in a line, and where it comes from."""
@@ -40,7 +41,8 @@ class Settings:
     """What was asked for. Parameters, tokens and seeds are those of every arm; `match` "flops" or "time" keeps those
     of the transformer (or of the first arm) at `tokens` tokens instead, and gives each arm as many tokens as they
     buy. vocab_size: 0 follows from the parameters. rates: peak learning rates tried, on `rate_share` of the tokens;
-    a single one is taken as it is. threads: of each training; 0 is open."""
+    a single one is taken as it is. threads: of each training; 0 is open. suites: measured afterwards,
+    beside the loss."""
 
     arms: tuple[str, ...]
     params: int
@@ -57,6 +59,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     threads: int = 0
+    suites: tuple[str, ...] = SUITES
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
@@ -72,6 +75,8 @@ class Settings:
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
         require(0 < self.rate_share <= 1, "rate_share", self.rate_share, "in (0, 1]")
         require(self.threads >= 0, "threads", self.threads, "≥ 0")
+        for suite in self.suites:
+            one_of(suite, SUITES, "suites")
 
     @property
     def batch_tokens(self) -> int:
@@ -150,8 +155,9 @@ def plan(
         _same(out, known, kind, settings)
         return known
     tokenizer, shards = prepare(out, settings)
-    settings = replace(settings, vocab_size=tokenizer.vocab_size, threads=settings.threads or threads)
-    made = models(settings)
+    size = settings.vocab_size or vocabulary(settings.params)
+    settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
+    made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
     settings = replace(settings, dtype=_dtype(settings, made, shards))
     flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
     steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)

@@ -19,7 +19,7 @@ from perspectron.compare.document import (
     Table,
     Text,
 )
-from perspectron.compare.numbers import fixed, grouped, short
+from perspectron.compare.numbers import fixed, grouped, known, short
 from perspectron.compare.significance import LEVEL
 from perspectron.compare.summary import Row, ranked, reference
 from perspectron.compare.verdicts import Field, Finding, findings, versus
@@ -63,7 +63,7 @@ def _document(results: dict[str, Any]) -> Document:
     lede = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}, {_seeds(seeds)}, at "
     lede += f"{MATCHES.get(plan['match'], plan['match'])}; held-out loss in bits per byte."
     sections = [
-        Section("short", "In short", [Points(_short(field, found, seeds))]),
+        Section("short", "In short", [Points(_short(field, found, seeds, noun))]),
         Section("conditions", "Conditions", _conditions(results)),
         Section("ranking", "Ranking", _ranking(field, style, seeds, noun)),
         Section("loss", "Loss", _losses(rows, style)),
@@ -79,14 +79,14 @@ def _document(results: dict[str, Any]) -> Document:
 
 
 def _noun(results: dict[str, Any]) -> str:
-    return "arm" if results["plan"].get("kind") == "ablations" else "design"
+    return "arm" if results.get("kind") == "ablations" else "design"
 
 
 def _seeds(count: int) -> str:
     return "one seed" if count == 1 else f"{count} seeds"
 
 
-def _short(field: Field, found: dict[str, list[Finding]], seeds: int) -> list[str]:
+def _short(field: Field, found: dict[str, list[Finding]], seeds: int, noun: str) -> list[str]:
     """What a reader has to know first, failures before successes."""
     rows, items = field.rows, list[str]()
     for row in rows:
@@ -96,16 +96,24 @@ def _short(field: Field, found: dict[str, list[Finding]], seeds: int) -> list[st
     best, other = rows[0], field.row(field.reference)
     if best.mean is None:
         return [*items, "No training has finished, so nothing is compared."]
-    for kind, verb in (("failed", "does not support"), ("held", "supports")):
+    for kind, verb in (("failed", "does not support"), ("held", "supports"), ("open", "leaves open")):
         names = [name for name, lines in found.items() if any(_claims(line, kind) for line in lines)]
         if names:
             items.append(f"This run {verb} the claim of {', '.join(names)} (reasons below).")
     if other is not None and other.mean is not None:
         items += _sides(rows, other)
     items.append(f"Lowest mean: {best.name}, {fixed(best.mean)} bits per byte.")
+    worse = [f"{name} ({fixed(bits)})" for name, bits in field.compressors.items() if _below(bits, best.mean)]
+    if worse:
+        items.append(f"No {noun} compresses the held-out text better than {' or '.join(worse)}.")
     if seeds == 1:
         items.append("One seed: there is no spread and no test, and a small difference may be chance.")
     return items
+
+
+def _below(bits: Any, mean: float) -> bool:
+    number = known(bits)
+    return number is not None and number <= mean
 
 
 def _status(status: str) -> str:
@@ -174,18 +182,16 @@ def _losses(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
     if not drawn:
         return [_absent("No training has a curve")]
     said = "Thick: mean over the seeds that finished. Thin: each seed. A cross: where a seed diverged. "
-    return [
-        Text([said + "Losses of the first tenth may lie above the frame."], "quiet"),
-        _gallery(drawn, rows, style),
-    ]
+    said += f"Drawn from {figures.START:.0%} of each training on."
+    return [Text([said], "quiet"), _gallery(drawn, rows, style)]
 
 
 def _position(rows: Sequence[Row], style: figures.Styles, plan: dict[str, Any]) -> list[Block]:
     drawn = figures.position(rows, style, plan["seq_len"])
     if drawn is None:
         return [_absent("Loss by position")]
-    lacking = [row.name for row in rows if row.finished and not row.suite("position")]
-    return [_gallery([drawn], rows, style), *_lacking(lacking)]
+    measured = [row for row in rows if row.suite("position")]
+    return [_gallery([drawn], measured, style), *_lacking(rows, measured)]
 
 
 def _recall(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
@@ -193,23 +199,23 @@ def _recall(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
     if not drawn:
         return [_absent("Recall")]
     said = "Small models of each design, trained from scratch on each task. Dotted: chance."
-    lacking = [row.name for row in rows if not row.entry.get("suites", {}).get("recall")]
-    return [Text([said], "quiet"), _gallery(drawn, rows, style), *_lacking(lacking)]
+    measured = [row for row in rows if row.entry.get("suites", {}).get("recall")]
+    return [Text([said], "quiet"), _gallery(drawn, measured, style), *_lacking(rows, measured)]
 
 
 def _cost(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:
     table = tables.costs(rows, noun)
     if table is None:
         return [_absent("Cost against context")]
-    lacking = [row.name for row in rows if not row.entry.get("suites", {}).get("cost")]
-    return [_gallery(figures.cost(rows, style), rows, style), table, *_lacking(lacking)]
+    measured = [row for row in rows if row.entry.get("suites", {}).get("cost")]
+    return [_gallery(figures.cost(rows, style), measured, style), table, *_lacking(rows, measured)]
 
 
 def _calibration(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:
     table = tables.calibration(rows, noun)
     if table is None:
         return [_absent("Calibration")]
-    lacking = [row.name for row in rows if row.finished and not row.suite("calibration")]
+    measured = [row for row in rows if row.suite("calibration")]
     said = (
         "Accuracy of the likeliest token against its probability. On the dotted line they agree; below it, "
     )
@@ -218,7 +224,7 @@ def _calibration(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[
         table,
         Text([said], "quiet"),
         Gallery(figures.reliability(rows, style), small=True),
-        *_lacking(lacking),
+        *_lacking(rows, measured),
     ]
 
 
@@ -253,5 +259,6 @@ def _absent(what: str) -> Text:
     return Text([f"{what}: not measured in this run."], "quiet")
 
 
-def _lacking(names: Sequence[str]) -> list[Block]:
+def _lacking(rows: Sequence[Row], measured: Sequence[Row]) -> list[Block]:
+    names = [row.name for row in rows if row not in measured]
     return [Text([f"Not measured: {', '.join(names)}."], "quiet")] if names else []

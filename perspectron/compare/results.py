@@ -78,7 +78,7 @@ def collect(
     costs = read_json(out / "cost.json", ConfigError) if (out / "cost.json").is_file() else {}
     train, held = shards.split("train"), shards.split("heldout")
     settings: dict[str, Any] = dump(plan.settings)
-    told = ("params", "tokens", "match", "data", "seq_len", "batch_size", "vocab_size", "rates", "rate_share")
+    told = ("params", "tokens", "match", "data", "seq_len", "batch_size", "rates", "rate_share")
     measured = [measure.suites_of(cell) for cell in cells]
     compressors: dict[str, float] = next(
         (m["perplexity"]["compressors"] for m in measured if "perplexity" in m), {}
@@ -89,6 +89,7 @@ def collect(
         "conditions": read_json(out / CONDITIONS, ConfigError),
         "plan": {name: settings[name] for name in told}
         | {
+            "vocab_size": next(iter(plan.arms.values())).model.vocab_size,
             "seeds": list(range(plan.settings.seeds)),
             "reference": plan.reference,
             "train_tokens": train.tokens,

@@ -53,7 +53,7 @@ STYLE = f"""
 html{{-webkit-text-size-adjust:100%}}
 body{{margin:0;background:var(--ground);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}}
-main{{max-width:1120px;margin:0 auto;padding:40px 24px 72px}}
+main{{max-width:1200px;margin:0 auto;padding:40px 24px 72px}}
 h1{{font-size:26px;line-height:1.25;font-weight:650;margin:0 0 6px;letter-spacing:-.01em}}
 h2{{font-size:18px;line-height:1.3;font-weight:650;margin:0 0 10px}}
 h3{{font-size:14px;font-weight:600;margin:0}}
@@ -69,10 +69,11 @@ font-size:13.5px}}
 .facts dt{{color:var(--soft);font-size:12px}} .facts dd{{margin:0;overflow-wrap:anywhere;
 font-variant-numeric:tabular-nums}}
 pre{{margin:0 0 12px;padding:10px 12px;background:var(--wash);border:1px solid var(--grid);border-radius:4px;
-overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}}
+white-space:pre-wrap;overflow-wrap:anywhere;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}}
 .scroll{{overflow-x:auto;margin:0 0 12px;max-width:100%}}
 table{{border-collapse:collapse;font-size:13.5px;line-height:1.35;font-variant-numeric:tabular-nums}}
 caption{{text-align:left;color:var(--soft);font-size:13px;padding:0 0 6px}}
+caption span{{display:inline-block;position:sticky;left:0;max-width:min(76ch,calc(100vw - 34px))}}
 th,td{{padding:5px 0 5px 18px;text-align:right;vertical-align:top;white-space:nowrap;font-weight:400}}
 th:first-child{{padding-left:0}}
 thead th{{color:var(--soft);font-size:12.5px;vertical-align:bottom;border-bottom:1px solid var(--rule);
@@ -80,7 +81,7 @@ white-space:normal;min-width:4.5em}}
 tbody tr+tr>*{{border-top:1px solid var(--grid)}}
 tbody th{{position:sticky;left:0;background:var(--ground);padding-right:4px}}
 .words{{text-align:left}} td.words{{white-space:normal;min-width:12em;max-width:38em}}
-small{{display:block;font-size:12px;color:var(--soft)}}
+small{{display:block;font-size:12px;color:var(--soft);white-space:pre}} .words small{{white-space:normal}}
 .best,.chosen{{font-weight:650}} .best small,.chosen small{{font-weight:400}} .bad{{color:var(--bad)}}
 td.quiet,th.quiet{{color:var(--soft);font-size:inherit}}
 .key{{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 12px;padding:0;font-size:13px}}
@@ -94,7 +95,8 @@ figure>svg{{display:block;width:100%;height:auto;max-width:640px}}
 details{{font-size:13px;margin-top:4px}} summary{{color:var(--soft);cursor:pointer;width:max-content}}
 svg text{{font-size:12.5px;fill:var(--ink);font-variant-numeric:tabular-nums}}
 svg .tick,svg .axis{{fill:var(--soft)}} svg .axis{{font-size:12.5px}} svg .note{{fill:var(--soft);font-size:11.5px}}
-svg .name{{fill:currentColor;font-weight:550}}
+.gallery.small svg text{{font-size:11px}}
+svg .name{{fill:currentColor;font-weight:500}}
 svg path{{fill:none;stroke:currentColor;stroke-linejoin:round}}
 svg .grid{{stroke:var(--grid)}} svg .rule{{stroke:var(--rule)}}
 svg .level{{stroke:var(--soft);stroke-dasharray:2 3}} svg .lead{{stroke-width:.8;opacity:.55}}
@@ -103,7 +105,8 @@ svg .mark{{fill:currentColor;stroke:var(--ground);stroke-width:.8}}
 svg .bubble{{fill:currentColor;stroke:none;opacity:.75}}
 {_DASHES}
 @media (max-width:520px){{main{{padding:24px 16px 48px}} body{{font-size:16px}} h1{{font-size:23px}}
-.gallery:not(.small) svg text{{font-size:14.5px}} .gallery.small svg text{{font-size:14px}}
+.gallery:not(.small) svg text{{font-size:14px}}
+.gallery svg text.name{{font-size:13px!important}} .gallery.small svg text{{font-size:12.5px}}
 .facts{{grid-template-columns:1fr 1fr;gap:8px 16px}}}}
 @media print{{main{{max-width:none;padding:0}} body{{font-size:10.5pt}} nav,summary{{display:none}}
 section{{margin-top:18pt}} figure,tr,pre,.facts div{{break-inside:avoid}} h2,h3,caption{{break-after:avoid}}

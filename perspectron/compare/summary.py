@@ -76,9 +76,10 @@ def ranked(results: dict[str, Any]) -> list[Row]:
 
 
 def reference(results: dict[str, Any]) -> str:
-    """The design that the others are held against: the transformer, or the first (of an ablation, the whole)."""
+    """The arm that the others are held against, as planned: the transformer, or the first, of an ablation the whole."""
     designs = results["designs"]
-    return REFERENCE if REFERENCE in designs else next(iter(designs))
+    usual = REFERENCE if REFERENCE in designs else next(iter(designs))
+    return str(results["plan"].get("reference", usual))
 
 
 def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:

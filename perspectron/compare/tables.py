@@ -29,38 +29,31 @@ def ranking(
 ) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
     best = rows[0] if rows[0].mean is not None else None
-    other = next(row for row in rows if row.name == reference)
+    others = [("the best", best)] if best is not None and best.name != reference else []
+    others.append((reference, next(row for row in rows if row.name == reference)))
     ends = _ends(rows)
-    head = [
-        "rank",
-        noun,
-        "held-out bits per byte",
-        "spread over seeds",
-        "against the best",
-        f"against {reference}",
-    ]
+    head = [noun, "rank", "bits per byte", "spread over seeds", *(f"against {name}" for name, _ in others)]
     head += ["parameters", "tokens", "learning rate", "training tokens/s"]
     head += [f"state at {context(end)}" for end in ends]
     body, place = list[list[Cell]](), 0
     for row in rows:
         place += not row.faults
         name = Cell(row.name, _fault_note(row), style=style[row.name])
-        mean = Cell(fixed(row.mean), "" if row.mean is None or not row.faults else _of(row), _kind(row, best))
-        body.append([Cell(str(place) if not row.faults else NONE), name, mean, _spread(row)])
-        body[-1] += [_difference(row, best), _difference(row, other), *_sizes(row, ends)]
+        mean = Cell(fixed(row.mean), _of(row) if row.faults and row.losses else "", _kind(row, best))
+        body.append([name, Cell(str(place) if not row.faults else NONE), mean, _spread(row)])
+        body[-1] += [*(_difference(row, other) for _, other in others), *_sizes(row, ends)]
     for compressor, bits in compressors.items():
-        blank = [Cell("")] * (len(head) - 6)
-        gaps = [Cell(_gap(bits, row.mean if row is not None else None)) for row in (best, other)]
-        body.append([Cell(""), Cell(compressor, "compressor"), Cell(fixed(bits)), Cell(""), *gaps, *blank])
-    caption = "Held-out bits per byte, mean over the seeds that finished; lower is better"
-    return Table(caption, head, body, words=(1,))
+        gaps = [Cell(_gap(bits, other.mean if other is not None else None)) for _, other in others]
+        blank = [Cell("")] * (len(head) - 4 - len(gaps))
+        body.append([Cell(compressor, "compressor"), Cell(""), Cell(fixed(bits)), Cell(""), *gaps, *blank])
+    return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
 
 
 def _sizes(row: Row, ends: Sequence[int]) -> list[Cell]:
     parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
     note = f"{short(active)} active" if active is not None and active != parameters else ""
     cells = [
-        Cell(short(parameters), note),
+        Cell(short(parameters, 4), note),
         Cell(short(row.average("tokens"))),
         Cell(rate(row.entry.get("lr"))),
     ]
@@ -104,8 +97,7 @@ def _difference(row: Row, other: Row | None) -> Cell:
 def _sureness(pair: Paired) -> str:
     if pair.low is None:
         return "no test"
-    seeds = f", {pair.n} seeds"
-    return f"{signed(pair.low)} to {signed(pair.high)}, {probability(pair.p)}{seeds}"
+    return f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
 
 
 def _gap(bits: Any, mean: float | None) -> str:
@@ -183,16 +175,14 @@ def calibration(rows: Sequence[Row], noun: str) -> Table | None:
 
 
 def robustness(rows: Sequence[Row], noun: str) -> Table | None:
-    """The loss read whole, resumed from disk, and of harmed texts, means over seeds."""
+    """The loss read whole, resumed from disk, and after a harmed context, means over seeds."""
     measured_rows = [(row, suites) for row in rows if (suites := row.suite("robustness"))]
     if not measured_rows:
         return None
-    every = [suite for _, suites in measured_rows for suite in suites]
-    shares = sorted({line["share"] for suite in every for line in suite.get("corrupted", [])})
-    shuffles = list(dict.fromkeys(key for suite in every for key in _shuffled(suite)))
-    head = [noun, "read whole, nats per token", "resumed from disk", "equal"]
-    head += [f"shuffled: {key.replace('_', ' ')}" for key in shuffles]
-    head += [f"{percent(share, 0)} corrupted, bits per byte" for share in shares]
+    harms = list(
+        dict.fromkeys(name for _, suites in measured_rows for suite in suites for name in _harmed(suite))
+    )
+    head = [noun, "read whole, nats per token", "resumed from disk", "equal", *harms]
     body = []
     for row, suites in measured_rows:
         equal = [suite.get("resumed_equal") for suite in suites]
@@ -201,18 +191,24 @@ def robustness(rows: Sequence[Row], noun: str) -> Table | None:
             [Cell(row.name), Cell(fixed(_mean(suites, "whole"), 4)), Cell(fixed(_mean(suites, "resumed"), 4))]
         )
         body[-1].append(Cell(said, kind="" if all(equal) else "bad"))
-        body[-1] += [Cell(fixed(_mean([_shuffled(suite) for suite in suites], key))) for key in shuffles]
-        body[-1] += [Cell(fixed(_mean([_corrupted(suite) for suite in suites], share))) for share in shares]
-    return Table("Loss after harm, mean over seeds", head, body)
+        harmed = [_harmed(suite) for suite in suites]
+        body[-1] += [Cell(fixed(_mean(harmed, name))) for name in harms]
+    return Table(
+        "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds",
+        head,
+        body,
+    )
 
 
-def _shuffled(suite: dict[str, Any]) -> dict[str, Any]:
-    given = suite.get("shuffled")
-    return given if isinstance(given, dict) else {} if known(given) is None else {"text": given}
-
-
-def _corrupted(suite: dict[str, Any]) -> dict[float, Any]:
-    return {line["share"]: line.get("bits_per_byte") for line in suite.get("corrupted", [])}
+def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
+    """Bits per byte by what was done to the context."""
+    given = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
+    given |= {f"shuffled: {name.replace('_', ' ')}": harm for name, harm in suite.get("shuffled", {}).items()}
+    given |= {f"{percent(harm['share'], 0)} corrupted": harm for harm in suite.get("corrupted", [])}
+    bits = {
+        name: harm.get("bits_per_byte") if isinstance(harm, dict) else harm for name, harm in given.items()
+    }
+    return {name: value for name, value in bits.items() if value is not None}
 
 
 def costs(rows: Sequence[Row], noun: str) -> Table | None:

@@ -169,21 +169,28 @@ def _compressors(row: Row, field: Field) -> list[Finding]:
 
 
 def _position(row: Row) -> list[Finding]:
-    suites, found = row.suite("position"), []
-    places = dict.fromkeys(place for suite in suites for place in suite.get("falls_past", {}))
-    for place in places:
+    """By the suite's own test: the same targets, read with and without the context before the last so many tokens."""
+    suites = row.suite("position")
+    falls, stays, differs, unread = list[str](), list[str](), list[str](), list[str]()
+    for place in dict.fromkeys(place for suite in suites for place in suite.get("falls_past", {})):
         given = [suite.get("falls_past", {}).get(place) for suite in suites]
         seen = [value for value in given if value is not None]
-        at = context(int(place))
-        if not seen:
-            found.append(Finding("open", f"Whether its loss falls past {at} tokens could not be measured."))
-        elif all(seen):
-            found.append(Finding("held", f"Its loss keeps falling past {at} tokens."))
-        elif not any(seen):
-            found.append(Finding("failed", f"Its loss does not fall past {at} tokens."))
-        else:
-            share = f"{sum(seen)} of {len(seen)} seeds"
-            found.append(Finding("open", f"Its loss falls past {at} tokens in {share}."))
+        kind = unread if not seen else falls if all(seen) else differs if any(seen) else stays
+        share = f" (in {sum(seen)} of {len(seen)} seeds)" if kind is differs else ""
+        kind.append(context(int(place)) + share)
+    found = []
+    if stays:
+        found.append(Finding("failed", f"No sure gain from more context than {_and(stays)} tokens."))
+    if falls:
+        found.append(Finding("held", f"More context than {_and(falls)} tokens lowers its loss."))
+    if differs:
+        found.append(
+            Finding("open", f"Its seeds differ on a gain from more context than {_and(differs)} tokens.")
+        )
+    if unread:
+        found.append(
+            Finding("open", f"A gain from more context than {_and(unread)} tokens could not be measured.")
+        )
     return found
 
 
@@ -219,16 +226,19 @@ def _recall(row: Row) -> list[Finding]:
     for name, task in tasks.items():
         scores = [_score(setting) for setting in task["settings"]]
         goal, count = known(task.get("solved")) or SOLVED, len(scores)
-        best = max((score for score in scores if score is not None), default=None)
+        chances = [known(setting.get("chance", task.get("chance"))) or 0.0 for setting in task["settings"]]
+        over = [
+            (score - chance, score)
+            for score, chance in zip(scores, chances, strict=True)
+            if score is not None
+        ]
         through = sum(score is not None and score >= goal for score in scores)
         if through:
             solved.append(name if through == count else f"{name} ({through} of {count} settings)")
-        elif best is not None:
-            chance = known(task.get("chance")) or 0.0
-            text = (
-                f"at chance, {percent(chance)}" if best <= chance + AT_CHANCE else f"{percent(best)} at best"
-            )
-            failed.append(f"{name} ({text})")
+        elif over:
+            gain, _ = max(over)
+            best = max(score for _, score in over)
+            failed.append(f"{name} ({'at chance' if gain <= AT_CHANCE else 'at best'}, {percent(best)})")
     found = [Finding("failed", f"Does not solve {_and(failed)}.")] if failed else []
     return [*found, Finding("held", f"Solves {_and(solved)}.")] if solved else found
 

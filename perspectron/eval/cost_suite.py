@@ -192,8 +192,15 @@ def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
 
 
 def _conditions(options: Options) -> Result:
-    beside = {"dtype": options.trained_in, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return asdict(options) | asdict(options.setting) | beside | {"contexts": sorted(set(options.contexts))}
+    settled = {"dtype": options.trained_in, "device": str(pick_device(options.setting.device))}
+    machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    return (
+        asdict(options)
+        | asdict(options.setting)
+        | settled
+        | machine
+        | {"contexts": sorted(set(options.contexts))}
+    )
 
 
 def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:

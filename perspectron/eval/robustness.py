@@ -49,9 +49,9 @@ class Options:
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """whole: nats per token after the true context; resumed: with the state saved and loaded between context and
     continuation; resumed_equal: the same loss at every token, bit for bit. Then bits per byte after the true context,
-    and for none, one shuffled within windows ("all": as a whole) and one of which a share is random tokens: how many
-    more these need (worse), with a 95% interval of resampled stretches. ConfigError for a seq_len of 1; DataError
-    without a document of 3 tokens."""
+    none, one shuffled within windows or as a whole, and one of which a share is random tokens. worse: how many more
+    bits per byte each of these needs than the true context, with a 95% interval of resampled stretches.
+    ConfigError for a seq_len of 1; DataError without a document of 3 tokens."""
     require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")
     length = max(2, longest(subject.split, ROWS, subject.seq_len))
     ids_NT = stretches(subject.split, length, max(1, (options.tokens or subject.split.tokens) // length))
@@ -60,12 +60,13 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:])
     whole_NT = _continued(subject, context_NT, rest_NT)
     resumed_NT = _continued(subject, context_NT, rest_NT, on_disk)
-
-    def worse(context_NT: Tensor) -> dict[str, float]:
-        return _against(whole_NT, _continued(subject, context_NT, rest_NT), bytes_NT, seed)
-
-    shuffles = {str(n): n for n in options.windows if n < at} | {"all": at}
     vocab, seed = subject.tokenizer.vocab_size, subject.seed
+    windows = {f"within_{n}": n for n in options.windows if n < at} | {"whole": at}
+    contexts = {"no_context": context_NT[:, :0]}
+    contexts |= {f"shuffled_{name}": shuffled(context_NT, n, seed) for name, n in windows.items()}
+    contexts |= {f"corrupted_{share}": corrupted(context_NT, share, vocab, seed) for share in options.shares}
+    lost = {name: _continued(subject, context_NT, rest_NT) for name, context_NT in contexts.items()}
+    bits = {name: bits_per_byte(lost_NT, bytes_NT) for name, lost_NT in lost.items()}
     return {
         "context": at,
         "stretches": len(ids_NT),
@@ -74,23 +75,19 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         "resumed": resumed_NT.double().mean().item(),
         "resumed_equal": torch.equal(whole_NT, resumed_NT),
         "bits_per_byte": bits_per_byte(whole_NT, bytes_NT),
-        "no_context": worse(context_NT[:, :0]),
-        "shuffled": {name: worse(shuffled(context_NT, n, seed)) for name, n in shuffles.items()},
+        "no_context": bits["no_context"],
+        "shuffled": {name: bits[f"shuffled_{name}"] for name in windows},
         "corrupted": [
-            {"share": share} | worse(corrupted(context_NT, share, vocab, seed)) for share in options.shares
+            {"share": share, "bits_per_byte": bits[f"corrupted_{share}"]} for share in options.shares
         ],
+        "worse": {name: _worse(whole_NT, lost_NT, bytes_NT, seed) for name, lost_NT in lost.items()},
     }
 
 
-def _against(whole_NT: Tensor, other_NT: Tensor, bytes_NT: Tensor, seed: int) -> dict[str, float]:
-    more_N = (other_NT.double() - whole_NT.double()).sum(1)
+def _worse(whole_NT: Tensor, lost_NT: Tensor, bytes_NT: Tensor, seed: int) -> dict[str, float]:
+    more_N = (lost_NT.double() - whole_NT.double()).sum(1)
     low, high = resampled_bits_per_byte(more_N, bytes_NT.sum(1), seed)
-    return {
-        "bits_per_byte": bits_per_byte(other_NT, bytes_NT),
-        "worse": bits_per_byte(more_N, bytes_NT),
-        "low": low,
-        "high": high,
-    }
+    return {"bits_per_byte": bits_per_byte(more_N, bytes_NT), "low": low, "high": high}
 
 
 def shuffled(context_NT: Tensor, window: int, seed: int) -> Tensor:
@@ -142,13 +139,9 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"loss on {result['tokens']:,} tokens after {result['context']:,} tokens of context",
         f"uninterrupted {result['whole']:.6f} nats per token, state from disk {result['resumed']:.6f}: {same}",
         f"true context: {result['bits_per_byte']:.4f} bits per byte",
-        f"no context: {_worse(result['no_context'])}",
     ]
-    for window, found in result["shuffled"].items():
-        within = "as a whole" if window == "all" else f"within {window} tokens"
-        text.append(f"shuffled {within}: {_worse(found)}")
-    return text + [f"{c['share']:.0%} random tokens: {_worse(c)}" for c in result["corrupted"]]
-
-
-def _worse(found: dict[str, float]) -> str:
-    return f"{found['worse']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})"
+    for name, more in result["worse"].items():
+        text.append(
+            f"{name.replace('_', ' ')}: {more['bits_per_byte']:+.4f} ({more['low']:+.4f} to {more['high']:+.4f})"
+        )
+    return text

@@ -125,11 +125,10 @@ def _alone(spec: dict[str, Any]) -> int | str:
         parameters = sum(p.numel() for p in build(config).parameters())
     needs = PER_PARAMETER * parameters + PER_LOGIT * setting.tokens * config.vocab_size
     if needs > FREE_SHARE * (there := free(device)):
-        return f"needs more than {needs / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free"
+        return f"needs {needs / 1e9:.1f} GB or more, over half of the {there / 1e9:.1f} GB free"
     return_memory()
-    stepper(config, replace(setting, batch_size=1, seq_len=min(16, setting.seq_len)))(
-        spec["dtype"]
-    )  # loads libraries
+    few = replace(setting, batch_size=1, seq_len=min(16, setting.seq_len))
+    stepper(config, few)(spec["dtype"])  # loads libraries
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -146,7 +146,11 @@ def _calibration():
 def _harm(final):
     corrupted = [{"share": share, "bits_per_byte": final + 4 * share} for share in (0.01, 0.05, 0.2)]
     harm = {"whole": 1.2 * final, "resumed": 1.2 * final, "resumed_equal": True}
-    return harm | {"shuffled": {"words": final + 1.1, "lines": final + 0.2}, "corrupted": corrupted}
+    harm |= {"bits_per_byte": final, "no_context": {"bits_per_byte": final + 2}}
+    return harm | {
+        "shuffled": {"64": {"bits_per_byte": final + 0.2}, "all": {"bits_per_byte": final + 1.1}},
+        "corrupted": corrupted,
+    }
 
 
 def _task(name, task):
@@ -157,7 +161,17 @@ def _task(name, task):
         if task == "parity":
             ability = 0.5 if name in GROWS else 0.99
         accuracy = [min(1, max(chance, ability + random.gauss(0, 0.008))) for _ in range(3)]
-        lines.append(setting | {"accuracy": accuracy, "steps": 500})
+        lines.append(
+            setting
+            | {
+                "accuracy": accuracy,
+                "steps": [500, 450, 500],
+                "chance": chance,
+                "rates": {"0.001": 0.5},
+                "lr": 0.001,
+                "beyond": [0.1],
+            }
+        )
     return {
         "chance": chance,
         "solved": 0.95,

@@ -1,0 +1,97 @@
+"""`perspectron lm-eval`: the command line of lm-evaluation-harness, in which any run is a model.
+
+The harness finds models in a registry that lives in its process, and has no way to name a package that adds to it; so
+this registers ours and then runs the harness.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perspectron.cli.artifacts import open_model
+from perspectron.config import one_of, require
+from perspectron.device import pick_device
+from perspectron.eval.harness import Answers
+
+COMMAND, ABOUT = "lm-eval", "Tasks of lm-evaluation-harness, with a run as the model: --model perspectron."
+NAME = "perspectron"
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Hand the arguments on to the harness, to which `--model perspectron --model_args run=DIR` is known.
+
+    ConfigError without the extra `eval`, and what the run raises when it is opened.
+    """
+    there = find_spec("lm_eval") is not None
+    require(there, "lm-eval", "missing", "installed: pip install 'perspectron[eval]'")
+    from lm_eval.__main__ import cli_evaluate
+
+    register()
+    sys.argv = ["perspectron lm-eval", *arguments]
+    cli_evaluate()
+    return 0
+
+
+def register() -> None:
+    """Make the harness know the model "perspectron", in this process."""
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+
+    @register_model(NAME)
+    class PerspectronLM(LM):
+        """run: folder of a run, of one of its checkpoints, or of an artifact. dtype: float32, in which the batch size
+        changes no answer, or bfloat16. cache: memory for the experts of an artifact, as 512M."""
+
+        def __init__(
+            self,
+            run: str,
+            batch_size: int | str = 8,
+            device: str = "auto",
+            dtype: str = "float32",
+            cache: str | None = None,
+            max_batch_size: int | None = None,
+        ) -> None:
+            super().__init__()
+            size = str(batch_size)
+            require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
+            model, tokenizer = open_model(Path(run), cache)
+            if device == "cuda:0" and not torch.cuda.is_available():
+                device = "cpu"  # what the harness passes where nobody said anything
+            model.to(pick_device(device))
+            self._device = model.device
+            self._fingerprint = tokenizer.fingerprint
+            rows = int(size) if size.isdecimal() else Answers.batch_size
+            autocast = DTYPES[one_of(dtype, DTYPES, "dtype")]
+            self.answers = Answers(model, tokenizer, min(rows, max_batch_size or rows), autocast)
+
+        @property
+        def tokenizer_name(self) -> str:
+            return self._fingerprint
+
+        def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            return self._answer("loglikelihood", requests, self._pairs)
+
+        def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
+            return self._answer("loglikelihood_rolling", requests, self._texts)
+
+        def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+            return self._answer("generate_until", requests, self.answers.continuations)
+
+        def _pairs(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
+            return [(score.log_likelihood, score.greedy) for score in self.answers.log_likelihoods(pairs)]
+
+        def _texts(self, texts: list[tuple[str]]) -> list[float]:
+            return self.answers.rolling([text for (text,) in texts])
+
+        def _answer(self, name: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
+            """And kept in the harness's cache, where it has one."""
+            asked = [request.args for request in requests]
+            answers = ask(asked)
+            for arguments, answer in zip(asked, answers, strict=True):
+                self.cache_hook.add_partial(name, arguments, answer)
+            return answers

@@ -1,0 +1,184 @@
+"""What lm-evaluation-harness asks of a model, answered by any of ours; `perspectron lm-eval` registers it there.
+
+Every request is a document of its own: the end-of-text token is read first, as before every document in training.
+Of what is longer than a table of positions the last tokens are kept, as the harness does with any model of bounded
+context; designs without a table read all of it, with the state carried from chunk to chunk.
+
+Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from perspectron.config import one_of, require
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.eval.reading import CHUNK
+from perspectron.model import LanguageModel
+
+MAX_TOKENS = 256
+"""Generated where a request does not say how many, as in the harness."""
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call the number of tokens to generate; the first that is given counts, as in the harness."""
+GENERATION = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """Ids that are read, and how many at the end are scored, each given those before it."""
+
+    ids: list[int]
+    scored: int
+
+
+class Score(NamedTuple):
+    """Nats of the scored tokens together; whether each of them was the most likely one."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """batch_size: requests read side by side; it changes no answer beyond rounding. dtype: autocast to it."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    batch_size: int = 8
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "≥ 1")
+
+    def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Of each continuation, given its context; an empty continuation has likelihood 1. ConfigError for one that is
+        longer than a table of positions."""
+        return self._scores([self._row(context, continuation) for context, continuation in pairs])
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """The log-likelihood of each text as a whole, in nats. With a table of P positions: of P tokens at a time,
+        each given the up to P tokens before the last of them."""
+        documents = [[Tokenizer.end_of_text, *ids] for ids in self.tokenizer.encode_batch(list(texts))]
+        rows = [list(self._windows(ids)) for ids in documents]
+        scores = iter(self._scores([row for windows in rows for row in windows]))
+        return [sum(next(scores).log_likelihood for _ in windows) for windows in rows]
+
+    def continuations(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Text after each context. It ends before the first of its `until` strings, at the end of the document or after
+        `max_gen_toks` tokens, and is greedy unless `do_sample`. ConfigError for an option that is not in GENERATION,
+        and for more tokens than a table of positions has."""
+        asked = [_wanted(options) for _, options in requests]
+        texts = [""] * len(requests)
+        for key in dict.fromkeys(asked):
+            mine = [i for i, other in enumerate(asked) if other == key]
+            for part in _batches(mine, self.batch_size, lambda i: len(requests[i][0])):
+                found = self._continued([requests[i][0] for i in part], *key)
+                for i, text in zip(part, found, strict=True):
+                    texts[i] = text
+        return texts
+
+    def _row(self, context: str, continuation: str) -> Row:
+        """Spaces at the end of a context belong to what follows, and the two are encoded together, as the harness does
+        for any model; apart where together a token would lie across the border."""
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        before, both, after = self.tokenizer.encode_batch([stripped, stripped + continuation, continuation])
+        scored = both[len(before) :] if both[: len(before)] == before else after
+        return Row([Tokenizer.end_of_text, *before, *scored], len(scored))
+
+    def _windows(self, ids: list[int]) -> Iterator[Row]:
+        step = self.model.config.positions or max(1, len(ids) - 1)
+        for done in range(1, len(ids), step):
+            end = min(done + step, len(ids))
+            yield Row(ids[max(0, end - step - 1) : end], end - done)
+
+    def _scores(self, rows: Sequence[Row]) -> list[Score]:
+        found = [Score(0.0, True)] * len(rows)
+        scored = [i for i, row in enumerate(rows) if row.scored]
+        for part in _batches(scored, self.batch_size, lambda i: len(rows[i].ids)):
+            for i, score in zip(part, self._batch(self._cut([rows[i] for i in part])), strict=True):
+                found[i] = score
+        return found
+
+    def _cut(self, rows: Sequence[Row]) -> list[Row]:
+        """The last tokens, as many as a table of positions has and the one that is not read."""
+        table = self.model.config.positions
+        if table == 0:
+            return list(rows)
+        most = max(scored for _, scored in rows)
+        require(most <= table, "tokens of a continuation", most, f"≤ positions = {table}")
+        return [Row(ids[-(table + 1) :], scored) for ids, scored in rows]
+
+    @torch.inference_mode()
+    def _batch(self, rows: Sequence[Row]) -> list[Score]:
+        B, T = len(rows), max(len(ids) for ids, _ in rows) - 1
+        device = self.model.device
+        ids_BT = torch.zeros(B, T + 1, dtype=torch.int64)
+        scored_BT = torch.zeros(B, T, dtype=torch.bool)
+        for row, (ids, scored) in enumerate(rows):
+            ids_BT[row, : len(ids)] = torch.tensor(ids)
+            scored_BT[row, len(ids) - 1 - scored : len(ids) - 1] = True
+        pad_BT = torch.arange(T) >= torch.tensor([len(ids) - 1 for ids, _ in rows])[:, None]
+        total_B, greedy_B = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.bool)
+        state = self.model.init_state(B, capacity=T)
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
+            for part in torch.arange(T).split(max(1, CHUNK // B)):
+                pad = pad_BT[:, part].to(device) if pad_BT[:, part].any() else None
+                hidden_BTD, state, _ = self.model.hidden(ids_BT[:, part].to(device), state, pad_BT=pad)
+                mask_BT = scored_BT[:, part]
+                if mask_BT.any():
+                    row_M, target_M = mask_BT.nonzero()[:, 0], ids_BT[:, part + 1][mask_BT]
+                    log_p_M, greedy_M = self._judged(hidden_BTD[mask_BT.to(device)], target_M)
+                    total_B.index_add_(0, row_M, log_p_M)
+                    greedy_B[row_M[~greedy_M]] = False
+        return [Score(*pair) for pair in zip(total_B.tolist(), greedy_B.tolist(), strict=True)]
+
+    def _judged(self, hidden_MD: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor]:
+        """log p of each target, and whether it is the most likely token; on the CPU."""
+        logits_MV = self.model.head(hidden_MD[None])[0]
+        log_p_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)).log_softmax(1).cpu()
+        log_p_M = log_p_MV.gather(1, target_M[:, None])[:, 0]
+        return log_p_M.double(), log_p_MV.argmax(1) == target_M
+
+    def _continued(
+        self, contexts: list[str], until: tuple[str, ...], max_tokens: int | None, sampling: SamplingConfig
+    ) -> list[str]:
+        table = self.model.config.positions
+        if max_tokens is None:
+            max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS
+        require(table == 0 or max_tokens < table, "max_gen_toks", max_tokens, f"< positions = {table}")
+        room = table - max_tokens if table else None
+        prompts = [ids if room is None else ids[-room:] for ids in self.tokenizer.encode_batch(contexts)]
+        # Nothing to go on from: a document begins, which a second separator says as well as one.
+        prompts = [ids or [Tokenizer.end_of_text] for ids in prompts]
+        with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not None):
+            return generate(
+                self.model, self.tokenizer, prompts, max_tokens=max_tokens, sampling=sampling, stop=until
+            ).texts
+
+
+def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, SamplingConfig]:
+    """(until, max_gen_toks, sampling) of a request."""
+    for name in options:
+        one_of(name, GENERATION, "generation option")
+    until = options.get("until") or ()
+    until = (until,) if isinstance(until, str) else tuple(filter(None, until))
+    sampling = SamplingConfig(temperature=0.0)
+    if options.get("do_sample"):
+        temperature, top_p = (float(options.get(name, 1.0)) for name in ("temperature", "top_p"))
+        sampling = SamplingConfig(temperature, top_k=int(options.get("top_k", 0)), top_p=top_p)
+    most = next((options[name] for name in LENGTHS if options.get(name) is not None), None)
+    return until, most, sampling
+
+
+def _batches(items: Sequence[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
+    """The longest first, so that rows of a batch are about equally long."""
+    ordered = sorted(items, key=length, reverse=True)
+    for at in range(0, len(ordered), size):
+        yield ordered[at : at + size]

@@ -1,0 +1,137 @@
+"""What a comparison is planned to be: matched, settled once, and refused in one line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perspectron.census import active_parameters
+from perspectron.cli.main import main
+from perspectron.compare import plan as plans
+from perspectron.compare.plan import Settings, models_of_designs, plan, vocabulary
+from perspectron.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 60)
+    return folder
+
+
+def settings(text: Path, **changes: object) -> Settings:
+    own = Settings(
+        ("perspective", "transformer", "drm"), 200_000, 4096, 2, str(text), vocab_size=300, seq_len=32,
+        batch_size=4, dtype="float32",
+    )  # fmt: skip
+    return replace(own, **changes)
+
+
+def test_arms_match_in_parameters_and_tokens(text, tmp_path):
+    made = plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
+    assert {arm.steps for arm in made.arms.values()} == {32}
+    for arm in made.arms.values():
+        assert abs(active_parameters(arm.model) / 200_000 - 1) <= 0.02
+        assert 257 <= arm.model.vocab_size <= made.settings.vocab_size == 300
+    assert made.reference == "transformer"
+    assert plans.read(tmp_path) == made
+
+
+def test_equal_flops_give_equal_flops(text, tmp_path):
+    made = plan(tmp_path, "designs", settings(text, match="flops", tokens=409_600), models_of_designs, 1)
+    spent = {name: arm.steps * arm.train_flops_per_token for name, arm in made.arms.items()}
+    assert made.arms["transformer"].steps == 3200
+    assert max(spent.values()) / min(spent.values()) < 1.002
+    assert made.arms["drm"].steps != 3200
+
+
+def test_equal_time_gives_each_what_its_speed_buys(text, tmp_path, monkeypatch):
+    cost = {"perspective": 2.0, "transformer": 1.0, "drm": 4.0}
+    monkeypatch.setattr(plans, "seconds_per_step", lambda *_: cost)
+    made = plan(tmp_path, "designs", settings(text, match="time", tokens=51_200), models_of_designs, 1)
+    assert {name: arm.steps for name, arm in made.arms.items()} == {
+        "perspective": 200, "transformer": 400, "drm": 100,
+    }  # fmt: skip
+
+
+def test_seconds_are_measured_of_each(text, tmp_path):
+    own = settings(text)
+    _, shards = plans.prepare(tmp_path, own)
+    models = {name: model for name, (model, _, _) in models_of_designs(own).items()}
+    seconds = plans.seconds_per_step(own, models, shards)
+    assert seconds.keys() == models.keys()
+    assert min(seconds.values()) > 0
+
+
+def test_what_was_open_is_settled_once(text, tmp_path):
+    asked = settings(text, vocab_size=0, dtype="auto")
+    first = plan(tmp_path, "designs", asked, models_of_designs, threads=2)
+    assert first.settings.threads == 2
+    assert first.settings.dtype in ("float32", "bfloat16")
+    assert first.settings.vocab_size > 257
+    assert plan(tmp_path, "designs", asked, models_of_designs, threads=1) == first
+
+
+@pytest.mark.parametrize(("params", "size"), [(300_000, 1024), (1_000_000, 1024), (2_000_000, 2048)])
+def test_the_vocabulary_follows_from_the_parameters(params, size):
+    assert vocabulary(params) == size
+    assert size**2 <= 4 * params < (2 * size) ** 2
+
+
+def test_other_settings_are_refused_by_name(text, tmp_path):
+    plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
+    with pytest.raises(ConfigError, match=r"tokens = 8192, must be 4096 as in .*compare\.json, or out a new"):
+        plan(tmp_path, "designs", settings(text, tokens=8192), models_of_designs, threads=1)
+    with pytest.raises(ConfigError, match="kind = 'ablations', must be designs"):
+        plan(tmp_path, "ablations", settings(text), models_of_designs, threads=1)
+
+
+def test_a_folder_of_another_version_is_refused(text, tmp_path, capsys):
+    plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
+    path = tmp_path / plans.PLAN
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 7}))
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "version = 7, must be 1, that of this program: choose a new folder" in said
+    assert said.count("\n") == 1
+
+
+def test_a_text_too_short_for_a_window_is_refused(text, tmp_path):
+    with pytest.raises(DataError, match=r"train: \d+ tokens, need at least 9001 \(seq_len \+ 1\)"):
+        plan(tmp_path, "designs", settings(text, seq_len=9000, tokens=90_000), models_of_designs, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--designs", "rwkv"], "designs = 'rwkv', must be one of perspective, adr, lens"),
+        (["--designs", "gpt2,gpt2"], "designs = 'gpt2', must be named once"),
+        (["--designs", ","], "designs = (), must be one or more"),
+        (["--params", "50k", "--vocab-size", "32768"], "its embedding alone has 1,048,576"),
+        (["--params", "many"], "params = 'many', must be a number like 5M or 20M"),
+        (["--params", "5MB"], "params = '5MB', must be a number like 5M or 20M"),
+        (["--tokens", "100"], "tokens = 100, must be ≥ 2048, one batch"),
+        (["--vocab-size", "100"], "vocab_size = 100, must be ≥ 257"),
+        (["--suites", "taste"], "suites = 'taste', must be one of position"),
+        (["--jobs", "0"], "jobs = 0, must be ≥ 1"),
+        (["--rates", "0"], "must be one or more numbers > 0"),
+        (["--heldout", "1"], "heldout = 1.0, must be in (0, 1)"),
+    ],
+)
+def test_a_users_mistake_is_one_line_before_anything_is_made(options, said, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["compare", "--out", str(out), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (out / "data").exists()
+
+
+def test_out_and_resume_are_one_or_the_other(tmp_path, capsys):
+    assert main(["compare"]) == 2
+    assert main(["compare", "--resume", str(tmp_path)]) == 2
+    assert "compare.json" in capsys.readouterr().err
+    assert main(["compare", "--resume", str(tmp_path), "--tokens", "1M"]) == 2
+    assert "must be alone" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""A comparison from the command to the report: the same numbers twice, and after being killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import perspectron
+from perspectron.cli.main import main
+from perspectron.compare import run
+from perspectron.compare.plan import read
+from perspectron.compare.run import Cell
+
+STEPS = 40
+COMMAND = [
+    "compare", "--designs", "transformer,ssd", "--params", "120k", "--tokens", str(STEPS * 4 * 32), "--seeds", "1",
+    "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--rates", "0.004", "--dtype", "float32",
+    "--suites", "calibration", "--jobs", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 80)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text) -> Path:
+    """A comparison that was not disturbed."""
+    out = tmp_path_factory.mktemp("compared") / "whole"
+    assert main([*COMMAND, "--data", str(text), "--out", str(out)]) == 0
+    return out
+
+
+def cells(results: dict) -> dict:
+    return {name: design["cells"][0] for name, design in results["designs"].items()}
+
+
+def test_it_trains_measures_and_reports(whole):
+    found = json.loads((whole / "results.json").read_text())
+    assert found["plan"]["tokens"] == STEPS * 128
+    for name, cell in cells(found).items():
+        assert cell["status"] == "finished", name
+        assert cell["steps"] == STEPS
+        assert cell["curve"][-1]["tokens"] == STEPS * 128
+        assert cell["curve"][0]["heldout_bits_per_byte"] > cell["heldout_bits_per_byte"]
+        assert 0 <= cell["suites"]["calibration"]["ece"] <= 1
+    page = (whole / "report.html").read_text()
+    assert all(name in page and name in (whole / "report.md").read_text() for name in cells(found))
+    assert 0 < found["compressors"]["gzip -9"] < 8
+
+
+def test_what_is_done_is_not_done_again(whole, capsys):
+    before = (whole / "results.json").read_bytes()
+    assert main(["compare", "--resume", str(whole)]) == 0
+    assert (whole / "results.json").read_bytes() == before
+    assert "held-out bits per byte" not in capsys.readouterr().err  # no training ended
+
+
+def test_killed_on_the_way_it_ends_with_the_same_losses(whole, text, tmp_path):
+    out = tmp_path / "killed"
+    environment = os.environ | {"PYTHONPATH": str(Path(perspectron.__file__).parents[1])}
+    command = [sys.executable, "-m", "perspectron", *COMMAND, "--data", str(text), "--out", str(out)]
+    parent = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    metrics = out / "cells" / "transformer" / "0" / "metrics.jsonl"
+    while parent.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 12):
+        time.sleep(0.02)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert not (out / "results.json").exists()
+    assert main([*COMMAND, "--data", str(text), "--out", str(out)]) == 0
+    one, other = (json.loads((folder / "results.json").read_text()) for folder in (whole, out))
+    digests = [{name: c["losses_sha256"] for name, c in cells(found).items()} for found in (one, other)]
+    assert digests[0] == digests[1]
+    bits = [{name: c["heldout_bits_per_byte"] for name, c in cells(found).items()} for found in (one, other)]
+    assert bits[0] == bits[1]
+
+
+def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
+    """Write what a training of these bits would leave."""
+    cell.folder.mkdir(parents=True)
+    steps = steps or cell.steps
+    metrics = [{"step": steps, "tokens": steps * 128, "loss": 1.0, "seconds": 2.0}]
+    if bits is not None:
+        metrics.append({"step": steps, "heldout_bits_per_byte": bits})
+        (cell.folder / "checkpoints" / f"step-{steps:08d}").mkdir(parents=True)
+        (cell.folder / "checkpoints" / f"step-{steps:08d}" / "checkpoint.json").write_text("{}")
+    (cell.folder / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
+
+
+def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_path, monkeypatch):
+    plan = read(whole)
+    settings = plan.settings.__class__(**vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3)})
+    plan = plan.__class__(plan.kind, settings, plan.arms)
+    best = {"transformer": 8e-3, "ssd": 2e-3}
+
+    def train(wanted: list[Cell]) -> None:
+        for cell in wanted:
+            if run.trained(cell).status != "missing":
+                continue
+            if cell.arm == "ssd" and cell.rate == 4e-3:
+                cell.folder.mkdir(parents=True)
+                (cell.folder / run.FAILED).write_text('{"why": "step 7: loss is nan"}')
+            else:
+                lines(cell, abs(cell.rate - best[cell.arm]))
+
+    rates, tried = run.choose_rates(tmp_path, plan, train)
+    assert rates == best
+    assert [t["lr"] for t in tried["transformer"]] == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert tried["ssd"][2] == {"lr": 4e-3, "heldout_bits_per_byte": None, "why": "step 7: loss is nan"}
+
+
+def test_a_cell_stands_as_its_folder_says(whole, tmp_path):
+    cell = Cell("ssd", 0, 1e-3, 10, tmp_path / "a", 8)
+    assert run.trained(cell).status == "missing"
+    lines(cell, None, steps=4)
+    assert run.trained(cell) == ("missing", "trained for 4 of 10 steps", None)
+    with (cell.folder / run.METRICS).open("a") as file:
+        file.write('{"step": 9, "tok')  # cut short by a crash
+    assert run.reached(cell) == 4
+
+
+def test_a_training_whose_numbers_run_away_is_reported_not_hidden(whole, tmp_path):
+    out = tmp_path / "diverged"
+    command = [*COMMAND, "--data", str(whole / "data"), "--out", str(out), "--rates", "1e30"]
+    assert main(command) == 0
+    found = json.loads((out / "results.json").read_text())
+    for name, cell in cells(found).items():
+        assert cell["status"] == "diverged", name
+        assert "not finite" in cell["why"] or "is nan" in cell["why"] or "is inf" in cell["why"]
+        assert cell["heldout_bits_per_byte"] is None
+    assert "diverged" in (out / "report.md").read_text()
+    assert main(["compare", "--resume", str(out)]) == 0
+
+
+def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path):
+    out = tmp_path / "ablated"
+    text = str(whole / "data")
+    command = ["compare", "--designs", "adr", *COMMAND[3:], "--data", text, "--out", str(tmp_path / "adr")]
+    command[command.index("--tokens") + 1] = "1280"
+    assert main(command) == 0
+    cell = tmp_path / "adr" / "cells" / "adr" / "0"
+    assert main(["ablate", str(cell), "--over", "no_law5", "--jobs", "2", "--out", str(out)]) == 0
+    found = json.loads((out / "results.json").read_text())
+    assert list(found["designs"]) == ["adr", "no_law5"]
+    assert found["kind"] == "ablations"
+    full, left = (design["cells"][0] for design in found["designs"].values())
+    assert full["losses_sha256"] != left["losses_sha256"]
+    one = json.loads((tmp_path / "adr" / "results.json").read_text())  # on as many threads
+    assert full["losses_sha256"] == one["designs"]["adr"]["cells"][0]["losses_sha256"]
+
+
+def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
+    cell = whole / "cells" / "transformer" / "0"
+    assert main(["ablate", str(cell), "--out", str(tmp_path / "out")]) == 2
+    assert "design = 'transformer', must be one of perspective, lens" in capsys.readouterr().err

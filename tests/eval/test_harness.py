@@ -1,0 +1,225 @@
+"""Answers to the harness against heldout() and plain forwards; the harness itself where it is installed."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perspectron import designs
+from perspectron.data import Tokenizer
+from perspectron.decode import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError
+from perspectron.eval import harness
+from perspectron.eval.harness import Answers
+from perspectron.eval.perplexity import heldout
+
+PAIRS = [
+    ("The quick brown", " fox"),
+    ("größer → ", "日本語 🦊"),
+    ("and fox " * 12, "and brown fox"),
+    ("", "quick"),
+    ("x", "y" * 9),
+    ("fox   ", "fox"),
+    ("   ", "and"),
+]
+
+
+def answers(subject, design="perspective", seq_len=128, **fields) -> Answers:
+    made = subject(design, seq_len=seq_len, model_dtype=fields.pop("model_dtype", torch.float32))
+    return Answers(made.model, made.tokenizer, **fields)
+
+
+def plain(asked: Answers, ids: list[int], scored: int) -> tuple[float, bool]:
+    """Of the last `scored` ids, from one forward."""
+    with torch.no_grad():
+        log_p_TV = asked.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(1)
+    targets = torch.tensor(ids[1:])
+    nats = log_p_TV.gather(1, targets[:, None])[-scored:].sum().item()
+    return nats, bool((log_p_TV.argmax(1) == targets)[-scored:].all())
+
+
+@pytest.mark.parametrize("design", designs.DESIGNS)
+def test_a_batch_of_unequal_lengths_is_each_alone(subject, design, monkeypatch):
+    asked = answers(subject, design)
+    together = asked.log_likelihoods(PAIRS)
+    encode = asked.tokenizer.encode
+    for pair, score in zip(PAIRS, together, strict=True):
+        assert asked.log_likelihoods([pair])[0].log_likelihood == pytest.approx(
+            score.log_likelihood, abs=1e-4
+        )
+        before, all = encode(pair[0].rstrip()), encode("".join(pair))
+        nats, greedy = plain(asked, [0, *all], len(all) - len(before))
+        assert (all[: len(before)], score.greedy) == (before, greedy)
+        assert score.log_likelihood == pytest.approx(nats, abs=1e-4)
+    monkeypatch.setattr(harness, "CHUNK", 30)
+    for score, other in zip(together, asked.log_likelihoods(PAIRS), strict=True):
+        assert other.log_likelihood == pytest.approx(score.log_likelihood, abs=1e-4)
+        assert other.greedy == score.greedy
+
+
+@pytest.mark.parametrize("design", ["perspective", "transformer"])
+def test_rolling_is_what_heldout_says_of_the_same_documents(subject, text, design):
+    asked, (tokenizer, split) = answers(subject, design), text
+    documents = [tokenizer.decode(split.document(i).tolist()) for i in range(split.documents)]
+    nats = -sum(asked.rolling(documents))
+    carried = heldout(asked.model, split, tokenizer, seq_len=64, carry=True)
+    borders = 0.0  # heldout also predicts the separator after every document but the last
+    for i in range(split.documents - 1):
+        borders -= plain(asked, [*split.document(i).tolist(), 0], 1)[0]
+    assert nats + borders == pytest.approx(math.log(carried.perplexity) * carried.tokens, rel=1e-5)
+    assert asked.rolling([]) == []
+    assert asked.rolling(["", "fox"])[0] == 0
+
+
+def test_rolling_with_a_table_of_positions_predicts_each_token_once(subject, text):
+    asked, (tokenizer, split) = answers(subject, "gpt2", seq_len=48), text
+    ids = split.document(0).tolist()[:132]
+    expected = (
+        plain(asked, ids[:49], 48)[0] + plain(asked, ids[48:97], 48)[0] + plain(asked, ids[83:132], 35)[0]
+    )
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids[1:]
+    assert asked.rolling([tokenizer.decode(ids)]) == [pytest.approx(expected, abs=1e-3)]
+
+
+def test_a_long_context_keeps_its_end_where_a_table_ends(subject):
+    asked = answers(subject, "gpt2", seq_len=32)
+    context = "fox and " * 40
+    ids = asked.tokenizer.encode(context.rstrip() + " quick brown")
+    scored = len(ids) - len(asked.tokenizer.encode(context.rstrip()))
+    (score,) = asked.log_likelihoods([(context, "quick brown")])
+    assert score.log_likelihood == pytest.approx(plain(asked, ids[-33:], scored)[0], abs=1e-4)
+    with pytest.raises(ConfigError, match=r"tokens of a continuation = \d+, must be ≤ positions = 32"):
+        asked.log_likelihoods([("fox", "ZQ" * 100)])
+
+
+def test_a_token_across_the_border_is_not_used(subject):
+    """A tokenizer in which "ab" is one token: a continuation "b" after "a" is the token "b"."""
+    asked = answers(subject)
+    tokenizer = Tokenizer.train(["ababab " * 50], 300)
+    assert len(tokenizer.encode("xab")) < 3
+    asked = Answers(asked.model, tokenizer)
+    row = asked._row("xa", "b")
+    assert (row.ids, row.scored) == ([0, *tokenizer.encode("xa"), *tokenizer.encode("b")], 1)
+    assert asked.log_likelihoods([("fox", ""), ("fox", "b")])[0] == (0.0, True)
+
+
+def test_greedy_is_what_generating_gives(subject):
+    asked = answers(subject)
+    (text,) = asked.continuations([("The quick", {"max_gen_toks": 8})])
+    (score,) = asked.log_likelihoods([("The quick", text)])
+    encoded = asked.tokenizer.encode("The quick" + text)
+    if encoded == asked.tokenizer.encode("The quick") + asked.tokenizer.encode(text):
+        assert score.greedy or "�" in text
+    assert not asked.log_likelihoods([("The quick", " 🦊🦊")])[0].greedy
+
+
+def test_generation_ends_before_any_of_its_strings(subject):
+    asked = answers(subject, batch_size=2)
+    contexts = ["The quick brown", "fox", "", "and and and and and"]
+    whole = asked.continuations([(context, {"until": [], "max_gen_toks": 24}) for context in contexts])
+    assert whole == [asked.continuations([(c, {"max_gen_toks": 24})])[0] for c in contexts]
+    made = generate.generate(
+        asked.model, asked.tokenizer, ["fox"], max_tokens=24, sampling=SamplingConfig(temperature=0)
+    )
+    assert whole[1] == made.texts[0]
+    ends = [text[len(text) // 2 :][:2] for text in whole]
+    options = [{"until": [end, "never"], "max_new_tokens": 24} for end in ends]
+    for text, end, found in zip(
+        whole, ends, asked.continuations(list(zip(contexts, options, strict=True))), strict=True
+    ):
+        assert found == (text[: text.index(end)] if end else text)
+    sampled = asked.continuations([("fox", {"do_sample": True, "temperature": 2.0, "max_gen_toks": 24})])
+    assert sampled != [whole[1]]
+
+
+def test_generation_leaves_room_in_a_table_of_positions(subject):
+    asked = answers(subject, "gpt2", seq_len=32)
+    long = "fox and " * 40
+    (text,) = asked.continuations([(long, {"max_gen_toks": 10})])
+    kept = asked.tokenizer.encode(long)[-22:]
+    made = generate.generate(
+        asked.model, asked.tokenizer, [kept], max_tokens=10, sampling=SamplingConfig(temperature=0)
+    )
+    assert text == made.texts[0]
+    assert asked.continuations([(long, {})])
+    with pytest.raises(ConfigError, match="max_gen_toks = 32, must be < positions = 32"):
+        asked.continuations([("fox", {"max_gen_toks": 32})])
+    with pytest.raises(ConfigError, match="generation option = 'num_beams', must be one of"):
+        asked.continuations([("fox", {"num_beams": 4})])
+
+
+# ---------------------------------------------------------------- the harness itself
+
+
+def task(name: str, data: Path, kind: str, **fields: object) -> dict[str, object]:
+    made = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+    made |= {"test_split": "test", "output_type": kind, "doc_to_text": "{{question}}"}
+    return made | fields
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
+def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
+    """In a process of its own, with no network: a choice, a text as a whole, and generated text."""
+    from perspectron.stream.artifact import save_artifact
+
+    asked = answers(subject)
+    save_artifact(asked.model, asked.tokenizer, tmp_path / "run")
+    questions = [
+        {"question": "The quick brown", "choices": [" fox", "日本語", " and brown"], "answer": 1},
+        {"question": "größer →", "choices": [" 🦊", " quick", "x"], "answer": 0},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    tasks = [
+        task("choose", data, "multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{answer}}"),
+        task("roll", data, "loglikelihood_rolling", doc_to_target="{{question}}") | {"doc_to_text": ""},
+        task(
+            "write",
+            data,
+            "generate_until",
+            doc_to_target="x",
+            generation_kwargs={"until": ["o"], "max_gen_toks": 9},
+        ),
+    ]
+    tasks[1]["metric_list"] = [{"metric": "bits_per_byte"}]
+    for made in tasks:
+        (tmp_path / f"{made['task']}.yaml").write_text(json.dumps(made))
+    command = [
+        "lm-eval",
+        "--model",
+        "perspectron",
+        "--model_args",
+        f"run={tmp_path / 'run'}",
+        "--log_samples",
+    ]
+    command += [
+        "--tasks",
+        "choose,roll,write",
+        "--include_path",
+        str(tmp_path),
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    subprocess.run([sys.executable, "-m", "perspectron", *command], check=True, env=env, capture_output=True)
+    samples = {
+        path.name.split("_")[1]: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (tmp_path / "out").rglob("samples_*.jsonl")
+    }
+    for question, sample in zip(questions, samples["choose"], strict=True):
+        ours = asked.log_likelihoods([(question["question"], " " + c) for c in question["choices"]])
+        theirs = [float(response[0][0]) for response in sample["resps"]]
+        assert theirs == pytest.approx([score.log_likelihood for score in ours], abs=1e-4)
+        assert sample["acc"] == float(np.argmax(theirs) == question["answer"])
+    ours = asked.rolling([question["question"] for question in questions])
+    assert [float(s["resps"][0][0]) for s in samples["roll"]] == pytest.approx(ours, abs=1e-4)
+    until = [(question["question"], {"until": ["o"], "max_gen_toks": 9}) for question in questions]
+    assert [s["resps"][0][0] for s in samples["write"]] == asked.continuations(until)
