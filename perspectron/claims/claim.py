@@ -7,18 +7,19 @@ within half a unit of its last digit or 1%, whichever is more; one with "~" with
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import floor, inf, log10
+from math import floor, inf, isfinite, log10, nan
+from typing import Any
 
 from perspectron.claims.results import Missing, Results
 
 ROUNDED, ABOUT = 0.01, 0.05
 POWERS = {
-    "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6, "MiB": 2.0**20,
+    "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1e-2, "ms": 1e-3, "KB": 1e3, "MB": 1e6,
 }  # fmt: skip
-_NUMBER = r"\d[\d ,]*(?:\.\d+)?"
+_NUMBER = r"\d(?:[\d ,]*\d)?(?:\.\d+)?"
 _STATED = re.compile(
     rf"(?P<sign>[~<>≤≥]?) ?(?P<low>{_NUMBER})(?:–(?P<high>{_NUMBER}))?"
-    r"(?: ?(?P<power>MiB|KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
+    r"(?: ?(?P<power>KB|MB|ms|[KMBT%])(?![A-Za-z]))?(?P<unit>.*)"
 )
 
 HOLDS, CONDITION, FAILS = "holds", "holds with a condition", "fails"
@@ -28,13 +29,15 @@ VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING)
 
 @dataclass(frozen=True)
 class Range:
-    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it."""
+    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it. given: the
+    least and greatest number as written, in that unit; nan for words."""
 
     text: str
     low: float
     high: float
     factor: float = 1.0
     unit: str = ""
+    given: tuple[float, float] = (nan, nan)
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -61,7 +64,12 @@ def stated(text: str) -> Range:
     elif found["sign"] in (">", "≥"):
         least, most = low * factor, inf
     shown = f" {power}" if power else ""
-    return Range(text, least, most, factor, shown + (found["unit"] or ""))
+    return Range(text, least, most, factor, shown + (found["unit"] or ""), (low, high))
+
+
+def at_most(text: str) -> Range:
+    """A number of a document that less is as good as."""
+    return replace(stated(text), low=-inf)
 
 
 def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
@@ -71,7 +79,7 @@ def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
 
 def digits(value: float, count: int = 5) -> str:
     """So many significant ones, thousands apart, no trailing zeros."""
-    if value == 0 or abs(value) == inf:
+    if value == 0 or not isfinite(value):
         return str(value).removesuffix(".0")
     places = max(0, count - 1 - floor(log10(abs(value))))
     if places > 9:
@@ -98,6 +106,20 @@ class Found:
 
 
 Measure = Callable[[Results], Found | float]
+
+
+def of(function: Callable[..., Found | float | tuple[float, ...]], *given: Any) -> Measure:
+    """A measure that needs no results: what the function gives."""
+
+    def measure(_: Results) -> Found | float:
+        found = function(*given)
+        return Found(found) if isinstance(found, tuple) else found
+
+    return measure
+
+
+def untestable(why: str, shown: str = "not built") -> Measure:
+    return lambda _: Found((), shown, excuse=why)
 
 
 @dataclass(frozen=True)
@@ -150,7 +172,7 @@ def judge(claim: Claim, results: Results) -> Row:
         other = _found(measure, claim.range, results)
     except Missing as missing:
         return replace(row, measured="–", verdict=MISSING, why=f"run {missing}")
-    measured = f"{found.shown}; {words}: {other.shown}"
+    measured = f"{found.shown}; {other.shown} {words}"
     if _inside(claim.range, other):
         return replace(row, measured=measured, verdict=CONDITION, why=words)
     return replace(row, measured=measured, verdict=FAILS)
@@ -175,4 +197,4 @@ def _verdict(claimed: Range, found: Found) -> dict[str, str]:
         return {"verdict": UNTESTABLE, "why": "the seeds disagree"}
     if found.excuse:
         return {"verdict": UNTESTABLE, "why": found.excuse}
-    return {"verdict": FAILS}
+    return {"verdict": FAILS, "why": found.proviso}

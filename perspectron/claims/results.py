@@ -8,13 +8,11 @@ from perspectron.errors import DataError
 from perspectron.files import read_json
 
 COMMANDS = {
-    "decode": "python benchmarks/decode.py",
+    "decode": "python benchmarks/decode.py --contexts 1024 8192 65536 --repeats 6 --pairs 200",
     "kernels": "python benchmarks/systems.py --kernels",
     "layer_times": "python benchmarks/layer_times.py",
     "full_size": "python benchmarks/full_size.py --experts 1 --threads 2",
     "ternary_gemv": "python benchmarks/ternary_gemv.py",
-    "quantised": "python benchmarks/quantised.py --steps 400",
-    "routing": "python benchmarks/routing.py",
 }
 COMPARE = "perspectron compare --params 2M --tokens 3M --seeds 3 --data stdlib --out runs/compare"
 
@@ -29,7 +27,8 @@ def command(name: str) -> str:
         return f"{COMMANDS[name]} --json docs/results/{name}.json"
     if name == "compare":
         return COMPARE
-    return f"perspectron ablate {name.removeprefix('ablate-')}"
+    design = name.removeprefix("ablate-")
+    return f"perspectron ablate runs/compare/cells/{design}/0 --seeds 3 --out runs/{name}"
 
 
 class Results:

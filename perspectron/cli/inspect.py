@@ -10,6 +10,8 @@ from rich.table import Table
 
 from perspectron import presets
 from perspectron.census import Census, census
+from perspectron.claims import ledger
+from perspectron.claims.results import Results
 from perspectron.cli.train import assignment
 from perspectron.config import ModelConfig, require
 from perspectron.stream.artifact import is_artifact, read_header
@@ -47,7 +49,7 @@ class Inspect:
             print(json.dumps(fields))
         else:
             console = Console(highlight=False)
-            tables = (_parameters(config, counted), _costs(counted), _claims(config.name, counted))
+            tables = (_parameters(config, counted), _costs(counted), _claims(config))
             console.print(*filter(None, tables), sep="\n")
         return 0
 
@@ -85,37 +87,24 @@ def _costs(counted: Census) -> Table:
     return table
 
 
-def _claims(name: str, counted: Census) -> Table | None:
-    """What is counted beside what the source documents say; None for a preset that none describes."""
+BESIDE = {
+    "perspective-1t": (
+        *("topology-shared", "topology-total", "topology-active", "topology-all-experts"),
+        *("topology-expert-bytes", "topology-gqa-each", "topology-ffn-each", "topology-cache"),
+        *("pdr-weights", "pdr-flops", "pdr-total-state"),
+    ),
+    "lens-gpt2-124m": ("lens-each", "lens-total", "lens-whole", "lens-flops", "lens-rec-cache"),
+}
+"""Claims of the documents about a preset."""
 
-    def billions(count: float) -> str:
-        return f"{count / 1e9:,.2f} B"
 
-    def each(kind: str) -> str:
-        return f"{counted.groups[kind].parameters / counted.groups[kind].modules / 1e6:.1f} M"
-
-    shared = counted.parameters - sum(g.parameters for kind, g in counted.groups.items() if kind == "experts")
-    rows = [("shared parameters", billions(shared), "6.83 B", "topology §3.1")]
-    if name == "perspective-1t":
-        flops = counted.flops_by_kind["pdr"] / counted.groups["pdr"].modules
-        rows += [
-            ("all parameters", billions(counted.parameters), "1,046.2 B", "topology §3.3"),
-            ("active parameters", billions(counted.active_parameters), "14.95 B", "topology §3.3"),
-            ("expert parameters", billions(counted.groups["experts"].parameters), "1,039 B", "topology §3.2"),
-            ("ternary expert, bytes", f"{counted.shard_bytes:,}", "27 MB", "topology §4"),
-            ("PDR FLOPs, a layer", f"{flops / 1e6:.1f} M", "110 M", "pdr §4.1"),
-        ]
-    elif name != "perspective-1t-dense":
+def _claims(config: ModelConfig) -> Table | None:
+    """Beside what is counted; None for a model that none describes."""
+    if config.name not in BESIDE or config != presets.get(config.name):
         return None
-    rows += [
-        ("PDR matrices, a layer", each("pdr"), "52.5 M", "pdr §4.2"),
-        ("GQA matrices, a layer", each("window_gqa"), "41.9 M", "topology §3.1"),
-        ("shared FFN, a layer", each("swiglu"), "135.3 M", "topology §3.1"),
-        ("state", f"{min(counted.state_bytes.values()) / 1e6:.0f} MB (float32)", "120 + 42 MB", "pdr §5.3"),
-    ]
-    table = Table(title="beside the documents", title_justify="left")
-    for column in ("", "counted", "claimed", "where"):
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    table = Table(title="beside the documents (perspectron claims)", title_justify="left")
+    for column in ("", "claimed", "measured", "verdict"):
+        table.add_column(column, no_wrap=column in ("", "claimed"))
+    for row in ledger.measured(ledger.claims(BESIDE[config.name]), Results(Path("docs/results"))):
+        table.add_row(row.id, row.claimed, row.measured, row.verdict)
     return table

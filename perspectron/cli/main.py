@@ -15,6 +15,7 @@ import tyro
 import perspectron
 from perspectron.cli import harness
 from perspectron.cli.ablate import Ablate
+from perspectron.cli.claims import Claims
 from perspectron.cli.compare import Compare
 from perspectron.cli.evaluate import Eval
 from perspectron.cli.generate import Generate
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Any] = {
     "ablate": Ablate,
     "compare": Compare,
     "trace": TraceRoutes,
+    "claims": Claims,
 }
 
 

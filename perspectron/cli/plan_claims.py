@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from perspectron.claims import ledger, topology
 from perspectron.stream.plan import Case, Needs, Part, Rates
 
 Span = tuple[float, float]
@@ -13,8 +14,8 @@ class Claim(NamedTuple):
     what: str
     unit: str
     document: Span
-    here: Span | None
     where: str
+    here: Span | None
 
     @property
     def difference(self) -> float | None:
@@ -43,45 +44,53 @@ def _span(span: Span) -> str:
 
 def document(needed: Needs, rates: Rates, cases: list[Case]) -> list[Claim]:
     """Bytes by part, milliseconds by step where reading its bytes is all it takes, and tokens per second of the first
-    case, from nothing overlapping to everything."""
+    case, from nothing overlapping to everything. What the document says is the ledger's."""
     parts, state, expert = needed.parts, needed.state, needed.experts[0]
     pdr, gqa = parts["pdr"], parts["window_gqa"]
-    sizes = [
-        ("PDR matrices", 788, pdr.bytes, "§3.1"),
-        ("GQA matrices", 210, gqa.bytes, "§3.1"),
-        ("shared FFN", 677, parts["swiglu"].bytes, "§3.1"),
-        ("embedding", 131, parts["embedding"].bytes, "§3.1"),
-        ("norms, biases", 3.2, parts["norms and biases"].bytes, "§3.1"),
-        ("shared, all", 1809, sum(part.bytes for part in parts.values()), "§3.1"),
-        ("one expert", 27, expert.read, "§4"),
-        ("KV cache", 42, state["window_gqa"].bytes, "§4"),
-        ("PDR state", 120, state["pdr"].bytes, "pdr §5.3"),
+    sizes: list[tuple[str, int, tuple[str, ...]]] = [
+        ("PDR matrices", pdr.bytes, ("topology-pdr-bytes",)),
+        ("GQA matrices", gqa.bytes, ("topology-gqa-bytes",)),
+        ("shared FFN", parts["swiglu"].bytes, ("topology-ffn-bytes",)),
+        ("embedding", parts["embedding"].bytes, ("topology-embedding-bytes",)),
+        (
+            "norms, biases",
+            parts["norms and biases"].bytes,
+            ("topology-pdr-norm-bytes", "topology-gqa-norm-bytes"),
+        ),
+        ("shared, all", sum(part.bytes for part in parts.values()), ("topology-shared-bytes",)),
+        ("one expert", expert.read, ("topology-expert-bytes",)),
+        ("KV cache", state["window_gqa"].bytes, ("topology-cache",)),
+        ("PDR state", state["pdr"].bytes, ("pdr-total-state",)),
     ]
     recurrent, windowed = len(needed.experts), len(needed.experts) // 3
     arrives = rates.disk if not any(case.pcie for case in cases) else rates.pcie
     steps = [
-        ("PDR, state", 0.07, (_traffic(pdr) + _traffic(state["pdr"])) / recurrent, rates.memory),
-        ("routing", 0.01, parts["router"].read / recurrent, rates.memory),
-        ("expert arrives", 1.12, expert.shard, arrives),
-        ("expert computes", 0.14, expert.read, rates.memory),
-        (
-            "attention",
-            0.15,
-            (_traffic(gqa) + _traffic(state["window_gqa"])) / windowed,
-            rates.memory,
-        ),
-        ("shared FFN", 0.20, parts["swiglu"].read / windowed, rates.memory),
-        ("output", 0.02, parts["embedding"].read, rates.memory),
+        ("PDR, state", "pdr", (_traffic(pdr) + _traffic(state["pdr"])) / recurrent, rates.memory),
+        ("routing", "route", parts["router"].read / recurrent, rates.memory),
+        ("expert arrives", "arrives", expert.shard, arrives),
+        ("expert computes", "experts", expert.read, rates.memory),
+        ("attention", "gqa", (_traffic(gqa) + _traffic(state["window_gqa"])) / windowed, rates.memory),
+        ("shared FFN", "shared_ffn", parts["swiglu"].read / windowed, rates.memory),
+        ("output", "output", parts["embedding"].read, rates.memory),
     ]
-    claims = [Claim(what, "MB", (mb, mb), (b / 1e6, b / 1e6), where) for what, mb, b, where in sizes]
-    for what, ms, amount, per_second in steps:
+    claims = [Claim(what, "MB", *_given(*ids), (b / 1e6, b / 1e6)) for what, b, ids in sizes]
+    for what, step, amount, per_second in steps:
         took = None if not per_second else (1000 * amount / per_second,) * 2
-        claims.append(Claim(what, "ms", (ms, ms), took, "§8"))
+        claims.append(Claim(what, "ms", (topology.MS[step],) * 2, "§8", took))
     speed = cases[0].tokens_per_second(rates) if cases else None
     whole = None if speed is None else (1000 / speed[1], 1000 / speed[0])
-    claims.append(Claim("a token", "ms", (70, 80), whole, "§8"))
-    claims.append(Claim("tokens/s", "tokens/s", (12, 14), speed, "§8"))
+    claims.append(Claim("a token", "ms", *_given("topology-ms-token"), whole))
+    claims.append(Claim("tokens/s", "tokens/s", *_given("topology-speed"), speed))
     return claims
+
+
+def _given(*ids: str) -> tuple[Span, str]:
+    """(the sum of what some claims say, where)."""
+    found = ledger.claims(ids)
+    spans = [claim.range.given for claim in found]
+    document, where = found[0].id.partition("-")[0], found[0].where
+    low, high = (sum(ends) for ends in zip(*spans, strict=True))
+    return (low, high), where if document == "topology" else f"{document} {where}"
 
 
 def _traffic(part: Part) -> int:

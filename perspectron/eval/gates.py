@@ -1,6 +1,7 @@
 """Where a trained model's gates have gone: what the documents say that training does to them, read from the model.
 
-Shapes: B batch, T time, D model width, H heads, K head width, N directions, S state width, L lenses. What runs over rows and tokens together is counted by T.
+Shapes: B batch, T time, D model width, H heads, K head width, N directions, S state width, L lenses. What runs
+over rows and tokens together is counted by T.
 """
 
 import math

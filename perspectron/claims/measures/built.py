@@ -23,6 +23,7 @@ from perspectron.stream.plan import Needs, needs
 FULL = "perspective-1t"
 D, R = 4096, 256  # of the document's model
 CONTEXT = 8192
+META = torch.device("meta")
 HALF = 2  # bytes of an FP16 number
 
 
@@ -45,7 +46,7 @@ def model(name: str, *sizes: tuple[str, Any]) -> LanguageModel:
 
 
 @cache
-def mixer(config: MixerConfig, width: int = D) -> nn.Module:
+def mixer(config: MixerConfig, width: int = D) -> Any:
     """A mixer of the document's width, alone."""
     with torch.device("meta"):
         return MIXERS[config.kind].module(width, 1e-6, config)
@@ -149,13 +150,13 @@ def step() -> tuple[int, ...]:
 def mixer_flops(config: MixerConfig, context: int, width: int = D) -> int:
     """Of one token at a context."""
     module = mixer(config, width)
-    state = module.init_state(1, torch.device("meta"), torch.float32, context)
+    state = module.init_state(1, META, torch.float32, context)
     return operations(module, meta(1, 1, width), state).total
 
 
 def mixer_values(config: MixerConfig, context: int, width: int = D) -> int:
     """Floating numbers in the state at a context."""
-    state = mixer(config, width).init_state(1, torch.device("meta"), torch.float32, context)
+    state = mixer(config, width).init_state(1, META, torch.float32, context)
     leaves = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
     return sum(leaf.numel() for leaf in leaves if leaf.is_floating_point())
 
@@ -163,7 +164,7 @@ def mixer_values(config: MixerConfig, context: int, width: int = D) -> int:
 def reading(config: MixerConfig, tokens: int, width: int = 256) -> int:
     """FLOPs of reading so many tokens at once."""
     module = mixer(config, width)
-    state = module.init_state(1, torch.device("meta"), torch.float32, tokens)
+    state = module.init_state(1, META, torch.float32, tokens)
     return operations(module, meta(1, tokens, width), state).total
 
 
@@ -192,9 +193,14 @@ def activations() -> int:
         for m in layer.modules()
         if isinstance(m, nn.Linear)
     ]
-    o_proj: nn.Module = layer.o_proj  # type: ignore[assignment]
-    hooks.append(o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].numel())))
-    layer(meta(1, 1, D), layer.init_state(1, torch.device("meta"), torch.float32))  # type: ignore[operator]
+    hooks.append(layer.o_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0].numel())))
+    layer(meta(1, 1, D), layer.init_state(1, META, torch.float32))
     for hook in hooks:
         hook.remove()
     return sum(seen)
+
+
+def attention_calls(name: str) -> int:
+    """Attention kernels of one pass over 16 tokens."""
+    ids = torch.zeros(1, 16, dtype=torch.int64, device="meta")
+    return sum("attention" in kernel for kernel, _ in operations(model(name), ids).ran)

@@ -1,0 +1,158 @@
+"""seeds/adr.md."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from perspectron.claims.claim import Claim, Found, of, untestable, worded
+from perspectron.claims.measures import adr as tried
+from perspectron.claims.measures import built, common, trained
+from perspectron.claims.measures.built import blocks, counted, mixer_flops, model
+from perspectron.claims.results import Results, command
+from perspectron.mixers.adr import ADRConfig, ADRState
+
+DEMO, SMALL = "adr-demo", "adr-tiny"
+LAYER = ADRConfig(4, 0.97)
+NEAR = 64  # tokens of context that count as few
+
+
+def _growth(context: int) -> float:
+    """FLOPs of a token at twice the context over those at it."""
+    return round(mixer_flops(LAYER, 2 * context, 256) / mixer_flops(LAYER, context, 256), 2)
+
+
+def _memories() -> int:
+    """Memories of a conversation in the demo's model."""
+    states = [layer.memory_B2HK for layer in model(DEMO).init_state(1).layers if isinstance(layer, ADRState)]
+    return sum(memory.shape[1] * memory.shape[2] for memory in states)
+
+
+def _gammas(name: str, digits: int) -> tuple[float, ...]:
+    """By layer."""
+    mixers = [block.mixer for block in blocks(name)]
+    return tuple(round(mixer.gamma, digits) for mixer in mixers if isinstance(mixer, ADRConfig))
+
+
+def _heads() -> int:
+    mixer = blocks(DEMO)[0].mixer
+    assert isinstance(mixer, ADRConfig)
+    return mixer.heads
+
+
+def _rises() -> float:
+    """Least growth of the half-life from layer to layer."""
+    return min(late / early for early, late in pairwise(tried.halflives()))
+
+
+def _early(bins: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [b for b in bins if b["to"] <= NEAR]
+
+
+def _last(bins: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [max(bins, key=lambda b: b["to"])]
+
+
+def _roughness() -> Found:
+    found = common.at_start(SMALL)["adr_roughness"]
+    return Found(
+        tuple(found), f"{min(found):.2f} to {max(found):.2f} of the shift without memories", "untrained"
+    )
+
+
+# fmt: off
+LAWS = (
+    Claim("adr-law1", "§2 Law 1", "attention, unchanged: causal, still the read head",
+          worded("earlier tokens do not see later ones", 0, 0), of(common.seen_from_before, SMALL)),
+    Claim("adr-law2", "§2 Law 2", "each attention head has a stateful memory trace",
+          worded("2 memories a head: 4 layers × 4 heads × 2 = 32", 32, 32), of(_memories)),
+    Claim("adr-law2-keys", "§2 Law 2", "keys are updated by GRU recurrence, to use",
+          worded("lower loss with memories of keys", *trained.LOWER), trained.without("adr", "values_only"),
+          command=command("ablate-adr")),
+    Claim("adr-law2-values", "§2 Law 2", "values are updated by GRU recurrence, to use",
+          worded("lower loss with memories of values", *trained.LOWER), trained.without("adr", "keys_only"),
+          command=command("ablate-adr")),
+    Claim("adr-law3", "§2 Law 3", "decay prevents runaway growth", worded("|h| ≤ 1 at inputs of size 100", 0, 1),
+          of(tried.largest_memory)),
+    Claim("adr-law3-range", "§2 Law 3", "γ ∈ (0,1)", worded("0 < γ < 1", 1e-9, 1 - 1e-9),
+          of(_gammas, SMALL, 4)),
+    Claim("adr-law3-helps", "§2 Law 3", "decay ensures stability while allowing accumulation",
+          worded("lower loss than without decay", *trained.LOWER), trained.without("adr", "no_decay"),
+          command=command("ablate-adr")),
+    Claim("adr-law4", "§2 Law 4", "the model queries the memory trace of prior tokens",
+          worded("every token updates every head's", 1, 1, " of the tokens"), of(tried.remembered)),
+    Claim("adr-law5", "§2 Law 5", "memory injected into the representational flow",
+          worded("lower loss than without law 5", *trained.LOWER), trained.without("adr", "no_law5"),
+          command=command("ablate-adr")),
+)
+
+PROPERTIES = (
+    Claim("adr-smooth", "§3.1", "Temporal smoothing: attention becomes less volatile",
+          worded("shifts less from token to token", 0, 0.999), of(_roughness)),
+    Claim("adr-smooth-trained", "§3.1", "and more stable across tokens, trained",
+          worded("shifts less from token to token", 0, 0.999), trained.of_gates("adr", "adr_roughness",
+          lambda layers: [max(layers)], "{:.2f} of the shift without memories, most of all layers"),
+          command=command("compare")),
+    Claim("adr-memory", "§3.2", "Implicit long-term memory even without huge context windows",
+          worded("recalls more pairs than GPT-2", 1e-9), trained.recall("adr", "gpt2", "mqar"),
+          command=command("compare")),
+    Claim("adr-differentiable", "§3.3", "fully trainable, end-to-end differentiable",
+          worded("gradients equal finite differences", 1, 1),
+          of(lambda: Found((tried.gradients_right(),), "equal, of inputs, state and weights"))),
+    Claim("adr-hierarchy", "§3.4", "Early layers short-term (low decay), deeper ones long-term",
+          worded("half-life grows with depth", 1.001),
+          of(lambda: Found((_rises(),), "half-lives " + ", ".join(f"{t:g}" for t in tried.halflives()) + " tokens"))),
+)
+
+INTERPRETATION = (
+    Claim("adr-rnn-memory", "§4", "RNN-like memory efficiency",
+          worded("a state that does not grow", 1, 1, " times at 8k tokens what it is at 1k"),
+          of(lambda: round(built.mixer_values(LAYER, 8192, 256) / built.mixer_values(LAYER, 1024, 256), 2))),
+    Claim("adr-cache", "§4", "more memory-efficient than GPT-2",
+          worded("less than GPT-2's state", 0, 0.999, " times GPT-2's at 1,024 tokens"),
+          of(lambda: round(counted("adr-124m").state_bytes[1024] / counted("gpt2-124m").state_bytes[1024], 4))),
+    Claim("adr-quadratic", "§4", "Better scaling to long contexts without quadratic blowup",
+          worded("a token costs the same at any length", 0.99, 1.01, " times at twice a million tokens"),
+          of(_growth, 1 << 20)),
+    Claim("adr-transformer", "§4", "Transformer-like flexibility",
+          worded("a loss no higher than the transformer's", *trained.LOWER), trained.versus("adr", "transformer"),
+          command=command("compare")),
+)
+
+HYPOTHESIS = (
+    Claim("adr-window", "§5", "Reduces the need for massive context windows",
+          worded(f"lower loss than GPT-2 within {NEAR} tokens", *trained.LOWER),
+          trained.at_positions("adr", "gpt2", _early), command=command("compare")),
+    Claim("adr-coherence", "§5", "Improves coherence in long text",
+          worded("lower loss than GPT-2 late in the context", *trained.LOWER),
+          trained.at_positions("adr", "gpt2", _last), command=command("compare")),
+    Claim("adr-loss", "§5", "Reduces and improves, so it models text better",
+          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2"),
+          command=command("compare")),
+    Claim("adr-biology", "§5", "More biologically-plausible memory dynamics",
+          worded("closer to cortical recurrence", 1),
+          untestable("no measure of plausibility in a language model", "no such measure")),
+)
+
+
+def _faster(results: Results) -> Found:
+    ratio = results.median("kernels", "gru", "loop_to_ours")
+    return Found((ratio,), f"the demo's loop over tokens and heads takes {ratio:.1f} times as long as the batched one")
+
+
+DEMONSTRATION = (
+    Claim("adr-demo-layers", "§Demo", "a small GPT2, 4 layers", "4 layers", of(lambda: len(blocks(DEMO)))),
+    Claim("adr-demo-width", "§Demo", "256 hidden", "256", of(lambda: model(DEMO).config.d_model)),
+    Claim("adr-demo-heads", "§Demo", "n_head = 4", "4 heads", of(_heads)),
+    Claim("adr-demo-vocabulary", "§Demo", "vocab_size = 50257", "50257", of(lambda: model(DEMO).config.vocab_size)),
+    Claim("adr-demo-decay", "§Demo", "decay = 0.97 in every layer", worded("γ = 0.97", 0.965, 0.975),
+          of(_gammas, DEMO, 3)),
+    Claim("adr-demo-state", "§Demo", "Adds a GRU state per head for K and V", "32 states", of(_memories)),
+    Claim("adr-demo-loop", "§Demo", "one GRUCell call per head and token", worded("as fast as can be", 0, 1.1),
+          _faster, command=command("kernels")),
+    Claim("adr-demo-italy", "§Demo", "\"The capital of Italy is\": generates the next token", worded("Rome", 1),
+          untestable("an untrained model of 30 M parameters; the reference comparison reads Python code",
+          "random weights")),
+)
+# fmt: on
+
+CLAIMS = LAWS + PROPERTIES + INTERPRETATION + HYPOTHESIS + DEMONSTRATION

@@ -1,0 +1,1 @@
+"""What is found for claims: counted from built models, tried on small ones, read from trained ones."""

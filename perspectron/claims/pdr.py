@@ -1,0 +1,251 @@
+"""seeds/pdr.md."""
+
+from math import log, sqrt
+
+import torch
+
+from perspectron.claims.claim import Claim, Found, of, untestable, worded
+from perspectron.claims.measures import built, trained
+from perspectron.claims.measures import pdr as tried
+from perspectron.claims.measures.built import HALF, PDR_LAYER, D, R, counted, mixer, mixer_flops, mixer_values
+from perspectron.claims.results import Results, command
+from perspectron.mixers.attention import AttentionConfig
+from perspectron.mixers.gla import GLAConfig
+from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.ssd import SSDConfig
+from perspectron.ops.pdr import renormalise
+
+ATTENTION, GLA = AttentionConfig(32), GLAConfig(32)
+MAMBA, MAMBA_1 = SSDConfig(64, 128, 2), SSDConfig(64, 16, 2)
+MIB = 2.0**20
+NO_RETNET = "RetNet is not built here; shown is a PDR layer without W_p, whose decay is then fixed"
+LENSES = "no measure here tells syntax from reasoning in a gate"
+
+
+def _step(index: int) -> float:
+    return built.step()[index]
+
+
+def _state(context: int) -> float:
+    return counted(built.FULL).state_bytes[context]
+
+
+def _pdr_bytes(context: int = 8192) -> int:
+    """Of all PDR states, as they are kept."""
+    return built.needed().state["pdr"].bytes - 8 * len(built.places("pdr"))
+
+
+def _growth(kind: str) -> float:
+    """FLOPs of a token at 256k tokens over one at 1k."""
+    config = {"pdr": PDR_LAYER, "ssd": MAMBA, "gla": GLA, "attention": ATTENTION}[kind]
+    return mixer_flops(config, 1 << 18) / mixer_flops(config, 1 << 10)
+
+
+def _decode(results: Results) -> Found:
+    paired = results.get("decode")["results"]["paired"]
+    ratio, (low, high) = paired["ratio"]["median"], paired["contexts"]
+    return Found((ratio,), f"a token after {high:,} takes {ratio:.2f} times one after {low:,}")
+
+
+def _without_wp() -> tuple[float, float]:
+    """(weights, FLOPs of a token) of a PDR layer without its gate's matrix."""
+    return built.matrices(mixer(PDR_LAYER)) - D * D, mixer_flops(PDR_LAYER, 1) - built.projection("p_proj")
+
+
+def _saved() -> float:
+    """Bytes that ternary experts save over FP16 for a token, over those that its PDR layers read and write."""
+    expert, state = built.needed().experts[0], built.needed().state["pdr"]
+    layers = len(built.places("pdr"))
+    saved = expert.parameters * HALF - expert.read
+    return saved / ((built.needed().parts["pdr"].bytes + state.read + state.written) / layers)
+
+
+def _retnet(values: int) -> Found:
+    shown = f"{_without_wp()[values] / 1e6:.1f} M"
+    return Found((), shown, excuse=NO_RETNET)
+
+
+def _halflives(results: Results) -> Found:
+    found = trained.of_gates("perspective", "pdr_halflife", lambda layers: layers, "")(results)
+    assert isinstance(found, Found)
+    shown = "half-lives by layer: " + ", ".join(f"{value:.0f}" for value in found.values) + " tokens"
+    return Found((), shown, excuse=LENSES)
+
+
+# fmt: off
+MOTIVATION = (
+    Claim("pdr-attention-quadratic", "§1", "Full attention: O(n² d), quadratic in context",
+          worded("exponent 2", 1.95, 2.05),
+          of(lambda: round(built.exponent(lambda n: built.reading(AttentionConfig(4, rope_base=None), n)), 2))),
+    Claim("pdr-linear", "§1", "Linear recurrence (RetNet, RWKV, Mamba): O(n d²)", worded("exponent 1", 0.98, 1.02),
+          of(lambda: round(built.exponent(lambda n: built.reading(SSDConfig(64, 16), n), 2048), 2))),
+    Claim("pdr-reading-linear", "§1", "O(n d²): PDR's own reading of a text", worded("exponent 1", 0.98, 1.02),
+          of(lambda: round(built.exponent(lambda n: built.reading(PDRConfig(32), n), 2048), 2))),
+    Claim("pdr-layers", "§1", "Each of the 60 PDR layers learns a different lens", "60 layers with an own W_p",
+          of(lambda: sum(name.endswith(".p_proj.weight") for name, _ in built.model(built.FULL).named_parameters()))),
+    Claim("pdr-lens-kinds", "§1", "Layer 3 syntactic, layer 40 semantic, layer 55 reasoning",
+          worded("three kinds of perspective", 3, 3), _halflives, command=command("compare")),
+)
+
+EQUATIONS = (
+    Claim("pdr-d", "§2.1", "d = 4096 (model dimension)", "4096", of(lambda: built.model(built.FULL).config.d_model)),
+    Claim("pdr-r", "§2.1", "r = 256 (recurrent state rank)", "256", of(lambda: mixer(PDR_LAYER).init_state(1,
+          built.META, torch.float32).memory_BDR.shape[2])),
+    Claim("pdr-scan-right", "§2.2", "a parallel prefix scan computes all S_1 … S_L",
+          worded("equal to the loop", 0, 1e-12), of(tried.scan_error)),
+    Claim("pdr-associative", "§2.2", "(A₂,B₂) ⊕ (A₁,B₁) = (A₂A₁, A₂B₁ + B₂) is associative",
+          worded("equal", 0, 1e-12), of(tried.associativity)),
+    Claim("pdr-scan-depth", "§2.2", "in O(log L) sequential steps", worded("log₂ 256 = 8 levels", 8, 8, " levels"),
+          of(built.scan_levels, 256)),
+    Claim("pdr-scan-work", "§2.2", "using O(L·d·r) total work",
+          worded("as much per token for any length", 0.99, 1.01),
+          of(lambda: Found((built.scan_flops(4096) / built.scan_flops(512) / 8, ),
+          f"{built.scan_flops(4096) / (4096 * D * R):.2f} L·d·r at 4,096 and at 512 tokens"))),
+    Claim("pdr-chunk", "§2.2", "Chunk size L = 256 (tunable)", worded("256 as good as any", 0, 1e-12),
+          of(tried.chunked, 256)),
+)
+
+NOVELTY = (
+    Claim("pdr-wp", "§3.1", "W_p is a full d×d matrix (16.78M params)", "16.78 M",
+          of(lambda: mixer(PDR_LAYER).p_proj.weight.numel())),
+    Claim("pdr-gla-gate", "§3.2", "GLA uses ~d parameters for the gate", f"~{D}",
+          of(lambda: sum(p.numel() for p in mixer(GLA).gk_proj.parameters()))),
+    Claim("pdr-gate-rank", "§3.2", "With d×d, PDR can modulate along any learned axis",
+          worded("rank of W_p over d = 1", 1, 1),
+          of(lambda: Found((tried.gate_rank()[0] / tried.gate_rank()[1],), "{} of {}".format(*tried.gate_rank())))),
+    Claim("pdr-wide-gate", "§3.2", "A wide gate learns what a small one (GLA's low rank) cannot",
+          worded("lower loss than with a low-rank gate", *trained.LOWER),
+          trained.without("perspective", "low_rank_gate"), command=command("ablate-perspective")),
+    Claim("pdr-adaptive", "§3.1", "RetNet: fixed γ, no adaptivity; PDR: two-stage, adaptive",
+          worded("lower loss than with fixed decay", *trained.LOWER), trained.without("perspective", "fixed_decay"),
+          command=command("ablate-perspective")),
+    Claim("pdr-gate-used", "§3.2", "inputs that are alike but should be kept differently get different gates",
+          worded("γ varies from token to token: spread > 0.01", 0.01), trained.of_gates("perspective",
+          "pdr_gate_spread", lambda x: [min(x)], "spread of γ over tokens {:.3f}, least of all layers"),
+          command=command("compare")),
+    Claim("pdr-specialise", "§3.3", "Early layers track syntax, middle ones entities, late ones reasoning",
+          worded("by depth", 1), _halflives, command=command("compare")),
+    Claim("pdr-beats-gla", "§3.1", "PDR differs from GLA: perspective, not gate",
+          worded("lower loss than GLA", *trained.LOWER), trained.versus("perspective", "gla"),
+          command=command("compare")),
+)
+
+FLOPS = (
+    Claim("pdr-flops-wp", "§4.1", "W_p x: 2d²", "33.6 M FLOPs", of(built.projection, "p_proj")),
+    Claim("pdr-flops-gate", "§4.1", "σ(p_t): d", "4 K FLOPs",
+          of(lambda: built.operations(torch.sigmoid, built.meta(D)).total)),
+    Claim("pdr-flops-wk", "§4.1", "W_k x: 2rd", "2.1 M FLOPs", of(built.projection, "k_proj")),
+    Claim("pdr-flops-wv", "§4.1", "W_v x: 2d²", "33.6 M FLOPs", of(built.projection, "v_proj")),
+    Claim("pdr-flops-decay", "§4.1", "diag(γ_t) S_{t−1}: dr", "1.05 M FLOPs", of(_step, 1)),
+    Claim("pdr-flops-outer", "§4.1", "v_t k_tᵀ: dr", "1.05 M FLOPs", of(_step, 0)),
+    Claim("pdr-flops-add", "§4.1", "S_t (add): dr", "1.05 M FLOPs", of(_step, 2)),
+    Claim("pdr-flops-wq", "§4.1", "W_q x: 2rd", "2.1 M FLOPs", of(built.projection, "q_proj")),
+    Claim("pdr-flops-read", "§4.1", "S_t q_t: 2dr", "2.1 M FLOPs", of(_step, 3)),
+    Claim("pdr-flops-wo", "§4.1", "W_o ô_t: 2d²", "33.6 M FLOPs", of(built.projection, "o_proj")),
+    Claim("pdr-flops", "§4.1", "Total", "~110 M FLOPs", of(mixer_flops, PDR_LAYER, 1)),
+)
+
+MEMORY = (
+    Claim("pdr-weights", "§4.2", "Weights: 3×d² and 2×r×d", "52.5 M params",
+          of(lambda: built.matrices(mixer(PDR_LAYER)))),
+    Claim("pdr-weight-bytes", "§4.2", "13.1 MB @ 2-bit", "13.1 MB",
+          of(lambda: built.needed().parts["pdr"].bytes / len(built.places("pdr"))),
+          ("without the scales of its groups", of(lambda: built.matrices(mixer(PDR_LAYER)) / 4))),
+    Claim("pdr-state", "§4.2", "State S_t: d × r", "1.05 M numbers", of(mixer_values, PDR_LAYER, 1)),
+    Claim("pdr-state-bytes", "§4.2", "2.0 MB @ FP16", "2.0 MB", of(lambda: _pdr_bytes() / len(built.places("pdr"))),
+          ("in FP16 and counted in MiB", of(lambda: mixer_values(PDR_LAYER, 1) * HALF / MIB * 1e6))),
+    Claim("pdr-activations", "§4.2", "Activations (p, k, v, q, ô, o): ~50 KB @ FP16", "~50 KB",
+          of(lambda: built.activations() * HALF)),
+)
+
+COMPARISON = (
+    Claim("pdr-vs-attention-params", "§4.3", "Attention: 67 M params/layer (MHA d=4096)", "67 M",
+          of(lambda: built.matrices(mixer(ATTENTION)))),
+    Claim("pdr-vs-retnet-params", "§4.3", "RetNet: 33.6 M params/layer", "33.6 M", of(_retnet, 0)),
+    Claim("pdr-vs-mamba-params", "§4.3", "Mamba: 12 M params/layer", "12 M",
+          of(lambda: built.matrices(mixer(MAMBA)))),
+    Claim("pdr-vs-attention-flops", "§4.3", "Attention: 33.6M + O(n·d) FLOPs/token/layer, at n = 1", "33.6 M",
+          of(mixer_flops, ATTENTION, 1), ("counting one of its four projections", of(built.projection, "v_proj"))),
+    Claim("pdr-vs-attention-growth", "§4.3", "Attention's FLOPs per token: O(n)", worded("growing with n", 10),
+          of(lambda: Found((_growth("attention"), ),
+          f"{_growth('attention'):.0f} times as many at 256k tokens as at 1k"))),
+    Claim("pdr-vs-retnet-flops", "§4.3", "RetNet: 67 M FLOPs/token/layer", "67 M", of(_retnet, 1)),
+    Claim("pdr-vs-mamba-flops", "§4.3", "Mamba: 48 M FLOPs/token/layer", "48 M", of(mixer_flops, MAMBA, 1)),
+    Claim("pdr-vs-attention-state", "§4.3", "Attention: O(n·d) KV-cache", worded("2 times at twice the tokens", 2, 2),
+          of(lambda: mixer_values(ATTENTION, 8192) / mixer_values(ATTENTION, 4096))),
+    Claim("pdr-vs-retnet-state", "§4.3", "RetNet: 2 MB of state", "2 MB",
+          of(lambda: Found((), f"{mixer_values(PDR_LAYER, 1) * HALF / 1e6:.2f} MB in FP16", excuse=NO_RETNET))),
+    Claim("pdr-vs-mamba-state", "§4.3", "Mamba: 0.5 MB of state", "0.5 MB", of(lambda: mixer_values(MAMBA, 1) * HALF),
+          ("with 16 numbers a channel (Mamba-1's), FP16", of(lambda: mixer_values(MAMBA_1, 1) * HALF))),
+    Claim("pdr-o1", "§4.3", "PDR: O(1) in sequence length, FLOPs", worded("equal at 1k and 256k", 1, 1, " times"),
+          of(_growth, "pdr")),
+    Claim("pdr-o1-state", "§4.3", "PDR: O(1) in sequence length, state",
+          worded("equal at 1k and 256k", 1, 1, " times"), of(lambda: _state(262144) / _state(1024))),
+    Claim("pdr-o1-time", "§4.3", "PDR: O(1) in sequence length, time", worded("as fast late as early", 0.95, 1.05),
+          _decode, command=command("decode")),
+    Claim("pdr-vs-mamba-o1", "§4.3", "Mamba: O(1) in sequence length", worded("equal at 1k and 256k", 1, 1, " times"),
+          of(_growth, "ssd")),
+    Claim("pdr-trades", "§4.3", "PDR trades some per-token FLOPs (vs Mamba) for adaptivity",
+          worded("more FLOPs than Mamba", 1, unit=" times Mamba-2's of the same width"),
+          of(lambda: mixer_flops(PDR_LAYER, 1) / mixer_flops(MAMBA, 1))),
+    Claim("pdr-ternary-pays", "§4.3", "ternary FFN saves far more than PDR adds", worded("more saved than added", 1),
+          of(lambda: Found((_saved(), ), f"bytes saved are {_saved():.1f} times those PDR moves",
+          "in bytes moved for a token; its products are as many"))),
+    Claim("pdr-beats-mamba", "§4.3", "much richer adaptivity than Mamba",
+          worded("lower loss than Mamba-2", *trained.LOWER), trained.versus("perspective", "ssd"),
+          command=command("compare")),
+    Claim("pdr-beats-attention", "§3.3", "Perspective Is All You Need",
+          worded("lower loss than the transformer", *trained.LOWER), trained.versus("perspective", "transformer"),
+          command=command("compare")),
+)
+
+STATES = (
+    Claim("pdr-zero", "§5.1", "All 60 state matrices start at zero", "0", of(tried.empty_states)),
+    Claim("pdr-drift", "§5.2", "If T is extremely large (> 100K), numerical drift can occur",
+          worded("relative error > 0.001 at 131,072 tokens", 1e-3), of(tried.drift)),
+    Claim("pdr-overflow", "§5.2", "re-normalisation every 8192 tokens prevents float overflow",
+          worded("entries > 3.4e38 without it", 3.4e38),
+          of(lambda: Found((tried.largest(),), f"largest entry {tried.largest():g}"))),
+    Claim("pdr-renorm", "§5.2", "S ← S·α/‖S‖ keeps the norm at α, of an empty state too",
+          worded("‖S‖/α ≤ 1", 0, 1.0001), of(tried.renormalised, 0.0)),
+    Claim("pdr-renorm-small", "§5.2", "re-normalisation keeps a state from growing (of norm 0.01 α)",
+          worded("‖S‖/α ≤ 0.011", 0, 0.011), of(tried.renormalised, 0.01)),
+    Claim("pdr-alpha", "§5.2", "α = √(d·r)", f"{sqrt(D * R):.0f}",
+          of(lambda: float(torch.linalg.vector_norm(renormalise(1e6 * torch.ones(1, D,
+          R))).round()))),
+    Claim("pdr-renorm-cost", "§5.2", "costs negligible compute", "< 0.01 %",
+          of(lambda: built.operations(renormalise, built.meta(1, D,
+          R)).total / 8192 / mixer_flops(PDR_LAYER, 1))),
+    Claim("pdr-total-state", "§5.3", "Total: 60 × 4096 × 256 × 2 bytes = 120 MB", "120 MB", of(_pdr_bytes),
+          ("in FP16 and counted in MiB", of(lambda: _pdr_bytes() / 4 * HALF / MIB * 1e6))),
+    Claim("pdr-resume", "§5.3", "Can be saved/loaded to resume a conversation", worded("the same logits", 0, 0),
+          of(tried.resumed)),
+    Claim("pdr-state-length", "§5.3", "O(1) size regardless of conversation length",
+          worded("equal at 1k and 256k", 1, 1, " times"), of(lambda: _state(262144) / _state(1024))),
+)
+
+TRAINING = (
+    Claim("pdr-gqa-every", "§6", "Every 4th layer switches from PDR to windowed GQA", "4 layers apart",
+          of(lambda: built.places("window_gqa")[1] - built.places("window_gqa")[0])),
+    Claim("pdr-gqa-helps", "§6", "GQA corrects any drift in PDR state",
+          worded("lower loss than without GQA", *trained.LOWER), trained.without("perspective", "no_gqa"),
+          command=command("ablate-perspective")),
+    Claim("pdr-lora", "§6", "FMEA: rank-4 adjustments to W_p change the viewpoint", "4",
+          untestable("adaptation of a trained model is not in the five documents and not built")),
+    Claim("pdr-mpd", "§6", "MPD: states diverge across the 4 perspectives", "4",
+          untestable("multi-perspective decoding is not in the five documents and not built")),
+    Claim("pdr-identity", "§7.1", "W_p = I + 0.01·N(0,1) is near the identity", worded("‖W_p − I‖ ≤ 0.1", 0, 0.1),
+          of(lambda: 0.01 * tried.noise_norm()),
+          ("with ε/√d, as built", of(lambda: 0.01 / sqrt(D) * tried.noise_norm()))),
+    Claim("pdr-gradient-depth", "§7.2", "gradient flow through O(log L) steps",
+          worded("log₂ 256 = 8 levels", 8, 8, " levels"), of(built.scan_levels, 256)),
+    Claim("pdr-initial-gate", "§7.2", "b_γ such that σ(b_γ) ≈ 0.95", "0.95", of(tried.bias_gate)),
+    Claim("pdr-slow-decay", "§7.2", "slow initial decay, fast information flow",
+          worded("half-life > 10 tokens", 10, unit=" tokens"), of(lambda: log(0.5) / log(tried.bias_gate()))),
+    Claim("pdr-gate-after", "§7.2", "diag(γ_t), whose elements are in (0, 1): the gates after training",
+          worded("in (0, 1)", 0, 1), trained.of_gates("perspective", "pdr_gate_mean", lambda x: x,
+          "mean γ by layer: " + ", ".join(["{:.3f}"] * 3)), command=command("compare")),
+)
+# fmt: on
+
+CLAIMS = MOTIVATION + EQUATIONS + NOVELTY + FLOPS + MEMORY + COMPARISON + STATES + TRAINING
