@@ -31,7 +31,7 @@ class Linear:
 
 
 class Log:
-    """As Linear, of positive values; the ends are the values'. Ticks at powers of `base`, and where fewer than three fit
+    """As Linear, of positive values; the ends are the values. Ticks at powers of `base`, and where fewer than three fit
     at round parts of powers of ten."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, base: int = 10) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import perspectron
+from perspectron import report
 from perspectron.census import census
-from perspectron.compare import measure, report, run
+from perspectron.compare import measure, run
 from perspectron.compare.plan import Arm, Plan, prepare
 from perspectron.compare.run import Cell
 from perspectron.config import dump

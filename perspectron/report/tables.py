@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from perspectron.compare.document import Cell, Table
-from perspectron.compare.figures import Styles, measured
-from perspectron.compare.numbers import (
+from perspectron.report.document import Cell, Table
+from perspectron.report.figures import Styles, measured
+from perspectron.report.numbers import (
     NONE,
     context,
     fixed,
@@ -19,9 +19,9 @@ from perspectron.compare.numbers import (
     signed,
     size,
 )
-from perspectron.compare.significance import Paired
-from perspectron.compare.summary import Row
-from perspectron.compare.verdicts import states
+from perspectron.report.significance import Paired
+from perspectron.report.summary import Row
+from perspectron.report.verdicts import states
 
 
 def ranking(

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron.compare.numbers import known
-from perspectron.compare.significance import Paired, deviation, paired
+from perspectron.report.numbers import known
+from perspectron.report.significance import Paired, deviation, paired
 
 REFERENCE = "transformer"
 LOSS = "heldout_bits_per_byte"

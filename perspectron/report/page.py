@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import singledispatch
 from html import escape
 
-from perspectron.compare.charts import swatch
-from perspectron.compare.document import (
+from perspectron.report.charts import swatch
+from perspectron.report.document import (
     Block,
     Cell,
     Code,
@@ -18,7 +18,7 @@ from perspectron.compare.document import (
     Table,
     Text,
 )
-from perspectron.compare.style import STYLE
+from perspectron.report.style import STYLE
 
 
 def write(document: Document) -> str:

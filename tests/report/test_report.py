@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from perspectron.compare.charts import apart
-from perspectron.compare.report import html, markdown
-from perspectron.compare.significance import paired
-from perspectron.compare.summary import ranked
-from perspectron.compare.verdicts import Field, findings
+from perspectron.report import html, markdown
+from perspectron.report.charts import apart
+from perspectron.report.significance import paired
+from perspectron.report.summary import ranked
+from perspectron.report.verdicts import Field, findings
 
 
 @pytest.fixture(scope="module")

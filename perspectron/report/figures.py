@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perspectron.axes import Linear, Log
-from perspectron.compare.charts import Axis, Chart, Places, Point, Series, draw, element, span
-from perspectron.compare.document import Cell, Figure, Table
-from perspectron.compare.numbers import context, fixed, known, percent, short, size
-from perspectron.compare.summary import LOSS, Row
+from perspectron.report.charts import Axis, Chart, Places, Point, Series, draw, element, span
+from perspectron.report.document import Cell, Figure, Table
+from perspectron.report.numbers import context, fixed, known, percent, short, size
+from perspectron.report.summary import LOSS, Row
 
 BITS = "held-out bits per byte"
 START = 0.2  # of a training, from where its losses are drawn: before, all of them fall steeply

@@ -3,7 +3,7 @@
 import re
 from functools import singledispatch
 
-from perspectron.compare.document import (
+from perspectron.report.document import (
     Block,
     Cell,
     Code,

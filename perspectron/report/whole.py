@@ -6,8 +6,8 @@ Both are functions of the results alone, so that the same results give the same 
 from collections.abc import Sequence
 from typing import Any
 
-from perspectron.compare import figures, marked, page, tables
-from perspectron.compare.document import (
+from perspectron.report import figures, marked, page, tables
+from perspectron.report.document import (
     Block,
     Code,
     Document,
@@ -19,10 +19,10 @@ from perspectron.compare.document import (
     Table,
     Text,
 )
-from perspectron.compare.numbers import fixed, grouped, known, short
-from perspectron.compare.significance import LEVEL
-from perspectron.compare.summary import Row, ranked, reference
-from perspectron.compare.verdicts import Field, Finding, findings, versus
+from perspectron.report.numbers import fixed, grouped, known, short
+from perspectron.report.significance import LEVEL
+from perspectron.report.summary import Row, ranked, reference
+from perspectron.report.verdicts import Field, Finding, findings, versus
 
 WORDS = {"failed": "Did not hold. ", "held": "Held. ", "open": "Open. ", "cost": "Cost. "}
 CONDITIONS = (

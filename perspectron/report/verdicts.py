@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron.compare.claims import CLAIMS, Claim
-from perspectron.compare.figures import measured
-from perspectron.compare.numbers import context, fixed, known, percent, rate, short, signed, size
-from perspectron.compare.significance import LEVEL, Paired
-from perspectron.compare.summary import Row
+from perspectron.report.figures import measured
+from perspectron.report.numbers import context, fixed, known, percent, rate, short, signed, size
+from perspectron.report.promises import CLAIMS, Claim
+from perspectron.report.significance import LEVEL, Paired
+from perspectron.report.summary import Row
 
 CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
 AT_CHANCE = 0.02  # above chance, and still no more than it

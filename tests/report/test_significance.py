@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from perspectron.compare.significance import deviation, paired, student, student_quantile
+from perspectron.report.significance import deviation, paired, student, student_quantile
 
 
 @pytest.mark.parametrize("t", [0.0, 0.1, 1.0, 4.3, 60.0])
