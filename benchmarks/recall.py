@@ -20,7 +20,7 @@ from perspectron.eval.tasks import MQAR, Needle
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 
-TESTS = ("tests/eval/test_tasks.py",)
+TESTS = ("tests/eval/test_tasks.py::test_answers_are_those_of_a_plain_solver",)
 DESIGNS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr")
 RANKS = (1, 2, 4, 8)
 WINDOW = 4
@@ -68,7 +68,7 @@ def found_before(path: str | None, conditions: dict[str, Any]) -> dict[str, Any]
 
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=3)
-    parser.add_argument("--steps", type=int, default=400, help="of a run at most (%(default)s)")
+    parser.add_argument("--steps", type=int, default=600, help="of a run at most (%(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3], help="learning rates (%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms (default: all)")
     args = parser.parse_args()

@@ -44,7 +44,7 @@ TRAIN, WATCH, TEST, BEYOND = range(4)  # streams of texts of one seed
 WATCH_EVERY, WATCH_TEXTS, TEST_TEXTS = 25, 128, 1024
 LESSONS = (4, 2, 1)
 """Training begins with texts of a quarter, then of half the length: what is to be found is found in fewer steps."""
-PASSED, LESSON = 0.9, 0.25
+PASSED, LESSON = 0.9, 0.35
 """Accuracy at which the next lesson begins, and the share of the steps after which it does anyway."""
 BETAS, CLIP, WARMUP, FINAL = (0.9, 0.98), 1.0, 0.05, 0.1  # of AdamW; shares of the steps and of the rate
 VERSION = 1
@@ -75,9 +75,9 @@ PROFILES = {
     ),
     "full": Profile(
         (
-            Setting(MQAR(32, pairs=4, keys=16, values=16), 400),
-            Setting(MQAR(32, pairs=8, keys=16, values=16), 400),
-            Setting(MQAR(64, pairs=8, keys=16, values=16, gaps="uniform"), 400),
+            Setting(MQAR(32, pairs=4, keys=16, values=16), 600),
+            Setting(MQAR(32, pairs=8, keys=16, values=16), 600),
+            Setting(MQAR(64, pairs=8, keys=16, values=16, gaps="uniform"), 600),
             Setting(SelectiveCopy(32, letters=4), 400),
             Setting(Induction(32, kinds=32), 400),
             Setting(Needle(32), 300),

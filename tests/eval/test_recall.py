@@ -109,7 +109,7 @@ def test_beyond_counts_only_what_stands_past_the_trained_length():
     ("found", "lengths"),
     [
         ([0.5, 0.95, 0.0, 0.0, 0.97, 0.99], [8] * 50 + [16] * 75 + [32] * 25),  # passed at steps 50 and 125
-        ([0.0] * 16, [8] * 100 + [16] * 100 + [32] * 200),
+        ([0.0] * 16, [8] * 140 + [16] * 140 + [32] * 120),
     ],
 )
 def test_lessons_go_on_when_passed_or_when_their_time_is_over(monkeypatch, found, lengths):
