@@ -113,8 +113,8 @@ NOT_ATTENTION = (
     Claim("drm-start", "§Latent", "a learned initial state expanded to the batch", worded("equal rows", 0, 0),
           of(_start)),
     Claim("drm-history", "§Why", "Sequence history is compressed into z_t",
-          worded("recalls as many pairs as the transformer", 0), trained.recall("drm", "transformer", "mqar"),
-          command=command("compare")),
+          worded("recalls as many pairs as the transformer", 0), trained.recall("drm", "transformer"),
+          command=command("recall")),
 )
 
 GEOMETRY = (

@@ -220,6 +220,8 @@ STATES = (
           ("in FP16 and counted in MiB", of(lambda: _pdr_bytes() / 4 * HALF / MIB * 1e6))),
     Claim("pdr-resume", "§5.3", "Can be saved/loaded to resume a conversation", worded("the same logits", 0, 0),
           of(tried.resumed)),
+    Claim("pdr-recall", "§5.3", "The model's context memory is its state matrices",
+          worded("> 0.95 of pairs right", 0.95, 1), trained.recall("perspective"), command=command("recall")),
     Claim("pdr-state-length", "§5.3", "O(1) size regardless of conversation length",
           worded("equal at 1k and 256k", 1, 1, " times"), of(lambda: _state(262144) / _state(1024))),
 )
@@ -244,7 +246,7 @@ TRAINING = (
           worded("half-life > 10 tokens", 10, unit=" tokens"), of(lambda: log(0.5) / log(tried.bias_gate()))),
     Claim("pdr-gate-after", "§7.2", "diag(γ_t), whose elements are in (0, 1): the gates after training",
           worded("in (0, 1)", 0, 1), trained.of_gates("perspective", "pdr_gate_mean", lambda x: x,
-          "mean γ by layer: " + ", ".join(["{:.3f}"] * 3)), command=command("compare")),
+          "mean γ by layer: {every}"), command=command("compare")),
 )
 # fmt: on
 
