@@ -113,8 +113,8 @@ NOT_ATTENTION = (
     Claim("drm-start", "§Latent", "a learned initial state expanded to the batch", worded("equal rows", 0, 0),
           of(_start)),
     Claim("drm-history", "§Why", "Sequence history is compressed into z_t",
-          worded("recalls as many pairs as the transformer", 0), trained.recall("drm", "transformer", "mqar"),
-          command=command("compare")),
+          worded("recalls as many pairs as the transformer", 0), trained.recall("drm", "transformer"),
+          command=command("recall")),
 )
 
 GEOMETRY = (
@@ -165,8 +165,8 @@ LOSSES = (
     Claim("drm-action", "§Action", "the action term is the mean metric energy Δzᵀ G Δz", worded("equal", 0, 1e-5),
           of(tried.energy_error)),
     Claim("drm-action-helps", "§Action", "geometric regularization beside the token loss, to use",
-          worded("lower loss than without auxiliary losses", *trained.LOWER),
-          trained.without("drm", "no_auxiliary"), command=command("ablate-drm")),
+          worded("lower loss than without auxiliary losses", *trained.LOWER), trained.without("drm", "no_auxiliary"),
+          command=command("ablate-drm")),
     Claim("drm-terms", "§Emitter",
           "regularizers: active fraction, variance, conditioning, diversity, recurrence, floor, risk",
           "7 regularizers", of(_terms)),

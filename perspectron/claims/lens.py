@@ -135,7 +135,8 @@ GATES = (
           _mixtures(1, "{:.3f} to {:.3f}"), command=command("compare")),
     Claim("lens-gates-after-disc", "§3", "After training: w_disc from 0.02 to 0.15", "0.02–0.15",
           _mixtures(2, "{:.3f} to {:.3f}"), command=command("compare")),
-    _helps("lens-gates-help", "§3", "Learnable: the model learns the optimal balance per head", "gates", "discoverability"),
+    _helps("lens-gates-help", "§3", "Learnable: the model learns the optimal balance per head", "gates",
+          "discoverability"),
 )
 
 

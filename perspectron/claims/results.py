@@ -12,9 +12,12 @@ COMMANDS = {
     "kernels": "python benchmarks/systems.py --kernels",
     "layer_times": "python benchmarks/layer_times.py",
     "full_size": "python benchmarks/full_size.py --experts 1 --threads 2",
-    "ternary_gemv": "python benchmarks/ternary_gemv.py",
+    "recall": "python benchmarks/recall.py",
 }
-COMPARE = "perspectron compare --params 2M --tokens 3M --seeds 3 --data stdlib --out runs/compare"
+COMPARE = (
+    "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "
+    "--out runs/compare"
+)
 
 
 class Missing(Exception):

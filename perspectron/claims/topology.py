@@ -183,6 +183,8 @@ STRUCTURE = (
           ("at layers 3, 7, …, 79, as §4 and the model have it", of(lambda: len(places("window_gqa"))))),
     Claim("topology-window", "§1", "Exact token-level recall over the last 512 positions", "512 tokens",
           of(lambda: _gqa().window)),
+    Claim("topology-window-recall", "§1", "Exact token-level recall: a needle is found",
+          worded("> 0.95 right", 0.95, 1), trained.recall("needle: perspective"), command=command("recall")),
     Claim("topology-expert-layers", "§1", "Expert FFN: 60 layers", "60", of(lambda: len(experts()))),
     Claim("topology-shared-layers", "§1", "Shared FFN: 20 layers", "20",
           of(lambda: counted(FULL).groups["swiglu"].modules)),

@@ -76,14 +76,15 @@ def test_positions_that_both_have_are_compared(results):
     assert row(measure, results(one=[one], other=[other])).measured.startswith("one 2.000, other 2.500 bits")
 
 
-def test_recall_is_the_best_seed_of_each_setting(results, tmp_path):
-    def suites(*accuracies):
-        return {"recall": {"tasks": {"mqar": {"settings": [{"accuracy": a} for a in accuracies]}}}}
-
-    designs = {
-        "one": {"cells": [], "suites": suites([0.5, 1.0], [0.2, 0.1])},
-        "other": {"suites": suites([0.1, 0.1])},
+def test_recall_is_that_of_the_best_seed(tmp_path):
+    arms = {
+        name: {"accuracy": right, "task": "mqar"}
+        for name, right in (("one", [0.1, 0.9]), ("other", [0.2, 0.3]))
     }
-    (tmp_path / "compare.json").write_text(json.dumps({"plan": PLAN, "designs": designs}))
-    found = row(trained.recall("one", "other", "mqar"), Results(tmp_path), 0, 1)
-    assert found.measured == "one 0.60, other 0.10 of mqar right"
+    (tmp_path / "recall.json").write_text(json.dumps({"results": {"arms": arms}}))
+    found = Results(tmp_path)
+    assert row(trained.recall("one", "other"), found, 0.5, 1).measured.startswith(
+        "one 0.90, other 0.30 of mqar right"
+    )
+    assert row(trained.recall("one"), found, 0.95, 1).verdict == "fails"
+    assert row(trained.recall("third"), found).verdict == "not measured yet"

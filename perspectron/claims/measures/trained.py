@@ -88,32 +88,35 @@ def at_positions(
 
 def of_gates(design: str, name: str, reduce: Callable[[list[Any]], Sequence[float]], form: str) -> Measure:
     """Of a gate after training: `reduce` makes of the list over layers the numbers that are compared; a seed's are
-    averaged with the other seeds'."""
+    averaged with the other seeds'. form: the words for them, {every} for all in a row."""
 
     def measure(results: Results) -> Found:
         found = [cell.get("gates", {}).get(name) for cell in cells(results, "compare", design).values()]
         if not found or None in found:
             raise Missing(f"`{command('compare')}`")
         values = tuple(statistics.fmean(column) for column in zip(*map(reduce, found), strict=True))
-        return Found(values, form.format(*values), proviso=scale(results, "compare"))
+        every = ", ".join(f"{value:.3f}" for value in values)
+        return Found(values, form.format(*values, every=every), proviso=scale(results, "compare"))
 
     return measure
 
 
-def recall(design: str, other: str, task: str) -> Measure:
-    """Best accuracy of a design on a task, less another's, at the task's settings on average."""
+def recall(arm: str, other: str = "") -> Measure:
+    """Best accuracy over the seeds of a small model trained to recall (less another's), of `benchmarks/recall.py`."""
 
-    def accuracy(results: Results, name: str) -> float:
-        suites = results.get("compare")["designs"].get(name, {}).get("suites", {})
-        if "recall" not in suites or task not in suites["recall"]["tasks"]:
-            raise Missing(f"`{command('compare')}`")
-        settings = suites["recall"]["tasks"][task]["settings"]
-        return statistics.fmean(max(setting["accuracy"]) for setting in settings)
+    def best(results: Results, name: str) -> float:
+        arms = results.get("recall")["results"]["arms"]
+        if name not in arms:
+            raise Missing(f"`{command('recall')}`")
+        return float(max(arms[name]["accuracy"]))
 
     def measure(results: Results) -> Found:
-        one, two = (accuracy(results, name) for name in (design, other))
+        told = {name: best(results, name) for name in (arm, other) if name}
+        task = results.get("recall")["results"]["arms"][arm]["task"]
+        value = told[arm] - told.get(other, 0.0)
+        shown = ", ".join(f"{name} {right:.2f}" for name, right in told.items())
         return Found(
-            (one - two,), f"{design} {one:.2f}, {other} {two:.2f} of {task} right", "trained at a small size"
+            (value,), f"{shown} of {task} right, best seed", "of width 64, two layers, a few hundred steps"
         )
 
     return measure
