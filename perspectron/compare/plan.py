@@ -29,6 +29,7 @@ from perspectron.train.precision import autocast, faster
 VERSION = 1
 PLAN, DATA = "compare.json", "data"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
+CURVE_TOKENS = 32768  # held-out tokens measured on the way
 LEAST_VOCABULARY = 512
 SUITES = ("position", "calibration", "robustness", "recall", "cost")
 ROUNDS = 5  # of timing, the first left out
@@ -218,7 +219,7 @@ def train_config(
     return TrainConfig(
         data=str(data_of(out, settings).resolve()), heldout=settings.heldout, steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,
-        device=settings.device, eval_every=every, eval_tokens=32768, save_every=every, keep=1,
+        device=settings.device, eval_every=every, eval_tokens=CURVE_TOKENS, save_every=every, keep=1,
         optim=OptimConfig(lr=rate, warmup=max(1, steps // 20)),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import perspectron
 from perspectron import report
 from perspectron.census import census
 from perspectron.compare import measure, run
-from perspectron.compare.plan import Arm, Plan, prepare
+from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
 from perspectron.compare.run import Cell
 from perspectron.config import dump
 from perspectron.errors import ConfigError
@@ -95,6 +95,7 @@ def collect(
             "reference": plan.reference,
             "train_tokens": train.tokens,
             "heldout_tokens": held.tokens,
+            "curve_tokens": min(CURVE_TOKENS, held.tokens),
             "heldout_bytes": held.text_bytes,
         },
         "compressors": compressors,

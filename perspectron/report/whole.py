@@ -66,7 +66,7 @@ def _document(results: dict[str, Any]) -> Document:
         Section("short", "In short", [Points(_short(field, found, seeds, noun))]),
         Section("conditions", "Conditions", _conditions(results)),
         Section("ranking", "Ranking", _ranking(field, style, seeds, noun)),
-        Section("loss", "Loss", _losses(rows, style)),
+        Section("loss", "Loss", _losses(rows, style, plan)),
         Section("position", "Loss by place in the context", _position(rows, style, plan)),
         Section("recall", "Recall", _recall(rows, style)),
         Section("cost", "Cost", _cost(rows, style, noun)),
@@ -177,12 +177,14 @@ def _assumptions(comparisons: int, seeds: int) -> str:
     )
 
 
-def _losses(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
+def _losses(rows: Sequence[Row], style: figures.Styles, plan: dict[str, Any]) -> list[Block]:
     drawn = figures.losses(rows, style)
     if not drawn:
         return [_absent("No training has a curve")]
     said = "Thick: mean over the seeds that finished. Thin: each seed. A cross: where a seed diverged. "
-    said += f"Drawn from {figures.START:.0%} of each training on."
+    said += f"Drawn from {figures.START:.0%} of each training on. "
+    if plan["curve_tokens"] < plan["heldout_tokens"]:
+        said += f"On the way the first {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
     return [Text([said], "quiet"), _gallery(drawn, rows, style)]
 
 

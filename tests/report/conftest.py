@@ -37,7 +37,7 @@ def made_up(seeds=SEEDS):
         "data": "stdlib",
     }
     plan |= {"seq_len": 256, "batch_size": 8, "vocab_size": 2048, "train_tokens": 4_917_302}
-    plan |= {"heldout_tokens": 261_003, "heldout_bytes": 873_112}
+    plan |= {"heldout_tokens": 261_003, "curve_tokens": 32_768, "heldout_bytes": 873_112}
     command = "perspectron compare --designs perspective,adr,lens,drm,gpt2,transformer,gla,ssd --params 2M"
     conditions = {"command": f"{command} --tokens 3M --seeds {len(seeds)} --data stdlib --out /tmp/reference"}
     conditions |= {"commit": "b26ea1b", "machine": "x86_64, 2 × AMD EPYC 9R45", "threads": 1, "jobs": 2}

@@ -324,3 +324,10 @@ def test_names_keep_their_distance(wanted):
 def test_names_without_need_stay():
     assert apart([80, 20, 50], 15, 0, 100) == [80, 20, 50]
     assert apart([50, 50], 10, 0, 100) == pytest.approx([45, 55])
+
+
+def test_curves_of_a_part_of_the_text_say_so(results, notes):
+    assert "On the way the first 32 768 held-out tokens are read; the ranking is of all." in notes
+    whole = copy.deepcopy(results)
+    whole["plan"]["curve_tokens"] = whole["plan"]["heldout_tokens"]
+    assert "On the way" not in markdown(whole)
