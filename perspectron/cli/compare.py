@@ -79,6 +79,8 @@ class Compare:
     """ "auto" is CUDA where there is one."""
     suites: str = ",".join(SUITES)
     """What is measured of trained models, beside their loss."""
+    recall: Literal["quick", "full"] = "quick"
+    """Two synthetic tasks with one seed, or all with three (an hour of a design on one core)."""
     jobs: int = 1
     """Trainings side by side."""
 
@@ -106,6 +108,7 @@ class Compare:
             resolved(self.data),
             self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.rate_share, self.dtype, self.device, suites=listed(self.suites),
+            recall=self.recall,
         )  # fmt: skip
 
 
@@ -148,7 +151,7 @@ def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console:
         said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
         console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
 
-    pool.work(measure.jobs(folder, what.settings.suites, finished), jobs, threads, ended=ended)
+    pool.work(measure.jobs(folder, what.settings, finished), jobs, threads, ended=ended)
     if "cost" in what.settings.suites:
         pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from perspectron.compare.plan import Plan, read
+from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
 from perspectron.data.loader import windows
@@ -26,22 +26,23 @@ from perspectron.files import read_json, write_json
 from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
-OF_CELLS = ("perplexity", "gates", "position", "calibration", "robustness")
+OF_CELLS = ("perplexity", "position", "calibration", "robustness", "gates")
 WINDOWS = 8  # of which gates are read
 
 
-def jobs(out: Path, suites: Sequence[str], finished: list[Cell]) -> list[Job]:
+def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
     """What is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
     found = []
-    wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *suites)]
+    wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *settings.suites)]
     for cell in finished:
         missing = [name for name in wanted if not path_of(cell, name).is_file()]
         if missing:
             found.append(Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing)))
-    for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in suites else ():
+    for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in settings.suites else ():
         if not (out / "recall" / f"{name}.json").is_file():
             first = next(cell for cell in finished if cell.arm == name)
-            arguments = (MODULE, "recall", str(first.folder), str(out / "recall" / f"{name}.json"))
+            path = out / "recall" / f"{name}.json"
+            arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             found.append(Job(f"{name} recall", out / "recall" / name, arguments))
     return found
 
@@ -63,13 +64,14 @@ def suites_of(cell: Cell) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """CELL NAME…, or recall CELL FILE, or cost DIR."""
+    """CELL NAME…, or recall PROFILE CELL FILE, or cost DIR."""
     torch.set_flush_denormal(True)
     match list(arguments):
         case ["cost", out]:
             write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
-        case ["recall", cell, path]:
-            write_json(Path(path), plain(SUITES["recall"].measure(open_subject(Path(cell)))))
+        case ["recall", profile, cell, path]:
+            suite = SUITES["recall"]
+            write_json(Path(path), plain(suite.measure(open_subject(Path(cell)), suite.options(profile))))
         case [cell, *names]:
             subject = open_subject(Path(cell))
             for name in names:
