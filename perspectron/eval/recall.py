@@ -1,4 +1,5 @@
-"""What a design can be taught to remember: small models of it, trained from scratch on the tasks of `eval.tasks`.
+"""What a design can be taught to remember: small models of it, trained from scratch on the tasks of `eval.tasks` and
+`eval.tracking`.
 
 Nothing of the run is used but which design it is: its text and its weights say what it learned, these tasks what it
 could. Every text is drawn anew, from streams of their own for training, for watching it and for the test.
@@ -23,16 +24,8 @@ from perspectron.census import active_parameters
 from perspectron.config import ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
 from perspectron.eval.subject import Subject
-from perspectron.eval.tasks import (
-    MQAR,
-    Brackets,
-    Induction,
-    Needle,
-    Parity,
-    Permutations,
-    SelectiveCopy,
-    Task,
-)
+from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
+from perspectron.eval.tracking import Brackets, Parity, Permutations
 from perspectron.files import write_json
 from perspectron.model import LanguageModel, build
 

@@ -1,20 +1,17 @@
-"""Synthetic tasks for memory: small languages in which one thing is asked, so that an answer is right or wrong and the
-best blind guess is known.
+"""Synthetic tasks for memory, and what a task is: a small language in which something is asked, so that an answer is
+right or wrong and the best blind guess is known. `eval.tracking` has those in which a state is followed.
 
-A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target is what belongs at the place
-of the token it stands at, IGNORE where nothing is asked; the answer is never among the tokens read up to there by
-place alone. `chance` is the greatest accuracy, in expectation, of who sees where he is and the token he is asked at,
-and remembers nothing; tests count it.
+A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target stands at the token it is
+asked at, IGNORE where nothing is asked. `chance` is the greatest accuracy, in expectation, of who knows place and
+token there and remembers nothing; tests count it.
 
 In the drawn examples ids are letters, "." is a blank, and the line below has the answers.
 
 Suffixes: B batch, T time, P pairs, N things to be found, K kinds.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from itertools import permutations
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -121,7 +118,7 @@ class MQAR(Task):
         value_BP = 1 + self.keys + _some(rng, batch_size, self.values, P)
         gap = np.arange(1, room + 1, dtype=np.float64)
         at_BP = 2 * P + _some(rng, batch_size, room, P, gap ** (POWER - 1) if self.gaps == "power" else None)
-        ids_BT, targets_BT = _empty(batch_size, self.length)
+        ids_BT, targets_BT = empty(batch_size, self.length)
         ids_BT[:, 0 : 2 * P : 2], ids_BT[:, 1 : 2 * P : 2] = key_BP, value_BP
         np.put_along_axis(ids_BT, at_BP, key_BP, 1)
         np.put_along_axis(targets_BT, at_BP, value_BP, 1)
@@ -164,7 +161,7 @@ class SelectiveCopy(Task):
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         N, room = self.letters, self.length - self.letters
         letter_BN = 2 + rng.integers(self.kinds, size=(batch_size, N))
-        ids_BT, targets_BT = _empty(batch_size, self.length)
+        ids_BT, targets_BT = empty(batch_size, self.length)
         np.put_along_axis(ids_BT, np.sort(_some(rng, batch_size, room, N), 1), letter_BN, 1)
         ids_BT[:, room:], targets_BT[:, room:] = 1, letter_BN
         return ids_BT, targets_BT
@@ -207,7 +204,7 @@ class Induction(Task):
         half = self.length // 2
         text_BN = _some(rng, batch_size, self.kinds, half)
         first_BN = _some(rng, batch_size, half - 1, half // 2)
-        ids_BT, targets_BT = _empty(batch_size, self.length)
+        ids_BT, targets_BT = empty(batch_size, self.length)
         ids_BT[:, :half] = text_BN
         ids_BT[:, half::2] = np.take_along_axis(text_BN, first_BN, 1)
         ids_BT[:, half + 1 :: 2] = targets_BT[:, half::2] = np.take_along_axis(text_BN, first_BN + 1, 1)
@@ -265,155 +262,7 @@ class Needle(Task):
         return ids_BT, targets_BT
 
 
-@dataclass(frozen=True)
-class Permutations(Task):
-    """The word problem of the symmetric group S_n: permutations one after the other; asked at each is what they come to
-    so far, the first applied first. Not asked at the first, where nothing is composed yet.
-
-        (01) (12) (01) …        n 3
-             (021) (02)
-
-    chance: 1/n!, for what stood before is any permutation as likely; also for who sees all but the first.
-    """
-
-    name = "permutations"
-    about = "composing permutations: where does everything stand by now?"
-    theory = (
-        "S5 is complete for NC1 (Barrington 1989): no transformer and no diagonal recurrence of fixed depth composes "
-        "words of every length in fixed precision; S3 is solvable, but needs gates that can change sign or depth; a "
-        "nonlinear recurrence does both with one state"
-    )
-    n: int = 3
-
-    def __post_init__(self) -> None:
-        require(2 <= self.n <= 5, "n", self.n, "in [2, 5]")
-        require(self.length >= 2, "length", self.length, "≥ 2")
-
-    @property
-    def vocab_size(self) -> int:
-        return math.factorial(self.n)
-
-    @property
-    def chance(self) -> float:
-        return 1 / math.factorial(self.n)
-
-    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
-        after = products(self.n)
-        ids_BT = rng.integers(self.vocab_size, size=(batch_size, self.length))
-        targets_BT = ids_BT.copy()
-        for t in range(1, self.length):
-            targets_BT[:, t] = after[targets_BT[:, t - 1], ids_BT[:, t]]
-        targets_BT[:, 0] = IGNORE
-        return ids_BT, targets_BT
-
-
-@dataclass(frozen=True)
-class Parity(Task):
-    """Bits; asked at each is whether the ones so far are odd. Not asked at the first.
-
-        1 0 1 1 0
-          1 0 1 1
-
-    chance: 1/2, also for who sees all but the first.
-    """
-
-    name = "parity"
-    about = "are the ones so far odd?"
-    theory = (
-        "one bit of state, for a recurrence that can flip it: gates in (0, 1) cannot (Grazzi et al. 2024, arXiv "
-        "2411.12537), nor does attention generalise past the lengths it saw (Hahn 2020, arXiv 1906.06755)"
-    )
-
-    def __post_init__(self) -> None:
-        require(self.length >= 2, "length", self.length, "≥ 2")
-
-    @property
-    def vocab_size(self) -> int:
-        return 2
-
-    @property
-    def chance(self) -> float:
-        return 1 / 2
-
-    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
-        ids_BT = rng.integers(2, size=(batch_size, self.length))
-        targets_BT = np.cumsum(ids_BT, 1) % 2
-        targets_BT[:, 0] = IGNORE
-        return ids_BT, targets_BT
-
-
-@dataclass(frozen=True)
-class Brackets(Task):
-    """The beginning of a well-bracketed word of several kinds (Dyck); after a bracket is closed inside another, the
-    kind of the one that is then to be closed next is asked.
-
-        ( [ ] ( [ ] [ ] ) )
-            )     )   ) )
-
-    chance: 1/kinds: the bracket just closed says nothing of the one around it.
-    """
-
-    name = "brackets"
-    about = "which bracket is to be closed next?"
-    theory = (
-        "a stack of depth · log2 kinds bits; attention of two layers does it up to a depth (Yao et al. 2021, arXiv "
-        "2105.11115), and so does a recurrence whose state holds the stack"
-    )
-    kinds: int = 4
-    depth: int = 8
-
-    def __post_init__(self) -> None:
-        require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
-        require(self.depth >= 2, "depth", self.depth, "≥ 2")
-        require(self.length >= 4, "length", self.length, "≥ 4")
-
-    @property
-    def vocab_size(self) -> int:
-        return 2 * self.kinds
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.kinds
-
-    def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
-        """Kinds are evenly drawn; it opens or closes by a coin, and as it must at depth 0 and at the greatest."""
-        ids_BT, targets_BT = _empty(batch_size, self.length)
-        rows_B, depth_B = np.arange(batch_size), np.zeros(batch_size, dtype=np.int64)
-        stack = np.zeros((batch_size, self.depth + 1), dtype=np.int64)  # kinds open, from place 1 on
-        for t in range(self.length):
-            opens_B = (depth_B == 0) | ((depth_B < self.depth) & (rng.integers(2, size=batch_size) == 1))
-            kind_B = rng.integers(self.kinds, size=batch_size)
-            ids_BT[:, t] = np.where(opens_B, kind_B, self.kinds + stack[rows_B, depth_B])
-            depth_B += np.where(opens_B, 1, -1)
-            stack[rows_B[opens_B], depth_B[opens_B]] = kind_B[opens_B]
-            asked_B = ~opens_B & (depth_B > 0)
-            targets_BT[:, t] = np.where(asked_B, self.kinds + stack[rows_B, depth_B], IGNORE)
-        return ids_BT, targets_BT
-
-
-TASKS: tuple[type[Task], ...] = (
-    MQAR,
-    SelectiveCopy,
-    Induction,
-    Needle,
-    Permutations,
-    Parity,
-    Brackets,
-)
-
-
-def products(n: int) -> Ids:
-    """after[i, j]: the number of "permutation i, then j" in the order of `itertools.permutations(range(n))`."""
-    every = np.array(list(permutations(range(n))))
-    code = every @ n ** np.arange(n)
-    number = np.zeros(n**n, dtype=np.int64)
-    number[code] = np.arange(len(every))
-    then = every[None, :, :].repeat(len(every), 0)  # [i, j, place]: j
-    moved = np.take_along_axis(then, every[:, None, :].repeat(len(every), 1), 2)  # j of i of place
-    return number[moved @ n ** np.arange(n)]
-
-
-def _empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
+def empty(batch_size: int, length: int) -> tuple[Ids, Ids]:
     """Blanks, nothing asked."""
     shape = (batch_size, length)
     return np.full(shape, BLANK, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)

@@ -13,7 +13,8 @@ from perspectron.errors import ConfigError
 from perspectron.eval import recall
 from perspectron.eval.recall import SOLVED, Options, Profile, Setting, Solved, config_for, solve_task
 from perspectron.eval.subject import Subject
-from perspectron.eval.tasks import MQAR, Needle, Parity, SelectiveCopy
+from perspectron.eval.tasks import MQAR, Needle, SelectiveCopy
+from perspectron.eval.tracking import Parity
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 
