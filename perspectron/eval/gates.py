@@ -18,7 +18,7 @@ from perspectron.mixers.drm import DRM, DRMState
 from perspectron.mixers.lens import Lens
 from perspectron.mixers.pdr import PDR
 from perspectron.model import LanguageModel
-from perspectron.ops import drm
+from perspectron.ops import attention, drm
 from perspectron.ops.drm_law import State
 from perspectron.prune import route_gates
 
@@ -32,8 +32,8 @@ def gates(model: LanguageModel, ids_BT: Tensor) -> Gates:
 
     lens_weights: of each head, its mixture of the three lenses. route_gate: g. pdr_gate_mean, pdr_gate_spread: of γ
     over tokens, mean over channels; pdr_halflife: tokens, of the median channel. adr_roughness: how much attention
-    shifts from one token to the next, with memories over without. drm_active: Σa. drm_outside: share of |v|² that is
-    not in the span of the directions.
+    shifts from one token to the next, with memories of keys over without; left out without such memories.
+    drm_active: Σa. drm_outside: share of |v|² that is not in the span of the directions.
     """
     found: Gates = {}
     blocks = [block for block in cast("list[Block]", model.blocks) if block.config.mixer is not None]
@@ -70,7 +70,7 @@ def _lens(mixer: Lens, x_BTD: Tensor, state: object) -> dict[str, Any]:
 
 
 def _pdr(mixer: PDR, x_BTD: Tensor, state: object) -> dict[str, Any]:
-    gamma_ND = torch.sigmoid(mixer.p_proj(x_BTD).double()).flatten(0, 1)
+    gamma_ND = torch.sigmoid(mixer.p_proj(mixer.p_down(x_BTD)).double()).flatten(0, 1)
     halflife_D = math.log(0.5) / gamma_ND.mean(0).log()
     return {
         "pdr_gate_mean": gamma_ND.mean().item(),
@@ -81,11 +81,15 @@ def _pdr(mixer: PDR, x_BTD: Tensor, state: object) -> dict[str, Any]:
 
 def _adr(mixer: ADR, x_BTD: Tensor, state: ADRState) -> dict[str, Any]:
     """The total variation of attention between consecutive tokens, over those that both see."""
-    qkv = mixer.qkv_proj(x_BTD).unflatten(-1, (3, mixer.config.heads, -1))
-    _, seen, _ = mixer._remember(qkv[:, :, 1:], state.memory_B2HK, None, None)
-    q_BHTK, plain_BHTK = (x.transpose(1, 2).double() for x in (qkv[:, :, 0], qkv[:, :, 1]))
-    shifts = [_shift(q_BHTK, keys) for keys in (seen[:, :, 0].transpose(1, 2).double(), plain_BHTK)]
-    return {"adr_roughness": shifts[0] / shifts[1]}
+    if mixer.config.remember == "values":
+        return {}
+    at = attention.places(state.cache.length_B, x_BTD.shape[1], None, None)
+    read = mixer.remember(x_BTD, state, at)
+    q_BHTK, plain_BHTK, seen_BHTK = (
+        keys.transpose(1, 2).double()
+        for keys in (read.plain_BT3HK[:, :, 0], read.plain_BT3HK[:, :, 1], read.seen_BT2HK[:, :, 0])
+    )
+    return {"adr_roughness": _shift(q_BHTK, seen_BHTK) / _shift(q_BHTK, plain_BHTK)}
 
 
 def _shift(q_BHTK: Tensor, k_BHTK: Tensor) -> float:

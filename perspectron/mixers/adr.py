@@ -5,7 +5,7 @@ Shapes: B batch, T time, D model width, H heads, K head width, G groups of weigh
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,16 @@ class ADRState:
     cache: Cache
 
 
+class Remembered(NamedTuple):
+    """plain: queries, keys and values, before any memory. memory: those remembered. seen: keys and values that
+    attention reads. last: the memories after the last token."""
+
+    plain_BT3HK: Tensor
+    memory_BT2HK: Tensor
+    seen_BT2HK: Tensor
+    last_B2HK: Tensor
+
+
 class ADR(nn.Module):
     """ĥ = GRU(k_t, h), h ← γ h + (1 − γ) ĥ, likewise for values; y = W_o softmax(q h_Kᵀ / √K) h_V + h_V."""
 
@@ -107,16 +117,8 @@ class ADR(nn.Module):
         B, T, D = x_BTD.shape
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
-        qkv = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1)
-        kv, which = qkv[:, :, 1:], self.config.remembered
-        memory, seen, after_B2HK = self._remember(kv[:, :, which], state.memory_B2HK, reset_BT, pad_BT)
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
-        if self.config.cold_start:
-            t_BT = (at.position_BT + 1).to(seen.dtype)
-            seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
-        seen = seen.to(qkv.dtype)
-        if self.config.remember != "both":
-            seen = torch.cat([kv[:, :, : which.start], seen, kv[:, :, which.stop :]], 2)
+        qkv, memory, seen, after_B2HK = self.remember(x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT)
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         o, after = cache.attend(q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT)
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
@@ -124,7 +126,29 @@ class ADR(nn.Module):
             y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)
         return y_BTD, ADRState(after_B2HK, after), {}
 
-    def _remember(
+    def remember(
+        self,
+        x_BTD: Tensor,
+        state: ADRState,
+        at: attention.Places,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+    ) -> Remembered:
+        """What attention reads of tokens that come after `state`, at these places."""
+        kv_seen = self.config.remembered
+        qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, self.config.heads, -1)
+        kv = qkv_BT3HK[:, :, 1:]
+        memory, seen, after_B2HK = self._scan(kv[:, :, kv_seen], state.memory_B2HK, reset_BT, pad_BT)
+        if self.config.cold_start:
+            t_BT = (at.position_BT + 1).to(seen.dtype)
+            seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
+        seen = seen.to(qkv_BT3HK.dtype)
+        if self.config.remember != "both":
+            seen = torch.cat([kv[:, :, : kv_seen.start], seen, kv[:, :, kv_seen.stop :]], 2)
+        return Remembered(qkv_BT3HK, memory, seen, after_B2HK)
+
+    def _scan(
         self, kv_BT2HK: Tensor, memory_B2HK: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(memories, what is attended to [B,T,2,H,K], the last memories [B,2,H,K]); 1 for 2 where one is remembered."""
