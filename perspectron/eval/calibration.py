@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perspectron.config import require
 from perspectron.data.loader import IGNORE, windows
-from perspectron.eval.reading import ROWS, Floats, autocast, interval, resampled
+from perspectron.eval.reading import LEAST, ROWS, Floats, autocast, interval, resampled
 from perspectron.eval.subject import Subject
 
 SIMULATIONS = 100
@@ -79,7 +79,8 @@ def judged(logits_NV: Tensor, target_N: Tensor) -> tuple[Floats, Floats, Floats]
 
 def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]:
     """ece: mean gap between confidence and accuracy of the bins. ece_low, ece_high: 95% of resampled windows (tokens of
-    a window hang together), less the bias that resampling adds, because a gap has no sign. ece_calibrated: what a
+    a window hang together), less the bias that resampling adds, because a gap has no sign; None of fewer than LEAST
+    windows. ece_calibrated: what a
     model whose confidences are exactly right would show on as many tokens. bins: the reliability diagram."""
     N = len(found.confidence_N)
     bins = min(bins, N)
@@ -88,15 +89,13 @@ def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]
     gap_WK = _sums(found.confidence_N - found.correct_N, found.window_N, bin_N, bins)
     count_WK = _sums(np.ones(N), found.window_N, bin_N, bins)
     ece = float(_ece(gap_WK.sum(0), N))
-    weights_RW = resampled(len(gap_WK), seed)
-    resampled_R = _ece(weights_RW @ gap_WK, (weights_RW @ count_WK).sum(1))
-    low, high = interval(resampled_R - (resampled_R.mean() - ece))
+    low, high = _span(gap_WK, count_WK, ece, seed) or (None, None)
     count_K = count_WK.sum(0)
     confidence_K, correct_K = (np.bincount(bin_N, x, bins) for x in (found.confidence_N, found.correct_N))
     return {
         "tokens": N,
         "ece": ece,
-        "ece_low": max(low, 0.0),
+        "ece_low": low,
         "ece_high": high,
         "ece_calibrated": _calibrated(found.confidence_N, bin_N, bins, seed),
         "brier": float(found.brier_N.mean()),
@@ -107,6 +106,15 @@ def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]
             for c, a, n in zip(confidence_K, correct_K, count_K, strict=True)
         ],
     }
+
+
+def _span(gap_WK: Floats, count_WK: Floats, ece: float, seed: int) -> tuple[float, float] | None:
+    if len(gap_WK) < LEAST:
+        return None
+    weights_RW = resampled(len(gap_WK), seed)
+    resampled_R = _ece(weights_RW @ gap_WK, (weights_RW @ count_WK).sum(1))
+    low, high = interval(resampled_R - (resampled_R.mean() - ece))
+    return max(low, 0.0), high
 
 
 def _ece(gap_K: Floats, tokens: Floats | int) -> Floats:
@@ -132,8 +140,10 @@ def _calibrated(confidence_N: Floats, bin_N: NDArray[np.int64], bins: int, seed:
 
 def lines(result: dict[str, Any]) -> list[str]:
     """For a person."""
+    low, high = result["ece_low"], result["ece_high"]
+    bounds = "no interval: too few windows" if low is None else f"{low:.4f} to {high:.4f}"
     text = [
-        f"ECE {result['ece']:.4f} ({result['ece_low']:.4f} to {result['ece_high']:.4f}); perfect calibration would show"
+        f"ECE {result['ece']:.4f} ({bounds}); perfect calibration would show"
         f" {result['ece_calibrated']:.4f} on {result['tokens']:,} tokens",
         f"Brier {result['brier']:.4f}, right {result['accuracy']:.1%}, confident {result['confidence']:.1%}",
         "confidence  accuracy  tokens",

@@ -16,27 +16,25 @@ from torch import Tensor
 
 from perspectron.config import require
 from perspectron.eval.reading import (
+    LEAST,
     batches,
     bits_per_byte,
     byte_counts,
     longest,
     nats,
-    resampled_bits_per_byte,
+    span,
     stretches,
 )
 from perspectron.eval.subject import Subject
-
-LEAST = 4
-"""Stretches for an interval."""
 
 
 @dataclass(frozen=True)
 class Options:
     """tokens: read once from start to end, over all stretches; 0 is as many as give the longest ones that there are.
-    stretches: how many. contexts: past which it is asked whether the loss still falls; a stretch of twice as
-    many tokens is needed."""
+    The default is what 8,192 tokens of context need. stretches: how many. contexts: past which it is asked whether
+    the loss still falls; a stretch of twice as many tokens is needed."""
 
-    tokens: int = 32768
+    tokens: int = 8 * 16384
     stretches: int = 8
     contexts: tuple[int, ...] = (128, 512, 2048, 8192)
 
@@ -49,8 +47,8 @@ class Options:
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """bins: bits per byte of targets at positions from ≤ t < to. falls_past: by context N, True if the interval of the
     gain is above 0, False if it is not (that is no proof of the contrary), None where it was not measured, for a
-    reason that `why` gives. past: the gain in bits per byte by more context than N, with a 95% interval of
-    resampled stretches. longest: tokens of a stretch. carried: read past the training window; designs with a
+    reason that `why` gives. past: the gain in bits per byte by more context than N, with a 95% interval over the
+    stretches (Student's t). longest: tokens of a stretch. carried: read past the training window; designs with a
     table of positions stop at its end. DataError without a document of two tokens."""
     most = options.tokens // options.stretches if options.tokens else subject.split.tokens
     table = subject.model.config.positions
@@ -64,9 +62,12 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
             past[str(N)] = None
             why[str(N)] = _reason(table, 2 * N, length)
         elif len(ids_NT) < LEAST:
-            past[str(N)], why[str(N)] = None, f"{len(ids_NT)} stretches, an interval needs {LEAST}"
+            past[str(N)] = None
+            why[str(N)] = f"{len(ids_NT)} stretches, an interval needs {LEAST}"
         else:
-            past[str(N)] = _gain(subject, ids_NT, whole_NT, bytes_NT, N)
+            past[str(N)] = gain = _gain(subject, ids_NT, whole_NT, bytes_NT, N)
+            if gain is None:
+                why[str(N)] = "the targets are of no bytes"
     return {
         "seq_len": subject.seq_len,
         "longest": length,
@@ -100,16 +101,18 @@ def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
 
 def _gain(
     subject: Subject, ids_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """What the last context/2 targets of each stretch lose, in bits per byte, when what is read begins `context` tokens
-    before the first of them."""
+    before the first of them; None where they have no bytes."""
     targets = context // 2
     short_NT = torch.cat([nats(subject, part)[0] for part in batches(ids_NT[:, -(context + targets) :])])
     lost_NT = short_NT[:, -targets:].double() - whole_NT[:, -targets:].double()
     bytes_NT = bytes_NT[:, -targets:]
-    low, high = resampled_bits_per_byte(lost_NT.sum(1), bytes_NT.sum(1), subject.seed)
+    bounds = span(lost_NT.sum(1), bytes_NT.sum(1))
+    if bounds is None:
+        return None
     gain = bits_per_byte(lost_NT, bytes_NT)
-    return {"tokens": lost_NT.numel(), "bits_per_byte": gain, "low": low, "high": high}
+    return {"tokens": lost_NT.numel(), "bits_per_byte": gain, "low": bounds[0], "high": bounds[1]}
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from perspectron.eval.reading import (
     longest,
     nats,
     read,
-    resampled_bits_per_byte,
+    span,
     stretches,
 )
 from perspectron.eval.subject import Subject
@@ -80,13 +80,13 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         "corrupted": [
             {"share": share, "bits_per_byte": bits[f"corrupted_{share}"]} for share in options.shares
         ],
-        "worse": {name: _worse(whole_NT, lost_NT, bytes_NT, seed) for name, lost_NT in lost.items()},
+        "worse": {name: _worse(whole_NT, lost_NT, bytes_NT) for name, lost_NT in lost.items()},
     }
 
 
-def _worse(whole_NT: Tensor, lost_NT: Tensor, bytes_NT: Tensor, seed: int) -> dict[str, float]:
+def _worse(whole_NT: Tensor, lost_NT: Tensor, bytes_NT: Tensor) -> dict[str, float | None]:
     more_N = (lost_NT.double() - whole_NT.double()).sum(1)
-    low, high = resampled_bits_per_byte(more_N, bytes_NT.sum(1), seed)
+    low, high = span(more_N, bytes_NT.sum(1)) or (None, None)
     return {"bits_per_byte": bits_per_byte(more_N, bytes_NT), "low": low, "high": high}
 
 
@@ -141,7 +141,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"true context: {result['bits_per_byte']:.4f} bits per byte",
     ]
     for name, more in result["worse"].items():
-        text.append(
-            f"{name.replace('_', ' ')}: {more['bits_per_byte']:+.4f} ({more['low']:+.4f} to {more['high']:+.4f})"
-        )
+        few = f"no interval, {result['stretches']} stretches are too few"
+        bounds = few if more["low"] is None else f"{more['low']:+.4f} to {more['high']:+.4f}"
+        text.append(f"{name.replace('_', ' ')}: {more['bits_per_byte']:+.4f} ({bounds})")
     return text

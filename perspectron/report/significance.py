@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perspectron.student import student, student_quantile
+
 LEVEL = 0.95  # of the interval
 
 
@@ -59,31 +61,6 @@ def deviation(values: Sequence[float]) -> float:
     """Standard deviation of a sample (n − 1 in the denominator)."""
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-
-
-def student(t: float, freedom: int) -> float:
-    """P(|T| ≤ t) of Student's distribution, by its finite sum for whole degrees of freedom (Abramowitz and Stegun,
-    26.7.3 and 26.7.4)."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    cosine, odd = math.cos(angle), freedom % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
-
-
-def student_quantile(level: float, freedom: int) -> float:
-    """The t with P(|T| ≤ t) = level, by bisection."""
-    low, high = 0.0, 1.0
-    while student(high, freedom) < level:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student(middle, freedom) < level else (low, middle)
-    return (low + high) / 2
 
 
 def _flips(differences: Sequence[float]) -> float:

@@ -59,6 +59,17 @@ def test_the_interval_is_over_windows_not_tokens():
     assert apart["ece_high"] - apart["ece_low"] < width[0] / 2
 
 
+@pytest.mark.parametrize(("windows", "known"), [(1, False), (3, False), (4, True)])
+def test_few_windows_have_no_interval(windows, known):
+    found = summary(drawn(lambda c: c, windows=windows))
+    assert found["ece"] > 0
+    if known:
+        assert 0 <= found["ece_low"] < found["ece_high"]
+    else:
+        assert (found["ece_low"], found["ece_high"]) == (None, None)
+    assert ("no interval" in calibration.lines(found)[0]) is not known
+
+
 def test_bins_hold_equally_many_and_all_of_them():
     found = summary(drawn(lambda c: c, windows=7, per_window=31), bins=15)
     counts = [b["count"] for b in found["bins"]]

@@ -12,7 +12,7 @@ from perspectron import designs
 from perspectron.errors import ConfigError, DataError
 from perspectron.eval import position, reading
 from perspectron.eval.position import Options, measure
-from perspectron.eval.reading import longest, nats, stretches
+from perspectron.eval.reading import longest, nats, span, stretches
 
 
 @pytest.mark.parametrize("design", designs.DESIGNS)
@@ -70,6 +70,16 @@ class Repeating:
         return np.tile(blocks, (1, 6, 1)).reshape(-1)[start:stop]
 
 
+class Long(Repeating):
+    """8 documents, each long enough for 8,192 tokens of context."""
+
+    starts, tokens = np.arange(8) * 16400, 8 * 16400
+
+    def read(self, start, stop):
+        blocks = np.random.Generator(np.random.PCG64(0)).integers(1, 257, (8, 1, 100))
+        return np.tile(blocks, (1, 164, 1)).reshape(-1)[start:stop]
+
+
 def test_more_context_gains_where_it_holds_what_is_needed(subject, periodic):
     """Within 32 + 16 tokens nothing repeats, so all targets gain the same; past 128 there is nothing to gain."""
     subject = subject(periodic(100))
@@ -86,6 +96,45 @@ def test_more_context_gains_where_it_holds_what_is_needed(subject, periodic):
     assert gain["low"] <= gain["bits_per_byte"] <= gain["high"]
     assert found["past"]["128"]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
     assert found["why"] == {"512": "stretches of 512 tokens, 1024 are needed"}
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_a_gain_that_is_not_there_is_seen_as_rarely_as_said(count):
+    """One in 40 intervals lies above zero; quantiles of resampled stretches would at 4 be one in ten."""
+    draw, texts = np.random.Generator(np.random.PCG64(0)), 4000
+    nats = torch.from_numpy(draw.normal(0, 30, (texts, count)))
+    text_bytes = torch.from_numpy(draw.integers(100, 400, (texts, count)))
+    found = [span(nats_N, bytes_N) for nats_N, bytes_N in zip(nats, text_bytes, strict=True)]
+    above, below = np.mean([low > 0 for low, _ in found]), np.mean([high < 0 for _, high in found])
+    assert 0.015 < above < 0.035
+    assert 0.015 < below < 0.035
+    sure = [span(nats_N + 300, bytes_N) for nats_N, bytes_N in zip(nats[:200], text_bytes, strict=False)]
+    assert np.mean([low > 0 for low, _ in sure]) > 0.95
+
+
+def test_the_interval_by_hand():
+    """1, 2, 3 and 4 bits of a byte each: deviation √(5/3), error half of it, times Student's 3.18245."""
+    bits, one = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(4)
+    half = 3.18245 * math.sqrt(5 / 3) / 2
+    assert span(bits * math.log(2), one) == pytest.approx((2.5 - half, 2.5 + half), abs=1e-4)
+    assert span(bits * math.log(2), 10 * one) == pytest.approx((0.25 - half / 10, 0.25 + half / 10), abs=1e-5)
+    assert span(3 * one * math.log(2), one) == pytest.approx((3, 3))
+    assert span(bits[:3], one[:3]) is None
+    assert span(bits, 0 * one) is None
+
+
+def test_few_stretches_have_no_interval(subject):
+    found = measure(subject(), Options(tokens=0, stretches=3, contexts=(32,)))
+    assert found["falls_past"] == {"32": None}
+    assert found["why"] == {"32": "3 stretches, an interval needs 4"}
+
+
+def test_the_default_reads_past_8192_tokens_where_the_text_does(subject, periodic):
+    subject = subject(periodic(100))
+    object.__setattr__(subject, "split", Long())
+    found = measure(subject)
+    assert found["longest"] == 16384
+    assert found["falls_past"] == {"128": False, "512": False, "2048": False, "8192": False}
 
 
 @pytest.mark.parametrize("design", ["gpt2", "adr", "lens"])

@@ -91,6 +91,15 @@ def test_a_model_to_which_all_is_alike_does_not_care(subject):
     assert all(more == {"bits_per_byte": 0, "low": 0, "high": 0} for more in found["worse"].values())
 
 
+def test_few_stretches_have_no_interval(subject):
+    found = measure(subject(), Options(tokens=3 * 64))
+    assert found["stretches"] == 3
+    assert all((more["low"], more["high"]) == (None, None) for more in found["worse"].values())
+    assert robustness.lines(found)[-1].endswith("(no interval, 3 stretches are too few)")
+    found = measure(subject(), Options(tokens=4 * 64))
+    assert all(more["low"] < more["high"] for more in found["worse"].values())
+
+
 def test_it_depends_on_the_seed_alone(subject):
     one, other = (measure(subject(seed=seed), Options(tokens=256)) for seed in (0, 1))
     assert measure(subject(seed=0), Options(tokens=256)) == one
