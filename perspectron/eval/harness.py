@@ -8,7 +8,7 @@ Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -71,14 +71,19 @@ class Answers:
 
     def continuations(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Text after each context. It ends before the first of its `until` strings, at the end of the document or after
-        `max_gen_toks` tokens, and is greedy unless `do_sample`. ConfigError for an option that is not in GENERATION,
-        and for more tokens than a table of positions has."""
+        `max_gen_toks` tokens, and is greedy unless `do_sample`; each is drawn apart from the others. ConfigError
+        for an option that is not in GENERATION, and for more tokens than a table of positions has."""
         asked = [_wanted(options) for _, options in requests]
         texts = [""] * len(requests)
-        for key in dict.fromkeys(asked):
-            mine = [i for i, other in enumerate(asked) if other == key]
-            for part in _batches(mine, self.batch_size, lambda i: len(requests[i][0])):
-                found = self._continued([requests[i][0] for i in part], *key)
+        for wanted in dict.fromkeys(asked):
+            mine = [i for i, other in enumerate(asked) if other == wanted]
+            drawn, first = wanted[2].temperature > 0, 0
+            # A row is drawn by the seed and its place in the batch. In the order of the requests, with a seed that
+            # moves on, that is its place among all of them: equal requests are drawn apart, whatever the batches.
+            length = (lambda i: 0) if drawn else (lambda i: len(requests[i][0]))
+            for part in _batches(mine, self.batch_size, length):
+                found = self._continued([requests[i][0] for i in part], *wanted, first if drawn else 0)
+                first += len(part)
                 for i, text in zip(part, found, strict=True):
                     texts[i] = text
         return texts
@@ -147,8 +152,14 @@ class Answers:
         return log_p_M.double(), log_p_MV.argmax(1) == target_M
 
     def _continued(
-        self, contexts: list[str], until: tuple[str, ...], max_tokens: int | None, sampling: SamplingConfig
+        self,
+        contexts: list[str],
+        until: tuple[str, ...],
+        max_tokens: int | None,
+        sampling: SamplingConfig,
+        seed: int,
     ) -> list[str]:
+        sampling = replace(sampling, seed=seed)
         table = self.model.config.positions
         if max_tokens is None:
             max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS
@@ -171,10 +182,18 @@ def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, Sa
     until = (until,) if isinstance(until, str) else tuple(filter(None, until))
     sampling = SamplingConfig(temperature=0.0)
     if options.get("do_sample"):
-        temperature, top_p = (float(options.get(name, 1.0)) for name in ("temperature", "top_p"))
-        sampling = SamplingConfig(temperature, top_k=int(options.get("top_k", 0)), top_p=top_p)
-    most = next((options[name] for name in LENGTHS if options.get(name) is not None), None)
-    return until, most, sampling
+        temperature, top_p = _number(options, "temperature", 1.0), _number(options, "top_p", 1.0)
+        sampling = SamplingConfig(temperature, top_k=int(_number(options, "top_k", 0)), top_p=top_p)
+    name = next((name for name in LENGTHS if options.get(name) is not None), None)
+    return until, None if name is None else int(_number(options, name, 0)), sampling
+
+
+def _number(options: Mapping[str, Any], name: str, otherwise: float) -> float:
+    """Null is as if it were not given."""
+    value = options.get(name)
+    value = otherwise if value is None else value
+    require(isinstance(value, int | float), name, value, "a number or null")
+    return float(value)
 
 
 def _batches(items: Sequence[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:

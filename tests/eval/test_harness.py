@@ -112,18 +112,22 @@ def test_a_token_across_the_border_is_not_used(subject):
 
 
 def test_greedy_is_what_generating_gives(subject):
+    """Of texts that are the same tokens again when they are read."""
     asked = answers(subject)
-    (text,) = asked.continuations([("The quick", {"max_gen_toks": 8})])
-    (score,) = asked.log_likelihoods([("The quick", text)])
-    encoded = asked.tokenizer.encode("The quick" + text)
-    if encoded == asked.tokenizer.encode("The quick") + asked.tokenizer.encode(text):
-        assert score.greedy or "�" in text
+    encode, found = asked.tokenizer.encode, 0
+    for context in ("The quick", "fox and", "brown", "Number 1", "and", "größer", "x", "quick fox"):
+        for most in (1, 2, 3):
+            (text,) = asked.continuations([(context, {"max_gen_toks": most})])
+            if len(encode(text)) == most and encode(context + text) == encode(context) + encode(text):
+                found += 1
+                assert asked.log_likelihoods([(context, text)])[0].greedy
+    assert found >= 3
     assert not asked.log_likelihoods([("The quick", " 🦊🦊")])[0].greedy
 
 
 def test_generation_ends_before_any_of_its_strings(subject):
     asked = answers(subject, batch_size=2)
-    contexts = ["The quick brown", "fox", "", "and and and and and"]
+    contexts = ["The quick brown", "fox", "brown", "and and and and and"]
     whole = asked.continuations([(context, {"until": [], "max_gen_toks": 24}) for context in contexts])
     assert whole == [asked.continuations([(c, {"max_gen_toks": 24})])[0] for c in contexts]
     made = generate.generate(
@@ -135,9 +139,31 @@ def test_generation_ends_before_any_of_its_strings(subject):
     for text, end, found in zip(
         whole, ends, asked.continuations(list(zip(contexts, options, strict=True))), strict=True
     ):
-        assert found == (text[: text.index(end)] if end else text)
+        assert len(end) == 2
+        assert found == text[: text.index(end)]
     sampled = asked.continuations([("fox", {"do_sample": True, "temperature": 2.0, "max_gen_toks": 24})])
     assert sampled != [whole[1]]
+
+
+@pytest.mark.parametrize("contexts", [["fox"] * 4, ["fox", "The quick brown fox", "fox", "and", "fox"]])
+def test_what_is_sampled_is_drawn_apart_and_batches_change_nothing(subject, contexts):
+    """As `repeats` of a task asks: the same request several times."""
+    options = {"do_sample": True, "temperature": 1.5, "max_gen_toks": 12}
+    requests = [(context, options) for context in contexts]
+    one, two, all = (answers(subject, batch_size=size).continuations(requests) for size in (1, 2, 8))
+    assert one == two == all
+    assert len(set(one)) == len(one)
+
+
+def test_null_is_as_if_it_were_not_given(subject):
+    asked = answers(subject)
+    null = {"temperature": None, "top_p": None, "top_k": None, "max_gen_toks": None, "max_tokens": 6}
+    plain = {"temperature": 1.0, "max_gen_toks": 6}
+    found = [asked.continuations([("fox", {"do_sample": True} | options)]) for options in (null, plain)]
+    assert found[0] == found[1]
+    for name, value in (("temperature", "hot"), ("max_gen_toks", [6])):
+        with pytest.raises(ConfigError, match=f"{name} = .*, must be a number or null"):
+            asked.continuations([("fox", {"do_sample": True, name: value})])
 
 
 def test_generation_leaves_room_in_a_table_of_positions(subject):
