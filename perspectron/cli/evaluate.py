@@ -21,7 +21,9 @@ from perspectron.stream.artifact import Trained
 from perspectron.stream.engine import StreamedModel
 from perspectron.train import checkpoint
 from perspectron.train.prepare import prepare
+from perspectron.train.subject import dtype_of
 
+HELDOUT = 0.5  # of another text
 SEQ_LEN = 128  # of a window, where nothing says how long they were in training
 
 
@@ -44,8 +46,8 @@ class Eval:
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None
     """Another corpus instead of the one of training; its held-out part is measured."""
-    heldout: float = 0.5
-    """With --data: which share of it to hold out."""
+    heldout: float | None = None
+    """With --data: which share of it to hold out (default: half)."""
     seq_len: int | None = None
     """Tokens in a window (default: as in training)."""
     carry: bool = False
@@ -56,8 +58,8 @@ class Eval:
     """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
-    seed: int = 0
-    """Of what a suite draws."""
+    seed: int | None = None
+    """Of what a suite draws (default: 0)."""
     json: bool = False
     """Print one JSON object."""
 
@@ -65,22 +67,35 @@ class Eval:
         suite = SUITES[one_of(self.suite, SUITES, "suite")]
         require(self.seq_len is None or self.seq_len >= 1, "seq_len", self.seq_len, "≥ 1")
         require(self.tokens is None or self.tokens >= 0, "tokens", self.tokens, "≥ 0")
-        require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
+        require(self.heldout is None or 0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
+        require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
+        self._refuse_what_does_nothing(suite)
         options = self._options(suite)
         model, tokenizer = open_model(self.run, self.cache)
         model.to(pick_device(self.device))
         trained, dtype = self._trained(model)
         with tempfile.TemporaryDirectory() as scratch:
-            split = self._split(model, tokenizer, trained, Path(scratch))
+            split = self._split(model, tokenizer, trained, Path(scratch)) if suite.reads_text else None
             seq_len = self.seq_len or trained.seq_len
-            subject = Subject(self.run, model, tokenizer, split, seq_len, dtype, self.seed)
+            subject = Subject(self.run, model, tokenizer, split, seq_len, dtype, self.seed or 0)
             result = suite.measure(subject, options)
         if self.json:
             print(json.dumps(plain(result)))
         else:
             print(f"{model.config.name}: " + "\n".join(suite.lines(result)))
         return 0
+
+    def _refuse_what_does_nothing(self, suite: Suite) -> None:
+        """ConfigError for what was given and does nothing in this suite."""
+        texts, name = ("data", "heldout", "seq_len"), f"left out with suite {self.suite}, which"
+        for field in texts if not suite.reads_text else ():
+            value = getattr(self, field)
+            require(value is None, field, value, f"{name} reads no text")
+        require(
+            self.heldout is None or self.data is not None, "heldout", self.heldout, "left out without --data"
+        )
+        require(suite.draws or self.seed is None, "seed", self.seed, f"{name} does not depend on it")
+        require(suite.on_device or self.device == "auto", "device", self.device, f"{name} runs on the CPU")
 
     def _options(self, suite: Suite) -> Any:
         """The suite's options, as given. ConfigError for one that it does not have."""
@@ -93,22 +108,20 @@ class Eval:
         for name in given:
             bound = f"one of {', '.join(known)}" if known else "left out, it has none"
             require(name in known, f"option of suite {self.suite}", name, bound)
-        for name in ("data", "seq_len") if not suite.reads_text else ():
-            value = getattr(self, name)
-            require(value is None, name, value, f"left out with suite {self.suite}, which reads no text")
         return load(suite.options, given, f"suite {self.suite}")
 
     def _trained(self, model: LanguageModel) -> tuple[Trained, torch.dtype | None]:
         """The text and the window of training, and what to compute in."""
         if isinstance(model, StreamedModel):
-            return model.header.trained or Trained("", self.heldout, SEQ_LEN), None
+            return model.header.trained or Trained("", HELDOUT, SEQ_LEN), None
         train = checkpoint.load_config(checkpoint.run_of(self.run)).train
-        dtype = torch.bfloat16 if train.dtype == "bfloat16" else None
-        return Trained(train.data, train.heldout, train.seq_len), dtype
+        return Trained(train.data, train.heldout, train.seq_len), dtype_of(self.run)
 
     def _split(self, model: LanguageModel, tokenizer: Tokenizer, trained: Trained, scratch: Path) -> Split:
         if self.data is not None:
-            return encode(open_corpus(self.data, self.heldout), tokenizer, scratch).split("heldout")
+            return encode(open_corpus(self.data, self.heldout or HELDOUT), tokenizer, scratch).split(
+                "heldout"
+            )
         if isinstance(model, StreamedModel):
             require(
                 trained.data != "", "data", None, "given: the artifact does not say what it was trained on"

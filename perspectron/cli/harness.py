@@ -16,6 +16,8 @@ from perspectron.cli.artifacts import open_model
 from perspectron.config import one_of, require
 from perspectron.device import pick_device
 from perspectron.eval.harness import Answers
+from perspectron.stream.engine import StreamedModel
+from perspectron.train.subject import dtype_of
 
 COMMAND, ABOUT = "lm-eval", "Tasks of lm-evaluation-harness, with a run as the model: --model perspectron."
 NAME = "perspectron"
@@ -37,6 +39,30 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def open_answers(
+    run: str,
+    batch_size: int | str = Answers.batch_size,
+    device: str = "auto",
+    dtype: str = "auto",
+    cache: str | None = None,
+    max_batch_size: int | None = None,
+) -> Answers:
+    """run: folder of a run, of one of its checkpoints, or of an artifact. dtype: float32, bfloat16 or auto, which is
+    that of training, as in `perspectron eval` (an artifact: float32). cache: memory for the experts of an artifact, as
+    512M. ConfigError for any of them, and what the run raises when it is opened."""
+    size = str(batch_size)
+    require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
+    one_of(dtype, ("auto", *DTYPES), "dtype")
+    model, tokenizer = open_model(Path(run), cache)
+    if device == "cuda:0" and not torch.cuda.is_available():
+        device = "cpu"  # what the harness passes where nobody said anything
+    model.to(pick_device(device))
+    trained_in = None if isinstance(model, StreamedModel) else dtype_of(Path(run))
+    rows = int(size) if size.isdecimal() else Answers.batch_size
+    autocast = trained_in if dtype == "auto" else DTYPES[dtype]
+    return Answers(model, tokenizer, min(rows, max_batch_size or rows), autocast)
+
+
 def register() -> None:
     """Make the harness know the model "perspectron", in this process."""
     from lm_eval.api.model import LM
@@ -44,34 +70,16 @@ def register() -> None:
 
     @register_model(NAME)
     class PerspectronLM(LM):
-        """run: folder of a run, of one of its checkpoints, or of an artifact. dtype: float32, in which the batch size
-        changes no answer, or bfloat16. cache: memory for the experts of an artifact, as 512M."""
+        """As `open_answers`; the harness itself names a batch size, a device and the largest batch size."""
 
-        def __init__(
-            self,
-            run: str,
-            batch_size: int | str = 8,
-            device: str = "auto",
-            dtype: str = "float32",
-            cache: str | None = None,
-            max_batch_size: int | None = None,
-        ) -> None:
+        def __init__(self, run: str, **options: Any) -> None:
             super().__init__()
-            size = str(batch_size)
-            require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
-            model, tokenizer = open_model(Path(run), cache)
-            if device == "cuda:0" and not torch.cuda.is_available():
-                device = "cpu"  # what the harness passes where nobody said anything
-            model.to(pick_device(device))
-            self._device = model.device
-            self._fingerprint = tokenizer.fingerprint
-            rows = int(size) if size.isdecimal() else Answers.batch_size
-            autocast = DTYPES[one_of(dtype, DTYPES, "dtype")]
-            self.answers = Answers(model, tokenizer, min(rows, max_batch_size or rows), autocast)
+            self.answers = open_answers(run, **options)
+            self._device = self.answers.model.device
 
         @property
         def tokenizer_name(self) -> str:
-            return self._fingerprint
+            return self.answers.tokenizer.fingerprint
 
         def loglikelihood(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             return self._answer("loglikelihood", requests, self._pairs)

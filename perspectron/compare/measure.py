@@ -93,7 +93,7 @@ def costs(plan: Plan) -> dict[str, Any]:
 
 def _gates(subject: Subject) -> dict[str, Any]:
     """Of the first windows of held-out text."""
-    batch = next(windows(subject.split, seq_len=subject.seq_len, batch_size=WINDOWS))
+    batch = next(windows(subject.text, seq_len=subject.seq_len, batch_size=WINDOWS))
     return gates(subject.model, batch.ids_BT.to(subject.model.device))
 
 

@@ -184,8 +184,8 @@ def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, Sa
     if options.get("do_sample"):
         temperature, top_p = _number(options, "temperature", 1.0), _number(options, "top_p", 1.0)
         sampling = SamplingConfig(temperature, top_k=int(_number(options, "top_k", 0)), top_p=top_p)
-    name = next((name for name in LENGTHS if options.get(name) is not None), None)
-    return until, None if name is None else int(_number(options, name, 0)), sampling
+    most = next((int(_number(options, name, 0)) for name in LENGTHS if options.get(name) is not None), None)
+    return until, most, sampling
 
 
 def _number(options: Mapping[str, Any], name: str, otherwise: float) -> float:

@@ -77,14 +77,14 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """The fields of `Heldout`, and what compressors make of the same bytes."""
     result = heldout(
         subject.model,
-        subject.split,
+        subject.text,
         subject.tokenizer,
         seq_len=subject.seq_len,
         limit_tokens=options.tokens or None,
         carry=options.carry,
         dtype=subject.dtype,
     )
-    others = compressors(text_of(subject.split, subject.tokenizer, result.tokens + 1))
+    others = compressors(text_of(subject.text, subject.tokenizer, result.tokens + 1))
     return asdict(result) | {"compressors": others}
 
 

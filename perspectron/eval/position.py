@@ -50,10 +50,10 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     reason that `why` gives. past: the gain in bits per byte by more context than N, with a 95% interval over the
     stretches (Student's t). longest: tokens of a stretch. carried: read past the training window; designs with a
     table of positions stop at its end. DataError without a document of two tokens."""
-    most = options.tokens // options.stretches if options.tokens else subject.split.tokens
+    most = options.tokens // options.stretches if options.tokens else subject.text.tokens
     table = subject.model.config.positions
-    length = longest(subject.split, options.stretches, min(most, table) if table else most)
-    ids_NT = stretches(subject.split, length, options.stretches)
+    length = longest(subject.text, options.stretches, min(most, table) if table else most)
+    ids_NT = stretches(subject.text, length, options.stretches)
     whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in batches(ids_NT)])
     bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:])
     past, why = dict[str, Any](), dict[str, str]()

@@ -53,8 +53,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     bits per byte each of these needs than the true context, with a 95% interval of resampled stretches.
     ConfigError for a seq_len of 1; DataError without a document of 3 tokens."""
     require(subject.seq_len >= 2, "seq_len", subject.seq_len, "≥ 2, for a context and a continuation")
-    length = max(2, longest(subject.split, ROWS, subject.seq_len))
-    ids_NT = stretches(subject.split, length, max(1, (options.tokens or subject.split.tokens) // length))
+    length = max(2, longest(subject.text, ROWS, subject.seq_len))
+    ids_NT = stretches(subject.text, length, max(1, (options.tokens or subject.text.tokens) // length))
     at = length - max(1, length // 4)
     context_NT, rest_NT = ids_NT[:, :at], ids_NT[:, at:]
     bytes_NT = byte_counts(subject.tokenizer, rest_NT[:, 1:])

@@ -15,11 +15,14 @@ from perspectron.eval.subject import Subject
 
 @dataclass(frozen=True)
 class Suite:
-    """module: in `perspectron.eval`. about: one line. reads_text: it measures on the held-out text."""
+    """module: in `perspectron.eval`. about: one line. reads_text: it measures on the held-out text. draws: it depends
+    on the subject's seed. on_device: it runs the subject's model, or one of its own on the same device."""
 
     module: str
     about: str
     reads_text: bool = True
+    draws: bool = False
+    on_device: bool = True
 
     @property
     def options(self) -> type[Any]:
@@ -53,8 +56,10 @@ def plain(value: Any) -> Any:
 SUITES = {
     "perplexity": Suite("perplexity", "held-out bits per byte, beside gzip and xz"),
     "position": Suite("position", "held-out bits per byte by position, and what more context gains"),
-    "calibration": Suite("calibration", "how well probabilities are met: ECE, Brier, reliability"),
-    "robustness": Suite("robustness", "loss after a saved state, shuffled and corrupted context"),
+    "calibration": Suite(
+        "calibration", "how well probabilities are met: ECE, Brier, reliability", draws=True
+    ),
+    "robustness": Suite("robustness", "loss after a saved state, shuffled and corrupted context", draws=True),
     "cost": Suite(
         "cost_suite",
         "training, memory and decoding at growing contexts, beside a transformer",
@@ -64,5 +69,6 @@ SUITES = {
         "recall",
         "what a small model of the design learns to remember, from scratch on synthetic tasks",
         reads_text=False,
+        on_device=False,
     ),
 }

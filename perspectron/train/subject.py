@@ -24,6 +24,12 @@ def open_subject(run: Path, *, device: str = "auto", seed: int = 0) -> Subject:
         tokenizer=tokenizer,
         split=prepare(folder, config)[1].split("heldout"),
         seq_len=config.train.seq_len,
-        dtype=torch.bfloat16 if config.train.dtype == "bfloat16" else None,
+        dtype=dtype_of(folder),
         seed=seed,
     )
+
+
+def dtype_of(run: Path) -> torch.dtype | None:
+    """What a run computes in, as in training; None is float32, without autocast. Errors as `checkpoint.load_config`."""
+    dtype = checkpoint.load_config(checkpoint.run_of(run)).train.dtype
+    return torch.bfloat16 if dtype == "bfloat16" else None

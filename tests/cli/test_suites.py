@@ -1,48 +1,56 @@
 """`eval --suite` on a run and on an artifact, and options that are not a suite's."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from perspectron.cli.harness import open_answers
 from perspectron.cli.main import main
+from perspectron.data import Tokenizer
+from perspectron.eval import recall
 from perspectron.eval.suites import SUITES
 
 OF_TEXT = ("perplexity", "position", "calibration", "robustness")
 
 
+SIZES = [
+    "d_model=32",
+    "layers=2",
+    "hidden=32",
+    "rank=8",
+    "heads=2",
+    "kv_heads=1",
+    "window=16",
+    "vocab_size=300",
+]
+TRAIN = ["--preset", "perspective-tiny-dense", "--steps", "2", "--batch-size", "2", "--seq-len", "32"]
+TRAIN += ["--eval-tokens", "64"]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("suites")
-    (folder / "text").mkdir()
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("suites") / "text"
+    folder.mkdir()
     for i in range(6):
-        (folder / "text" / f"{i}.txt").write_text(f"the cat sat on mat {i}, and the dog on the log. " * 60)
-    sizes = [
-        "d_model=32",
-        "layers=2",
-        "hidden=32",
-        "rank=8",
-        "heads=2",
-        "kv_heads=1",
-        "window=16",
-        "vocab_size=300",
-    ]
-    train = [
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--seq-len",
-        "32",
-        "--eval-tokens",
-        "64",
-        "--dtype",
-        "float32",
-    ]
-    train += ["--data", str(folder / "text"), "--out", str(folder / "run")]
-    assert main(["train", "--preset", "perspective-tiny-dense", *train, "--set", *sizes]) == 0
-    assert main(["quantize", str(folder / "run"), "--out", str(folder / "packed")]) == 0
-    return folder / "run"
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat {i}, and the dog on the log. " * 60)
+    return folder
+
+
+def trained(text: Path, name: str, dtype: str) -> Path:
+    given = ["--data", str(text), "--out", str(text.with_name(name)), "--dtype", dtype]
+    assert main(["train", *TRAIN, *given, "--set", *SIZES]) == 0
+    return text.with_name(name)
+
+
+@pytest.fixture(scope="module")
+def run(text) -> Path:
+    folder = trained(text, "run", "float32")
+    assert main(["quantize", str(folder), "--out", str(folder.with_name("packed"))]) == 0
+    return folder
 
 
 @pytest.mark.parametrize("suite", OF_TEXT)
@@ -64,6 +72,61 @@ def test_options_reach_the_suite(run, capsys):
     assert (len(answer["bins"]), answer["tokens"]) == (4, 199)
 
 
+@pytest.fixture
+def moved(run, text) -> Iterator[Path]:
+    """The run, while its text is gone, tokenised and not."""
+    gone = [(text, text.with_name("moved")), (run / "data", run.with_name("moved-data"))]
+    for here, there in gone:
+        here.rename(there)
+    yield run
+    for here, there in gone:
+        there.rename(here)
+
+
+def test_cost_needs_no_text(moved, capsys):
+    tiny = ["contexts=[8,16]", "rounds=1", "visit=1", "seconds=0", "batch_size=1", "seq_len=8"]
+    assert main(["eval", str(moved), "--suite", "cost", "--json", "--set", *tiny]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(answer["decode_ms"]) == set(answer["state_bytes"]) == {"8", "16"}
+    assert answer["transformer"] or answer["no_transformer"]
+    assert main(["eval", str(moved), "--suite", "position"]) == 2  # what reads text says so
+
+
+def test_recall_needs_no_text(moved, monkeypatch, capsys):
+    """On one task, in two steps."""
+    quick = recall.PROFILES["quick"]
+    tiny = replace(quick, settings=(replace(quick.settings[0], steps=2),))
+    monkeypatch.setattr(recall, "PROFILES", {"quick": tiny})
+    monkeypatch.setattr(recall, "TEST_TEXTS", 16)
+    sizes = ["d_model=32", "layers=2", "batch_tokens=64"]
+    for folder in (moved, moved.with_name("packed")):
+        assert main(["eval", str(folder), "--suite", "recall", "--json", "--set", *sizes]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        (setting,) = answer["tasks"]["mqar"]["settings"]
+        assert (answer["design"], len(setting["accuracy"]), setting["steps"]) == ("perspective", 1, [2])
+    assert main(["eval", str(moved), "--suite", "recall", "--set", *sizes]) == 0
+    assert "mqar (" in capsys.readouterr().out
+
+
+def test_the_harness_computes_as_eval_does(run, text, capsys):
+    """A run of bfloat16 in bfloat16, to the likelihoods of plain forwards, unless it is told otherwise."""
+    half = trained(text, "half", "bfloat16")
+    words = "the cat sat on mat 3, and the dog"
+    sums = {}
+    for folder in (half, run):
+        for dtype in ("auto", "float32", "bfloat16"):
+            asked = open_answers(str(folder), dtype=dtype, device="cpu")
+            sums[folder.name, dtype] = asked.rolling([words])[0]
+            ids = torch.tensor([[Tokenizer.end_of_text, *asked.tokenizer.encode(words)]])
+            with torch.no_grad(), torch.autocast("cpu", asked.dtype, enabled=asked.dtype is not None):
+                log_p_TV = asked.model(ids[:, :-1]).logits[0].float().log_softmax(1)
+            ours = log_p_TV.gather(1, ids[0, 1:, None]).sum().item()
+            assert sums[folder.name, dtype] == pytest.approx(ours, abs=1e-4)
+    assert sums["half", "auto"] == sums["half", "bfloat16"] != sums["half", "float32"]
+    assert sums["run", "auto"] == sums["run", "float32"] != sums["run", "bfloat16"]
+    assert open_answers(str(run.with_name("packed"))).dtype is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -79,6 +142,22 @@ def test_options_reach_the_suite(run, capsys):
             "suite calibration.bins = 'many', must be of type int",
         ),
         (["--suite", "robustness", "--seed", "-1"], "seed = -1, must be in"),
+        (
+            ["--suite", "position", "--seed", "1"],
+            "seed = 1, must be left out with suite position, which does not",
+        ),
+        (["--suite", "cost", "--seed", "0"], "seed = 0, must be left out with suite cost, which does not"),
+        (
+            ["--suite", "cost", "--data", "x"],
+            "data = 'x', must be left out with suite cost, which reads no text",
+        ),
+        (["--suite", "recall", "--seq-len", "8"], "seq_len = 8, must be left out with suite recall"),
+        (
+            ["--suite", "recall", "--device", "cpu"],
+            "device = 'cpu', must be left out with suite recall, which",
+        ),
+        (["--suite", "recall", "--tokens", "8"], "option of suite recall = 'tokens', must be one of profile"),
+        (["--heldout", "0.1"], "heldout = 0.1, must be left out without --data"),
     ],
     ids=str,
 )
