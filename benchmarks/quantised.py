@@ -20,12 +20,12 @@ from perspectron import presets
 from perspectron.data import Loader, Shards, Tokenizer
 from perspectron.eval.perplexity import heldout
 from perspectron.model import LanguageModel
+from perspectron.optim import OptimConfig
 from perspectron.quant.convert import QuantConfig, Report, convert
 from perspectron.stream.artifact import save_artifact
 from perspectron.stream.engine import load_artifact
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
-from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 
 TESTS = ("tests/quant/test_formats.py", "tests/quant/test_gptq.py", "tests/quant/test_linear.py")

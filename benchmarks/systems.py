@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from perspectron import presets
 from perspectron.model import LanguageModel, build
 from perspectron.ops import attention, gru, lens
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.optim import OptimConfig, adamw
 
 TESTS = (
     "tests/ops/test_gru.py",

@@ -26,7 +26,7 @@ from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.optim import OptimConfig, adamw
 from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")

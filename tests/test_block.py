@@ -34,11 +34,11 @@ from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.model import LanguageModel, Output
+from perspectron.optim import OptimConfig, adamw
 from perspectron.state import LMState
 from perspectron.terms import Term
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer, read_metrics
-from perspectron.train.optim import OptimConfig, adamw
 
 V, D = 64, 16
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": 64}

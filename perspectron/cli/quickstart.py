@@ -15,9 +15,9 @@ from perspectron.data import open_shards
 from perspectron.decode.generate import Conversation, generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
+from perspectron.optim import OptimConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import read_metrics
-from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"

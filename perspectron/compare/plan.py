@@ -22,8 +22,8 @@ from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.files import read_json, write_json
 from perspectron.model import build
+from perspectron.optim import OptimConfig, adamw
 from perspectron.train.config import TrainConfig
-from perspectron.train.optim import OptimConfig, adamw
 from perspectron.train.precision import autocast, faster
 
 VERSION = 1

@@ -27,7 +27,7 @@ from perspectron.eval.contexts import FREE_SHARE, free
 from perspectron.eval.memory import Peak
 from perspectron.eval.timing import take_turns, timed
 from perspectron.model import build
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.optim import OptimConfig, adamw
 
 Dtype = Literal["float32", "bfloat16"]
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perspectron.config import ModelConfig, one_of, require
-from perspectron.train.optim import OptimConfig
+from perspectron.optim import OptimConfig
 
 
 @dataclass(frozen=True)

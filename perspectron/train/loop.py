@@ -24,6 +24,7 @@ from perspectron.eval.perplexity import Heldout, heldout
 from perspectron.experts import RoutedConfig
 from perspectron.files import atomic, remove, write_json
 from perspectron.model import build
+from perspectron.optim import adamw, learning_rate
 from perspectron.quant import ternary
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Progress
@@ -31,7 +32,6 @@ from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.distill import Teacher
 from perspectron.train.measure import matrices, means
-from perspectron.train.optim import adamw, learning_rate
 from perspectron.train.precision import autocast, faster
 
 Metrics = dict[str, Any]

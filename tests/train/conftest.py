@@ -13,9 +13,9 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
+from perspectron.optim import OptimConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer, read_metrics
-from perspectron.train.optim import OptimConfig
 
 SIZES = {
     "d_model": 32, "layers": 4, "hidden": 32, "rank": 8, "heads": 2, "kv_heads": 1, "window": 16,

@@ -12,10 +12,10 @@ from torch import nn
 
 from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.eval.perplexity import Heldout
+from perspectron.optim import OptimConfig, adamw, learning_rate
 from perspectron.train import checkpoint, loop
 from perspectron.train.curve import draw
 from perspectron.train.loop import read_metrics
-from perspectron.train.optim import OptimConfig, adamw, learning_rate
 
 MODELS = ("perspective-tiny", "transformer-tiny")
 
