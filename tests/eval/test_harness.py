@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,9 +192,39 @@ def task(name: str, data: Path, kind: str, **fields: object) -> dict[str, object
     return made | fields
 
 
+WRITE = {"until": ["o"], "max_gen_toks": 9}
+
+
+def scored_by_the_harness(
+    folder: Path, questions: list[dict[str, object]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Of the run in `folder`, by task: what the harness logs of each question. The process has no network."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    drawn = {"until": ["never"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    tasks = [
+        task("choose", data, "multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{answer}}"),
+        task("roll", data, "loglikelihood_rolling", doc_to_target="{{question}}")
+        | {"doc_to_text": "", "metric_list": [{"metric": "bits_per_byte"}]},
+        task("write", data, "generate_until", doc_to_target="x", generation_kwargs=WRITE),
+        task("draw", data, "generate_until", doc_to_target="x", generation_kwargs=drawn, repeats=4),
+    ]
+    for made in tasks:
+        (folder / f"{made['task']}.yaml").write_text(json.dumps(made))
+    command = ["lm-eval", "--model", "perspectron", "--model_args", f"run={folder / 'run'}", "--log_samples"]
+    command += ["--tasks", "choose,roll,write,draw", "--include_path", str(folder)]
+    command += ["--output_path", str(folder / "out")]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    subprocess.run([sys.executable, "-m", "perspectron", *command], check=True, env=env, capture_output=True)
+    return {
+        path.name.split("_")[1]: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (folder / "out").rglob("samples_*.jsonl")
+    }
+
+
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
 def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
-    """In a process of its own, with no network: a choice, a text as a whole, and generated text."""
+    """A choice, a text as a whole, generated text, and one that is drawn four times."""
     from perspectron.stream.artifact import save_artifact
 
     asked = answers(subject)
@@ -202,44 +233,7 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
         {"question": "The quick brown", "choices": [" fox", "日本語", " and brown"], "answer": 1},
         {"question": "größer →", "choices": [" 🦊", " quick", "x"], "answer": 0},
     ]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    tasks = [
-        task("choose", data, "multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{answer}}"),
-        task("roll", data, "loglikelihood_rolling", doc_to_target="{{question}}") | {"doc_to_text": ""},
-        task(
-            "write",
-            data,
-            "generate_until",
-            doc_to_target="x",
-            generation_kwargs={"until": ["o"], "max_gen_toks": 9},
-        ),
-    ]
-    tasks[1]["metric_list"] = [{"metric": "bits_per_byte"}]
-    for made in tasks:
-        (tmp_path / f"{made['task']}.yaml").write_text(json.dumps(made))
-    command = [
-        "lm-eval",
-        "--model",
-        "perspectron",
-        "--model_args",
-        f"run={tmp_path / 'run'}",
-        "--log_samples",
-    ]
-    command += [
-        "--tasks",
-        "choose,roll,write",
-        "--include_path",
-        str(tmp_path),
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    subprocess.run([sys.executable, "-m", "perspectron", *command], check=True, env=env, capture_output=True)
-    samples = {
-        path.name.split("_")[1]: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (tmp_path / "out").rglob("samples_*.jsonl")
-    }
+    samples = scored_by_the_harness(tmp_path, questions)
     for question, sample in zip(questions, samples["choose"], strict=True):
         ours = asked.log_likelihoods([(question["question"], " " + c) for c in question["choices"]])
         theirs = [float(response[0][0]) for response in sample["resps"]]
@@ -247,5 +241,8 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
         assert sample["acc"] == float(np.argmax(theirs) == question["answer"])
     ours = asked.rolling([question["question"] for question in questions])
     assert [float(s["resps"][0][0]) for s in samples["roll"]] == pytest.approx(ours, abs=1e-4)
-    until = [(question["question"], {"until": ["o"], "max_gen_toks": 9}) for question in questions]
+    until = [(question["question"], WRITE) for question in questions]
     assert [s["resps"][0][0] for s in samples["write"]] == asked.continuations(until)
+    for sample in samples["draw"]:
+        (drawn,) = sample["resps"]
+        assert len(set(drawn)) == len(drawn) == 4
