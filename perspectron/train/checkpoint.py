@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from perspectron.config import dump, load
+from perspectron.config import ModelConfig, dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
@@ -183,6 +183,14 @@ def verify(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected['sha256'][:12]}…")
 
 
+def _model_of(checkpoint: Checkpoint) -> ModelConfig | None:
+    """As it was dumped, perhaps before some field was there that has its default; None for what is no config."""
+    try:
+        return load(ModelConfig, checkpoint.config["model"])
+    except ConfigError:
+        return None
+
+
 def restore(
     checkpoint: Checkpoint,
     model: LanguageModel,
@@ -192,7 +200,7 @@ def restore(
     """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
-    if checkpoint.config["model"] != dump(model.config):
+    if _model_of(checkpoint) != model.config:
         raise CheckpointError(f"{checkpoint.path}: of another model config than the run's config.json")
     if checkpoint.tokenizer != tokenizer.fingerprint:
         raise CheckpointError(
