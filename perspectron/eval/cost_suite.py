@@ -17,7 +17,7 @@ from perspectron.errors import ConfigError
 from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
-from perspectron.eval.timing import Spread
+from perspectron.eval.timing import Spread, ratios
 from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
 from perspectron.stream.engine import StreamedModel
 
@@ -223,7 +223,7 @@ def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> Result:
-    return asdict(Spread.middle([a / b for a, b in zip(above, below, strict=True)]))
+    return asdict(ratios(above, below, Spread.middle))
 
 
 # For a person

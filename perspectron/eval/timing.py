@@ -44,9 +44,11 @@ class Spread:
         return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> Spread:
+def ratios(
+    above: Sequence[float], below: Sequence[float], spread: Callable[[Sequence[float]], Spread] = Spread.of
+) -> Spread:
     """above / below, pair by pair."""
-    return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+    return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
 def take_turns(

@@ -65,3 +65,4 @@ def test_spreads():
     assert Spread.middle([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.middle([7.0]) == Spread(7.0, 7.0, 7.0, 1)
     assert ratios([4.0, 9.0], [2.0, 3.0]).median == 2.5
+    assert ratios([2.0, 9.0, 16.0], [2.0, 3.0, 2.0], Spread.middle) == Spread(3.0, 2.0, 5.5, 3)
