@@ -65,7 +65,7 @@ def versus(row: Row, other: Row) -> Finding:
             "open", f"{fixed(abs(pair.mean))} bits per byte {side} {other.name}, with {interval(pair)}."
         )
     if pair.sure:
-        share = percent(abs(pair.mean) / (other.mean or math.inf))
+        share = percent(abs(pair.mean) / pair.other)
         verb, kind = ("Loses to", "failed") if pair.mean > 0 else ("Beats", "held")
         return Finding(
             kind, f"{verb} {other.name} by {fixed(abs(pair.mean))} bits per byte ({share}; {interval(pair)})."

@@ -221,6 +221,12 @@ def test_rules_of_losses(results):
     )
 
 
+def test_a_share_is_of_the_seeds_that_both_finished(results):
+    short = shifted(results, "transformer", [2.0, 2.0, 8.0])
+    short = shifted(short, "lens", [2.2, 2.2002, None])
+    assert "by 0.200 bits per byte (10.0%;" in verdict(short, "lens")["failed"]
+
+
 def test_rules_of_claims(results):
     assert "does not support that: its state stays" not in verdict(results, "drm")["failed"]
     assert "supports that: its state stays the same size" in verdict(results, "drm")["held"]
