@@ -5,6 +5,7 @@ that finished all seeds, and carries the fault wherever it is named.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,11 @@ class Row:
         return math.fsum(self.losses.values()) / len(self.losses) if self.losses else None
 
     @property
+    def count(self) -> str:
+        """As "of 2 of 3 seeds"."""
+        return f"of {len(self.losses)} of {len(self.losses) + len(self.faults)} seeds"
+
+    @property
     def deviation(self) -> float | None:
         return deviation(list(self.losses.values())) if len(self.losses) > 1 else None
 
@@ -73,6 +79,18 @@ def ranked(results: dict[str, Any]) -> list[Row]:
     the order of the results."""
     rows = [_row(name, entry, results["plan"]["seeds"]) for name, entry in results["designs"].items()]
     return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
+
+
+def leader(rows: Sequence[Row]) -> Row | None:
+    """The complete design with the lowest mean, None where no design is complete."""
+    return rows[0] if rows and not rows[0].faults else None
+
+
+def lower(rows: Sequence[Row], row: Row) -> list[Row]:
+    """Designs with a lower mean than this one, over whatever seeds they finished."""
+    return [
+        other for other in rows if other.mean is not None and row.mean is not None and other.mean < row.mean
+    ]
 
 
 def reference(results: dict[str, Any]) -> str:

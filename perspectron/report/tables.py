@@ -20,7 +20,7 @@ from perspectron.report.numbers import (
     size,
 )
 from perspectron.report.significance import Paired
-from perspectron.report.summary import Row
+from perspectron.report.summary import Row, leader
 from perspectron.report.verdicts import states
 
 
@@ -28,8 +28,9 @@ def ranking(
     rows: Sequence[Row], style: Styles, reference: str, compressors: dict[str, Any], noun: str
 ) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
-    best = rows[0] if rows[0].mean is not None else None
-    others = [("the best", best)] if best is not None and best.name != reference else []
+    best, whole = leader(rows), not any(row.faults for row in rows)
+    title = "the best" if whole else "the best complete one"
+    others = [(title, best)] if best is not None and best.name != reference else []
     others.append((reference, next(row for row in rows if row.name == reference)))
     ends = _ends(rows)
     head = [noun, "rank", "bits per byte", "spread over seeds", *(f"against {name}" for name, _ in others)]
@@ -39,7 +40,7 @@ def ranking(
     for row in rows:
         place += not row.faults
         name = Cell(row.name, _fault_note(row), style=style[row.name])
-        mean = Cell(fixed(row.mean), _of(row) if row.faults and row.losses else "", _kind(row, best))
+        mean = Cell(fixed(row.mean), row.count if row.faults and row.losses else "", _kind(row, best))
         body.append([name, Cell(str(place) if not row.faults else NONE), mean, _spread(row)])
         body[-1] += [*(_difference(row, other) for _, other in others), *_sizes(row, ends)]
     for compressor, bits in compressors.items():
@@ -70,10 +71,6 @@ def _ends(rows: Sequence[Row]) -> list[int]:
 
 def _fault_note(row: Row) -> str:
     return "; ".join(f"seed {fault.seed} {fault.status}" for fault in row.faults)
-
-
-def _of(row: Row) -> str:
-    return f"of {len(row.losses)} of {len(row.losses) + len(row.faults)} seeds"
 
 
 def _kind(row: Row, best: Row | None) -> str:

@@ -12,7 +12,7 @@ from perspectron.report.figures import measured
 from perspectron.report.numbers import context, fixed, known, percent, rate, short, signed, size
 from perspectron.report.promises import CLAIMS, Claim
 from perspectron.report.significance import LEVEL, Paired
-from perspectron.report.summary import Row
+from perspectron.report.summary import Row, leader, lower
 
 CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
 AT_CHANCE = 0.02  # above chance, and still no more than it
@@ -22,8 +22,11 @@ SUITES = ("position", "calibration", "robustness")
 
 @dataclass(frozen=True)
 class Finding:
+    """claim: whether it says what became of the claim in the design's document."""
+
     kind: str
     text: str
+    claim: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,13 @@ def _claim(row: Row, field: Field) -> list[Finding]:
     checks = [(check, text) for check, text in _checks(row, claim, field)]
     reasons = "; ".join(text for _, text in checks)
     said = f"Its document says that {claim.clause} ({claim.source})"
+    if row.mean is None:
+        return [Finding("open", f"{said}; this run leaves that open: no seed has finished.", claim=True)]
     if any(check is False for check, _ in checks):
-        return [Finding("failed", f"{said}; this run does not support that: {reasons}.")]
+        return [Finding("failed", f"{said}; this run does not support that: {reasons}.", claim=True)]
     if all(check for check, _ in checks):
-        return [Finding("held", f"{said}; this run supports that: {reasons}.")]
-    return [Finding("open", f"{said}; this run leaves that open: {reasons}.")]
+        return [Finding("held", f"{said}; this run supports that: {reasons}.", claim=True)]
+    return [Finding("open", f"{said}; this run leaves that open: {reasons}.", claim=True)]
 
 
 def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str]]:
@@ -139,18 +144,32 @@ def _smaller(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
 
 
 def _rank(row: Row, field: Field) -> list[Finding]:
-    best = field.rows[0]
-    if row.name != best.name:
+    """Of the leader: whom it is not set apart from. Of an incomplete design: that a lower mean gives it no rank."""
+    best = leader(field.rows)
+    if best is None:
         return []
-    rivals = [
-        other.name
-        for other in field.rows[1:]
-        if (pair := other.against(row)) is not None and not (pair.sure and pair.mean > 0)
-    ]
-    found = [Finding("held", f"Lowest mean loss of this comparison, {fixed(row.mean)} bits per byte.")]
-    if rivals:
-        found.append(Finding("open", f"The seeds do not set it apart from {_and(rivals)}."))
+    if row.name != best.name:
+        if row not in lower(field.rows, best):
+            return []
+        text = f"Its mean, {fixed(row.mean)}, is below that of every complete design; lacking a seed, it has no rank."
+        return [Finding("open", text)]
+    others = [other for other in field.rows[1:] if other.mean is not None]
+    pairs = {other.name: other.against(row) for other in others}
+    surely = {name: pair.mean for name, pair in pairs.items() if pair is not None and pair.sure}
+    ahead = [name for name, mean in surely.items() if mean < 0]
+    unsure = [name for name in pairs if name not in surely]
+    of = "of the complete designs" if any(other.faults for other in field.rows) else "of this comparison"
+    found = [Finding("held", f"Lowest mean loss {of}, {fixed(row.mean)} bits per byte.")]
+    if ahead:
+        text = f"On the seeds that both finished it loses to {listed(ahead)}, which {_lack(ahead)} a seed."
+        found.append(Finding("failed", text))
+    if unsure:
+        found.append(Finding("open", f"The seeds do not set it apart from {listed(unsure)}."))
     return found
+
+
+def _lack(names: Sequence[str]) -> str:
+    return "lacks" if len(names) == 1 else "lack"
 
 
 def _reference(row: Row, field: Field) -> list[Finding]:
@@ -165,7 +184,7 @@ def _compressors(row: Row, field: Field) -> list[Finding]:
         if (bits := known(given)) is not None and row.mean is not None and bits <= row.mean
     }
     worse = [f"{name} ({fixed(bits)})" for name, bits in better.items()]
-    return [Finding("failed", f"Does not compress better than {_and(worse)}.")] if worse else []
+    return [Finding("failed", f"Does not compress better than {listed(worse)}.")] if worse else []
 
 
 def _position(row: Row) -> list[Finding]:
@@ -180,16 +199,16 @@ def _position(row: Row) -> list[Finding]:
         kind.append(context(int(place)) + share)
     found = []
     if stays:
-        found.append(Finding("failed", f"No sure gain from more context than {_and(stays)} tokens."))
+        found.append(Finding("failed", f"No sure gain from more context than {listed(stays)} tokens."))
     if falls:
-        found.append(Finding("held", f"More context than {_and(falls)} tokens lowers its loss."))
+        found.append(Finding("held", f"More context than {listed(falls)} tokens lowers its loss."))
     if differs:
         found.append(
-            Finding("open", f"Its seeds differ on a gain from more context than {_and(differs)} tokens.")
+            Finding("open", f"Its seeds differ on a gain from more context than {listed(differs)} tokens.")
         )
     if unread:
         found.append(
-            Finding("open", f"A gain from more context than {_and(unread)} tokens could not be measured.")
+            Finding("open", f"A gain from more context than {listed(unread)} tokens could not be measured.")
         )
     return found
 
@@ -239,8 +258,8 @@ def _recall(row: Row) -> list[Finding]:
             gain, _ = max(over)
             best = max(score for _, score in over)
             failed.append(f"{name} ({'at chance' if gain <= AT_CHANCE else 'at best'}, {percent(best)})")
-    found = [Finding("failed", f"Does not solve {_and(failed)}.")] if failed else []
-    return [*found, Finding("held", f"Solves {_and(solved)}.")] if solved else found
+    found = [Finding("failed", f"Does not solve {listed(failed)}.")] if failed else []
+    return [*found, Finding("held", f"Solves {listed(solved)}.")] if solved else found
 
 
 def _score(setting: dict[str, Any]) -> float | None:
@@ -279,7 +298,7 @@ def _unmeasured(row: Row) -> list[Finding]:
         return []
     lacking = [name for name in SUITES if not row.suite(name)]
     lacking += [name for name in ("recall", "cost") if not row.entry.get("suites", {}).get(name)]
-    return [Finding("open", f"Not measured: {_and(lacking)}.")] if lacking else []
+    return [Finding("open", f"Not measured: {listed(lacking)}.")] if lacking else []
 
 
 def _rate(row: Row) -> list[Finding]:
@@ -318,5 +337,5 @@ def flat_from(values: dict[int, float]) -> int | None:
     return start
 
 
-def _and(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

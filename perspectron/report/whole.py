@@ -21,8 +21,8 @@ from perspectron.report.document import (
 )
 from perspectron.report.numbers import fixed, grouped, known, short
 from perspectron.report.significance import LEVEL
-from perspectron.report.summary import Row, ranked, reference
-from perspectron.report.verdicts import Field, Finding, findings, versus
+from perspectron.report.summary import Row, leader, lower, ranked, reference
+from perspectron.report.verdicts import Field, Finding, findings, listed, versus
 
 WORDS = {"failed": "Did not hold. ", "held": "Held. ", "open": "Open. ", "cost": "Cost. "}
 CONDITIONS = (
@@ -89,21 +89,21 @@ def _seeds(count: int) -> str:
 def _short(field: Field, found: dict[str, list[Finding]], seeds: int, noun: str) -> list[str]:
     """What a reader has to know first, failures before successes."""
     rows, items = field.rows, list[str]()
-    for row in rows:
-        if row.faults:
-            said = "; ".join(f"seed {fault.seed} {_status(fault.status)}" for fault in row.faults)
-            items.append(f"{row.name}: {said}. It stands behind the complete ones, whatever its mean.")
-    best, other = rows[0], field.row(field.reference)
-    if best.mean is None:
+    items += _faults(rows)
+    other = field.row(field.reference)
+    if all(row.mean is None for row in rows):
         return [*items, "No training has finished, so nothing is compared."]
     for kind, verb in (("failed", "does not support"), ("held", "supports"), ("open", "leaves open")):
-        names = [name for name, lines in found.items() if any(_claims(line, kind) for line in lines)]
+        names = [
+            name for name, lines in found.items() if any(line.claim and line.kind == kind for line in lines)
+        ]
         if names:
             items.append(f"This run {verb} the claim of {', '.join(names)} (reasons below).")
     if other is not None and other.mean is not None:
         items += _sides(rows, other)
-    items.append(f"Lowest mean: {best.name}, {fixed(best.mean)} bits per byte.")
-    worse = [f"{name} ({fixed(bits)})" for name, bits in field.compressors.items() if _below(bits, best.mean)]
+    items.append(_lowest(rows, noun))
+    least = min(row.mean for row in rows if row.mean is not None)
+    worse = [f"{name} ({fixed(bits)})" for name, bits in field.compressors.items() if _below(bits, least)]
     if worse:
         items.append(f"No {noun} compresses the held-out text better than {' or '.join(worse)}.")
     if seeds == 1:
@@ -111,17 +111,39 @@ def _short(field: Field, found: dict[str, list[Finding]], seeds: int, noun: str)
     return items
 
 
+def _faults(rows: Sequence[Row]) -> list[str]:
+    """A line for each thing that befell the same seeds of one or more designs, and what follows."""
+    groups = dict[tuple[str, tuple[int, ...]], list[str]]()
+    for row in rows:
+        for status in dict.fromkeys(fault.status for fault in row.faults):
+            seeds = tuple(fault.seed for fault in row.faults if fault.status == status)
+            groups.setdefault((status, seeds), []).append(row.name)
+    items = []
+    for (status, seeds), names in groups.items():
+        word, verb = ("Seed", "is") if len(seeds) == 1 else ("Seeds", "are")
+        befell = "diverged in" if status == "diverged" else f"{verb} {status} of"
+        items.append(f"{word} {listed([str(seed) for seed in seeds])} {befell}: {', '.join(names)}.")
+    if items and leader(rows) is not None:
+        items[-1] += " Who lacks a seed stands behind the complete ones, whatever the mean."
+    return items
+
+
+def _lowest(rows: Sequence[Row], noun: str) -> str:
+    """Who leads, and who would if seeds were not missing."""
+    best = leader(rows)
+    if best is None:
+        means = [(row.mean, row) for row in rows if row.mean is not None]
+        mean, row = min(means, key=lambda pair: pair[0])
+        return f"No {noun} is complete. Lowest mean so far: {row.name}, {fixed(mean)} bits per byte, {row.count}."
+    which = " of the complete ones" if any(row.faults for row in rows) else ""
+    text = f"Lowest mean{which}: {best.name}, {fixed(best.mean)} bits per byte."
+    below = [f"{row.name}, {fixed(row.mean)}, {row.count}" for row in lower(rows, best)]
+    return f"{text} Lower, but incomplete: {'; '.join(below)}." if below else text
+
+
 def _below(bits: Any, mean: float) -> bool:
     number = known(bits)
     return number is not None and number <= mean
-
-
-def _status(status: str) -> str:
-    return status if status == "diverged" else f"is {status}"
-
-
-def _claims(finding: Finding, kind: str) -> bool:
-    return finding.kind == kind and finding.text.startswith("Its document says")
 
 
 def _sides(rows: Sequence[Row], other: Row) -> list[str]:

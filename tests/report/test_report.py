@@ -167,6 +167,64 @@ def test_faults_are_shown(page, notes):
     assert 'class="cross' in page
 
 
+def incomplete_leader(results):
+    """gla has by far the lowest mean, below gzip's 2.087, of two of three seeds."""
+    return shifted(results, "gla", [1.70, 1.71, None])
+
+
+def test_an_incomplete_design_can_be_lowest(results):
+    changed = incomplete_leader(results)
+    short = " ".join(Parsed(html(changed)).text).split("Conditions", 2)[1]
+    best = ranked(changed)[0]
+    assert best.name == "transformer"
+    assert f"Lowest mean of the complete ones: transformer, {best.mean:.3f} bits per byte." in short
+    assert "Lower, but incomplete: gla, 1.705, of 2 of 3 seeds." in short
+    assert "better than xz -9 (1.752)" not in short and "gzip" not in short
+    said = verdict(changed, "transformer")
+    assert "Lowest mean loss of the complete designs" in said["held"]
+    assert "On the seeds that both finished it loses to gla, which lacks a seed." in said["failed"]
+    assert "gla" not in said["open"]
+    assert "Its mean, 1.705, is below that of every complete design" in verdict(changed, "gla")["open"]
+    assert "against the best complete one" not in html(changed)  # the best is the reference
+    assert "against the best complete one" in html(shifted(changed, "lens", [2.0, 2.01, 2.02]))
+
+
+def test_compressors_are_held_against_the_lowest_of_all(results):
+    page = html(shifted(results, "gla", [1.80, 1.81, None]))
+    assert "No design compresses the held-out text better than xz -9 (1.752)." in page
+
+
+def without(results, seeds, names):
+    changed = copy.deepcopy(results)
+    for name in names:
+        cells = changed["designs"][name]["cells"]
+        changed["designs"][name]["cells"] = [cell for cell in cells if cell["seed"] not in seeds]
+    return changed
+
+
+def test_equal_faults_are_one_line(results):
+    text = " ".join(Parsed(html(without(results, (1, 2), results["designs"]))).text)
+    assert text.count("Seeds 1 and 2 are missing of: ") == 1
+    line = text.split("Seeds 1 and 2 are missing of: ")[1].split(".")[0]
+    assert sorted(line.split(", ")) == sorted(results["designs"])
+    assert "No design is complete. Lowest mean so far: transformer" in text
+    assert "Lowest mean loss" not in text and "against the best" not in text
+
+
+def test_different_faults_are_lines_of_their_own(page):
+    text = " ".join(Parsed(page).text)
+    assert "Seed 2 diverged in: drm." in text and "Seed 2 is missing of: gla." in text
+
+
+def test_no_claim_is_supported_by_a_design_that_has_not_finished(results):
+    assert "this run supports that" in verdict(results, "drm")["held"]
+    changed = without(results, (0, 1, 2), ["drm"])
+    assert "leaves that open: no seed has finished" in verdict(changed, "drm")["open"]
+    short = " ".join(Parsed(html(changed)).text)
+    assert not re.search(r"This run supports the claim of [^.]*drm", short)
+    assert re.search(r"This run leaves open the claim of [^.]*drm", short)
+
+
 def test_compressors_stand_beside_the_designs(results, page):
     best = ranked(results)[0]
     row = rows_of(page, "xz -9")
