@@ -12,7 +12,6 @@ from typing import Any
 from perspectron.report.numbers import known
 from perspectron.report.significance import Paired, deviation, paired
 
-REFERENCE = "transformer"
 LOSS = "heldout_bits_per_byte"
 
 
@@ -95,9 +94,7 @@ def lower(rows: Sequence[Row], row: Row) -> list[Row]:
 
 def reference(results: dict[str, Any]) -> str:
     """The arm that the others are held against, as planned: the transformer, or the first, of an ablation the whole."""
-    designs = results["designs"]
-    usual = REFERENCE if REFERENCE in designs else next(iter(designs))
-    return str(results["plan"].get("reference", usual))
+    return str(results["plan"]["reference"])
 
 
 def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:

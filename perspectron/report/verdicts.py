@@ -16,7 +16,6 @@ from perspectron.report.summary import Row, leader, lower
 
 CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
 AT_CHANCE = 0.02  # above chance, and still no more than it
-SOLVED = 0.95
 SUITES = ("position", "calibration", "robustness")
 
 
@@ -119,8 +118,8 @@ def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str
         checks.append(
             (start is not None, text) if len(states(row)) > 1 else (None, "its state was not measured")
         )
-    if claim.smaller_cache:
-        checks.append(_smaller(row, rival, claim.rival))
+    if claim.pruned:
+        checks.append((None, _unpruned(row, rival)))
     return checks
 
 
@@ -134,13 +133,15 @@ def _beats(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
     return pair.mean < 0, text
 
 
-def _smaller(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
+def _unpruned(row: Row, rival: Row | None) -> str:
+    """A comparison drops no attention, so its sizes decide nothing of a cache that shrinks by that (decisions §5)."""
     own, other = states(row), states(rival) if rival is not None else {}
     shared = sorted(set(own) & set(other))
-    if not shared:
-        return None, f"its cache was not compared with that of {name}"
-    ratio = own[shared[-1]] / other[shared[-1]]
-    return ratio < 1, f"its cache is {short(ratio)} times that of {name} at {context(shared[-1])} tokens"
+    text = "attention was not pruned by its gates, so whether its cache shrinks was not measured"
+    if rival is None or not shared:
+        return text
+    at = shared[-1]
+    return f"{text} (whole it is {short(own[at] / other[at])} times that of {rival.name} at {context(at)} tokens)"
 
 
 def _rank(row: Row, field: Field) -> list[Finding]:
@@ -244,7 +245,7 @@ def _recall(row: Row) -> list[Finding]:
     solved, failed = list[str](), list[str]()
     for name, task in tasks.items():
         scores = [_score(setting) for setting in task["settings"]]
-        goal, count = known(task.get("solved")) or SOLVED, len(scores)
+        goal, count = float(task["solved"]), len(scores)
         chances = [known(setting.get("chance", task.get("chance"))) or 0.0 for setting in task["settings"]]
         over = [
             (score - chance, score)

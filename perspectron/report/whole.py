@@ -39,6 +39,7 @@ MATCHES = {
     "flops": "equal parameters and training FLOPs",
     "time": "equal parameters and training time",
 }
+ALLOWS = {"flops": "what as many FLOPs allow", "time": "what as much time allows"}  # as the reference spends
 
 
 def html(results: dict[str, Any]) -> str:
@@ -60,12 +61,12 @@ def _document(results: dict[str, Any]) -> Document:
     count = f"{len(rows)} {noun}{'' if len(rows) == 1 else 's'}"
     title = f"Comparison of {count} at {short(plan['params'])} parameters"
     seeds = len(plan["seeds"])
-    lede = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}, {_seeds(seeds)}, at "
-    lede += f"{MATCHES.get(plan['match'], plan['match'])}; held-out loss in bits per byte."
+    lede = f"Trained on {_tokens(plan, other)}, {_seeds(seeds)}, at "
+    lede += f"{MATCHES[plan['match']]}; held-out loss in bits per byte."
     sections = [
         Section("short", "In short", [Points(_short(field, found, seeds, noun))]),
         Section("conditions", "Conditions", _conditions(results)),
-        Section("ranking", "Ranking", _ranking(field, style, seeds, noun)),
+        Section("ranking", "Ranking", _ranking(field, style, plan, noun)),
         Section("loss", "Loss", _losses(rows, style, plan)),
         Section("position", "Loss by place in the context", _position(rows, style, plan)),
         Section("recall", "Recall", _recall(rows, style)),
@@ -76,6 +77,12 @@ def _document(results: dict[str, Any]) -> Document:
         Section("trainings", "Trainings", _trainings(rows, noun)),
     ]
     return Document(title, lede, sections)
+
+
+def _tokens(plan: dict[str, Any], other: str) -> str:
+    """What each was trained on."""
+    text = f"{short(plan['tokens'])} tokens of {plan['data']}"
+    return f"{text} ({other}; the others on {ALLOWS[plan['match']]})" if plan["match"] in ALLOWS else text
 
 
 def _noun(results: dict[str, Any]) -> str:
@@ -170,7 +177,7 @@ def _conditions(results: dict[str, Any]) -> list[Block]:
         ("context in training", f"{grouped(plan.get('seq_len'))} tokens"),
         ("batch", f"{grouped(plan.get('batch_size'))} texts"),
         ("seeds", ", ".join(map(str, plan["seeds"]))),
-        ("matched", MATCHES.get(plan["match"], str(plan["match"]))),
+        ("matched", MATCHES[plan["match"]]),
     ]
     pairs += [
         (name, str(conditions[field])) for field, name in CONDITIONS if conditions.get(field) is not None
@@ -178,18 +185,20 @@ def _conditions(results: dict[str, Any]) -> list[Block]:
     return [Facts(pairs), Code(str(conditions.get("command", "")))]
 
 
-def _ranking(field: Field, style: figures.Styles, seeds: int, noun: str) -> list[Block]:
+def _ranking(field: Field, style: figures.Styles, plan: dict[str, Any], noun: str) -> list[Block]:
     table = tables.ranking(field.rows, style, field.reference, field.compressors, noun)
-    return [table, Text([_assumptions(len(field.rows) - 1, seeds)], "quiet")]
+    return [table, Text([_assumptions(len(field.rows) - 1, len(plan["seeds"]), plan["match"])], "quiet")]
 
 
-def _assumptions(comparisons: int, seeds: int) -> str:
+def _assumptions(comparisons: int, seeds: int, match: str) -> str:
     text = "Complete ones first, by mean; without a rank, those with a seed that diverged or is missing. "
     if seeds == 1:
         return text + "With one seed there is no spread and no test of any difference."
     by_chance = fixed((1 - LEVEL) * comparisons, 2)
+    read = f", of which each reads {ALLOWS[match]}" if match in ALLOWS else ""
     return text + (
-        "Differences are paired: both sides have the same seed and the same batches in the same order. Beneath each "
+        f"Differences are paired: both sides have the same seed and the same batches in the same order{read}. "
+        "Beneath each "
         f"is its {LEVEL:.0%} interval and the p value of a paired t test, which assume that the differences over seeds "
         f"are normal; {seeds} seeds cannot show whether they are. Without that assumption, by the signs of {seeds} "
         f"differences alone, no p below {2.0 ** (1 - seeds):.2g} can be reached, however large they are. Nothing is "

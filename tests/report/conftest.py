@@ -34,6 +34,7 @@ def made_up(seeds=SEEDS):
         "tokens": 3_000_320,
         "seeds": list(seeds),
         "match": "tokens",
+        "reference": "transformer",
         "data": "stdlib",
     }
     plan |= {"seq_len": 256, "batch_size": 8, "vocab_size": 2048, "train_tokens": 4_917_302}

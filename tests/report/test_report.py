@@ -286,17 +286,31 @@ def test_a_share_is_of_the_seeds_that_both_finished(results):
 
 
 def test_rules_of_claims(results):
-    assert "does not support that: its state stays" not in verdict(results, "drm")["failed"]
-    assert "supports that: its state stays the same size" in verdict(results, "drm")["held"]
+    assert "this run supports that: its state stays the same size" in verdict(results, "drm")["held"]
+    grows = copy.deepcopy(results)
+    grows["designs"]["drm"]["suites"]["cost"]["state_bytes"]["262144"] *= 2
+    assert "does not support that: its state grows with the context" in verdict(grows, "drm")["failed"]
     assert "does not support that" in verdict(results, "adr")["failed"]
     gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
     better = shifted(results, "adr", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
     assert "supports that: −0.101 bits per byte against gpt2" in verdict(better, "adr")["held"]
-    lens = verdict(results, "lens")["failed"]
-    assert "its cache is 1 times that of gpt2 at 256k tokens" in lens
     alone = copy.deepcopy(results)
     del alone["designs"]["gpt2"]
     assert "leaves that open: its loss was not compared with that of gpt2" in verdict(alone, "adr")["open"]
+
+
+def test_a_cache_that_was_not_pruned_decides_nothing(results):
+    gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
+    better = shifted(results, "lens", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
+    larger = better["designs"]["lens"]["suites"]["cost"]["state_bytes"]
+    larger |= {at: 1.5 * size for at, size in larger.items()}
+    said = verdict(better, "lens")
+    assert "Its document" not in said["failed"] + said["held"]
+    assert "leaves that open: −0.101 bits per byte against gpt2" in said["open"]
+    assert "attention was not pruned by its gates" in said["open"]
+    assert "(whole it is 1.5 times that of gpt2 at 256k tokens)" in said["open"]
+    worse = shifted(results, "lens", [loss + 0.1 + 0.001 * i for i, loss in enumerate(gpt2)])
+    assert "does not support that: +0.101 bits per byte against gpt2" in verdict(worse, "lens")["failed"]
 
 
 def test_rules_of_suites(results):
@@ -362,6 +376,7 @@ def test_losses_that_are_null_are_faults(results):
 def test_an_ablation_is_held_against_its_first_arm(results):
     arms = copy.deepcopy(results)
     arms["kind"] = "ablations"
+    arms["plan"]["reference"] = "whole"
     cut = ("adr", "lens", "gpt2")
     arms["designs"] = {
         name: arms["designs"][old] for name, old in zip(("whole", "no decay", "no law 5"), cut, strict=True)
@@ -369,6 +384,20 @@ def test_an_ablation_is_held_against_its_first_arm(results):
     page = html(arms)
     assert "Comparison of 3 arms" in page and "against whole" in page
     assert rows_of(page, "no decay")
+
+
+@pytest.mark.parametrize(
+    ("match", "what", "allows"),
+    [("flops", "FLOPs", "what as many FLOPs allow"), ("time", "time", "what as much time allows")],
+)
+def test_other_matches_give_other_tokens(results, page, match, what, allows):
+    assert "Trained on 3M tokens of stdlib, 3 seeds, at equal parameters and tokens;" in page
+    changed = copy.deepcopy(results)
+    changed["plan"]["match"] = match
+    for text in (html(changed), markdown(changed)):
+        assert f"Trained on 3M tokens of stdlib (transformer; the others on {allows}), 3 seeds, at " in text
+        assert f"at equal parameters and training {what};" in text
+        assert f"same batches in the same order, of which each reads {allows}." in text
 
 
 # Labels
