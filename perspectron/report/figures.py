@@ -223,7 +223,7 @@ def _cost(
 ) -> Figure | None:
     series, tables = list[Series](), list[tuple[str, dict[int, float]]]()
     for row in rows:
-        values = measured(row.entry.get("suites", {}).get("cost", {}).get(field, {}))
+        values = measured(row.cost.get(field, {}))
         if values:
             tables.append((row.name, values))
             series.append(

@@ -46,14 +46,14 @@ def size(value: Any) -> str:
 
 
 def context(value: Any) -> str:
-    """A length in tokens: 512, 4k (of 1024), 2.5k (of 1000)."""
+    """A length in tokens: 512, 4k (of 1024), in full where it is no multiple of that: 1 000."""
     number = known(value)
     if number is None:
         return NONE
     for power, letter in ((1024**2, "M"), (1024, "k")):
         if number >= power and number % power == 0:
             return f"{number / power:.0f}{letter}"
-    return short(number)
+    return grouped(number) if number.is_integer() else short(number)
 
 
 def percent(value: Any, digits: int = 1) -> str:

@@ -68,6 +68,11 @@ class Row:
         seeds = [seed for seed in self.losses if seed in other.losses]
         return paired([self.losses[seed] for seed in seeds], [other.losses[seed] for seed in seeds])
 
+    @property
+    def cost(self) -> dict[str, Any]:
+        """What the cost suite measured, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("cost") or {})
+
     def suite(self, name: str) -> list[dict[str, Any]]:
         """This suite's results of the finished cells that have them."""
         return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]

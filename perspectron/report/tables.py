@@ -210,7 +210,7 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
 
 def costs(rows: Sequence[Row], noun: str) -> Table | None:
     """Of the cost suite, what is not drawn: training speed and memory, and decoding at the longest context."""
-    given = {row.name: cost for row in rows if (cost := row.entry.get("suites", {}).get("cost"))}
+    given = {row.name: row.cost for row in rows if row.cost}
     if not given:
         return None
     contexts = {at for cost in given.values() for at in measured(cost.get("decode_ms", {}))}

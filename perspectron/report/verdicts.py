@@ -281,7 +281,7 @@ def _cost(row: Row, field: Field) -> list[Finding]:
             ends = (
                 f"{size(state[first])} at {context(first)} to {size(state[last])} at {context(last)} tokens"
             )
-            text = f"Its cache grows from {ends}."
+            text = f"Its cache grows from {ends}{_repeated(row)}."
         found.append(Finding("cost", text))
     other = field.row(field.reference)
     if other is not None and other.name != row.name:
@@ -289,9 +289,26 @@ def _cost(row: Row, field: Field) -> list[Finding]:
         shared = sorted(set(own) & set(theirs))
         if shared:
             ratio = own[shared[-1]] / theirs[shared[-1]]
-            text = f"At {context(shared[-1])} tokens it decodes a token in {short(ratio)} times {other.name}'s time."
-            found.append(Finding("cost", text))
+            text = f"At {context(shared[-1])} tokens it decodes a token in {short(ratio)} times {other.name}'s time"
+            found.append(Finding("cost", f"{text}{_repeated(row, other)}."))
+    found += [Finding("cost", f"Not timed, {what}: {why}.") for what, why in skipped(row)]
     return found
+
+
+def _repeated(*rows: Row) -> str:
+    """In brackets, whose times and sizes at long contexts are of a table that the trained model does not have."""
+    said = [
+        f"{row.name} {row.cost['positions']}, which is all it reads"
+        for row in rows
+        if row.cost.get("positions")
+    ]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def skipped(row: Row) -> list[tuple[str, str]]:
+    """(what, why) of all that the cost suite left out."""
+    given = row.cost.get("skipped", {}).items()
+    return [(f"at {context(int(what))}" if what.isdigit() else what, why) for what, why in given]
 
 
 def _unmeasured(row: Row) -> list[Finding]:
@@ -318,14 +335,12 @@ def _rate(row: Row) -> list[Finding]:
 
 def states(row: Row) -> dict[int, float]:
     """Bytes by context, as the cost suite measured them, else as counted from the model."""
-    return measured(row.entry.get("suites", {}).get("cost", {}).get("state_bytes", {})) or measured(
-        row.entry.get("state_bytes", {})
-    )
+    return measured(row.cost.get("state_bytes", {})) or measured(row.entry.get("state_bytes", {}))
 
 
 def decoding(row: Row) -> dict[int, float]:
     """Milliseconds a token by context."""
-    return measured(row.entry.get("suites", {}).get("cost", {}).get("decode_ms", {}))
+    return measured(row.cost.get("decode_ms", {}))
 
 
 def flat_from(values: dict[int, float]) -> int | None:

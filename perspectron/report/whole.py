@@ -22,7 +22,7 @@ from perspectron.report.document import (
 from perspectron.report.numbers import fixed, grouped, known, short
 from perspectron.report.significance import LEVEL
 from perspectron.report.summary import Row, leader, lower, ranked, reference
-from perspectron.report.verdicts import Field, Finding, findings, listed, versus
+from perspectron.report.verdicts import Field, Finding, findings, listed, skipped, versus
 
 WORDS = {"failed": "Did not hold. ", "held": "Held. ", "open": "Open. ", "cost": "Cost. "}
 CONDITIONS = (
@@ -187,7 +187,8 @@ def _conditions(results: dict[str, Any]) -> list[Block]:
 
 def _ranking(field: Field, style: figures.Styles, plan: dict[str, Any], noun: str) -> list[Block]:
     table = tables.ranking(field.rows, style, field.reference, field.compressors, noun)
-    return [table, Text([_assumptions(len(field.rows) - 1, len(plan["seeds"]), plan["match"])], "quiet")]
+    assumed = _assumptions(len(field.rows) - 1, len(plan["seeds"]), plan["match"])
+    return [table, Text([assumed], "quiet"), *_repeated(field.rows)]
 
 
 def _assumptions(comparisons: int, seeds: int, match: str) -> str:
@@ -240,8 +241,31 @@ def _cost(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:
     table = tables.costs(rows, noun)
     if table is None:
         return [_absent("Cost against context")]
-    measured = [row for row in rows if row.entry.get("suites", {}).get("cost")]
-    return [_gallery(figures.cost(rows, style), measured, style), table, *_lacking(rows, measured)]
+    measured = [row for row in rows if row.cost]
+    return [
+        _gallery(figures.cost(rows, style), measured, style),
+        table,
+        *_repeated(rows),
+        *_skipped(rows),
+        *_lacking(rows, measured),
+    ]
+
+
+def _repeated(rows: Sequence[Row]) -> list[Block]:
+    """Whose numbers at long contexts are of a table of positions that the trained model does not have."""
+    whose = dict[str, list[str]]()
+    for row in rows:
+        if how := row.cost.get("positions"):
+            whose.setdefault(str(how), []).append(row.name)
+    said = [
+        f"{listed(names)}: {how}; as trained, no longer context can be read." for how, names in whose.items()
+    ]
+    return [Text([" ".join(said)], "quiet")] if said else []
+
+
+def _skipped(rows: Sequence[Row]) -> list[Block]:
+    lines = [f"Not measured, {row.name}, {what}: {why}." for row in rows for what, why in skipped(row)]
+    return [Points(lines)] if lines else []
 
 
 def _calibration(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:

@@ -331,6 +331,36 @@ def test_rules_of_suites(results):
     )
 
 
+REPEATED = "timed with the table of 256 repeated"
+
+
+def test_contexts_that_a_design_cannot_read_are_named(results, page, notes):
+    for text in (" ".join(Parsed(page).text), notes):
+        beneath = f"lens, gpt2 and adr: {REPEATED}; as trained, no longer context can be read."
+        assert text.count(beneath) == 2  # of the ranking's state, and of the costs
+    assert (
+        f"times transformer's time (gpt2 {REPEATED}, which is all it reads)."
+        in verdict(results, "gpt2")["cost"]
+    )
+    assert f"at 256k tokens (gpt2 {REPEATED}, which is all it reads)." in verdict(results, "gpt2")["cost"]
+    assert "repeated" not in verdict(results, "transformer")["cost"]
+
+
+def test_what_was_not_timed_is_named(results):
+    changed = copy.deepcopy(results)
+    cost = changed["designs"]["transformer"]["suites"]["cost"]
+    cost["decode_ms"]["262144"] = None
+    cost["skipped"] = {
+        "262144": "its cache of 9.1 GB is more than half of what is free",
+        "peak": "no memory is left",
+    }
+    for text in (" ".join(Parsed(html(changed)).text), markdown(changed)):
+        assert "Not measured, transformer, at 256k: its cache of 9.1 GB" in text
+        assert "Not measured, transformer, peak: no memory is left." in text
+    assert "Not timed, at 256k: its cache of 9.1 GB" in verdict(changed, "transformer")["cost"]
+    assert "At 64k tokens it decodes a token in" in verdict(changed, "gla")["cost"]
+
+
 def test_rules_of_calibration_and_resuming(results):
     changed = copy.deepcopy(results)
     for cell, ece in zip(changed["designs"]["adr"]["cells"], (0.01, 0.02, 0.015), strict=True):
