@@ -73,6 +73,11 @@ class Row:
         """What the cost suite measured, empty where it was not run."""
         return dict(self.entry.get("suites", {}).get("cost") or {})
 
+    @property
+    def recall(self) -> dict[str, Any]:
+        """What the recall suite measured, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("recall") or {})
+
     def suite(self, name: str) -> list[dict[str, Any]]:
         """This suite's results of the finished cells that have them."""
         return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]

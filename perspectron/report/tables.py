@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perspectron.report.document import Cell, Table
-from perspectron.report.figures import Styles, measured
+from perspectron.report.figures import Styles, averaged, measured
 from perspectron.report.numbers import (
     NONE,
     context,
@@ -164,7 +164,10 @@ def calibration(rows: Sequence[Row], noun: str) -> Table | None:
         if suites:
             ece, brier = _mean(suites, "ece"), _mean(suites, "brier")
             bounds = [(suite.get("ece_low"), suite.get("ece_high")) for suite in suites]
-            spans = ", ".join(f"{fixed(low)} to {fixed(high)}" for low, high in bounds)
+            spans = ", ".join(
+                NONE if known(low) is None or known(high) is None else f"{fixed(low)} to {fixed(high)}"
+                for low, high in bounds
+            )
             body.append([Cell(row.name), Cell(fixed(ece)), Cell(spans), Cell(fixed(brier))])
             body[-1].append(Cell(grouped(_mean(suites, "tokens"))))
     head = [noun, "ECE", "its interval, seed by seed", "Brier score", "tokens"]
@@ -251,7 +254,4 @@ def terms(rows: Sequence[Row], noun: str) -> Table | None:
 
 
 def _mean(lines: Sequence[dict[Any, Any]], key: Any) -> float | None:
-    """None where any line has none, for the mean of the rest would hide it."""
-    values = [known(line.get(key)) for line in lines]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+    return averaged([line.get(key) for line in lines])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron.report.figures import measured
-from perspectron.report.numbers import context, fixed, known, percent, rate, short, signed, size
+from perspectron.report.figures import averaged, measured
+from perspectron.report.numbers import context, fixed, known, percent, rate, seeds, short, signed, size
 from perspectron.report.promises import CLAIMS, Claim
 from perspectron.report.significance import LEVEL, Paired
 from perspectron.report.summary import Row, leader, lower
@@ -241,10 +241,10 @@ def _robustness(row: Row) -> list[Finding]:
 
 
 def _recall(row: Row) -> list[Finding]:
-    tasks = row.entry.get("suites", {}).get("recall", {}).get("tasks", {})
+    tasks = row.recall.get("tasks", {})
     solved, failed = list[str](), list[str]()
     for name, task in tasks.items():
-        scores = [_score(setting) for setting in task["settings"]]
+        scores = [averaged(setting["accuracy"]) for setting in task["settings"]]
         goal, count = float(task["solved"]), len(scores)
         chances = [known(setting.get("chance", task.get("chance"))) or 0.0 for setting in task["settings"]]
         over = [
@@ -259,15 +259,37 @@ def _recall(row: Row) -> list[Finding]:
             gain, _ = max(over)
             best = max(score for _, score in over)
             failed.append(f"{name} ({'at chance' if gain <= AT_CHANCE else 'at best'}, {percent(best)})")
-    found = [Finding("failed", f"Does not solve {listed(failed)}.")] if failed else []
-    return [*found, Finding("held", f"Solves {listed(solved)}.")] if solved else found
+    found = [Finding("failed", f"{_basis(row)} it does not solve {listed(failed)}.")] if failed else []
+    found += [Finding("held", f"{_basis(row)} it solves {listed(solved)}.")] if solved else []
+    return [*found, *_past(row)]
 
 
-def _score(setting: dict[str, Any]) -> float | None:
-    """Mean accuracy over the seeds; none where a seed has none, for that would flatter."""
-    values = [known(value) for value in setting["accuracy"]]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+def _past(row: Row) -> list[Finding]:
+    """Of the settings that are solved, whether they are past the length trained on too, in texts of twice it."""
+    kept, lost = list[str](), list[str]()
+    for name, task in row.recall.get("tasks", {}).items():
+        goal = float(task["solved"])
+        solved = [
+            s for s in task["settings"] if (score := averaged(s["accuracy"])) is not None and score >= goal
+        ]
+        past = [score for s in solved if (score := averaged(s.get("beyond") or [])) is not None]
+        if past:
+            (kept if min(past) >= goal else lost).append(f"{name} ({percent(min(past))})")
+    found = (
+        [Finding("failed", f"Past the length trained on it does not keep {listed(lost)}.")] if lost else []
+    )
+    return (
+        [*found, Finding("held", f"Past the length trained on it keeps {listed(kept)}.")] if kept else found
+    )
+
+
+def _basis(row: Row) -> str:
+    """Over how many seeds and which profile recall is."""
+    tasks = row.recall.get("tasks", {}).values()
+    count = seeds(len(setting["accuracy"]) for task in tasks for setting in task["settings"])
+    text = f"With {count}" if count == "one seed" else f"On average over {count}"
+    profile = row.recall.get("options", {}).get("profile")
+    return f"{text} (profile {profile})" if profile else text
 
 
 def _cost(row: Row, field: Field) -> list[Finding]:

@@ -6,7 +6,7 @@ Both are functions of the results alone, so that the same results give the same 
 from collections.abc import Sequence
 from typing import Any
 
-from perspectron.report import figures, marked, page, tables
+from perspectron.report import figures, marked, numbers, page, tables
 from perspectron.report.document import (
     Block,
     Code,
@@ -61,7 +61,7 @@ def _document(results: dict[str, Any]) -> Document:
     count = f"{len(rows)} {noun}{'' if len(rows) == 1 else 's'}"
     title = f"Comparison of {count} at {short(plan['params'])} parameters"
     seeds = len(plan["seeds"])
-    lede = f"Trained on {_tokens(plan, other)}, {_seeds(seeds)}, at "
+    lede = f"Trained on {_tokens(plan, other)}, {numbers.seeds([seeds])}, at "
     lede += f"{MATCHES[plan['match']]}; held-out loss in bits per byte."
     sections = [
         Section("short", "In short", [Points(_short(field, found, seeds, noun))]),
@@ -87,10 +87,6 @@ def _tokens(plan: dict[str, Any], other: str) -> str:
 
 def _noun(results: dict[str, Any]) -> str:
     return "arm" if results.get("kind") == "ablations" else "design"
-
-
-def _seeds(count: int) -> str:
-    return "one seed" if count == 1 else f"{count} seeds"
 
 
 def _short(field: Field, found: dict[str, list[Finding]], seeds: int, noun: str) -> list[str]:
@@ -232,9 +228,31 @@ def _recall(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
     drawn = figures.recall(rows, style)
     if not drawn:
         return [_absent("Recall")]
-    said = "Small models of each design, trained from scratch on each task. Dotted: chance."
-    measured = [row for row in rows if row.entry.get("suites", {}).get("recall")]
+    measured = [row for row in rows if row.recall]
+    said = f"{_small(measured)}, trained from scratch on each task. {_profile(measured)}Dotted: chance. "
+    said += "Past its length: of the answers in the last half of texts twice as long as those trained on."
     return [Text([said], "quiet"), _gallery(drawn, measured, style), *_lacking(rows, measured)]
+
+
+def _small(rows: Sequence[Row]) -> str:
+    """What recall is measured of."""
+    options = [row.recall.get("options", {}) for row in rows]
+    sizes = {(given.get("layers"), given.get("d_model")) for given in options}
+    layers, width = sizes.pop()
+    if sizes or layers is None:
+        return "Small models of each design"
+    return f"Small models of each design, {layers} layers of width {width}"
+
+
+def _profile(rows: Sequence[Row]) -> str:
+    """Which tasks were asked, of how many seeds."""
+    names = sorted({str(name) for row in rows if (name := row.recall.get("options", {}).get("profile"))})
+    tasks = [task for row in rows for task in row.recall["tasks"].values()]
+    count = numbers.seeds(len(setting["accuracy"]) for task in tasks for setting in task["settings"])
+    if not names:
+        return f"With {count} of each. "
+    left = " (fewer tasks and seeds than full)" if names == ["quick"] else ""
+    return f"Profile {listed(names)}{left}, {count} of each. "
 
 
 def _cost(rows: Sequence[Row], style: figures.Styles, noun: str) -> list[Block]:

@@ -86,7 +86,11 @@ def _design(name, seeds):
         "lr": 1.5e-3 if name == "gpt2" else 3e-3,
         "cells": [_cell(name, seed) for seed in seeds],
         "suites": {
-            "recall": {"tasks": {task: _task(name, task) for task in TASKS}},
+            "recall": {
+                "design": name,
+                "options": {"profile": "full", "layers": 2, "d_model": 64},
+                "tasks": {task: _task(name, task) for task in TASKS},
+            },
             "cost": _cost(name, state, speed),
         },
     }
@@ -170,7 +174,7 @@ def _task(name, task):
                 "chance": chance,
                 "rates": {"0.001": 0.5},
                 "lr": 0.001,
-                "beyond": [0.1],
+                "beyond": [0.5, 0.52, 0.54] if task == "parity" else accuracy,
             }
         )
     return {

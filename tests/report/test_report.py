@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from perspectron.eval.recall import PROFILES
 from perspectron.report import html, markdown
 from perspectron.report.charts import apart
+from perspectron.report.figures import SIZES
 from perspectron.report.significance import paired
 from perspectron.report.summary import ranked
 from perspectron.report.verdicts import Field, findings
@@ -318,8 +320,8 @@ def test_rules_of_suites(results):
     assert "No sure gain from more context than 512 tokens." in transformer["failed"]
     assert "More context than 512 tokens lowers its loss." in perspective["held"]
     assert "A gain from more context than 512 tokens could not be measured" in adr["open"]
-    assert "Solves mqar and needle." in transformer["held"]
-    assert "Does not solve parity (at chance, 51.2%)." in transformer["failed"]
+    assert "On average over 3 seeds (profile full) it solves mqar and needle." in transformer["held"]
+    assert "over 3 seeds (profile full) it does not solve parity (at chance, 51.2%)." in transformer["failed"]
     assert "mqar (1 of 4 settings)" in perspective["held"]
     assert "Its state is 123 kB from 1k to 256k tokens." in perspective["cost"]
     assert "Its cache grows from 295 kB at 1k" in transformer["cost"]
@@ -329,6 +331,72 @@ def test_rules_of_suites(results):
     assert (
         "Not measured: position, calibration, robustness, recall and cost." in verdict(results, "ssd")["open"]
     )
+
+
+def changed_recall(results, **options):
+    """The options of every design's recall, and one seed of it."""
+    changed = copy.deepcopy(results)
+    for design in changed["designs"].values():
+        if recall := design["suites"].get("recall"):
+            recall["options"] |= options
+            for setting in (setting for task in recall["tasks"].values() for setting in task["settings"]):
+                setting |= {"accuracy": setting["accuracy"][:1], "beyond": setting["beyond"][:1]}
+    return changed
+
+
+def test_recall_says_of_how_many_seeds_and_which_tasks(results, page, notes):
+    for text in (page, notes):
+        assert (
+            "2 layers of width 64, trained from scratch on each task. Profile full, 3 seeds of each." in text
+        )
+        assert "Accuracy over 3 seeds, by pairs / length" in text
+    quick = changed_recall(results, profile="quick")
+    for text in (html(quick), markdown(quick)):
+        assert "Profile quick (fewer tasks and seeds than full), one seed of each." in text
+        assert "Accuracy over one seed, by pairs / length" in text and "over 3 seeds, by pairs" not in text
+    assert "With one seed (profile quick) it solves mqar and needle." in verdict(quick, "transformer")["held"]
+
+
+def test_recall_past_the_trained_length_is_shown(results, page, notes):
+    solver = verdict(results, "perspective")
+    assert "it solves mqar (1 of 4 settings), needle (1 of 3 settings) and parity." in solver["held"]
+    assert "Past the length trained on it does not keep parity (52.0%)." in solver["failed"]
+    assert "Past the length trained on it keeps mqar" in solver["held"]
+    assert (
+        "parity (52" not in verdict(results, "transformer")["failed"]
+    )  # not solved, so there is nothing to keep
+    assert "past its length 52.0%" in page and "(past its length 52.0%)" in notes
+    unread = copy.deepcopy(results)
+    for setting in unread["designs"]["perspective"]["suites"]["recall"]["tasks"]["parity"]["settings"]:
+        setting["beyond"] = [None] * 3
+    assert "keep parity" not in verdict(unread, "perspective")["failed"]
+
+
+def test_settings_are_told_apart_by_sizes_alone(results):
+    plain, nested = copy.deepcopy(results), copy.deepcopy(results)
+    for changed in (plain, nested):
+        for i, design in enumerate(changed["designs"].values()):
+            for task in design["suites"].get("recall", {}).get("tasks", {}).values():
+                for setting in task["settings"]:
+                    setting["measured_later"] = i  # what it was found to be is not what was asked
+                    if changed is nested:
+                        setting["sizes"] = {
+                            key: setting.pop(key) for key in ("pairs", "length") if key in setting
+                        }
+    assert html(plain) == html(results) == html(nested)
+
+
+def test_every_size_of_a_task_tells_settings_apart():
+    tasks = [setting.task for profile in PROFILES.values() for setting in profile.settings]
+    assert {key for task in tasks for key in task.sizes()} <= set(SIZES)
+
+
+def test_an_interval_that_was_not_measured_is_a_dash(results):
+    changed = copy.deepcopy(results)
+    for cell in changed["designs"]["adr"]["cells"]:
+        cell["suites"]["calibration"] |= {"ece_low": None, "ece_high": None}
+    assert "– to –" not in html(changed)
+    assert ["adr", "0.031", "–, –, –", "0.612", "11 000".replace(" ", "\u202f")] in Parsed(html(changed)).rows
 
 
 REPEATED = "timed with the table of 256 repeated"
