@@ -79,12 +79,16 @@ def versus(row: Row, other: Row) -> Finding:
 
 
 def _faults(row: Row) -> list[Finding]:
-    found = []
+    """One for the seeds that the same befell."""
+    found, seeds_of = list[Finding](), dict[tuple[str, str], list[str]]()
     for fault in row.faults:
-        why = f" ({fault.why})" if fault.why else ""
-        kind = "failed" if fault.status == "diverged" else "open"
-        verb = "diverged" if fault.status == "diverged" else f"is {fault.status}"
-        found.append(Finding(kind, f"Seed {fault.seed} {verb}{why}; no mean here holds it."))
+        seeds_of.setdefault((fault.status, fault.why), []).append(str(fault.seed))
+    for (status, given), names in seeds_of.items():
+        why, one = f" ({given})" if given else "", len(names) == 1
+        kind = "failed" if status == "diverged" else "open"
+        verb = status if status == "diverged" else f"{'is' if one else 'are'} {status}"
+        word, them = ("Seed", "it") if one else ("Seeds", "them")
+        found.append(Finding(kind, f"{word} {listed(names)} {verb}{why}; no mean here holds {them}."))
     if row.mean is None:
         found.append(Finding("failed", "No seed has finished, so there is no loss to compare."))
     return found

@@ -276,7 +276,7 @@ def _repeated(rows: Sequence[Row]) -> list[Block]:
         if how := row.cost.get("positions"):
             whose.setdefault(str(how), []).append(row.name)
     said = [
-        f"{listed(names)}: {how}; as trained, no longer context can be read." for how, names in whose.items()
+        f"{listed(names)}: {how}; as trained, nothing past it can be read." for how, names in whose.items()
     ]
     return [Text([" ".join(said)], "quiet")] if said else []
 

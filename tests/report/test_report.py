@@ -213,6 +213,13 @@ def test_equal_faults_are_one_line(results):
     assert "Lowest mean loss" not in text and "against the best" not in text
 
 
+def test_the_same_fault_of_two_seeds_is_one_finding(results):
+    changed = without(results, (1, 2), ["ssd"])
+    said = verdict(changed, "ssd")["open"]
+    assert "Seeds 1 and 2 are missing (it has not been run); no mean here holds them." in said
+    assert "Seed 2 is missing (trained for 310 of 1465 steps); no mean here holds it." in verdict(results, "gla")["open"]
+
+
 def test_different_faults_are_lines_of_their_own(page):
     text = " ".join(Parsed(page).text)
     assert "Seed 2 diverged in: drm." in text and "Seed 2 is missing of: gla." in text
@@ -404,7 +411,7 @@ REPEATED = "timed with the table of 256 repeated"
 
 def test_contexts_that_a_design_cannot_read_are_named(results, page, notes):
     for text in (" ".join(Parsed(page).text), notes):
-        beneath = f"lens, gpt2 and adr: {REPEATED}; as trained, no longer context can be read."
+        beneath = f"lens, gpt2 and adr: {REPEATED}; as trained, nothing past it can be read."
         assert text.count(beneath) == 2  # of the ranking's state, and of the costs
     assert (
         f"times transformer's time (gpt2 {REPEATED}, which is all it reads)."
