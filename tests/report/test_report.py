@@ -217,7 +217,10 @@ def test_the_same_fault_of_two_seeds_is_one_finding(results):
     changed = without(results, (1, 2), ["ssd"])
     said = verdict(changed, "ssd")["open"]
     assert "Seeds 1 and 2 are missing (it has not been run); no mean here holds them." in said
-    assert "Seed 2 is missing (trained for 310 of 1465 steps); no mean here holds it." in verdict(results, "gla")["open"]
+    assert (
+        "Seed 2 is missing (trained for 310 of 1465 steps); no mean here holds it."
+        in verdict(results, "gla")["open"]
+    )
 
 
 def test_different_faults_are_lines_of_their_own(page):
