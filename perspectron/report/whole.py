@@ -230,7 +230,7 @@ def _recall(rows: Sequence[Row], style: figures.Styles) -> list[Block]:
         return [_absent("Recall")]
     measured = [row for row in rows if row.recall]
     said = f"{_small(measured)}, trained from scratch on each task. {_profile(measured)}Dotted: chance. "
-    said += "Past its length, in the numbers: of the answers in the last half of texts twice as long as those trained on."
+    said += "Past its length, in the numbers: of the answers in the last half of texts twice as long as in training."
     return [Text([said], "quiet"), _gallery(drawn, measured, style), *_lacking(rows, measured)]
 
 
