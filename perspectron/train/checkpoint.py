@@ -183,14 +183,6 @@ def verify(checkpoint: Checkpoint) -> None:
             raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected['sha256'][:12]}…")
 
 
-def _model_of(checkpoint: Checkpoint) -> ModelConfig | None:
-    """As it was dumped, perhaps before some field was there that has its default; None for what is no config."""
-    try:
-        return load(ModelConfig, checkpoint.config["model"])
-    except ConfigError:
-        return None
-
-
 def restore(
     checkpoint: Checkpoint,
     model: LanguageModel,
@@ -200,7 +192,7 @@ def restore(
     """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
-    if _model_of(checkpoint) != model.config:
+    if load(ModelConfig, checkpoint.config["model"], f"{checkpoint.path / INDEX}: model") != model.config:
         raise CheckpointError(f"{checkpoint.path}: of another model config than the run's config.json")
     if checkpoint.tokenizer != tokenizer.fingerprint:
         raise CheckpointError(
