@@ -2,7 +2,8 @@
 `eval.tracking`.
 
 Nothing of the run is used but which design it is: its text and its weights say what it learned, these tasks what it
-could. Every text is drawn anew, from streams of their own for training, for watching it and for the test.
+could. Every text is drawn anew, from streams of their own for training, for watching it and for the test: who is
+watched ends or is chosen by it, and the test decides nothing.
 
 Suffixes: B batch, T time.
 """
@@ -10,6 +11,7 @@ Suffixes: B batch, T time.
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,16 +23,18 @@ from torch import Tensor, nn
 
 from perspectron import designs
 from perspectron.census import active_parameters
-from perspectron.config import ModelConfig, dump, one_of, require
+from perspectron.config import BlockConfig, ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations
 from perspectron.files import write_json
+from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
 
+CPU = torch.device("cpu")
 SOLVED = 0.95
-"""Accuracy on texts never trained on that counts as solved."""
+"""Accuracy on the texts of the test that counts as solved."""
 STOP = 0.98
 """Accuracy on the texts it is watched by at which training ends: some way past the bar, as the test is on others."""
 TRAIN, WATCH, TEST, BEYOND = range(4)  # streams of texts of one seed
@@ -40,7 +44,7 @@ LESSONS = (4, 2, 1)
 PASSED, LESSON = 0.9, 0.35
 """Accuracy at which the next lesson begins, and the share of the steps after which it does anyway."""
 BETAS, CLIP, WARMUP, FINAL = (0.9, 0.98), 1.0, 0.05, 0.1  # of AdamW; shares of the steps and of the rate
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is measured, over how many seeds, and the learning rates that are tried."""
+    """What is measured, over how many seeds, the learning rates that are tried, and how deep the models are. Of the
+    perspective design two layers are its memories alone; four have its windowed attention too."""
 
     settings: tuple[Setting, ...]
     seeds: int
     rates: tuple[float, ...]
+    layers: int
 
 
 PROFILES = {
     "quick": Profile(
-        (Setting(MQAR(32, pairs=4, keys=16, values=16), 400), Setting(Parity(16), 200)),
+        (Setting(MQAR(32, pairs=4, keys=16, values=16), 300), Setting(Parity(64), 100)),
         seeds=1,
         rates=(3e-3,),
+        layers=2,
     ),
     "full": Profile(
         (
@@ -75,51 +82,55 @@ PROFILES = {
             Setting(Induction(32, kinds=32), 400),
             Setting(Needle(32), 300),
             Setting(Needle(128), 300),
-            Setting(Permutations(16, n=3), 400),
-            Setting(Parity(16), 400),
-            Setting(Brackets(32), 400),
+            Setting(Permutations(32, n=3), 400),
+            Setting(Parity(64), 400),
+            Setting(Brackets(64), 400),
         ),
         seeds=3,
         rates=(3e-3, 1e-3),
+        layers=4,
     ),
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """profile: "quick" or "full". seeds: how many. rates: learning rates; the first that solves a setting with the
-    first seed is taken for the others, the best when none does. None is as the profile says. batch_tokens: texts of a
-    batch are so many that they have about this many tokens together."""
+    """profile: "quick" or "full". seeds: how many. rates: learning rates; by the texts that the first seed is watched
+    by, the first that solves a setting is taken for all, the best when none does. layers: of a model. None is as the
+    profile says. batch_tokens: texts of a batch are so many that they have about this many tokens together."""
 
     profile: Literal["quick", "full"] = "quick"
     seeds: int | None = None
     rates: tuple[float, ...] | None = None
     batch_tokens: int = 2048
     d_model: int = 64
-    layers: int = 2
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         one_of(self.profile, PROFILES, "profile")
         require(self.seeds is None or self.seeds >= 1, "seeds", self.seeds, "≥ 1")
         given = self.rates is None or (len(self.rates) >= 1 and min(self.rates) > 0)
         require(given, "rates", self.rates, "one or more numbers > 0")
-        for name in ("batch_tokens", "d_model", "layers"):
+        require(self.layers is None or self.layers >= 1, "layers", self.layers, "≥ 1")
+        for name in ("batch_tokens", "d_model"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
 
     @property
     def asked(self) -> Profile:
         """The profile, with what is given instead."""
         profile = PROFILES[self.profile]
-        return replace(profile, seeds=self.seeds or profile.seeds, rates=self.rates or profile.rates)
+        seeds, rates = self.seeds or profile.seeds, self.rates or profile.rates
+        return replace(profile, seeds=seeds, rates=rates, layers=self.layers or profile.layers)
 
 
 @dataclass(frozen=True)
 class Solved:
-    """accuracy: over all answers of texts not trained on. beyond: over those past the trained length, in texts of twice
-    it. steps: trained, fewer than allowed when it was solved before. seconds: of a processor, the test included.
-    curve: (length of the texts, accuracy) while it was watched."""
+    """accuracy: over the answers of the test. watched: over those of the texts it was watched by. beyond: over those
+    past the trained length, in texts of twice it. steps: trained, fewer than allowed when it was solved before.
+    seconds: of a processor, the test included. curve: (length of the texts, accuracy) while it was watched."""
 
     accuracy: float
+    watched: float
     beyond: float | None
     steps: int
     seconds: float
@@ -135,12 +146,20 @@ def config_for(design: str, task: Task, d_model: int = 64, layers: int = 2) -> M
     """The design at a small size, able to read the task at twice its length.
 
     Embeddings start at about unit length at least. At the 0.02 of a model for text, what the first layer writes drowns
-    the tokens, and 500 steps leave even the transformer at the guess of 1/pairs in recall (docs/lab-notes.md).
+    the tokens, and 500 steps leave even the transformer at the guess of 1/pairs in recall (docs/lab-notes.md). A window
+    is half a text, as `designs.solve` has it: one that saw all of it would leave nothing to the other layers.
     """
     config = designs.small(
         design, vocab_size=task.vocab_size, d_model=d_model, layers=layers, seq_len=2 * task.length
     )
-    return replace(config, embedding_std=max(config.embedding_std, config.d_token**-0.5))
+    blocks = tuple(_within(block, max(1, task.length // 2)) for block in config.blocks)
+    return replace(config, blocks=blocks, embedding_std=max(config.embedding_std, config.d_token**-0.5))
+
+
+def _within(block: BlockConfig, window: int) -> BlockConfig:
+    if not isinstance(block.mixer, WindowGQAConfig):
+        return block
+    return replace(block, mixer=replace(block.mixer, window=window))
 
 
 def solve_task(
@@ -151,6 +170,7 @@ def solve_task(
     batch_tokens: int = 2048,
     lr: float = 3e-3,
     seed: int = 0,
+    device: torch.device = CPU,
 ) -> Solved:
     """Train a new model on the task until it is solved or `steps` are done, on about `batch_tokens` tokens each.
 
@@ -158,7 +178,7 @@ def solve_task(
     loss that is not finite ends the training.
     """
     require(config.vocab_size >= task.vocab_size, "vocab_size", config.vocab_size, f"≥ {task.vocab_size}")
-    model, course, start = build(config, seed), Course(task, steps, seed), time.process_time()
+    model, course, start = build(config, seed).to(device), Course(task, steps, seed), time.process_time()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
     texts, step = stream(seed, TRAIN), 0
     while step < steps and not course.done:
@@ -167,7 +187,7 @@ def solve_task(
         model.set_step(step)
         lesson = course.lesson
         ids_BT, targets_BT = lesson.draw(texts, max(1, batch_tokens // lesson.length))
-        loss = model(ids_BT, targets=targets_BT).objective()
+        loss = model(ids_BT.to(device), targets=targets_BT.to(device)).objective()
         if not math.isfinite(loss.item()):
             break
         loss.backward()
@@ -176,9 +196,9 @@ def solve_task(
         optimizer.zero_grad(set_to_none=True)
         step += 1
         course.watch(model, step)
-    found = accuracy(model, *task.draw(stream(seed, TEST), TEST_TEXTS))
-    seconds = time.process_time() - start
-    return Solved(found, beyond(model, task, seed), step, seconds, tuple(course.curve))
+    found = accuracy(model, *task.exam(stream(seed, TEST), TEST_TEXTS))
+    watched, past = accuracy(model, *course.watched[-1]), beyond(model, task, seed)
+    return Solved(found, watched, past, step, time.process_time() - start, tuple(course.curve))
 
 
 class Course:
@@ -187,7 +207,7 @@ class Course:
 
     def __init__(self, task: Task, steps: int, seed: int) -> None:
         self.lessons = [task.shorter(times) for times in LESSONS]
-        self.watched = [lesson.draw(stream(seed, WATCH), WATCH_TEXTS) for lesson in self.lessons]
+        self.watched = [lesson.exam(stream(seed, WATCH), WATCH_TEXTS) for lesson in self.lessons]
         self.at, self.steps, self.curve, self.done = 0, steps, list[tuple[int, float]](), False
 
     @property
@@ -218,7 +238,8 @@ def accuracy(model: LanguageModel, ids_BT: Tensor, targets_BT: Tensor) -> float:
     right = 0
     with torch.inference_mode():
         for ids, targets in zip(ids_BT.split(64), targets_BT.split(64), strict=True):
-            right += int((model.head(model.hidden(ids)[0]).argmax(-1) == targets).sum())
+            said = model.head(model.hidden(ids.to(model.device))[0]).argmax(-1)
+            right += int((said == targets.to(model.device)).sum())
     return right / int((targets_BT != IGNORE).sum())
 
 
@@ -234,29 +255,54 @@ def beyond(model: LanguageModel, task: Task, seed: int) -> float | None:
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """Of the design that the run's model has. What is done is kept in the run's folder, task by task."""
-    return recall(
-        designs.design_of(subject.model.config), options, subject.run / f"recall-{options.profile}.json"
-    )
+    """Of the design that the run's model has, in float32 on the device it is on, from its seed on. What is done is kept
+    in the run's folder, setting by setting; an artifact is left as it is, and nothing kept."""
+    folder = _run_of(subject.run)
+    kept = None if folder is None else folder / f"recall-{options.profile}.json"
+    design = designs.design_of(subject.model.config)
+    return recall(design, options, kept, seed=subject.seed, device=subject.model.device)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The folder of a run that `path`, or the checkpoint `path`, belongs to."""
+    path = path.resolve()
+    return next((folder for folder in (path, path.parent.parent) if (folder / "checkpoints").is_dir()), None)
 
 
 def recall(
-    design: str, options: Options, kept: Path | None = None, say: Callable[[str], None] = lambda _: None
+    design: str,
+    options: Options,
+    kept: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    seed: int = 0,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Every setting of the profile, by task. `kept`: a file written after each setting; what it holds of the same
-    design and options is not measured again. `say` is told a line for each setting."""
-    head = {"version": VERSION, "design": design, "options": dump(options)}
+    """Every setting of the profile, by task, over as many seeds as the profile says from `seed` on. `kept`: a file
+    written after each setting; what it holds of the same design, options, seed and device is not measured again. `say`
+    is told a line for each setting."""
+    asked = options.asked
+    options = replace(options, seeds=asked.seeds, rates=asked.rates, layers=asked.layers)
+    head = {
+        "version": VERSION,
+        "design": design,
+        "profile": options.profile,
+        "seeds": list(range(seed, seed + asked.seeds)),
+        "options": dump(options),
+        "device": device.type,
+        "mixers": _mixers(config_for(design, asked.settings[0].task, options.d_model, asked.layers)),
+    }
     done = _done(kept, head)
-    for setting in options.asked.settings:
+    for setting in asked.settings:
         key = _key(setting)
         if key not in done:
-            config = config_for(design, setting.task, options.d_model, options.layers)
-            done[key] = measure_setting(config, setting, options)
+            config = config_for(design, setting.task, options.d_model, asked.layers)
+            done[key] = measure_setting(config, setting, options, seed=seed, device=device)
             if kept is not None:
                 write_json(kept, head | {"done": done})
         say(_line(setting.task.name, done[key]))
     tasks: dict[str, Any] = {}
-    for setting in options.asked.settings:
+    for setting in asked.settings:
         task = setting.task
         about = {
             "about": task.about,
@@ -270,29 +316,31 @@ def recall(
     return head | {"tasks": tasks}
 
 
-def measure_setting(config: ModelConfig, setting: Setting, options: Options) -> dict[str, Any]:
+def measure_setting(
+    config: ModelConfig, setting: Setting, options: Options, *, seed: int = 0, device: torch.device = CPU
+) -> dict[str, Any]:
     """One setting over the seeds: what was asked, what came of it, and by which rate."""
-    task = setting.task
+    task, steps, asked = setting.task, setting.steps, options.asked
 
     def solved(lr: float, seed: int) -> Solved:
-        return solve_task(
-            config, task, steps=setting.steps, batch_tokens=options.batch_tokens, lr=lr, seed=seed
-        )
+        size = options.batch_tokens
+        return solve_task(config, task, steps=steps, batch_tokens=size, lr=lr, seed=seed, device=device)
 
     tried = dict[float, Solved]()
-    for lr in options.asked.rates:
-        tried[lr] = solved(lr, 0)
-        if tried[lr].accuracy >= SOLVED:
+    for lr in asked.rates:
+        tried[lr] = solved(lr, seed)
+        if tried[lr].watched >= SOLVED:
             break
-    best = max(tried, key=lambda lr: tried[lr].accuracy)
-    runs = [tried[best], *(solved(best, seed) for seed in range(1, options.asked.seeds))]
+    best = max(tried, key=lambda lr: tried[lr].watched)
+    runs = [tried[best], *(solved(best, seed + i) for i in range(1, asked.seeds))]
     return {
         **task.sizes(),
+        "sizes": task.sizes(),
         "chance": task.chance,
         "parameters": active_parameters(config),
         "state_bytes": _state_bytes(config, task),
         "lr": best,
-        "rates": {str(lr): run.accuracy for lr, run in tried.items()},
+        "rates": {str(lr): run.watched for lr, run in tried.items()},
         "accuracy": [run.accuracy for run in runs],
         "beyond": [run.beyond for run in runs],
         "steps": [run.steps for run in runs],
@@ -305,6 +353,11 @@ def _state_bytes(config: ModelConfig, task: Task) -> int:
     """Of what the model remembers of one text, after its last token."""
     with torch.inference_mode():
         return build(config).hidden(task.draw(stream(0, TEST), 1)[0])[1].nbytes
+
+
+def _mixers(config: ModelConfig) -> list[str]:
+    """Their kinds, layer by layer: which parts of a design its small model has."""
+    return [block.mixer.kind for block in config.blocks if block.mixer is not None]
 
 
 def _key(setting: Setting) -> str:
@@ -321,15 +374,19 @@ def _done(kept: Path | None, head: dict[str, Any]) -> dict[str, Any]:
 
 def lines(result: dict[str, Any]) -> list[str]:
     """For a person at the terminal."""
-    about = f"recall of {result['design']}, trained from scratch at width {result['options']['d_model']}:"
+    options, seeds = result["options"], len(result["seeds"])
+    layers = ", ".join(f"{count} {kind}" for kind, count in Counter(result["mixers"]).items())
+    about = f"recall of {result['design']}, trained from scratch at width {options['d_model']} with {layers},"
+    about += f" {seeds} seed{'s' if seeds > 1 else ''} (profile {result['profile']}):"
     return [about, *(_line(name, s) for name, task in result["tasks"].items() for s in task["settings"])]
 
 
 def _line(name: str, setting: dict[str, Any]) -> str:
     found = setting["accuracy"]
-    sizes = ", ".join(
-        f"{k} {v}" for k, v in setting.items() if k in ("length", "pairs", "letters", "n", "gaps")
-    )
+    shown = ("length", "pairs", "letters", "facts", "n", "gaps")
+    sizes = ", ".join(f"{k} {v}" for k, v in setting["sizes"].items() if k in shown)
     verdict = "solved" if min(found) >= SOLVED else "not solved" if max(found) < SOLVED else "solved by some"
     values = " ".join(f"{value:.3f}" for value in found)
-    return f"{name} ({sizes}): {values}, chance {setting['chance']:.3f}, {verdict}"
+    past = [f"{value:.3f}" for value in setting["beyond"] if value is not None]
+    further = f", past its length {' '.join(past)}" if past else ""
+    return f"{name} ({sizes}): {values}{further}, chance {setting['chance']:.3f}, {verdict}"

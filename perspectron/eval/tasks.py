@@ -30,7 +30,9 @@ POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """length: T. The sizes are fields, checked when it is made; `theory` says what is known of who can solve it."""
+    """length: T. The sizes are fields, checked when it is made; `theory` says what is known of who can solve it.
+    first: from this place on answers are measured; the beginnings of texts before it are so few that training has
+    seen most of them, with their answers."""
 
     name: ClassVar[str]
     about: ClassVar[str]
@@ -47,6 +49,10 @@ class Task(ABC):
     def chance(self) -> float:
         """Accuracy of the best guess without memory."""
 
+    @property
+    def first(self) -> int:
+        return 0
+
     @abstractmethod
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         """`draw` as arrays."""
@@ -56,13 +62,20 @@ class Task(ABC):
         ids_BT, targets_BT = self.arrays(rng, batch_size)
         return torch.from_numpy(ids_BT), torch.from_numpy(targets_BT)
 
+    def exam(self, rng: np.random.Generator, batch_size: int) -> tuple[Tensor, Tensor]:
+        """`draw` to measure with: nothing is asked before `first`."""
+        ids_BT, targets_BT = self.draw(rng, batch_size)
+        targets_BT[:, : self.first] = IGNORE
+        return ids_BT, targets_BT
+
     def longer(self, times: int) -> Self:
-        """The same task over so many times the length, with as much to remember."""
+        """The same task over so many times the length. What else has a size of its own keeps it: pairs, letters, facts.
+        In induction half of the text is to be remembered, and that grows with it."""
         return replace(self, length=times * self.length)
 
     def shorter(self, times: int) -> Self:
         """An easier task in the same ids: such a part of the length, and of what there is to remember."""
-        least = {"length": 1, "distance": 2, "pairs": 1, "letters": 1}
+        least = {"length": 1, "distance": 2, "pairs": 1, "letters": 1, "facts": 1, "reach": 2}
         sizes = {name: getattr(self, name, None) for name in least}
         return replace(
             self, **{name: max(least[name], size // times) for name, size in sizes.items() if size}
@@ -213,30 +226,34 @@ class Induction(Task):
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """One fact, a key and its value, in a long text of other words; at the end the key again. `distance`: from the fact
-    to the question; None: anywhere.
+    """A few facts, each a key and its value, in a long text of other words; at the end one of the keys again. No key
+    and no value is there twice but that. `distance`: from the fact asked for to the question; None: anywhere.
 
-        o n m a K o p m n m o o a      distance 8
-                                K
+        o n d M a K o p b L m o o a      facts 3, distance 9
+                                  K
 
-    chance: 1/values.
+    chance: 1/values. Who knows which values there were and not with which key guesses 1/facts; of one fact the key
+    need not be read at all.
     """
 
     name = "needle"
-    about = "one fact in a long text, asked at its end"
+    about = "a few facts in a long text, one of them asked at its end"
     theory = (
         "attention finds it at any distance; a recurrence keeps it if its gates can stay open: a memory that fades by "
         "g a token keeps g^distance of it, and a window of W in L layers sees nothing past L · (W - 1) tokens"
     )
     distance: int | None = None
+    facts: int = 4
     keys: int = 16
     values: int = 16
     words: int = 32
 
     def __post_init__(self) -> None:
-        require(self.length >= 3, "length", self.length, "≥ 3")
-        for name in ("keys", "values", "words"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        require(self.facts >= 1, "facts", self.facts, "≥ 1")
+        require(self.length >= 3 * self.facts, "length", self.length, f"≥ 3 · facts = {3 * self.facts}")
+        for name in ("keys", "values"):
+            require(getattr(self, name) >= self.facts, name, getattr(self, name), f"≥ facts = {self.facts}")
+        require(self.words >= 1, "words", self.words, "≥ 1")
         fits = self.distance is None or 2 <= self.distance < self.length
         require(fits, "distance", self.distance, f"in [2, length - 1 = {self.length - 1}]")
 
@@ -249,16 +266,22 @@ class Needle(Task):
         return 1 / self.values
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
+        F, last = self.facts, self.length - 1
         ids_BT = self.keys + self.values + rng.integers(self.words, size=(batch_size, self.length))
         targets_BT = np.full_like(ids_BT, IGNORE)
-        at_B = rng.integers(self.length - 2, size=batch_size)
+        asked_B = rng.integers(self.length - 2, size=batch_size)
         if self.distance is not None:
-            at_B[:] = self.length - 1 - self.distance
-        key_B = rng.integers(self.keys, size=batch_size)
-        value_B = self.keys + rng.integers(self.values, size=batch_size)
-        rows_B = np.arange(batch_size)
-        ids_BT[rows_B, at_B], ids_BT[rows_B, at_B + 1] = key_B, value_B
-        ids_BT[:, -1], targets_BT[:, -1] = key_B, value_B
+            asked_B[:] = last - self.distance
+        # so that no two facts meet, all are an even way from the one asked for, which is the first in at_BF
+        times = rng.exponential(size=(batch_size, last // 2))
+        times[np.arange(batch_size), asked_B // 2] = -1.0
+        times[asked_B % 2 == 1, (last - 1) // 2 :] = np.inf
+        at_BF = 2 * np.argsort(times, 1, kind="stable")[:, :F] + (asked_B % 2)[:, None]
+        key_BF = _some(rng, batch_size, self.keys, F)
+        value_BF = self.keys + _some(rng, batch_size, self.values, F)
+        np.put_along_axis(ids_BT, at_BF, key_BF, 1)
+        np.put_along_axis(ids_BT, at_BF + 1, value_BF, 1)
+        ids_BT[:, -1], targets_BT[:, -1] = key_BF[:, 0], value_BF[:, 0]
         return ids_BT, targets_BT
 
 

@@ -1,6 +1,9 @@
 """Synthetic tasks in which a state is followed through a text: what stands where, whether, and inside what. They are as
 those of `eval.tasks`, which says what a task is.
 
+Of few tokens there are few beginnings: a text of parity is one of 65,536 up to its 16th bit, and a training of some
+hundred steps reads most of those. So all answers are taught, but only those of a text's second half are measured.
+
 Suffixes: B batch, T time.
 """
 
@@ -47,6 +50,10 @@ class Permutations(Task):
     def chance(self) -> float:
         return 1 / math.factorial(self.n)
 
+    @property
+    def first(self) -> int:
+        return self.length // 2
+
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         after = products(self.n)
         ids_BT = rng.integers(self.vocab_size, size=(batch_size, self.length))
@@ -85,6 +92,10 @@ class Parity(Task):
     def chance(self) -> float:
         return 1 / 2
 
+    @property
+    def first(self) -> int:
+        return self.length // 2
+
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         ids_BT = rng.integers(2, size=(batch_size, self.length))
         targets_BT = np.cumsum(ids_BT, 1) % 2
@@ -95,12 +106,12 @@ class Parity(Task):
 @dataclass(frozen=True)
 class Brackets(Task):
     """The beginning of a well-bracketed word of several kinds (Dyck); after a bracket is closed inside another, the
-    kind of the one that is then to be closed next is asked.
+    kind of the one that is then to be closed next is asked, if that was opened at least `reach` tokens ago.
 
-        ( [ ] ( [ ] [ ] ) )
-            )     )   ) )
+        ( [ ] ( [ ] [ ] ) )      reach 4
+                      ) )
 
-    chance: 1/kinds: the bracket just closed says nothing of the one around it.
+    chance: 1/kinds, also for who sees the last `reach` tokens: the bracket around them is not among those.
     """
 
     name = "brackets"
@@ -111,11 +122,13 @@ class Brackets(Task):
     )
     kinds: int = 4
     depth: int = 8
+    reach: int = 8
 
     def __post_init__(self) -> None:
         require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
         require(self.depth >= 2, "depth", self.depth, "≥ 2")
         require(self.length >= 4, "length", self.length, "≥ 4")
+        require(2 <= self.reach < self.length, "reach", self.reach, f"in [2, length - 1 = {self.length - 1}]")
 
     @property
     def vocab_size(self) -> int:
@@ -125,18 +138,24 @@ class Brackets(Task):
     def chance(self) -> float:
         return 1 / self.kinds
 
+    @property
+    def first(self) -> int:
+        return self.length // 2
+
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         """Kinds are evenly drawn; it opens or closes by a coin, and as it must at depth 0 and at the greatest."""
         ids_BT, targets_BT = empty(batch_size, self.length)
         rows_B, depth_B = np.arange(batch_size), np.zeros(batch_size, dtype=np.int64)
         stack = np.zeros((batch_size, self.depth + 1), dtype=np.int64)  # kinds open, from place 1 on
+        since = np.zeros_like(stack)  # where they were opened
         for t in range(self.length):
             opens_B = (depth_B == 0) | ((depth_B < self.depth) & (rng.integers(2, size=batch_size) == 1))
             kind_B = rng.integers(self.kinds, size=batch_size)
             ids_BT[:, t] = np.where(opens_B, kind_B, self.kinds + stack[rows_B, depth_B])
             depth_B += np.where(opens_B, 1, -1)
             stack[rows_B[opens_B], depth_B[opens_B]] = kind_B[opens_B]
-            asked_B = ~opens_B & (depth_B > 0)
+            since[rows_B[opens_B], depth_B[opens_B]] = t
+            asked_B = ~opens_B & (depth_B > 0) & (t - since[rows_B, depth_B] >= self.reach)
             targets_BT[:, t] = np.where(asked_B, self.kinds + stack[rows_B, depth_B], IGNORE)
         return ids_BT, targets_BT
 

@@ -10,7 +10,7 @@ import torch
 
 from perspectron.data.loader import IGNORE
 from perspectron.errors import ConfigError
-from perspectron.eval.recall import TEST, TRAIN, WATCH, stream
+from perspectron.eval.recall import PROFILES, TEST, TRAIN, WATCH, stream
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations, products
 
@@ -19,13 +19,15 @@ SMALL = (
     MQAR(24, pairs=8, keys=8, values=8, gaps="uniform"),
     SelectiveCopy(24, letters=5, kinds=4),
     Induction(16, kinds=12),
-    Needle(12, keys=3, values=4, words=5),
-    Needle(20, distance=2, keys=3, values=4, words=5),
-    Needle(20, distance=19, keys=3, values=4, words=5),
+    Needle(12, facts=1, keys=3, values=4, words=5),
+    Needle(12, facts=4, keys=5, values=6, words=5),
+    Needle(20, distance=2, facts=3, keys=3, values=4, words=5),
+    Needle(20, distance=19, facts=2, keys=3, values=4, words=5),
     Permutations(12, n=3),
     Permutations(6, n=4),
     Parity(16),
     Brackets(32, kinds=3, depth=4),
+    Brackets(32, kinds=3, depth=4, reach=2),
 )
 every = pytest.mark.parametrize("task", SMALL, ids=lambda task: f"{task.name}-{task.length}")
 
@@ -54,11 +56,14 @@ def induction(task, ids):
 
 
 def needle(task, ids):
-    first = next(t for t, id in enumerate(ids) if id < task.keys)
-    assert ids[first] == ids[-1] and first < len(ids) - 2
+    keys = [t for t, id in enumerate(ids[:-1]) if id < task.keys]
+    values = [t for t, id in enumerate(ids) if task.keys <= id < task.keys + task.values]
+    assert values == [t + 1 for t in keys] and len(keys) == task.facts
+    assert len({ids[t] for t in keys}) == len({ids[t] for t in values}) == task.facts
+    (found,) = (t for t in keys if ids[t] == ids[-1])
     if task.distance is not None:
-        assert first == len(ids) - 1 - task.distance
-    return {len(ids) - 1: ids[first + 1]}
+        assert found == len(ids) - 1 - task.distance
+    return {len(ids) - 1: ids[found + 1]}
 
 
 def composing(task, ids):
@@ -79,11 +84,11 @@ def brackets(task, ids):
     answers, stack = {}, []
     for t, id in enumerate(ids):
         if id < task.kinds:
-            stack.append(id)
+            stack.append((t, id))
         else:
-            assert stack.pop() == id - task.kinds
-            if stack:
-                answers[t] = task.kinds + stack[-1]
+            assert stack.pop()[1] == id - task.kinds
+            if stack and t - stack[-1][0] >= task.reach:
+                answers[t] = task.kinds + stack[-1][1]
         assert len(stack) <= task.depth
     return answers
 
@@ -120,8 +125,9 @@ def test_a_seed_gives_the_same_texts_and_streams_share_none(task):
     for which, drawn in draws.items():
         assert all(map(torch.equal, drawn, task.draw(stream(3, which), 20)))
         assert not torch.equal(drawn[0], task.draw(stream(4, which), 20)[0])
-    for one, other in itertools.combinations(draws.values(), 2):
-        assert not torch.equal(one[0], other[0])
+    texts = [set(map(tuple, ids_BT.tolist())) for ids_BT, _ in draws.values()]
+    for one, other in itertools.combinations(texts, 2):
+        assert len(one & other) <= 1  # of parity there are only 65,536
 
 
 @pytest.mark.parametrize("which", [WATCH, TEST])
@@ -152,6 +158,55 @@ def test_chance_is_the_best_that_place_and_token_tell(task):
     # answers in a text depend on each other: as if there were only the texts
     error = 4 * math.sqrt(task.chance * (1 - task.chance) / 20_000)
     assert right / asked == pytest.approx(task.chance, abs=error)
+
+
+def looking_back(task, back):
+    """Accuracy of who guesses by the last tokens alone, having seen as many texts as it is then asked."""
+    halves = task.draw(np.random.default_rng(2), 4000), task.draw(np.random.default_rng(5), 4000)
+    seen, found = defaultdict(Counter), []
+    for drawn, learning in zip(halves, (True, False), strict=True):
+        ids_BT, targets_BT = (each.numpy() for each in drawn)
+        for b, t in zip(*(targets_BT != IGNORE).nonzero(), strict=True):
+            if t >= back - 1:
+                words = tuple(ids_BT[b, t - back + 1 : t + 1])
+                if learning:
+                    seen[words][targets_BT[b, t]] += 1
+                else:
+                    found.append(bool(seen[words]) and seen[words].most_common(1)[0][0] == targets_BT[b, t])
+    return sum(found) / len(found)
+
+
+def test_the_last_tokens_of_brackets_say_nothing():
+    near, far = Brackets(32, reach=2), Brackets(32)
+    assert looking_back(near, 3) > 0.5  # "( [ ]": the bracket asked for is among them
+    assert looking_back(far, 3) == pytest.approx(far.chance, abs=0.03)
+    assert looking_back(far, 5) < 0.3
+
+
+def test_a_needle_cannot_be_answered_without_its_key():
+    """Each fact is asked as often as the others, wherever it stands among them."""
+    task = Needle(32)
+    asked = Counter()
+    for ids in task.draw(np.random.default_rng(0), 8000)[0].tolist():
+        keys = [id for id in ids[:-1] if id < task.keys]
+        asked[keys.index(ids[-1])] += 1
+    assert all(count == pytest.approx(8000 / task.facts, abs=4 * 39) for count in asked.values())
+    assert len(asked) == task.facts
+
+
+@pytest.mark.parametrize("task", [Parity(64), Permutations(32), Brackets(64)], ids=lambda task: task.name)
+def test_what_is_measured_cannot_be_known_by_heart(task):
+    """No beginning of a text up to its first measured answer is one that training reads, lessons included."""
+    (before,) = {setting.steps for setting in PROFILES["full"].settings if setting.task == task}
+    rng = stream(0, TRAIN)
+    trained = set()
+    for lesson in (task.shorter(2), task):
+        drawn = lesson.draw(rng, before * 2048 // lesson.length)[0][:, : task.first + 1]
+        trained |= {tuple(ids) for ids in drawn.tolist()}
+    ids_BT, targets_BT = task.exam(stream(0, TEST), 1000)
+    assert not trained & {tuple(ids) for ids in ids_BT[:, : task.first + 1].tolist()}
+    assert (targets_BT[:, : task.first] == IGNORE).all()
+    assert torch.equal(targets_BT[:, task.first :], task.draw(stream(0, TEST), 1000)[1][:, task.first :])
 
 
 def test_all_but_the_first_say_nothing_of_a_product():
@@ -194,6 +249,7 @@ def test_most_gaps_of_a_power_law_are_short():
 def test_a_longer_task_is_the_same_one():
     longer = MQAR(32, pairs=4).longer(2)
     assert longer == MQAR(64, pairs=4)
+    assert Needle(32).longer(2) == Needle(64) and Brackets(32).longer(2) == Brackets(64)
     assert longer.sizes() == {"length": 64, "pairs": 4, "keys": 64, "values": 64, "gaps": "power"}
 
 
@@ -207,10 +263,14 @@ def test_a_longer_task_is_the_same_one():
         (lambda: SelectiveCopy(8, letters=5), "length"),
         (lambda: Induction(10), "length"),
         (lambda: Induction(32, kinds=8), "kinds"),
-        (lambda: Needle(8, distance=8), "distance"),
+        (lambda: Needle(8, distance=8, facts=1), "distance"),
+        (lambda: Needle(8, facts=3), "length"),
+        (lambda: Needle(12, keys=3), "keys"),
+        (lambda: Needle(12, facts=0), "facts"),
         (lambda: Permutations(8, n=6), "n"),
         (lambda: Parity(1), "length"),
         (lambda: Brackets(8, depth=1), "depth"),
+        (lambda: Brackets(8, reach=8), "reach"),
     ],
 )
 def test_a_size_out_of_bounds_is_named(make, field):
