@@ -99,8 +99,11 @@ def _open(cell: Path) -> Subject:
 
 
 def _gates(subject: Subject) -> dict[str, Any]:
-    """Of the first windows of held-out text."""
-    batch = next(windows(subject.text, seq_len=subject.seq_len, batch_size=WINDOWS))
+    """Of windows from all over the held-out text."""
+    tokens = WINDOWS * subject.seq_len + 1
+    batch = next(
+        windows(subject.text, seq_len=subject.seq_len, batch_size=WINDOWS, limit_tokens=tokens, spread=True)
+    )
     return gates(subject.model, batch.ids_BT.to(subject.model.device))
 
 

@@ -101,9 +101,10 @@ class Loader:
 
 
 def windows(
-    split: Split, *, seq_len: int, batch_size: int, limit_tokens: int | None = None
+    split: Split, *, seq_len: int, batch_size: int, limit_tokens: int | None = None, spread: bool = False
 ) -> Iterator[Batch]:
-    """The split, or its first `limit_tokens` ids, in order: every id but the very first is a target once.
+    """The split, or its first `limit_tokens` ids, in order: every id but the very first is a target once. With `spread`
+    a limited part is whole windows from all over the split: its first documents may be unlike the rest.
 
     Rows follow one another in the stream; the last one is padded and the last batch may have fewer rows. The
     text predicted is as long as `Tokenizer.byte_counts()` summed over the targets; over a whole split that is
@@ -117,7 +118,19 @@ def windows(
     tokens = split.tokens if limit_tokens is None else min(limit_tokens, split.tokens)
     if tokens < 2:
         raise DataError(f"{split.name}: {tokens} tokens, need at least 2")
+    if spread and tokens < split.tokens and tokens > seq_len:
+        return _spread(split, tokens // seq_len, seq_len, batch_size)
     return _in_order(split, tokens, seq_len, batch_size)
+
+
+def _spread(split: Split, count: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
+    """`count` windows at equal distances."""
+    total = (split.tokens - 1) // seq_len
+    chosen = [(2 * i + 1) * total // (2 * count) for i in range(count)]
+    for first in range(0, count, batch_size):
+        starts = [window * seq_len for window in chosen[first : first + batch_size]]
+        tokens = np.stack([split.read(start, start + seq_len + 1) for start in starts])
+        yield _batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Iterator[Batch]:

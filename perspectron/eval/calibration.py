@@ -50,10 +50,12 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
 
 
 def predictions(subject: Subject, limit: int | None) -> Predictions:
-    """The model's, at every token of the held-out text up to `limit`; a window starts from an empty state."""
+    """The model's, at `limit` tokens from all over the held-out text; a window starts from an empty state."""
     model, parts, first = subject.model, list[Predictions](), 0
     with torch.inference_mode(), autocast(subject):
-        for batch in windows(subject.text, seq_len=subject.seq_len, batch_size=ROWS, limit_tokens=limit):
+        for batch in windows(
+            subject.text, seq_len=subject.seq_len, batch_size=ROWS, limit_tokens=limit, spread=True
+        ):
             reset = None if batch.reset_BT is None else batch.reset_BT.to(model.device)
             hidden_BTD, _, _ = model.hidden(batch.ids_BT.to(model.device), reset_BT=reset)
             real_BT = batch.targets_BT != IGNORE

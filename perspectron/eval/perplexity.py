@@ -44,9 +44,10 @@ def heldout(
     batch_size: int = 8,
     limit_tokens: int | None = None,
     carry: bool = False,
+    spread: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Heldout:
-    """The loss over a split, or its first `limit_tokens`; deterministic.
+    """The loss over a split, or its first `limit_tokens`, or with `spread` so many from all over it; deterministic.
 
     Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same
     context; with `carry` the state goes on from window to window (batch size 1) and only a document's start
@@ -57,7 +58,11 @@ def heldout(
     nats, tokens, text_bytes, state = 0.0, 0, 0, None
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         for batch in windows(
-            split, seq_len=seq_len, batch_size=1 if carry else batch_size, limit_tokens=limit_tokens
+            split,
+            seq_len=seq_len,
+            batch_size=1 if carry else batch_size,
+            limit_tokens=limit_tokens,
+            spread=spread,
         ):
             ids, targets = batch.ids_BT.to(device), batch.targets_BT.to(device)
             reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else batch.reset_BT

@@ -20,6 +20,8 @@ SIZES = (
     "gaps",
     "letters",
     "kinds",
+    "facts",
+    "reach",
     "distance",
     "words",
     "n",

@@ -213,7 +213,7 @@ def _losses(rows: Sequence[Row], style: figures.Styles, plan: dict[str, Any]) ->
     said = "Thick: mean over the seeds that finished. Thin: each seed. A cross: where a seed diverged. "
     said += f"Drawn from {figures.START:.0%} of each training on. "
     if plan["curve_tokens"] < plan["heldout_tokens"]:
-        said += f"On the way the first {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
+        said += f"On the way {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
     return [Text([said], "quiet"), _gallery(drawn, rows, style)]
 
 

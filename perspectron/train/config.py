@@ -36,7 +36,7 @@ class TrainConfig:
     eval_every: int = 250
     """Steps between held-out measurements; 0 is only at the end."""
     eval_tokens: int = 65536
-    """Held-out tokens measured each time; 0 is all."""
+    """Held-out tokens measured each time, from all over; 0 is all."""
     save_every: int = 250
     """Steps between checkpoints; 0 is only at the end and at a new best."""
     keep: int = 2

@@ -230,6 +230,7 @@ class Trainer:
             seq_len=train.seq_len,
             batch_size=train.batch_size,
             limit_tokens=train.eval_tokens or None,
+            spread=True,
             dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
         )
         if not math.isfinite(result.bits_per_byte):

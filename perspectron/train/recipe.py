@@ -240,6 +240,7 @@ def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shard
             seq_len=train.seq_len,
             batch_size=train.batch_size,
             limit_tokens=train.eval_tokens or None,
+            spread=True,
         )
     layers: dict[str, dict[str, float]] = use(found)
     for name, ffn in experts_of(model).items():

@@ -190,6 +190,25 @@ def test_windows_hold_every_target_once(
         assert tokenizer.byte_counts()[targets[real].numpy()].sum() == split.text_bytes
 
 
+def test_a_spread_part_is_whole_windows_from_end_to_end(shards: Shards) -> None:
+    split = shards.split("train")
+    every = list(windows(split, seq_len=16, batch_size=1))
+    limit = split.tokens // 3
+    found = list(windows(split, seq_len=16, batch_size=3, limit_tokens=limit, spread=True))
+    rows = torch.cat([batch.ids_BT for batch in found])
+    assert len(rows) == limit // 16
+    at = [-1]
+    for row in rows:  # texts repeat: the next window that is this one
+        at.append(next(i for i in range(at[-1] + 1, len(every)) if torch.equal(every[i].ids_BT[0], row)))
+    at.pop(0)
+    assert at[0] <= 2
+    assert at[-1] > 0.8 * len(every)
+    targets = torch.cat([batch.targets_BT for batch in found])
+    assert torch.equal(targets, torch.cat([every[i].targets_BT for i in at]))
+    whole = list(windows(split, seq_len=16, batch_size=1, limit_tokens=10**9, spread=True))
+    assert [batch.targets for batch in whole] == [batch.targets for batch in every]
+
+
 # Refusals
 
 
