@@ -91,7 +91,7 @@ PROPERTIES = (
     Claim("adr-smooth", "§3.1", "Temporal smoothing: attention becomes less volatile",
           worded("shifts less from token to token", 0, 0.999), of(_roughness)),
     Claim("adr-smooth-trained", "§3.1", "and more stable across tokens, trained",
-          worded("attention shifts less than without memories, in every layer: most of them", 0, 0.999),
+          worded("less than 1 times the shift without memories, most of all layers", 0, 0.999),
           trained.of_gates("adr", "adr_roughness",
           lambda layers: [max(layers)], "{:.2f}"),
           command=command("compare")),
