@@ -174,7 +174,7 @@ class FlopCounter(TorchDispatchMode):
         if name in _PRODUCTS:
             self.total += _PRODUCTS[name](args)
         elif isinstance(out, torch.Tensor) and out.is_floating_point() and torch.Tag.pointwise in func.tags:
-            self.total += out.numel() * (2 if name.startswith("addc") else 1)
+            self.total += out.numel() * (2 if name.startswith("addc") else int(name != "clone"))
         return out
 
 

@@ -152,13 +152,17 @@ class ModelConfig:
         return getattr(self.blocks[0].mixer, "d_token", None) or self.d_model
 
 
-def dump(value: Any) -> Any:
-    """A config as plain JSON values; `load` gives it back."""
+def dump(value: Any, *, defaults: bool = True) -> Any:
+    """A config as plain JSON values; `load` gives it back, also without what stands at its default."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: dump(getattr(value, field.name), defaults=defaults)
+            for field in dataclasses.fields(value)
+            if defaults or getattr(value, field.name) != field.default
+        }
         return {"kind": value.kind, **fields} if isinstance(value, Kind) else fields
     if isinstance(value, list | tuple):
-        return [dump(item) for item in value]
+        return [dump(item, defaults=defaults) for item in value]
     return value
 
 

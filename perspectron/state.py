@@ -163,8 +163,9 @@ def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
-    """Hex digest of a model: its config and a checksum of its weights (independent of device and order)."""
-    digest = hashlib.sha256(json.dumps(dump(config), sort_keys=True).encode())
+    """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config but for what
+    stands at its default, so that a new field changes no digest."""
+    digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
         digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -23,6 +23,8 @@ from perspectron.train.config import RunConfig
 class Ablate:
     """Train the design of a run again with parts removed, at the same parameters, text and learning rate, and report.
 
+    The rest of the optimizer is that of `compare`.
+
     Example: perspectron ablate runs/compare/cells/perspective/0 --over low_rank_gate,no_gqa --out runs/ablate
 
     Every ablation of its design: perspectron ablate runs/compare/cells/lens/0 --tokens 1M --out runs/lens-steps
@@ -65,6 +67,6 @@ class Ablate:
         return Settings(
             arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
             resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
-            train.batch_size, (train.optim.lr,), dtype=train.dtype, device=train.device,
+            train.batch_size * train.accumulate, (train.optim.lr,), dtype=train.dtype, device=train.device,
             suites=("position", "calibration", "robustness"),
         )  # fmt: skip

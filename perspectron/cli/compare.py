@@ -1,6 +1,6 @@
 """`perspectron compare`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ from perspectron.compare.plan import (
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell
 from perspectron.config import require
+from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
@@ -97,10 +98,19 @@ class Compare:
             what = read(folder)
             return finish(folder, what, self.jobs, console)
         settings = self.settings()
-        models_of_designs(settings)  # what cannot be, is said before the text is read
+        models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
         with pool.alone(folder):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
+
+    def _vocabulary(self) -> int:
+        """That was asked for, or that tokenised text has."""
+        if not (Path(self.data) / "manifest.json").is_file():
+            return self.vocab_size
+        has = Tokenizer.load(Path(self.data) / "tokenizer.json").vocab_size
+        fits = self.vocab_size in (0, has)
+        require(fits, "vocab_size", self.vocab_size, f"{has}, that of {self.data}, or left out")
+        return has
 
     def settings(self) -> Settings:
         return Settings(
@@ -129,7 +139,8 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             console.print("learning rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
             cells = run.cells(folder, what, rates)
             _train(folder, what, cells, jobs, console)
-            _measure(folder, what, [c for c in cells if run.trained(c).status == "finished"], jobs, console)
+            finished = [cell for cell in cells if run.trained(cell).status == "finished"]
+            failed = _measure(folder, what, finished, jobs, console)
             results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; go on with --resume {folder}")
@@ -140,20 +151,24 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]
     for cell in missing:
         console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
-    return 1 if missing else 0
+    return 1 if missing or failed else 0
 
 
-def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> None:
-    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine."""
-    threads = what.settings.threads
+def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> list[Ended]:
+    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine. Returns what
+    failed."""
+    threads, failed = what.settings.threads, list[Ended]()
 
     def ended(end: Ended) -> None:
+        if end.code != 0:
+            failed.append(end)
         said = "" if end.code == 0 else f"  not measured: {end.said} (exit code {end.code})"
         console.print(f"measured {end.job.name}  {end.seconds:.0f} s{said}")
 
     pool.work(measure.jobs(folder, what.settings, finished), jobs, threads, ended=ended)
     if "cost" in what.settings.suites:
         pool.work(measure.cost_jobs(folder), 1, threads, ended=ended)
+    return failed
 
 
 def _summary(what: Plan) -> str:
@@ -197,4 +212,4 @@ def _line(cell: Cell, end: Ended) -> str:
     head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate:g}  {end.seconds:.0f} s  "
     if state.bits is not None:
         return head + f"{state.bits:.4f} held-out bits per byte"
-    return head + f"{state.status}: {state.why or end.said} (exit code {end.code})"
+    return head + f"{state.status}: {state.why} (exit code {end.code})"

@@ -30,9 +30,8 @@ from perspectron.cli.synthesize import Synthesize
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.trace import TraceRoutes
 from perspectron.cli.train import Train, from_toml
+from perspectron.compare.run import DIVERGED
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
-
-DIVERGED = 3
 
 
 class Command(Protocol):

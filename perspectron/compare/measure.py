@@ -23,6 +23,7 @@ from perspectron.eval.gates import gates
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, plain
 from perspectron.files import read_json, write_json
+from perspectron.train import checkpoint
 from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
@@ -71,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
             write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
         case ["recall", profile, cell, path]:
             suite = SUITES["recall"]
-            write_json(Path(path), plain(suite.measure(open_subject(Path(cell)), suite.options(profile))))
+            write_json(Path(path), plain(suite.measure(_open(Path(cell)), suite.options(profile))))
         case [cell, *names]:
-            subject = open_subject(Path(cell))
+            subject = _open(Path(cell))
             for name in names:
                 result = _gates(subject) if name == "gates" else SUITES[name].measure(subject)
                 write_json(Path(cell) / "suites" / f"{name}.json", plain(result))
@@ -89,6 +90,12 @@ def costs(plan: Plan) -> dict[str, Any]:
         cost_suite.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device
     )
     return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
+
+
+def _open(cell: Path) -> Subject:
+    """A cell as it is at its end, not where its held-out loss was lowest: all have read the same number of tokens."""
+    train = checkpoint.load_config(cell).train
+    return open_subject(checkpoint.path_of(cell, train.steps), device=train.device)
 
 
 def _gates(subject: Subject) -> dict[str, Any]:

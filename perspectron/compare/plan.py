@@ -4,10 +4,11 @@ An arm is a design, or in an ablation one design with a part removed. The plan i
 and decides everything after it.
 """
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,14 +21,14 @@ from perspectron.config import ModelConfig, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.device import pick_device
 from perspectron.errors import ConfigError
-from perspectron.files import read_json, write_json
+from perspectron.files import read_json, remove, write_json
 from perspectron.model import build
 from perspectron.train.config import TrainConfig
 from perspectron.train.optim import OptimConfig, adamw
 from perspectron.train.precision import autocast, faster
 
 VERSION = 1
-PLAN, DATA = "compare.json", "data"
+PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
 CURVE_TOKENS = 32768  # held-out tokens measured on the way
 LEAST_VOCABULARY = 512
@@ -155,14 +156,20 @@ def plan(
     if (out / PLAN).is_file():
         known = read(out)
         _same(out, known, kind, settings)
+        size = next(iter(known.arms.values())).model.vocab_size
+        for name, (model, _, _) in models(replace(known.settings, vocab_size=size)).items():
+            same = model == known.arms[name].model
+            require(same, "out", str(out), f"a new folder: {name} is another model there")
         return known
-    tokenizer, shards = prepare(out, settings)
     size = settings.vocab_size or vocabulary(settings.params)
     settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
+    _clear(out, settings)
+    tokenizer, shards = prepare(out, settings)
     made = models(replace(settings, vocab_size=tokenizer.vocab_size))  # little text has fewer
-    settings = replace(settings, dtype=_dtype(settings, made, shards))
-    flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
-    steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)
+    with _threads(settings.threads):
+        settings = replace(settings, dtype=_dtype(settings, made, shards))
+        flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
+        steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)
     arms = {
         name: Arm(model, steps[name], flops[name], about, source)
         for name, (model, about, source) in made.items()
@@ -170,6 +177,27 @@ def plan(
     result = Plan(kind, settings, arms)
     write_json(out / PLAN, {"version": VERSION} | dump_plan(result))
     return result
+
+
+def _clear(out: Path, settings: Settings) -> None:
+    """Delete text in `out` that was encoded for other settings, by one that never came to a plan."""
+    asked = {"data": settings.data, "heldout": settings.heldout, "vocab_size": settings.vocab_size}
+    path = out / DATA / ASKED
+    if not path.is_file() or read_json(path, ConfigError) != asked:
+        remove(out / DATA)
+        path.parent.mkdir(parents=True)
+        write_json(path, asked)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many as trainings have, so that what is timed here is what they will do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dump_plan(value: Plan) -> dict[str, object]:

@@ -19,6 +19,8 @@ LOG, LOCK = "log.txt", ".lock"
 PAUSE = 0.5  # seconds between looks
 PATIENCE = 60.0  # for one that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+HERE = Path(__file__).resolve().parents[2]
 
 
 class Job(NamedTuple):
@@ -52,8 +54,11 @@ def alone(folder: Path, patience: float = 0.0) -> Iterator[int]:
 
     ConfigError when another process still holds it after `patience` seconds.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"out = '{folder}', must be a folder to write in ({error.strerror})") from None
     until = time.monotonic() + patience
     try:
         while not _locked(descriptor):
@@ -112,24 +117,35 @@ class _Running:
         self.job, self.start = job, time.perf_counter()
         self.lock = contextlib.ExitStack()
         held = self.lock.enter_context(alone(job.folder, PATIENCE))
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        found = [
+            str(HERE),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]  # this very package, from any folder
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(found)}
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with (job.folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, "-P", "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, pass_fds=(held,), preexec_fn=_with_parent, start_new_session=True,
             )  # fmt: skip
 
     def end(self) -> Ended:
         self.lock.close()
-        lines = (self.job.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        said = lines[-1] if lines else ""
-        return Ended(self.job, self.process.returncode, time.perf_counter() - self.start, said)
+        seconds = time.perf_counter() - self.start
+        return Ended(self.job, self.process.returncode, seconds, last_line(self.job.folder))
+
+
+def last_line(folder: Path) -> str:
+    """Of what was put out in a folder; "" before there is anything."""
+    path = folder / LOG
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return lines[-1] if lines else ""
 
 
 def _with_parent() -> None:
     """In the child before it runs: SIGTERM comes when the parent dies. Only Linux knows how."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
+    if LIBC is not None:
+        LIBC.prctl(PARENT_DEATH, signal.SIGTERM)
 
 
 @contextlib.contextmanager

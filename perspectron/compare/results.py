@@ -20,6 +20,7 @@ from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
 from perspectron.compare.run import Cell
 from perspectron.config import dump
 from perspectron.errors import ConfigError
+from perspectron.eval.suites import plain
 from perspectron.files import atomic, read_json, write_json
 
 VERSION = 1
@@ -61,12 +62,13 @@ def machine() -> str:
 
 def commit() -> str:
     """Of the checkout that runs, else the version."""
-    here = Path(perspectron.__file__).parent
-    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    here = Path(perspectron.__file__).resolve().parents[1]
+    command = ["git", "-C", str(here), "rev-parse", "--show-toplevel", "--short", "HEAD"]
     with suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
+        top, *head = done.stdout.split()
+        if head and Path(top) == here:
+            return head[0]
     return f"version {perspectron.__version__}"
 
 
@@ -108,6 +110,7 @@ def collect(
 
 def write(out: Path, found: dict[str, Any]) -> None:
     """results.json, and the report of it as a page and as Markdown."""
+    found = plain(found)
     write_json(out / RESULTS, found)
     for name, text in ((PAGE, report.html(found)), (TEXT, report.markdown(found))):
         with atomic(out / name) as temporary:
@@ -140,15 +143,14 @@ def _cell(cell: Cell, arm: Arm) -> dict[str, Any]:
     state, points = run.trained(cell), run.curve(cell, arm.train_flops_per_token)
     suites = measure.suites_of(cell)
     perplexity, gates = suites.pop("perplexity", None), suites.pop("gates", {})
+    if state.status == "finished" and perplexity is None:
+        state = run.Trained("missing", "trained, but its loss was not measured", None)
     return {
         "seed": cell.seed,
         "status": state.status,
         "why": state.why,
-        "steps": run.reached(cell),
-        "tokens": points[-1]["tokens"] if points else 0,
-        "seconds": points[-1]["seconds"] if points else None,
-        "tokens_per_second": run.speed(cell),
-        "heldout_bits_per_byte": perplexity["bits_per_byte"] if perplexity else state.bits,
+        **run.spent(cell),
+        "heldout_bits_per_byte": perplexity["bits_per_byte"] if perplexity else None,
         "curve": points,
         "losses_sha256": run.digest(cell),
         "terms": run.terms(cell),

@@ -23,7 +23,9 @@ from perspectron.train.config import RunConfig
 from perspectron.train.loop import METRICS, read_metrics
 
 FAILED = "failed.json"
-DIVERGED = 3  # the program's exit code for a loss that is not finite
+RATES = "rates.json"
+DIVERGED = 3
+"""The program's exit code for a loss that is not finite."""
 MEASURED = 8
 TAIL = 1 << 15  # bytes of metrics that hold a whole line
 FACTOR = 2.0  # to the next learning rate outside the grid
@@ -77,9 +79,12 @@ def trained(cell: Cell) -> Trained:
         failed = read_json(cell.folder / FAILED, CheckpointError)
         return Trained("diverged", failed["why"], None)
     measured = [line for line in read_metrics(cell.folder) if "heldout_bits_per_byte" in line]
-    if measured and measured[-1]["step"] == cell.steps and checkpoint.paths(cell.folder):
+    whole = checkpoint.path_of(cell.folder, cell.steps).is_dir()
+    if measured and measured[-1]["step"] == cell.steps and whole:
         return Trained("finished", "", measured[-1]["heldout_bits_per_byte"])
-    return Trained("missing", f"trained for {reached(cell)} of {cell.steps} steps", None)
+    said = pool.last_line(cell.folder)
+    why = f"trained for {reached(cell)} of {cell.steps} steps"
+    return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
 
 
 def reached(cell: Cell) -> int:
@@ -135,9 +140,16 @@ def choose_rates(
     grid = sorted(plan.settings.rates)
     if len(grid) == 1:
         return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
+    if (out / RATES).is_file():  # what cells were trained with, whatever has become of the trials
+        kept = read_json(out / RATES, CheckpointError)
+        return kept["chosen"], kept["tried"]
     wanted = {name: list(grid) for name in plan.arms}
     for _ in range(OUTSIDE + 1):
         run(trials(out, plan, wanted))
+        for cell in trials(out, plan, wanted):
+            state = trained(cell)
+            if state.status == "missing":
+                raise CheckpointError(f"{cell.folder}: {state.why}; mend that and go on with --resume {out}")
         more = False
         for name, values in wanted.items():
             if len(values) < len(grid) + OUTSIDE:
@@ -147,7 +159,9 @@ def choose_rates(
         if not more:
             break
     tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
-    return {name: _best(out, plan, name, values) for name, values in wanted.items()}, tried
+    chosen = {name: _best(out, plan, name, values) for name, values in wanted.items()}
+    write_json(out / RATES, {"chosen": chosen, "tried": tried})
+    return chosen, tried
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[str, Any]]:
@@ -159,16 +173,16 @@ def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[s
 
 
 def _best(out: Path, plan: Plan, name: str, values: list[float]) -> float:
-    """The middle one where none has finished."""
+    """The lowest where none has finished."""
     found = [(r["heldout_bits_per_byte"], r["lr"]) for r in _tried(out, plan, name, values)]
     finished = [(bits, rate) for bits, rate in found if bits is not None]
-    return float(min(finished)[1]) if finished else values[len(values) // 2]
+    return float(min(finished)[1]) if finished else min(values)
 
 
 def _beyond(values: list[float], best: float) -> list[float]:
-    if best == max(values):
-        return [best * FACTOR]
-    return [best / FACTOR] if best == min(values) else []
+    if best == min(values):
+        return [best / FACTOR]
+    return [best * FACTOR] if best == max(values) else []
 
 
 def curve(cell: Cell, flops_per_token: float) -> list[dict[str, Any]]:
@@ -207,7 +221,11 @@ def terms(cell: Cell) -> dict[str, float]:
     return dict(lines[-1].get("aux", {})) if lines else {}
 
 
-def speed(cell: Cell) -> float | None:
-    """Tokens per second of training, measurements and saving left out; None before the first update."""
+def spent(cell: Cell) -> dict[str, Any]:
+    """Steps, tokens and seconds of training (measurements and saving left out), and tokens per second."""
     lines = [line for line in read_metrics(cell.folder) if "loss" in line]
-    return lines[-1]["tokens"] / lines[-1]["seconds"] if lines else None
+    if not lines:
+        return {"steps": 0, "tokens": 0, "seconds": None, "tokens_per_second": None}
+    tokens, seconds = lines[-1]["tokens"], lines[-1]["seconds"]
+    told = {"steps": lines[-1]["step"], "tokens": tokens, "seconds": round(seconds, 2)}
+    return told | {"tokens_per_second": tokens / seconds}

@@ -7,23 +7,24 @@ from typing import Any
 from perspectron.axes import Linear, Log
 from perspectron.report.charts import Axis, Chart, Places, Point, Series, draw, element, span
 from perspectron.report.document import Cell, Figure, Table
-from perspectron.report.numbers import context, fixed, known, percent, short, size
+from perspectron.report.numbers import context, fixed, known, percent, seeds, short, size
 from perspectron.report.summary import LOSS, Row
 
 BITS = "held-out bits per byte"
 START = 0.2  # of a training, from where its losses are drawn: before, all of them fall steeply
-FOUND = (
-    "accuracy",
-    "beyond",
-    "steps",
-    "seconds",
-    "rates",
-    "lr",
-    "parameters",
-    "state_bytes",
-    "chance",
-    "steps_allowed",
-)
+SIZES = (
+    "length",
+    "pairs",
+    "keys",
+    "values",
+    "gaps",
+    "letters",
+    "kinds",
+    "distance",
+    "words",
+    "n",
+    "depth",
+)  # of tasks, where a setting does not hold them apart from what was found
 CHANCE = 9  # its style
 Styles = dict[str, int]
 
@@ -146,7 +147,7 @@ def recall(rows: Sequence[Row], style: Styles) -> list[Figure]:
 
 
 def _tasks(row: Row) -> dict[str, Any]:
-    return dict(row.entry.get("suites", {}).get("recall", {}).get("tasks", {}))
+    return dict(row.recall.get("tasks", {}))
 
 
 def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
@@ -155,15 +156,16 @@ def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
     first = next(iter(tasks.values()))
     settings = list(dict.fromkeys(key for task in tasks.values() for key in map(_setting, task["settings"])))
     varied, places = _varied(settings)
+    found = {name: {_setting(line): line for line in task["settings"]} for name, task in tasks.items()}
     series = []
     for row in rows:
-        lines = {settings.index(_setting(line)): line["accuracy"] for line in tasks[row.name]["settings"]}
-        seeds = max((len(values) for values in lines.values()), default=0)
+        lines = {settings.index(at): line["accuracy"] for at, line in found[row.name].items()}
+        most = max((len(values) for values in lines.values()), default=0)
         threads = [
             [(float(at), values[seed]) for at, values in sorted(lines.items()) if _has(values, seed)]
-            for seed in range(seeds)
+            for seed in range(most)
         ]
-        series.append(Series(row.name, style[row.name], _shared(threads), threads if seeds > 1 else ()))
+        series.append(Series(row.name, style[row.name], _shared(threads), threads if most > 1 else ()))
     (left, right), (bottom, top) = span([*(one.name for one in series), "chance"])
     x = Axis(Places(len(settings), left, right), varied, lambda at: places[int(at)])
     y = Axis(Linear([0.0, 1.0], bottom, top), "accuracy", lambda value: percent(value, 0))
@@ -176,12 +178,29 @@ def _task(name: str, rows: Sequence[Row], style: Styles) -> Figure:
     drawn = [*series, Series("chance", CHANCE, guesses)] if guesses else series
     chart = Chart(f"recall-{_slug(name)}", title, summary, drawn, x, y, levels)
     body = [
-        [Cell(one.name), *(Cell(percent(dict(one.mean).get(float(at)))) for at in range(len(settings)))]
-        for one in series
+        [Cell(name), *(_accuracy(lines.get(setting)) for setting in settings)]
+        for name, lines in found.items()
     ]
     body.append([Cell("chance", kind="quiet"), *(Cell(percent(value)) for value in blind)])
-    table = Table(f"Accuracy, mean over seeds, by {varied}", ["design", *places], body)
+    count = seeds(len(line["accuracy"]) for lines in found.values() for line in lines.values())
+    table = Table(f"Accuracy over {count}, by {varied}", ["design", *places], body)
     return Figure(title, draw(chart), str(first.get("theory") or ""), table)
+
+
+def _accuracy(line: dict[str, Any] | None) -> Cell:
+    """Of a setting, and beneath it past the length that was trained on."""
+    if line is None:
+        return Cell(percent(None))
+    past = averaged(line.get("beyond") or [])
+    return Cell(
+        percent(averaged(line["accuracy"])), "" if past is None else f"past its length {percent(past)}"
+    )
+
+
+def averaged(values: Sequence[Any]) -> float | None:
+    """The mean over seeds; none where a seed has none, for that would flatter."""
+    numbers = [number for value in values if (number := known(value)) is not None]
+    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def _has(values: Sequence[Any], seed: int) -> bool:
@@ -193,7 +212,8 @@ Setting = tuple[tuple[str, Any], ...]
 
 def _setting(line: dict[str, Any]) -> Setting:
     """The sizes of the task, as they can be compared."""
-    return tuple((key, line[key]) for key in line if key not in FOUND)
+    sizes = line.get("sizes") or {key: line[key] for key in line if key in SIZES}
+    return tuple(sizes.items())
 
 
 def _varied(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -223,7 +243,7 @@ def _cost(
 ) -> Figure | None:
     series, tables = list[Series](), list[tuple[str, dict[int, float]]]()
     for row in rows:
-        values = measured(row.entry.get("suites", {}).get("cost", {}).get(field, {}))
+        values = measured(row.cost.get(field, {}))
         if values:
             tables.append((row.name, values))
             series.append(

@@ -1,6 +1,7 @@
 """Numbers as a reader of the report sees them: few digits, a sign that is a minus, a dash where there is none."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 NONE = "–"
@@ -46,14 +47,14 @@ def size(value: Any) -> str:
 
 
 def context(value: Any) -> str:
-    """A length in tokens: 512, 4k (of 1024), 2.5k (of 1000)."""
+    """A length in tokens: 512, 4k (of 1024), in full where it is no multiple of that: 1 000."""
     number = known(value)
     if number is None:
         return NONE
     for power, letter in ((1024**2, "M"), (1024, "k")):
         if number >= power and number % power == 0:
             return f"{number / power:.0f}{letter}"
-    return short(number)
+    return grouped(number) if number.is_integer() else short(number)
 
 
 def percent(value: Any, digits: int = 1) -> str:
@@ -83,6 +84,14 @@ def grouped(value: Any) -> str:
     """A whole number in full: 3 014 656, its groups set apart by thin no-break spaces."""
     number = known(value)
     return NONE if number is None else f"{number:,.0f}".replace(",", "\u202f").replace("-", "−")
+
+
+def seeds(counts: Iterable[int]) -> str:
+    """How many, where there are as many as these: one seed, 3 seeds, 1 to 3 seeds."""
+    least, most = min(found := list(counts)), max(found)
+    if least != most:
+        return f"{least} to {most} seeds"
+    return "one seed" if most == 1 else f"{most} seeds"
 
 
 def _scaled(number: float, digits: int) -> str:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Claim:
     """rival: the design whose loss it has to beat, "" where it claims nothing of losses. flat_state: the state has one
-    size at every context. smaller_cache: than the rival's."""
+    size at every context. pruned: the cache is smaller than the rival's once attention is dropped where gates allow."""
 
     source: str
     clause: str
     rival: str = ""
     flat_state: bool = False
-    smaller_cache: bool = False
+    pruned: bool = False
 
 
 CLAIMS = {
@@ -34,7 +34,7 @@ CLAIMS = {
         "seeds/lens.md, Enhancement 4 and Summary",
         "its parts improve on GPT-2's loss and its route gate shrinks the cache",
         rival="gpt2",
-        smaller_cache=True,
+        pruned=True,
     ),
     "drm": Claim(
         "seeds/drm.md, Generation",

@@ -1,6 +1,5 @@
 """How sure a difference between two designs is, from the seeds that both finished."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,22 +11,16 @@ LEVEL = 0.95  # of the interval
 class Paired:
     """The mean of n differences a − b, each of one seed.
 
-    low, high: the interval that holds the true mean with probability LEVEL if the differences are normal; p: of the
-    two-sided paired t test, under the same assumption; p_flips: of the exact test that flips the differences' signs
-    and assumes only symmetry, which n seeds hold at or above `smallest`. One seed has a mean and nothing else.
+    other: the mean of b. low, high: the interval that holds the true mean with probability LEVEL if the differences are
+    normal; p: of the two-sided paired t test, under the same assumption. One seed has means and nothing else.
     """
 
     n: int
     mean: float
+    other: float
     low: float | None
     high: float | None
     p: float | None
-    p_flips: float | None
-
-    @property
-    def smallest(self) -> float:
-        """The least p that flipping the signs of n differences can give."""
-        return float(2.0 ** (1 - self.n))
 
     @property
     def sure(self) -> bool:
@@ -46,13 +39,13 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
     n = len(differences)
     if n == 0:
         return None
-    mean = math.fsum(differences) / n
+    mean, other = math.fsum(differences) / n, math.fsum(b) / n
     if n == 1:
-        return Paired(1, mean, None, None, None, None)
+        return Paired(1, mean, other, None, None, None)
     error = deviation(differences) / math.sqrt(n)
     half = student_quantile(LEVEL, n - 1) * error
     p = 1 - student(abs(mean) / error, n - 1) if error else float(mean == 0)
-    return Paired(n, mean, mean - half, mean + half, p, _flips(differences))
+    return Paired(n, mean, other, mean - half, mean + half, p)
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -84,13 +77,3 @@ def student_quantile(level: float, freedom: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if student(middle, freedom) < level else (low, middle)
     return (low + high) / 2
-
-
-def _flips(differences: Sequence[float]) -> float:
-    """Share of the 2^n sign patterns whose sum is at least as far from zero as the one seen."""
-    seen = abs(math.fsum(differences)) * (1 - 1e-12)
-    sums = (
-        math.fsum(sign * value for sign, value in zip(signs, differences, strict=True))
-        for signs in itertools.product((1, -1), repeat=len(differences))
-    )
-    return sum(abs(total) >= seen for total in sums) / 2 ** len(differences)

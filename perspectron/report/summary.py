@@ -5,13 +5,13 @@ that finished all seeds, and carries the fault wherever it is named.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from perspectron.report.numbers import known
 from perspectron.report.significance import Paired, deviation, paired
 
-REFERENCE = "transformer"
 LOSS = "heldout_bits_per_byte"
 
 
@@ -46,6 +46,11 @@ class Row:
         return math.fsum(self.losses.values()) / len(self.losses) if self.losses else None
 
     @property
+    def count(self) -> str:
+        """As "of 2 of 3 seeds"."""
+        return f"of {len(self.losses)} of {len(self.losses) + len(self.faults)} seeds"
+
+    @property
     def deviation(self) -> float | None:
         return deviation(list(self.losses.values())) if len(self.losses) > 1 else None
 
@@ -63,6 +68,16 @@ class Row:
         seeds = [seed for seed in self.losses if seed in other.losses]
         return paired([self.losses[seed] for seed in seeds], [other.losses[seed] for seed in seeds])
 
+    @property
+    def cost(self) -> dict[str, Any]:
+        """What the cost suite measured, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("cost") or {})
+
+    @property
+    def recall(self) -> dict[str, Any]:
+        """What the recall suite measured, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("recall") or {})
+
     def suite(self, name: str) -> list[dict[str, Any]]:
         """This suite's results of the finished cells that have them."""
         return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]
@@ -75,11 +90,21 @@ def ranked(results: dict[str, Any]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
 
 
+def leader(rows: Sequence[Row]) -> Row | None:
+    """The complete design with the lowest mean, None where no design is complete."""
+    return rows[0] if rows and not rows[0].faults else None
+
+
+def lower(rows: Sequence[Row], row: Row) -> list[Row]:
+    """Designs with a lower mean than this one, over whatever seeds they finished."""
+    return [
+        other for other in rows if other.mean is not None and row.mean is not None and other.mean < row.mean
+    ]
+
+
 def reference(results: dict[str, Any]) -> str:
     """The arm that the others are held against, as planned: the transformer, or the first, of an ablation the whole."""
-    designs = results["designs"]
-    usual = REFERENCE if REFERENCE in designs else next(iter(designs))
-    return str(results["plan"].get("reference", usual))
+    return str(results["plan"]["reference"])
 
 
 def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perspectron.report.document import Cell, Table
-from perspectron.report.figures import Styles, measured
+from perspectron.report.figures import Styles, averaged, measured
 from perspectron.report.numbers import (
     NONE,
     context,
@@ -20,7 +20,7 @@ from perspectron.report.numbers import (
     size,
 )
 from perspectron.report.significance import Paired
-from perspectron.report.summary import Row
+from perspectron.report.summary import Row, leader
 from perspectron.report.verdicts import states
 
 
@@ -28,8 +28,9 @@ def ranking(
     rows: Sequence[Row], style: Styles, reference: str, compressors: dict[str, Any], noun: str
 ) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
-    best = rows[0] if rows[0].mean is not None else None
-    others = [("the best", best)] if best is not None and best.name != reference else []
+    best, whole = leader(rows), not any(row.faults for row in rows)
+    title = "the best" if whole else "the best complete one"
+    others = [(title, best)] if best is not None and best.name != reference else []
     others.append((reference, next(row for row in rows if row.name == reference)))
     ends = _ends(rows)
     head = [noun, "rank", "bits per byte", "spread over seeds", *(f"against {name}" for name, _ in others)]
@@ -39,7 +40,7 @@ def ranking(
     for row in rows:
         place += not row.faults
         name = Cell(row.name, _fault_note(row), style=style[row.name])
-        mean = Cell(fixed(row.mean), _of(row) if row.faults and row.losses else "", _kind(row, best))
+        mean = Cell(fixed(row.mean), row.count if row.faults and row.losses else "", _kind(row, best))
         body.append([name, Cell(str(place) if not row.faults else NONE), mean, _spread(row)])
         body[-1] += [*(_difference(row, other) for _, other in others), *_sizes(row, ends)]
     for compressor, bits in compressors.items():
@@ -70,10 +71,6 @@ def _ends(rows: Sequence[Row]) -> list[int]:
 
 def _fault_note(row: Row) -> str:
     return "; ".join(f"seed {fault.seed} {fault.status}" for fault in row.faults)
-
-
-def _of(row: Row) -> str:
-    return f"of {len(row.losses)} of {len(row.losses) + len(row.faults)} seeds"
 
 
 def _kind(row: Row, best: Row | None) -> str:
@@ -167,7 +164,10 @@ def calibration(rows: Sequence[Row], noun: str) -> Table | None:
         if suites:
             ece, brier = _mean(suites, "ece"), _mean(suites, "brier")
             bounds = [(suite.get("ece_low"), suite.get("ece_high")) for suite in suites]
-            spans = ", ".join(f"{fixed(low)} to {fixed(high)}" for low, high in bounds)
+            spans = ", ".join(
+                NONE if known(low) is None or known(high) is None else f"{fixed(low)} to {fixed(high)}"
+                for low, high in bounds
+            )
             body.append([Cell(row.name), Cell(fixed(ece)), Cell(spans), Cell(fixed(brier))])
             body[-1].append(Cell(grouped(_mean(suites, "tokens"))))
     head = [noun, "ECE", "its interval, seed by seed", "Brier score", "tokens"]
@@ -213,7 +213,7 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
 
 def costs(rows: Sequence[Row], noun: str) -> Table | None:
     """Of the cost suite, what is not drawn: training speed and memory, and decoding at the longest context."""
-    given = {row.name: cost for row in rows if (cost := row.entry.get("suites", {}).get("cost"))}
+    given = {row.name: row.cost for row in rows if row.cost}
     if not given:
         return None
     contexts = {at for cost in given.values() for at in measured(cost.get("decode_ms", {}))}
@@ -254,7 +254,4 @@ def terms(rows: Sequence[Row], noun: str) -> Table | None:
 
 
 def _mean(lines: Sequence[dict[Any, Any]], key: Any) -> float | None:
-    """None where any line has none, for the mean of the rest would hide it."""
-    values = [known(line.get(key)) for line in lines]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+    return averaged([line.get(key) for line in lines])

@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron.report.figures import measured
-from perspectron.report.numbers import context, fixed, known, percent, rate, short, signed, size
+from perspectron.report.figures import averaged, measured
+from perspectron.report.numbers import context, fixed, known, percent, rate, seeds, short, signed, size
 from perspectron.report.promises import CLAIMS, Claim
 from perspectron.report.significance import LEVEL, Paired
-from perspectron.report.summary import Row
+from perspectron.report.summary import Row, leader, lower
 
 CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
 AT_CHANCE = 0.02  # above chance, and still no more than it
-SOLVED = 0.95
 SUITES = ("position", "calibration", "robustness")
 
 
 @dataclass(frozen=True)
 class Finding:
+    """claim: whether it says what became of the claim in the design's document."""
+
     kind: str
     text: str
+    claim: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def versus(row: Row, other: Row) -> Finding:
             "open", f"{fixed(abs(pair.mean))} bits per byte {side} {other.name}, with {interval(pair)}."
         )
     if pair.sure:
-        share = percent(abs(pair.mean) / (other.mean or math.inf))
+        share = percent(abs(pair.mean) / pair.other)
         verb, kind = ("Loses to", "failed") if pair.mean > 0 else ("Beats", "held")
         return Finding(
             kind, f"{verb} {other.name} by {fixed(abs(pair.mean))} bits per byte ({share}; {interval(pair)})."
@@ -77,12 +79,16 @@ def versus(row: Row, other: Row) -> Finding:
 
 
 def _faults(row: Row) -> list[Finding]:
-    found = []
+    """One for the seeds that the same befell."""
+    found, seeds_of = list[Finding](), dict[tuple[str, str], list[str]]()
     for fault in row.faults:
-        why = f" ({fault.why})" if fault.why else ""
-        kind = "failed" if fault.status == "diverged" else "open"
-        verb = "diverged" if fault.status == "diverged" else f"is {fault.status}"
-        found.append(Finding(kind, f"Seed {fault.seed} {verb}{why}; no mean here holds it."))
+        seeds_of.setdefault((fault.status, fault.why), []).append(str(fault.seed))
+    for (status, given), names in seeds_of.items():
+        why, one = f" ({given})" if given else "", len(names) == 1
+        kind = "failed" if status == "diverged" else "open"
+        verb = status if status == "diverged" else f"{'is' if one else 'are'} {status}"
+        word, them = ("Seed", "it") if one else ("Seeds", "them")
+        found.append(Finding(kind, f"{word} {listed(names)} {verb}{why}; no mean here holds {them}."))
     if row.mean is None:
         found.append(Finding("failed", "No seed has finished, so there is no loss to compare."))
     return found
@@ -95,11 +101,13 @@ def _claim(row: Row, field: Field) -> list[Finding]:
     checks = [(check, text) for check, text in _checks(row, claim, field)]
     reasons = "; ".join(text for _, text in checks)
     said = f"Its document says that {claim.clause} ({claim.source})"
+    if row.mean is None:
+        return [Finding("open", f"{said}; this run leaves that open: no seed has finished.", claim=True)]
     if any(check is False for check, _ in checks):
-        return [Finding("failed", f"{said}; this run does not support that: {reasons}.")]
+        return [Finding("failed", f"{said}; this run does not support that: {reasons}.", claim=True)]
     if all(check for check, _ in checks):
-        return [Finding("held", f"{said}; this run supports that: {reasons}.")]
-    return [Finding("open", f"{said}; this run leaves that open: {reasons}.")]
+        return [Finding("held", f"{said}; this run supports that: {reasons}.", claim=True)]
+    return [Finding("open", f"{said}; this run leaves that open: {reasons}.", claim=True)]
 
 
 def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str]]:
@@ -114,8 +122,8 @@ def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str
         checks.append(
             (start is not None, text) if len(states(row)) > 1 else (None, "its state was not measured")
         )
-    if claim.smaller_cache:
-        checks.append(_smaller(row, rival, claim.rival))
+    if claim.pruned:
+        checks.append((None, _unpruned(row, rival)))
     return checks
 
 
@@ -129,28 +137,44 @@ def _beats(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
     return pair.mean < 0, text
 
 
-def _smaller(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
+def _unpruned(row: Row, rival: Row | None) -> str:
+    """A comparison drops no attention, so its sizes decide nothing of a cache that shrinks by that (decisions §5)."""
     own, other = states(row), states(rival) if rival is not None else {}
     shared = sorted(set(own) & set(other))
-    if not shared:
-        return None, f"its cache was not compared with that of {name}"
-    ratio = own[shared[-1]] / other[shared[-1]]
-    return ratio < 1, f"its cache is {short(ratio)} times that of {name} at {context(shared[-1])} tokens"
+    text = "attention was not pruned by its gates, so whether its cache shrinks was not measured"
+    if rival is None or not shared:
+        return text
+    at = shared[-1]
+    return f"{text} (whole it is {short(own[at] / other[at])} times that of {rival.name} at {context(at)} tokens)"
 
 
 def _rank(row: Row, field: Field) -> list[Finding]:
-    best = field.rows[0]
-    if row.name != best.name:
+    """Of the leader: whom it is not set apart from. Of an incomplete design: that a lower mean gives it no rank."""
+    best = leader(field.rows)
+    if best is None:
         return []
-    rivals = [
-        other.name
-        for other in field.rows[1:]
-        if (pair := other.against(row)) is not None and not (pair.sure and pair.mean > 0)
-    ]
-    found = [Finding("held", f"Lowest mean loss of this comparison, {fixed(row.mean)} bits per byte.")]
-    if rivals:
-        found.append(Finding("open", f"The seeds do not set it apart from {_and(rivals)}."))
+    if row.name != best.name:
+        if row not in lower(field.rows, best):
+            return []
+        text = f"Its mean, {fixed(row.mean)}, is below that of every complete design; lacking a seed, it has no rank."
+        return [Finding("open", text)]
+    others = [other for other in field.rows[1:] if other.mean is not None]
+    pairs = {other.name: other.against(row) for other in others}
+    surely = {name: pair.mean for name, pair in pairs.items() if pair is not None and pair.sure}
+    ahead = [name for name, mean in surely.items() if mean < 0]
+    unsure = [name for name in pairs if name not in surely]
+    of = "of the complete designs" if any(other.faults for other in field.rows) else "of this comparison"
+    found = [Finding("held", f"Lowest mean loss {of}, {fixed(row.mean)} bits per byte.")]
+    if ahead:
+        text = f"On the seeds that both finished it loses to {listed(ahead)}, which {_lack(ahead)} a seed."
+        found.append(Finding("failed", text))
+    if unsure:
+        found.append(Finding("open", f"The seeds do not set it apart from {listed(unsure)}."))
     return found
+
+
+def _lack(names: Sequence[str]) -> str:
+    return "lacks" if len(names) == 1 else "lack"
 
 
 def _reference(row: Row, field: Field) -> list[Finding]:
@@ -165,7 +189,7 @@ def _compressors(row: Row, field: Field) -> list[Finding]:
         if (bits := known(given)) is not None and row.mean is not None and bits <= row.mean
     }
     worse = [f"{name} ({fixed(bits)})" for name, bits in better.items()]
-    return [Finding("failed", f"Does not compress better than {_and(worse)}.")] if worse else []
+    return [Finding("failed", f"Does not compress better than {listed(worse)}.")] if worse else []
 
 
 def _position(row: Row) -> list[Finding]:
@@ -180,16 +204,16 @@ def _position(row: Row) -> list[Finding]:
         kind.append(context(int(place)) + share)
     found = []
     if stays:
-        found.append(Finding("failed", f"No sure gain from more context than {_and(stays)} tokens."))
+        found.append(Finding("failed", f"No sure gain from more context than {listed(stays)} tokens."))
     if falls:
-        found.append(Finding("held", f"More context than {_and(falls)} tokens lowers its loss."))
+        found.append(Finding("held", f"More context than {listed(falls)} tokens lowers its loss."))
     if differs:
         found.append(
-            Finding("open", f"Its seeds differ on a gain from more context than {_and(differs)} tokens.")
+            Finding("open", f"Its seeds differ on a gain from more context than {listed(differs)} tokens.")
         )
     if unread:
         found.append(
-            Finding("open", f"A gain from more context than {_and(unread)} tokens could not be measured.")
+            Finding("open", f"A gain from more context than {listed(unread)} tokens could not be measured.")
         )
     return found
 
@@ -221,11 +245,11 @@ def _robustness(row: Row) -> list[Finding]:
 
 
 def _recall(row: Row) -> list[Finding]:
-    tasks = row.entry.get("suites", {}).get("recall", {}).get("tasks", {})
+    tasks = row.recall.get("tasks", {})
     solved, failed = list[str](), list[str]()
     for name, task in tasks.items():
-        scores = [_score(setting) for setting in task["settings"]]
-        goal, count = known(task.get("solved")) or SOLVED, len(scores)
+        scores = [averaged(setting["accuracy"]) for setting in task["settings"]]
+        goal, count = float(task["solved"]), len(scores)
         chances = [known(setting.get("chance", task.get("chance"))) or 0.0 for setting in task["settings"]]
         over = [
             (score - chance, score)
@@ -239,15 +263,37 @@ def _recall(row: Row) -> list[Finding]:
             gain, _ = max(over)
             best = max(score for _, score in over)
             failed.append(f"{name} ({'at chance' if gain <= AT_CHANCE else 'at best'}, {percent(best)})")
-    found = [Finding("failed", f"Does not solve {_and(failed)}.")] if failed else []
-    return [*found, Finding("held", f"Solves {_and(solved)}.")] if solved else found
+    found = [Finding("failed", f"{_basis(row)} it does not solve {listed(failed)}.")] if failed else []
+    found += [Finding("held", f"{_basis(row)} it solves {listed(solved)}.")] if solved else []
+    return [*found, *_past(row)]
 
 
-def _score(setting: dict[str, Any]) -> float | None:
-    """Mean accuracy over the seeds; none where a seed has none, for that would flatter."""
-    values = [known(value) for value in setting["accuracy"]]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+def _past(row: Row) -> list[Finding]:
+    """Of the settings that are solved, whether they are past the length trained on too, in texts of twice it."""
+    kept, lost = list[str](), list[str]()
+    for name, task in row.recall.get("tasks", {}).items():
+        goal = float(task["solved"])
+        solved = [
+            s for s in task["settings"] if (score := averaged(s["accuracy"])) is not None and score >= goal
+        ]
+        past = [score for s in solved if (score := averaged(s.get("beyond") or [])) is not None]
+        if past:
+            (kept if min(past) >= goal else lost).append(f"{name} ({percent(min(past))})")
+    found = (
+        [Finding("failed", f"Past the length trained on it does not keep {listed(lost)}.")] if lost else []
+    )
+    return (
+        [*found, Finding("held", f"Past the length trained on it keeps {listed(kept)}.")] if kept else found
+    )
+
+
+def _basis(row: Row) -> str:
+    """Over how many seeds and which profile recall is."""
+    tasks = row.recall.get("tasks", {}).values()
+    count = seeds(len(setting["accuracy"]) for task in tasks for setting in task["settings"])
+    text = f"With {count}" if count == "one seed" else f"On average over {count}"
+    profile = row.recall.get("options", {}).get("profile")
+    return f"{text} (profile {profile})" if profile else text
 
 
 def _cost(row: Row, field: Field) -> list[Finding]:
@@ -261,7 +307,7 @@ def _cost(row: Row, field: Field) -> list[Finding]:
             ends = (
                 f"{size(state[first])} at {context(first)} to {size(state[last])} at {context(last)} tokens"
             )
-            text = f"Its cache grows from {ends}."
+            text = f"Its cache grows from {ends}{_repeated(row)}."
         found.append(Finding("cost", text))
     other = field.row(field.reference)
     if other is not None and other.name != row.name:
@@ -269,9 +315,26 @@ def _cost(row: Row, field: Field) -> list[Finding]:
         shared = sorted(set(own) & set(theirs))
         if shared:
             ratio = own[shared[-1]] / theirs[shared[-1]]
-            text = f"At {context(shared[-1])} tokens it decodes a token in {short(ratio)} times {other.name}'s time."
-            found.append(Finding("cost", text))
+            text = f"At {context(shared[-1])} tokens it decodes a token in {short(ratio)} times {other.name}'s time"
+            found.append(Finding("cost", f"{text}{_repeated(row, other)}."))
+    found += [Finding("cost", f"Not timed, {what}: {why}.") for what, why in skipped(row)]
     return found
+
+
+def _repeated(*rows: Row) -> str:
+    """In brackets, whose times and sizes at long contexts are of a table that the trained model does not have."""
+    said = [
+        f"{row.name} {row.cost['positions']}, which is all it reads"
+        for row in rows
+        if row.cost.get("positions")
+    ]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def skipped(row: Row) -> list[tuple[str, str]]:
+    """(what, why) of all that the cost suite left out."""
+    given = row.cost.get("skipped", {}).items()
+    return [(f"at {context(int(what))}" if what.isdigit() else what, why) for what, why in given]
 
 
 def _unmeasured(row: Row) -> list[Finding]:
@@ -279,7 +342,7 @@ def _unmeasured(row: Row) -> list[Finding]:
         return []
     lacking = [name for name in SUITES if not row.suite(name)]
     lacking += [name for name in ("recall", "cost") if not row.entry.get("suites", {}).get(name)]
-    return [Finding("open", f"Not measured: {_and(lacking)}.")] if lacking else []
+    return [Finding("open", f"Not measured: {listed(lacking)}.")] if lacking else []
 
 
 def _rate(row: Row) -> list[Finding]:
@@ -298,14 +361,12 @@ def _rate(row: Row) -> list[Finding]:
 
 def states(row: Row) -> dict[int, float]:
     """Bytes by context, as the cost suite measured them, else as counted from the model."""
-    return measured(row.entry.get("suites", {}).get("cost", {}).get("state_bytes", {})) or measured(
-        row.entry.get("state_bytes", {})
-    )
+    return measured(row.cost.get("state_bytes", {})) or measured(row.entry.get("state_bytes", {}))
 
 
 def decoding(row: Row) -> dict[int, float]:
     """Milliseconds a token by context."""
-    return measured(row.entry.get("suites", {}).get("cost", {}).get("decode_ms", {}))
+    return measured(row.cost.get("decode_ms", {}))
 
 
 def flat_from(values: dict[int, float]) -> int | None:
@@ -318,5 +379,5 @@ def flat_from(values: dict[int, float]) -> int | None:
     return start
 
 
-def _and(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

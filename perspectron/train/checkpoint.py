@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from perspectron.config import dump, load
+from perspectron.config import ModelConfig, dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
@@ -192,7 +192,7 @@ def restore(
     """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
-    if checkpoint.config["model"] != dump(model.config):
+    if load(ModelConfig, checkpoint.config["model"], f"{checkpoint.path / INDEX}: model") != model.config:
         raise CheckpointError(f"{checkpoint.path}: of another model config than the run's config.json")
     if checkpoint.tokenizer != tokenizer.fingerprint:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from perspectron.census import active_parameters
 from perspectron.cli.main import main
@@ -135,3 +136,42 @@ def test_out_and_resume_are_one_or_the_other(tmp_path, capsys):
     assert "compare.json" in capsys.readouterr().err
     assert main(["compare", "--resume", str(tmp_path), "--tokens", "1M"]) == 2
     assert "must be alone" in capsys.readouterr().err
+
+
+def test_text_that_was_encoded_for_other_settings_is_not_taken(text, tmp_path):
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(f'{{"text": "a few words, {i}"}}\n' for i in range(40)))
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="need at least 9001"):
+        plan(out, "designs", settings(short, seq_len=9000, tokens=90_000), models_of_designs, threads=1)
+    made = plan(out, "designs", settings(text), models_of_designs, threads=1)
+    _, shards = plans.prepare(out, made.settings)
+    assert shards.split("train").text_bytes > 10_000
+    before = (out / "data" / "manifest.json").read_bytes()
+    assert plan(out, "designs", settings(text), models_of_designs, threads=1) == made
+    assert (out / "data" / "manifest.json").read_bytes() == before
+
+
+def test_other_models_under_the_same_names_are_refused(text, tmp_path):
+    def other(own: Settings) -> plans.Models:
+        return models_of_designs(replace(own, seq_len=64))
+
+    plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
+    with pytest.raises(ConfigError, match=r"out = .* a new folder: perspective is another model there"):
+        plan(tmp_path, "designs", settings(text), other, threads=1)
+
+
+def test_what_is_timed_runs_on_the_threads_of_a_training(text, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plans, "seconds_per_step", lambda s, models, _: seen.append(torch.get_num_threads())
+                        or dict.fromkeys(models, 1.0))  # fmt: skip
+    plan(tmp_path, "designs", settings(text, match="time"), models_of_designs, threads=2)
+    assert seen == [2]
+    assert torch.get_num_threads() == 1
+
+
+def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
+    assert main(["compare", "--data", str(corpus), "--out", str(out), "--vocab-size", "300"]) == 2
+    assert "vocab_size = 300, must be 2" in capsys.readouterr().err

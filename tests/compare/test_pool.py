@@ -102,3 +102,22 @@ def test_a_folder_is_held_by_one(tmp_path):
         pool.alone(tmp_path),
     ):
         pass
+
+
+def test_a_folder_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"out = '.*file', must be a folder to write in"),
+        pool.alone(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_children_run_this_package_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "perspectron").mkdir()
+    (tmp_path / "perspectron" / "__init__.py").write_text("raise SystemExit('the other perspectron')")
+    (tmp_path / "which.py").write_text("import perspectron; print(perspectron.__file__)")
+    monkeypatch.chdir(tmp_path)
+    ends = []
+    pool.work([Job("a", tmp_path / "a", ("which",))], 1, 1, ended=ends.append)
+    assert Path(ends[0].said).parent == Path(pool.__file__).parents[1]

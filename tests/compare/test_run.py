@@ -1,7 +1,9 @@
 """A comparison from the command to the report: the same numbers twice, and after being killed."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,12 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import perspectron
 from perspectron.cli.main import main
-from perspectron.compare import run
+from perspectron.compare import measure, run
 from perspectron.compare.plan import read
 from perspectron.compare.run import Cell
+from perspectron.errors import CheckpointError
+from perspectron.train import checkpoint
 
 STEPS = 40
 COMMAND = [
@@ -38,6 +43,13 @@ def whole(tmp_path_factory, text) -> Path:
     out = tmp_path_factory.mktemp("compared") / "whole"
     assert main([*COMMAND, "--data", str(text), "--out", str(out)]) == 0
     return out
+
+
+def tokenised(whole: Path) -> list[str]:
+    """The command on text that is encoded already, whose vocabulary it has."""
+    command = [*COMMAND, "--data", str(whole / "data")]
+    command[command.index("--vocab-size") + 1] = "0"
+    return command
 
 
 def cells(results: dict) -> dict:
@@ -91,8 +103,7 @@ def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
     metrics = [{"step": steps, "tokens": steps * 128, "loss": 1.0, "seconds": 2.0}]
     if bits is not None:
         metrics.append({"step": steps, "heldout_bits_per_byte": bits})
-        (cell.folder / "checkpoints" / f"step-{steps:08d}").mkdir(parents=True)
-        (cell.folder / "checkpoints" / f"step-{steps:08d}" / "checkpoint.json").write_text("{}")
+        checkpoint.path_of(cell.folder, steps).mkdir(parents=True)
     (cell.folder / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
 
@@ -118,6 +129,86 @@ def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_
     assert tried["ssd"][2] == {"lr": 4e-3, "heldout_bits_per_byte": None, "why": "step 7: loss is nan"}
 
 
+def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whole, tmp_path):
+    plan = read(whole)
+    settings = plan.settings.__class__(**vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3)})
+    plan = plan.__class__(plan.kind, settings, plan.arms)
+
+    def train(wanted: list[Cell], without: float = 0.0) -> None:
+        for cell in wanted:
+            if run.trained(cell).status == "missing" and cell.rate != without:
+                lines(cell, abs(cell.rate - 2e-3))
+
+    with pytest.raises(CheckpointError, match=r"0\.002: trained for 0 of 4 steps; mend that and go on"):
+        run.choose_rates(tmp_path, plan, lambda wanted: train(wanted, without=2e-3))
+    rates, _ = run.choose_rates(tmp_path, plan, train)
+    assert rates == {"transformer": 2e-3, "ssd": 2e-3}
+    shutil.rmtree(tmp_path / "rates")
+    assert run.choose_rates(tmp_path, plan, train)[0] == rates
+
+
+def test_where_every_rate_diverged_lower_ones_are_tried(whole, tmp_path):
+    plan = read(whole)
+    settings = plan.settings.__class__(**vars(plan.settings) | {"rates": (1.0, 2.0)})
+    plan = plan.__class__(plan.kind, settings, plan.arms)
+
+    def train(wanted: list[Cell]) -> None:
+        for cell in wanted:
+            if run.trained(cell).status == "missing":
+                cell.folder.mkdir(parents=True)
+                (cell.folder / run.FAILED).write_text('{"why": "step 1: loss is nan"}')
+
+    rates, tried = run.choose_rates(tmp_path, plan, train)
+    assert [trial["lr"] for trial in tried["ssd"]] == [0.5, 1.0, 2.0]
+    assert rates["ssd"] == 0.5
+
+
+def test_suites_measure_the_last_step(whole, tmp_path):
+    cell = whole / "cells" / "ssd" / "0"
+    copy = tmp_path / "ssd"
+    shutil.copytree(cell, copy)
+    shutil.rmtree(copy / "suites")
+    found = checkpoint.read(checkpoint.path_of(copy, STEPS))
+    model, tokenizer = perspectron.load(copy)
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    best = dataclasses.replace(found.progress, step=STEPS - 1, heldout=0.001)
+    checkpoint.export(copy, checkpoint.load_config(copy), tokenizer, model, best)
+    assert not perspectron.load(copy)[0].norm.weight.any()  # the best is another than the last
+    assert measure.main([str(copy), "perplexity"]) == 0
+    told = [json.loads((run / "suites" / "perplexity.json").read_text()) for run in (cell, copy)]
+    assert told[0] == told[1]
+
+
+def test_without_its_last_checkpoint_a_cell_is_not_finished(whole, tmp_path):
+    cell = Cell("ssd", 0, 1e-3, 10, tmp_path / "a", 8)
+    lines(cell, 2.0)
+    assert run.trained(cell) == ("finished", "", 2.0)
+    checkpoint.path_of(cell.folder, 10).rename(checkpoint.path_of(cell.folder, 9))
+    assert run.trained(cell).status == "missing"
+
+
+def test_what_cannot_be_trained_or_measured_is_told(whole, text, tmp_path, capsys):
+    out = tmp_path / "broken"
+    shutil.copytree(whole, out)
+    (out / "results.json").unlink()
+    for cell in ("transformer", "ssd"):
+        shutil.rmtree(out / "cells" / cell / "0" / "suites")
+    model = next((out / "cells" / "ssd" / "0" / "checkpoints").glob("*/model.safetensors"))
+    model.write_bytes(model.read_bytes()[:-1])
+    shutil.rmtree(out / "cells" / "transformer" / "0" / "checkpoints")
+    config = out / "cells" / "transformer" / "0" / "config.json"
+    config.write_text(config.read_text().replace('"seq_len": 32', '"seq_len": 0'))
+    assert main(["compare", "--resume", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert "seq_len = 0, must be ≥ 1" in said
+    assert "measured ssd 0" in said
+    assert "not measured: " in said
+    found = cells(json.loads((out / "results.json").read_text()))
+    assert found["transformer"]["status"] == found["ssd"]["status"] == "missing"
+    assert "seq_len = 0" in found["transformer"]["why"]
+
+
 def test_a_cell_stands_as_its_folder_says(whole, tmp_path):
     cell = Cell("ssd", 0, 1e-3, 10, tmp_path / "a", 8)
     assert run.trained(cell).status == "missing"
@@ -130,7 +221,8 @@ def test_a_cell_stands_as_its_folder_says(whole, tmp_path):
 
 def test_a_training_whose_numbers_run_away_is_reported_not_hidden(whole, tmp_path):
     out = tmp_path / "diverged"
-    command = [*COMMAND, "--data", str(whole / "data"), "--out", str(out), "--rates", "1e30"]
+    command = [*tokenised(whole), "--out", str(out)]
+    command[command.index("--rates") + 1] = "1e30"
     assert main(command) == 0
     found = json.loads((out / "results.json").read_text())
     for name, cell in cells(found).items():
@@ -143,8 +235,8 @@ def test_a_training_whose_numbers_run_away_is_reported_not_hidden(whole, tmp_pat
 
 def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path):
     out = tmp_path / "ablated"
-    text = str(whole / "data")
-    command = ["compare", "--designs", "adr", *COMMAND[3:], "--data", text, "--out", str(tmp_path / "adr")]
+    command = [*tokenised(whole), "--out", str(tmp_path / "adr")]
+    command[command.index("--designs") + 1] = "adr"
     command[command.index("--tokens") + 1] = "1280"
     assert main(command) == 0
     cell = tmp_path / "adr" / "cells" / "adr" / "0"
@@ -152,6 +244,7 @@ def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path):
     found = json.loads((out / "results.json").read_text())
     assert list(found["designs"]) == ["adr", "no_law5"]
     assert found["kind"] == "ablations"
+    assert all("ece" in design["cells"][0]["suites"]["calibration"] for design in found["designs"].values())
     full, left = (design["cells"][0] for design in found["designs"].values())
     assert full["losses_sha256"] != left["losses_sha256"]
     one = json.loads((tmp_path / "adr" / "results.json").read_text())  # on as many threads

@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from perspectron.eval.recall import PROFILES
 from perspectron.report import html, markdown
 from perspectron.report.charts import apart
+from perspectron.report.figures import SIZES
 from perspectron.report.significance import paired
 from perspectron.report.summary import ranked
 from perspectron.report.verdicts import Field, findings
@@ -167,6 +169,74 @@ def test_faults_are_shown(page, notes):
     assert 'class="cross' in page
 
 
+def incomplete_leader(results):
+    """gla has by far the lowest mean, below gzip's 2.087, of two of three seeds."""
+    return shifted(results, "gla", [1.70, 1.71, None])
+
+
+def test_an_incomplete_design_can_be_lowest(results):
+    changed = incomplete_leader(results)
+    short = " ".join(Parsed(html(changed)).text).split("Conditions", 2)[1]
+    best = ranked(changed)[0]
+    assert best.name == "transformer"
+    assert f"Lowest mean of the complete ones: transformer, {best.mean:.3f} bits per byte." in short
+    assert "Lower, but incomplete: gla, 1.705, of 2 of 3 seeds." in short
+    assert "better than xz -9 (1.752)" not in short and "gzip" not in short
+    said = verdict(changed, "transformer")
+    assert "Lowest mean loss of the complete designs" in said["held"]
+    assert "On the seeds that both finished it loses to gla, which lacks a seed." in said["failed"]
+    assert "gla" not in said["open"]
+    assert "Its mean, 1.705, is below that of every complete design" in verdict(changed, "gla")["open"]
+    assert "against the best complete one" not in html(changed)  # the best is the reference
+    assert "against the best complete one" in html(shifted(changed, "lens", [2.0, 2.01, 2.02]))
+
+
+def test_compressors_are_held_against_the_lowest_of_all(results):
+    page = html(shifted(results, "gla", [1.80, 1.81, None]))
+    assert "No design compresses the held-out text better than xz -9 (1.752)." in page
+
+
+def without(results, seeds, names):
+    changed = copy.deepcopy(results)
+    for name in names:
+        cells = changed["designs"][name]["cells"]
+        changed["designs"][name]["cells"] = [cell for cell in cells if cell["seed"] not in seeds]
+    return changed
+
+
+def test_equal_faults_are_one_line(results):
+    text = " ".join(Parsed(html(without(results, (1, 2), results["designs"]))).text)
+    assert text.count("Seeds 1 and 2 are missing of: ") == 1
+    line = text.split("Seeds 1 and 2 are missing of: ")[1].split(".")[0]
+    assert sorted(line.split(", ")) == sorted(results["designs"])
+    assert "No design is complete. Lowest mean so far: transformer" in text
+    assert "Lowest mean loss" not in text and "against the best" not in text
+
+
+def test_the_same_fault_of_two_seeds_is_one_finding(results):
+    changed = without(results, (1, 2), ["ssd"])
+    said = verdict(changed, "ssd")["open"]
+    assert "Seeds 1 and 2 are missing (it has not been run); no mean here holds them." in said
+    assert (
+        "Seed 2 is missing (trained for 310 of 1465 steps); no mean here holds it."
+        in verdict(results, "gla")["open"]
+    )
+
+
+def test_different_faults_are_lines_of_their_own(page):
+    text = " ".join(Parsed(page).text)
+    assert "Seed 2 diverged in: drm." in text and "Seed 2 is missing of: gla." in text
+
+
+def test_no_claim_is_supported_by_a_design_that_has_not_finished(results):
+    assert "this run supports that" in verdict(results, "drm")["held"]
+    changed = without(results, (0, 1, 2), ["drm"])
+    assert "leaves that open: no seed has finished" in verdict(changed, "drm")["open"]
+    short = " ".join(Parsed(html(changed)).text)
+    assert not re.search(r"This run supports the claim of [^.]*drm", short)
+    assert re.search(r"This run leaves open the claim of [^.]*drm", short)
+
+
 def test_compressors_stand_beside_the_designs(results, page):
     best = ranked(results)[0]
     row = rows_of(page, "xz -9")
@@ -221,18 +291,38 @@ def test_rules_of_losses(results):
     )
 
 
+def test_a_share_is_of_the_seeds_that_both_finished(results):
+    short = shifted(results, "transformer", [2.0, 2.0, 8.0])
+    short = shifted(short, "lens", [2.2, 2.2002, None])
+    assert "by 0.200 bits per byte (10.0%;" in verdict(short, "lens")["failed"]
+
+
 def test_rules_of_claims(results):
-    assert "does not support that: its state stays" not in verdict(results, "drm")["failed"]
-    assert "supports that: its state stays the same size" in verdict(results, "drm")["held"]
+    assert "this run supports that: its state stays the same size" in verdict(results, "drm")["held"]
+    grows = copy.deepcopy(results)
+    grows["designs"]["drm"]["suites"]["cost"]["state_bytes"]["262144"] *= 2
+    assert "does not support that: its state grows with the context" in verdict(grows, "drm")["failed"]
     assert "does not support that" in verdict(results, "adr")["failed"]
     gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
     better = shifted(results, "adr", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
     assert "supports that: −0.101 bits per byte against gpt2" in verdict(better, "adr")["held"]
-    lens = verdict(results, "lens")["failed"]
-    assert "its cache is 1 times that of gpt2 at 256k tokens" in lens
     alone = copy.deepcopy(results)
     del alone["designs"]["gpt2"]
     assert "leaves that open: its loss was not compared with that of gpt2" in verdict(alone, "adr")["open"]
+
+
+def test_a_cache_that_was_not_pruned_decides_nothing(results):
+    gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
+    better = shifted(results, "lens", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
+    larger = better["designs"]["lens"]["suites"]["cost"]["state_bytes"]
+    larger |= {at: 1.5 * size for at, size in larger.items()}
+    said = verdict(better, "lens")
+    assert "Its document" not in said["failed"] + said["held"]
+    assert "leaves that open: −0.101 bits per byte against gpt2" in said["open"]
+    assert "attention was not pruned by its gates" in said["open"]
+    assert "(whole it is 1.5 times that of gpt2 at 256k tokens)" in said["open"]
+    worse = shifted(results, "lens", [loss + 0.1 + 0.001 * i for i, loss in enumerate(gpt2)])
+    assert "does not support that: +0.101 bits per byte against gpt2" in verdict(worse, "lens")["failed"]
 
 
 def test_rules_of_suites(results):
@@ -240,8 +330,8 @@ def test_rules_of_suites(results):
     assert "No sure gain from more context than 512 tokens." in transformer["failed"]
     assert "More context than 512 tokens lowers its loss." in perspective["held"]
     assert "A gain from more context than 512 tokens could not be measured" in adr["open"]
-    assert "Solves mqar and needle." in transformer["held"]
-    assert "Does not solve parity (at chance, 51.2%)." in transformer["failed"]
+    assert "On average over 3 seeds (profile full) it solves mqar and needle." in transformer["held"]
+    assert "over 3 seeds (profile full) it does not solve parity (at chance, 51.2%)." in transformer["failed"]
     assert "mqar (1 of 4 settings)" in perspective["held"]
     assert "Its state is 123 kB from 1k to 256k tokens." in perspective["cost"]
     assert "Its cache grows from 295 kB at 1k" in transformer["cost"]
@@ -251,6 +341,102 @@ def test_rules_of_suites(results):
     assert (
         "Not measured: position, calibration, robustness, recall and cost." in verdict(results, "ssd")["open"]
     )
+
+
+def changed_recall(results, **options):
+    """The options of every design's recall, and one seed of it."""
+    changed = copy.deepcopy(results)
+    for design in changed["designs"].values():
+        if recall := design["suites"].get("recall"):
+            recall["options"] |= options
+            for setting in (setting for task in recall["tasks"].values() for setting in task["settings"]):
+                setting |= {"accuracy": setting["accuracy"][:1], "beyond": setting["beyond"][:1]}
+    return changed
+
+
+def test_recall_says_of_how_many_seeds_and_which_tasks(results, page, notes):
+    for text in (page, notes):
+        assert (
+            "2 layers of width 64, trained from scratch on each task. Profile full, 3 seeds of each." in text
+        )
+        assert "Accuracy over 3 seeds, by pairs / length" in text
+    quick = changed_recall(results, profile="quick")
+    for text in (html(quick), markdown(quick)):
+        assert "Profile quick (fewer tasks and seeds than full), one seed of each." in text
+        assert "Accuracy over one seed, by pairs / length" in text and "over 3 seeds, by pairs" not in text
+    assert "With one seed (profile quick) it solves mqar and needle." in verdict(quick, "transformer")["held"]
+
+
+def test_recall_past_the_trained_length_is_shown(results, page, notes):
+    solver = verdict(results, "perspective")
+    assert "it solves mqar (1 of 4 settings), needle (1 of 3 settings) and parity." in solver["held"]
+    assert "Past the length trained on it does not keep parity (52.0%)." in solver["failed"]
+    assert "Past the length trained on it keeps mqar" in solver["held"]
+    assert (
+        "parity (52" not in verdict(results, "transformer")["failed"]
+    )  # not solved, so there is nothing to keep
+    assert "past its length 52.0%" in page and "(past its length 52.0%)" in notes
+    unread = copy.deepcopy(results)
+    for setting in unread["designs"]["perspective"]["suites"]["recall"]["tasks"]["parity"]["settings"]:
+        setting["beyond"] = [None] * 3
+    assert "keep parity" not in verdict(unread, "perspective")["failed"]
+
+
+def test_settings_are_told_apart_by_sizes_alone(results):
+    plain, nested = copy.deepcopy(results), copy.deepcopy(results)
+    for changed in (plain, nested):
+        for i, design in enumerate(changed["designs"].values()):
+            for task in design["suites"].get("recall", {}).get("tasks", {}).values():
+                for setting in task["settings"]:
+                    setting["measured_later"] = i  # what it was found to be is not what was asked
+                    if changed is nested:
+                        setting["sizes"] = {
+                            key: setting.pop(key) for key in ("pairs", "length") if key in setting
+                        }
+    assert html(plain) == html(results) == html(nested)
+
+
+def test_every_size_of_a_task_tells_settings_apart():
+    tasks = [setting.task for profile in PROFILES.values() for setting in profile.settings]
+    assert {key for task in tasks for key in task.sizes()} <= set(SIZES)
+
+
+def test_an_interval_that_was_not_measured_is_a_dash(results):
+    changed = copy.deepcopy(results)
+    for cell in changed["designs"]["adr"]["cells"]:
+        cell["suites"]["calibration"] |= {"ece_low": None, "ece_high": None}
+    assert "– to –" not in html(changed)
+    assert ["adr", "0.031", "–, –, –", "0.612", "11 000".replace(" ", "\u202f")] in Parsed(html(changed)).rows
+
+
+REPEATED = "timed with the table of 256 repeated"
+
+
+def test_contexts_that_a_design_cannot_read_are_named(results, page, notes):
+    for text in (" ".join(Parsed(page).text), notes):
+        beneath = f"lens, gpt2 and adr: {REPEATED}; as trained, nothing past it can be read."
+        assert text.count(beneath) == 2  # of the ranking's state, and of the costs
+    assert (
+        f"times transformer's time (gpt2 {REPEATED}, which is all it reads)."
+        in verdict(results, "gpt2")["cost"]
+    )
+    assert f"at 256k tokens (gpt2 {REPEATED}, which is all it reads)." in verdict(results, "gpt2")["cost"]
+    assert "repeated" not in verdict(results, "transformer")["cost"]
+
+
+def test_what_was_not_timed_is_named(results):
+    changed = copy.deepcopy(results)
+    cost = changed["designs"]["transformer"]["suites"]["cost"]
+    cost["decode_ms"]["262144"] = None
+    cost["skipped"] = {
+        "262144": "its cache of 9.1 GB is more than half of what is free",
+        "peak": "no memory is left",
+    }
+    for text in (" ".join(Parsed(html(changed)).text), markdown(changed)):
+        assert "Not measured, transformer, at 256k: its cache of 9.1 GB" in text
+        assert "Not measured, transformer, peak: no memory is left." in text
+    assert "Not timed, at 256k: its cache of 9.1 GB" in verdict(changed, "transformer")["cost"]
+    assert "At 64k tokens it decodes a token in" in verdict(changed, "gla")["cost"]
 
 
 def test_rules_of_calibration_and_resuming(results):
@@ -298,6 +484,7 @@ def test_losses_that_are_null_are_faults(results):
 def test_an_ablation_is_held_against_its_first_arm(results):
     arms = copy.deepcopy(results)
     arms["kind"] = "ablations"
+    arms["plan"]["reference"] = "whole"
     cut = ("adr", "lens", "gpt2")
     arms["designs"] = {
         name: arms["designs"][old] for name, old in zip(("whole", "no decay", "no law 5"), cut, strict=True)
@@ -305,6 +492,20 @@ def test_an_ablation_is_held_against_its_first_arm(results):
     page = html(arms)
     assert "Comparison of 3 arms" in page and "against whole" in page
     assert rows_of(page, "no decay")
+
+
+@pytest.mark.parametrize(
+    ("match", "what", "allows"),
+    [("flops", "FLOPs", "what as many FLOPs allow"), ("time", "time", "what as much time allows")],
+)
+def test_other_matches_give_other_tokens(results, page, match, what, allows):
+    assert "Trained on 3M tokens of stdlib, 3 seeds, at equal parameters and tokens;" in page
+    changed = copy.deepcopy(results)
+    changed["plan"]["match"] = match
+    for text in (html(changed), markdown(changed)):
+        assert f"Trained on 3M tokens of stdlib (transformer; the others on {allows}), 3 seeds, at " in text
+        assert f"at equal parameters and training {what};" in text
+        assert f"same batches in the same order, of which each reads {allows}." in text
 
 
 # Labels

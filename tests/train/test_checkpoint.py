@@ -386,3 +386,21 @@ def test_loading_a_run_works_without_pickle(run, go_on, monkeypatch):
         monkeypatch.setattr(place, name, refuse)
     checkpoint.load_run(run)
     assert go_on(run).progress.step == 6
+
+
+def test_a_run_from_before_a_field_of_the_config_was_there_loads_and_goes_on(run, go_on):
+    def without(config):
+        for block in config["model"]["blocks"]:
+            assert block["mixer"].pop("gate_rank", 0) == 0
+        return config
+
+    path = run / "config.json"
+    path.write_text(json.dumps(without(json.loads(path.read_text()))))
+    for found in checkpoint.paths(run):
+        index = json.loads((found / checkpoint.INDEX).read_text())
+        without(index["config"])
+        index.pop("digest")
+        index["digest"] = checkpoint._digest(index)
+        (found / checkpoint.INDEX).write_text(json.dumps(index))
+    perspectron.load(run)
+    assert go_on(run).progress.step == 6
