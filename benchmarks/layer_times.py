@@ -1,9 +1,9 @@
 """Milliseconds of each step of one token in full width (4096), from memory: what seeds/topology.md §8 lists.
 
 Four layers of perspective-1t, random weights, one distinct expert in each of three; a token goes through all of them
-and the head, which together are more than a processor's cache. The prompt fills the attention window. Every part is timed where it runs in decoding. What
-takes no time of its own there (RMSNorm, residual, routing, which are inside the two halves of a layer) is also timed
-alone. No bar: the document's times are of a GPU that is not here.
+and the head, which together are more than a processor's cache. The prompt fills the attention window. Every part is
+timed where it runs in decoding. What takes no time of its own there (RMSNorm, residual, routing, which are inside the
+two halves of a layer) is also timed alone. No bar: the document's times are of a GPU that is not here.
 """
 
 import tempfile

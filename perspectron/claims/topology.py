@@ -16,7 +16,6 @@ from perspectron.quant.ternary import trits
 
 LISTED = set(range(4, 77, 4))  # GQA layers, as §1 has them
 FASTER = 10  # times as fast as any other step reads: not the same memory
-SHORT = ", after a prompt far shorter than the window"
 NO_GPU = "the document's GPU is not here"
 SCALES = "without the scales of its groups"
 W_O = "with W_o, which its row leaves out"
@@ -77,8 +76,7 @@ def _ms(part: str) -> Measure:
     def measure(results: Results) -> Found:
         here = results.median("layer_times", "milliseconds", part)
         rate, others = _moved(part) / MS[part] / 1e6, max(_moved(p) / MS[p] / 1e6 for p in STEPS if p != part)
-        where = f"on one CPU thread{SHORT if part == 'gqa' else ''}"
-        shown = f"{here:.2g} ms {where}; {MS[part]:g} ms take {digits(rate, 2)} GB/s of memory"
+        shown = f"{here:.2g} ms on one CPU thread; {MS[part]:g} ms take {digits(rate, 2)} GB/s of memory"
         if rate > FASTER * others:
             why = f"{rate / others:.0f} times what any other step of the document reads at"
             return Found((here / 1e3,), shown, why)
