@@ -1,9 +1,9 @@
 """Milliseconds of each step of one token in full width (4096), from memory: what seeds/topology.md §8 lists.
 
 Four layers of perspective-1t, random weights, one distinct expert in each of three; a token goes through all of them
-and the head, which together are more than a processor's cache. Every part is timed where it runs in decoding. What
-takes no time of its own there (RMSNorm, residual, routing, which are inside the two halves of a layer) is also timed
-alone. No bar: the document's times are of a GPU that is not here.
+and the head, which together are more than a processor's cache. The prompt fills the attention window. Every part is
+timed where it runs in decoding. What takes no time of its own there (RMSNorm, residual, routing, which are inside the
+two halves of a layer) is also timed alone. No bar: the document's times are of a GPU that is not here.
 """
 
 import tempfile
@@ -17,10 +17,12 @@ import common
 import torch
 
 from perspectron import native, presets
+from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import prefill
 from perspectron.decode.sampling import sample
 from perspectron.eval.cost import GREEDY, reader
+from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize
 
@@ -81,6 +83,11 @@ def measure(model: StreamedModel, ids: list[int], vocab_size: int, tokens: int) 
     return warm, speeds[2:]
 
 
+def window(config: ModelConfig) -> int:
+    """Tokens that attention sees."""
+    return max(b.mixer.window for b in config.blocks if isinstance(b.mixer, WindowGQAConfig))
+
+
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=30)
     args = parser.parse_args()
@@ -89,15 +96,14 @@ def main() -> None:
     torch.set_flush_denormal(True)
     native.set_threads(args.threads)
     config = presets.get(name, layers=LAYERS)
-    shapes = f"{LAYERS} layers of {name}, batch 1"
+    shapes = f"{LAYERS} layers of {name}, batch 1, after {window(config)} tokens"
     report = common.Report(args, TESTS, dtype="2-bit, ternary, int8, float32 state", shapes=shapes)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         at = Path(folder) / "artifact"
         synthesize(config, at, lambda: Tokenizer.train([PROMPT * 9], 300), experts=1)
         model, tokenizer = load_artifact(at)
-        times, speeds = measure(
-            model, tokenizer.encode(PROMPT), tokenizer.vocab_size, 3 if args.quick else args.repeats
-        )
+        prompt = tokenizer.encode(PROMPT * window(config))[: window(config)]
+        times, speeds = measure(model, prompt, tokenizer.vocab_size, 3 if args.quick else args.repeats)
     found = {part: common.Spread.of([1e3 * second for second in values]) for part, values in times.items()}
     speed = common.Spread.of([speed / 1e9 for speed in speeds])
     report.table(["part", "ms"], [[part, spread.text()] for part, spread in found.items()])

@@ -23,8 +23,8 @@ _STATED = re.compile(
 )
 
 HOLDS, CONDITION, FAILS = "holds", "holds with a condition", "fails"
-UNTESTABLE, MISSING = "untestable here", "not measured yet"
-VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING)
+UNTESTABLE, MISSING, AS_BUILT = "untestable here", "not measured yet", "as built"
+VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING, AS_BUILT)
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,16 @@ def _number(text: str) -> tuple[float, float]:
 @dataclass(frozen=True)
 class Found:
     """values: every one must lie in the claimed range; none: nothing here can be compared with it. shown: them in words
-    (empty: in the claim's unit). proviso: under which they were found. excuse: why a miss proves nothing."""
+    (empty: in the claim's unit). proviso: under which they were found. excuse: why a miss proves nothing. unsure: why
+    nothing is shown when only some lie inside; without it that is a miss. each: so many values, those of a seed, lie
+    inside together or do not."""
 
     values: tuple[float, ...] = ()
     shown: str = ""
     proviso: str = ""
     excuse: str = ""
+    unsure: str = ""
+    each: int = 1
 
 
 Measure = Callable[[Results], Found | float]
@@ -126,7 +130,8 @@ def untestable(why: str, shown: str = "not built") -> Measure:
 class Claim:
     """id: starts with the document's. where: its section. text: the claim in a line. claimed: a number as the document
     writes it, or a range. condition: (words, measure) under which it may hold where it does not as written. command:
-    what measures it, where that is a benchmark or a comparison whose results are kept."""
+    what measures it, where that is a benchmark or a comparison whose results are kept. built: the library took it over
+    from the document, or no build of it could come out otherwise."""
 
     id: str
     where: str
@@ -135,6 +140,7 @@ class Claim:
     measure: Measure
     condition: tuple[str, Measure] | None = None
     command: str = ""
+    built: bool = False
 
     @property
     def range(self) -> Range:
@@ -166,6 +172,8 @@ def judge(claim: Claim, results: Results) -> Row:
     try:
         found = _found(claim.measure, claim.range, results)
         row = replace(row, measured=found.shown)
+        if claim.built:
+            return replace(row, verdict=AS_BUILT, why="" if _inside(claim.range, found) else "otherwise")
         if claim.condition is None or _inside(claim.range, found):
             return replace(row, **_verdict(claim.range, found))
         words, measure = claim.condition
@@ -190,11 +198,12 @@ def _inside(claimed: Range, found: Found) -> bool:
 
 
 def _verdict(claimed: Range, found: Found) -> dict[str, str]:
-    inside = [value in claimed for value in found.values]
-    if inside and all(inside):
+    if _inside(claimed, found):
         return {"verdict": CONDITION, "why": found.proviso} if found.proviso else {"verdict": HOLDS}
-    if any(inside):
-        return {"verdict": UNTESTABLE, "why": "the seeds disagree"}
+    inside = [value in claimed for value in found.values]
+    groups = [all(inside[i : i + found.each]) for i in range(0, len(inside), found.each)]
+    if any(groups) and found.unsure:
+        return {"verdict": UNTESTABLE, "why": found.unsure}
     if found.excuse:
         return {"verdict": UNTESTABLE, "why": found.excuse}
     return {"verdict": FAILS, "why": found.proviso}

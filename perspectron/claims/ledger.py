@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from perspectron.claims import adr, drm, lens, pdr, topology
 from perspectron.claims.claim import ABOUT, ROUNDED, VERDICTS, Claim, Row, judge
-from perspectron.claims.results import Results
+from perspectron.claims.results import Results, command
 from perspectron.config import one_of
+from perspectron.report.significance import LEVEL
 
 DOCUMENTS: dict[str, tuple[str, tuple[Claim, ...]]] = {
     "pdr": ("Perspective Decay Recurrence", pdr.CLAIMS),
@@ -18,15 +19,19 @@ DOCUMENTS: dict[str, tuple[str, tuple[Claim, ...]]] = {
 COLUMNS = ("id", "where", "claim", "claimed", "measured", "verdict", "command")
 HEAD = f"""# The ledger
 
-Every quantitative claim of the five documents that this library builds, beside a measurement. Written by
-`perspectron claims --out docs/claims.md`; nothing in it is typed by hand but the claims, as the documents state them.
-`perspectron claims --id ID` measures one row again. What trains or takes time is read from `docs/results`, where the
-command of its row put it.
+The quantitative claims of the five documents that this library builds, beside a measurement. Written by
+`perspectron claims --out docs/claims.md`; only the claims are typed by hand. Where one is in words, the number in
+"claimed" is what we take it to mean; "our reading" in "where" marks what no document says in so many words, and
+"decisions" what ours say. `perspectron claims --id ID` measures one row again. What trains or takes time is read from
+`docs/results`, where the command of its row puts it.
 
 A verdict follows from the numbers. A plain whole number has to be met exactly; a rounded one within half a unit of its
 last digit or {ROUNDED:.0%}, one with "~" within {ABOUT:.0%}. A claim that fails as written but not under a condition
-holds with that condition. What training shows is said of the size that was trained, and has to be so with every seed:
-where seeds disagree, or the machine that a claim is about is not here, it is untestable here.
+holds with that condition. What training shows is said of the size that was trained. A difference of losses holds or
+fails where the {LEVEL:.0%} interval of its mean over paired seeds lies on one side, and a design that diverged has
+failed. Where seeds do not tell, where a number is missing, or where the machine that a claim is about is not here, it
+is untestable here. "As built" is no finding: the library took it over from the document, an input, a definition, a
+value to start from, or it could not come out otherwise.
 """
 
 
@@ -76,7 +81,7 @@ def _sources(results: Results) -> Iterator[str]:
         machine = conditions.get("cpu") or conditions.get("machine") or ""
         told = [str(conditions.get(key, "")) for key in ("threads", "commit")]
         date = conditions.get("date") or conditions.get("started") or ""
-        rows.append([f"{name}.json", str(machine), *told, str(date), f"`{conditions.get('command', '')}`"])
+        rows.append([f"{name}.json", str(machine), *told, str(date), f"`{command(name)}`"])
     yield from _table(("file", "machine", "threads", "commit", "date", "command"), rows)
 
 

@@ -1,9 +1,11 @@
 """Results that took long, from the files that benchmarks and comparisons wrote: one JSON object each."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from perspectron.config import require
 from perspectron.errors import DataError
 from perspectron.files import read_json
 
@@ -16,8 +18,12 @@ COMMANDS = {
 }
 COMPARE = (
     "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "
-    "--out runs/compare"
+    "--out runs/reference"
 )
+ABLATED = ("perspective", "adr", "lens", "drm")
+COMPARISONS = ("compare", *(f"ablate-{design}" for design in ABLATED))
+VERSION = 1
+"""Of a comparison's results.json."""
 
 
 class Missing(Exception):
@@ -25,24 +31,40 @@ class Missing(Exception):
 
 
 def command(name: str) -> str:
-    """What writes the results of this name; `--json` keeps them."""
+    """What writes the results of this name, and keeps them in docs/results."""
     if name in COMMANDS:
         return f"{COMMANDS[name]} --json docs/results/{name}.json"
     if name == "compare":
-        return COMPARE
+        return f"{COMPARE} && cp runs/reference/results.json docs/results/compare.json"
     design = name.removeprefix("ablate-")
-    return f"perspectron ablate runs/compare/cells/{design}/0 --seeds 3 --out runs/{name}"
+    made = f"perspectron ablate runs/reference/cells/{design}/0 --seeds 3 --out runs/{name}"
+    return f"{made} && cp runs/{name}/results.json docs/results/{name}.json"
 
 
 class Results:
-    """The files of a folder, by name."""
+    """The files of a folder, by name; others than these that lie there are none of ours. ConfigError: no folder."""
 
     def __init__(self, folder: Path) -> None:
+        require(folder.is_dir(), "results", str(folder), "a folder that is there")
         self.folder = folder
 
     @cached_property
     def _read(self) -> dict[str, dict[str, Any]]:
-        return {path.stem: read_json(path, DataError) for path in sorted(self.folder.glob("*.json"))}
+        paths = {name: self.path(name) for name in sorted((*COMMANDS, *COMPARISONS))}
+        return {name: self._checked(name, path) for name, path in paths.items() if path.is_file()}
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _checked(self, name: str, path: Path) -> dict[str, Any]:
+        found: Any = read_json(path, DataError)
+        keys = ("plan", "designs") if name in COMPARISONS else ("results",)
+        if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in keys):
+            what = "a comparison, its results.json" if name in COMPARISONS else "a benchmark"
+            raise DataError(f"{path}: not the results of {what}; written by `{command(name)}`")
+        if name in COMPARISONS and found.get("version") != VERSION:
+            raise DataError(f"{path}: version {found.get('version')!r}, must be {VERSION}; measure it again")
+        return found
 
     def get(self, name: str) -> dict[str, Any]:
         """Missing where there is no such file."""
@@ -50,16 +72,14 @@ class Results:
             raise Missing(f"`{command(name)}`")
         return self._read[name]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return iter(self._read.items())
 
     def median(self, name: str, *path: str) -> float:
         """Of a spread that stands at `path` in a benchmark's results; DataError where it does not."""
         found: Any = self.get(name)["results"]
         for key in path:
-            if key not in found:
-                raise DataError(
-                    f"{self.folder / name}.json: has no {'/'.join(path)}; measured by another version?"
-                )
+            if not isinstance(found, dict) or key not in found:
+                raise DataError(f"{self.path(name)}: has no {'/'.join(path)}; measured by another version?")
             found = found[key]
         return float(found["median"] if isinstance(found, dict) else found)

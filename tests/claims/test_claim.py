@@ -1,16 +1,20 @@
 """A number of a document is a range, and a verdict follows from what lies in it."""
 
+from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 
 from perspectron.claims.claim import Claim, Found, at_most, digits, judge, stated, worded
 from perspectron.claims.results import Missing, Results
 
+HERE = Results(Path(__file__).parent)
+
 
 def verdict(claimed, *values, condition=None, **found):
     claim = Claim("x", "§1", "text", claimed, lambda _: Found(values, **found), condition)
-    return judge(claim, Results("nowhere")).judged  # type: ignore[arg-type]
+    return judge(claim, HERE).judged
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,17 @@ def test_verdicts():
     assert verdict("60", 40, proviso="at 2 M") == "fails: at 2 M"
     assert verdict("60", 40, excuse="no GPU") == "untestable here: no GPU"
     assert verdict("60", excuse="not built", shown="not built") == "untestable here: not built"
-    assert verdict(worded("less", -inf, 0), -1, 2) == "untestable here: the seeds disagree"
+    assert verdict(worded("less", -inf, 0), -1, 2) == "fails"
+    assert verdict(worded("less", -inf, 0), -1, 2, excuse="no GPU") == "untestable here: no GPU"
+    seeds = {"unsure": "the seeds disagree", "each": 2}
+    assert verdict(worded("less", -inf, 0), -1, -1, -1, 2, **seeds) == "untestable here: the seeds disagree"
+    assert verdict(worded("less", -inf, 0), -1, 2, -1, 2, **seeds) == "fails"
+
+
+def test_what_the_library_took_over_is_no_finding():
+    claim = Claim("x", "§1", "text", "60", lambda _: 60, built=True)
+    assert judge(claim, HERE).judged == "as built"
+    assert judge(replace(claim, measure=lambda _: 40), HERE).judged == "as built: otherwise"
 
 
 def test_a_condition_is_tried_only_where_the_claim_fails():
@@ -73,5 +87,5 @@ def test_what_is_missing_is_said_with_the_command():
     def measure(results):
         raise Missing("`make it`")
 
-    row = judge(Claim("x", "§1", "text", "60", measure, command="make it"), Results("nowhere"))  # type: ignore[arg-type]
+    row = judge(Claim("x", "§1", "text", "60", measure, command="make it"), HERE)
     assert (row.judged, row.measured) == ("not measured yet: run `make it`", "–")

@@ -1,90 +1,152 @@
 """What the ledger reads from a comparison's results."""
 
-import json
+from math import inf
 
 import pytest
 
 from perspectron.claims.claim import Claim, judge, worded
 from perspectron.claims.measures import trained
 from perspectron.claims.results import Results
+from perspectron.eval.recall import SOLVED
+from tests.claims.conftest import SEEDS, bins, cell, comparison, recalled, recalls
 
-PLAN = {"params": 2_000_000, "tokens": 3_000_320, "data": "stdlib"}
-SCALE = "at 2 M parameters and 3 M tokens of stdlib"
-
-
-def cell(seed, bits, status="finished", **more):
-    return {"seed": seed, "status": status, "heldout_bits_per_byte": bits, "suites": {}} | more
+SCALE = "at 2 M parameters and 3 M tokens of stdlib, 3 seeds"
 
 
 @pytest.fixture
-def results(tmp_path):
-    def write(**designs):
-        text = json.dumps(
-            {"plan": PLAN, "designs": {name: {"cells": cells} for name, cells in designs.items()}}
-        )
-        for name in ("compare", "ablate-one"):
-            (tmp_path / f"{name}.json").write_text(text)
-        return Results(tmp_path)
+def results(kept):
+    def write(seeds=SEEDS, **designs):
+        found = comparison(designs, seeds=list(seeds))
+        return Results(kept(**{"compare": found, "ablate-lens": found}))
 
     return write
+
+
+def cells(*bits, **more):
+    return [cell(seed, value, **more) for seed, value in enumerate(bits)]
 
 
 def row(measure, results, low=trained.LOWER[0], high=trained.LOWER[1]):
     return judge(Claim("x", "§1", "text", worded("lower", low, high), measure), results)
 
 
-def test_lower_with_every_seed_holds_at_that_size(results):
-    found = results(one=[cell(0, 2.0), cell(1, 2.1)], other=[cell(1, 2.3), cell(0, 2.1)])
-    lower = row(trained.versus("one", "other"), found)
+def versus(found):
+    return row(trained.versus("one", "other"), found)
+
+
+def test_a_sure_difference_holds_at_that_size(results):
+    found = results(one=cells(2.0, 2.1, 2.2), other=cells(2.31, 2.4, 2.52))
+    lower = versus(found)
     assert lower.judged == f"holds with a condition: {SCALE}"
-    assert lower.measured == "one 2.050, other 2.200 bits per byte; difference -0.200 to -0.100"
+    assert lower.measured == (
+        "one 2.100, other 2.410 bits per byte; difference -0.310, 95% interval -0.335 to -0.285 over 3 seeds"
+    )
     assert row(trained.versus("other", "one"), found).judged == f"fails: {SCALE}"
-    assert row(trained.without("one", "other"), found).verdict == lower.verdict
+    assert row(trained.without("lens", "other", "one"), found).verdict == lower.verdict
 
 
-def test_seeds_that_disagree_show_nothing(results):
-    found = results(one=[cell(0, 2.0), cell(1, 2.4)], other=[cell(0, 2.1), cell(1, 2.3)])
-    assert row(trained.versus("one", "other"), found).judged == "untestable here: the seeds disagree"
+def test_one_sign_in_three_seeds_is_no_sure_difference(results):
+    found = results(one=cells(2.0, 2.0, 2.0), other=cells(2.01, 2.3, 2.05))
+    assert versus(found).judged == f"untestable here: no sure difference {SCALE}"
 
 
-def test_a_seed_that_diverged_is_left_out(results):
-    found = results(one=[cell(0, None, "diverged"), cell(1, 2.0)], other=[cell(0, 1.0), cell(1, 2.3)])
-    assert "one seed" in row(trained.versus("one", "other"), found).measured
-    none = results(one=[cell(0, None, "diverged")], other=[cell(0, 1.0)])
-    assert row(trained.versus("one", "other"), none).judged == "untestable here: no seed finished in both"
+def test_divergence_is_a_failure(results):
+    other = cells(2.5, 2.5, 2.6)
+    one = [*cells(2.0), cell(1, None, "diverged"), cell(2, None, "diverged")]
+    lost = versus(results(one=one, other=other))
+    assert (lost.judged, lost.measured) == (f"fails: {SCALE}", "one diverged with seed 1, 2")
+    both = versus(results(one=one, other=[*other[:2], cell(2, None, "diverged")]))
+    assert both.judged == "untestable here: 1 of 3 seeds finished in both"
+    never = [cell(seed, None, "diverged") for seed in SEEDS]
+    assert versus(results(one=other, other=never)).verdict == "holds with a condition"
+    some = [*cells(2.0, 2.1), cell(2, None, "diverged")]
+    assert versus(results(one=other, other=some)).judged == "untestable here: 2 of 3 seeds finished in both"
+
+
+def test_a_pair_that_lacks_a_number_shows_nothing(results):
+    other = cells(2.5, 2.5, 2.6)
+    for one in (cells(2.0, 2.0, None), cells(2.0, 2.0), [*cells(2.0, 2.0), cell(2, None, "missing")]):
+        assert (
+            versus(results(one=one, other=other)).judged == "untestable here: 2 of 3 seeds finished in both"
+        )
+    alone = results(seeds=(0,), one=cells(2.0), other=cells(2.1))
+    assert versus(alone).judged == "untestable here: one seed allows no test"
 
 
 def test_a_design_that_was_not_trained_is_missing(results):
-    assert row(trained.versus("one", "third"), results(one=[cell(0, 2.0)])).verdict == "not measured yet"
+    assert row(trained.versus("one", "third"), results(one=cells(2.0))).verdict == "not measured yet"
 
 
-def test_gates_are_averaged_over_seeds(results):
-    found = results(one=[cell(0, 2.0, gates={"g": [0.8, 0.6]}), cell(1, 2.0, gates={"g": [0.7, 0.5]})])
-    measure = trained.of_gates("one", "g", lambda g: [min(g), max(g)], "{:.2f} to {:.2f}")
-    assert row(measure, found, 0, 1).measured == "0.55 to 0.75"
-    assert row(trained.of_gates("one", "h", min, ""), found).verdict == "not measured yet"
+def gate(results, *values, start=(), low=0.65, high=0.92):
+    found = results(one=[cell(s, 2.0, gates={"g": value}) for s, value in enumerate(values)])
+    measure = trained.of_gates("one", "g", lambda g: [min(g), max(g)], "{:.2f}", start)
+    return row(measure, found, low, high)
+
+
+def test_gates_are_judged_seed_by_seed(results):
+    inside, below = [0.7, 0.9], [0.6, 0.9]
+    assert gate(results, inside, inside, [0.68, 0.9]).measured == "0.68 to 0.70, 0.90"
+    assert gate(results, inside, inside, inside).verdict == "holds with a condition"
+    assert gate(results, below, below, below).verdict == "fails"  # not: the seeds disagree
+    assert gate(results, inside, below, below).judged == "untestable here: the seeds disagree"
+
+
+def test_a_gate_that_stays_where_it_starts_shows_nothing(results):
+    still = [[0.80, 0.81], [0.79, 0.80], [0.80, 0.80]]
+    assert gate(results, *still, start=(0.8, 0.8)).judged == f"untestable here: as at the start, {SCALE}"
+    moved = [[0.70, 0.86], [0.71, 0.87], [0.70, 0.86]]
+    assert gate(results, *moved, start=(0.8, 0.8)).verdict == "holds with a condition"
+
+
+def test_gates_without_a_number_show_nothing(results):
+    assert gate(results, [0.7, None], [0.7], [0.7]).verdict == "untestable here"
+    assert gate(results, [0.7], [0.7]).judged == "untestable here: 2 of 3 seeds finished with a number"
+    assert gate(results, None, [0.7], [0.7]).verdict == "not measured yet"
 
 
 def test_positions_that_both_have_are_compared(results):
-    def bins(*bits):
-        return {
-            "position": {"bins": [{"to": 2**i, "tokens": 10, "bits_per_byte": b} for i, b in enumerate(bits)]}
-        }
-
-    one, other = cell(0, 2.0, suites=bins(3, 2, 9)), cell(0, 2.0, suites=bins(3, 2.5))
+    one = [cell(s, 2.0, suites=bins(2.0 + s / 100)) for s in SEEDS]
+    other = [cell(s, 2.0, suites=bins(2.5 + s / 90, 64)) for s in SEEDS]
     measure = trained.at_positions("one", "other", lambda found: found[-1:])
-    assert row(measure, results(one=[one], other=[other])).measured.startswith("one 2.000, other 2.500 bits")
+    few = row(measure, results(one=one, other=other))
+    assert few.judged == "untestable here: 600 targets, the same for all seeds, are too few"
+    assert few.measured.startswith("one 2.010, other 2.511 bits per byte")
+    for found in (*one, *other):
+        for each in found["suites"]["position"]["bins"]:
+            each["tokens"] = 5000
+    enough = row(measure, results(one=one, other=other))
+    assert enough.judged == f"holds with a condition: {SCALE}; 5,000 targets, the same for all seeds"
+    one[0]["suites"]["position"]["bins"][6]["bits_per_byte"] = None
+    assert row(measure, results(one=one, other=other)).verdict == "untestable here"
+    one[0]["suites"] = {}
+    assert row(measure, results(one=one, other=other)).verdict == "not measured yet"
 
 
-def test_recall_is_that_of_the_best_seed(tmp_path):
+def test_recall_is_judged_seed_by_seed(kept):
     arms = {
-        name: {"accuracy": right, "task": "mqar"}
-        for name, right in (("one", [0.1, 0.9]), ("other", [0.2, 0.3]))
+        "one": [0.1, 0.96, 0.97],
+        "other": [0.96, 0.99, 0.98],
+        "low": [0.2, 0.21, 0.19],
+        "gap": [None, 1, 1],
     }
-    (tmp_path / "recall.json").write_text(json.dumps({"results": {"arms": arms}}))
-    found = Results(tmp_path)
-    assert row(trained.recall("one", "other"), found, 0.5, 1).measured.startswith(
-        "one 0.90, other 0.30 of mqar right"
-    )
-    assert row(trained.recall("one"), found, 0.95, 1).verdict == "fails"
+    found = Results(kept(recall=recalls({name: recalled(right) for name, right in arms.items()})))
+    small = "for models of width 64, 2 layers, 3 seeds"
+    assert row(trained.recall("one"), found, SOLVED, 1).judged == "untestable here: the seeds disagree"
+    solved = row(trained.recall("other"), found, SOLVED, 1)
+    assert solved.judged == f"holds with a condition: {small}"
+    assert solved.measured == "other 0.960 to 0.990 of mqar of 8 pairs in 32 tokens right"
+    assert row(trained.recall("low"), found, SOLVED, 1).judged == f"fails: {small}"
+    assert row(trained.recall("gap"), found, SOLVED, 1).verdict == "untestable here"
     assert row(trained.recall("third"), found).verdict == "not measured yet"
+    assert row(trained.recall("other", "low"), found, 1e-9, inf).verdict == "holds with a condition"
+    assert (
+        row(trained.recall("one", "low"), found, 1e-9, inf).judged
+        == f"untestable here: no sure difference {small}"
+    )
+
+
+def test_a_task_that_both_solve_tells_nothing_apart(kept):
+    arms = {"one": [0.99, 0.99, 0.99], "other": [0.98, 0.981, 0.982]}
+    found = Results(kept(recall=recalls({name: recalled(right) for name, right in arms.items()})))
+    assert "both solve it (≥ 0.95)" in row(trained.recall("one", "other"), found, 1e-9, inf).judged
+    assert row(trained.recall("other", "one"), found, 0, inf).verdict == "holds with a condition"  # as many

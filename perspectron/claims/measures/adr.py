@@ -18,13 +18,15 @@ from perspectron.model import build
 from perspectron.ops import gru
 
 
-def largest_memory(tokens: int = 2000) -> float:
+def largest_memory(tokens: int = 2000, decay: bool = True) -> float:
     """|h| after so many tokens of size 100."""
     mixer = first("adr-tiny", ADR)
     H, K = mixer.config.heads, mixer.input_GKF.shape[1]
     x = 100 * drawn(1, tokens, 2 * H, 1, K)
     with torch.no_grad():
-        memories, _, _ = gru.scan(x, mixer.cells(), mixer.config.gamma, torch.zeros(1, 2 * H, 1, K))
+        memories, _, _ = gru.scan(
+            x, mixer.cells(), mixer.config.gamma if decay else 0.0, torch.zeros(1, 2 * H, 1, K)
+        )
     return round(memories.abs().max().item(), 3)
 
 

@@ -3,6 +3,7 @@
 Shapes: T tokens, D model width, R state rank, E model width of GPT-2.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ from perspectron.ops import pdr
 from perspectron.stream.plan import Needs, needs
 
 FULL = "perspective-1t"
-D, R = 4096, 256  # of the document's model
+D = presets.get(FULL).d_model
 CONTEXT = 8192
 META = torch.device("meta")
 HALF = 2  # bytes of an FP16 number
@@ -50,9 +51,6 @@ def mixer(config: MixerConfig, width: int = D) -> Any:
     """A mixer of the document's width, alone."""
     with torch.device("meta"):
         return MIXERS[config.kind].module(width, 1e-6, config)
-
-
-PDR_LAYER = PDRConfig(R)
 
 
 def matrices(module: nn.Module) -> int:
@@ -100,6 +98,15 @@ def expert(part: str) -> int:
     found = [p for name, p in model(FULL).named_parameters() if f".{part}_E" in name]
     return found[0][0].numel()
 
+
+def _pdr_layer() -> PDRConfig:
+    found = blocks(FULL)[places("pdr")[0]].mixer
+    assert isinstance(found, PDRConfig)
+    return found
+
+
+PDR_LAYER = _pdr_layer()
+R = PDR_LAYER.rank
 
 # ---------------------------------------------------------------- FLOPs
 
@@ -173,10 +180,25 @@ def exponent(flops: Callable[[int], float], tokens: int = 1 << 15) -> float:
     return torch.tensor(flops(2 * tokens) / flops(tokens)).log2().item()
 
 
-def scan_flops(tokens: int) -> int:
-    """Of the scan over so many tokens, as it trains, in full width."""
+def scan_flops(tokens: int, chunk: int = pdr.CHUNK) -> int:
+    """Of the scan over so many tokens in chunks of `chunk`, as it trains, in full width."""
     inputs = (meta(1, tokens, R), meta(1, tokens, R), meta(1, tokens, D), meta(1, tokens, D))
-    return operations(lambda *x: pdr.scan(*x, backend="torch"), *inputs).total
+    usual = pdr.CHUNK
+    try:
+        pdr.CHUNK = chunk
+        return operations(lambda *x: pdr.scan(*x, backend="torch"), *inputs).total
+    finally:
+        pdr.CHUNK = usual
+
+
+def scan_work(tokens: int, chunk: int) -> float:
+    """In units of L·d·r."""
+    return scan_flops(tokens, chunk) / (tokens * D * R)
+
+
+def width_exponent(config: MixerConfig, tokens: int, width: int, wider: MixerConfig | None = None) -> float:
+    """Of growth of what reading costs with the model's width."""
+    return round(math.log2(reading(wider or config, tokens, 2 * width) / reading(config, tokens, width)), 2)
 
 
 def scan_levels(tokens: int) -> int:

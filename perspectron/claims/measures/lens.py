@@ -13,6 +13,7 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.block import Block, RouteGate
 from perspectron.claims.claim import Found
+from perspectron.claims.measures.built import operations
 from perspectron.claims.measures.common import (
     apart,
     below,
@@ -40,6 +41,15 @@ def diagonal() -> float:
     q, k, *_ = _heads()
     S = q @ k.mT
     return apart(S.diagonal(dim1=-2, dim2=-1), S.mT.diagonal(dim1=-2, dim2=-1))
+
+
+def reciprocal_products() -> Found:
+    """Matrix products of the document's own form that reciprocity adds, over those of attention."""
+    q, k, v, u, w = _heads()
+    products = len(operations(lens.reference, q, k, v, u, w).products())
+    return Found(
+        (float(products - 3),), f"{products} matrix products, q kᵀ, k u and that with v: Sᵀ adds none"
+    )
 
 
 def centred() -> Found:
