@@ -68,7 +68,7 @@ class Profile:
 
 PROFILES = {
     "quick": Profile(
-        (Setting(MQAR(32, pairs=4, keys=16, values=16), 300), Setting(Parity(64), 100)),
+        (Setting(MQAR(32, pairs=8, keys=16, values=16), 400), Setting(Parity(64), 100)),
         seeds=1,
         rates=(3e-3,),
         layers=2,

@@ -74,12 +74,13 @@ class Task(ABC):
         return replace(self, length=times * self.length)
 
     def shorter(self, times: int) -> Self:
-        """An easier task in the same ids: such a part of the length, and of what there is to remember."""
-        least = {"length": 1, "distance": 2, "pairs": 1, "letters": 1, "facts": 1, "reach": 2}
-        sizes = {name: getattr(self, name, None) for name in least}
-        return replace(
-            self, **{name: max(least[name], size // times) for name, size in sizes.items() if size}
-        )
+        """An easier task in the same ids: such a part of the length, and of what there is to remember. Two pairs or
+        facts are left: of one the value is the answer whatever the key, and who learned that has to unlearn it."""
+        least = {"length": 1, "distance": 2, "pairs": 2, "letters": 1, "facts": 2, "reach": 2}
+        given = {name: size for name in least if (size := getattr(self, name, None))}
+        sizes = {name: max(min(least[name], size), size // times) for name, size in given.items()}
+        room = 3 * max(sizes.get("pairs", 0), sizes.get("facts", 0))
+        return replace(self, **sizes | {"length": max(sizes["length"], room)})
 
     def sizes(self) -> dict[str, Any]:
         """The fields, for a result."""

@@ -253,6 +253,17 @@ def test_a_longer_task_is_the_same_one():
     assert longer.sizes() == {"length": 64, "pairs": 4, "keys": 64, "values": 64, "gaps": "power"}
 
 
+def test_a_shorter_task_still_needs_its_keys():
+    assert MQAR(32, pairs=8).shorter(4) == MQAR(8, pairs=2)
+    assert MQAR(16, pairs=4).shorter(4) == MQAR(6, pairs=2) and MQAR(32, pairs=1).shorter(4) == MQAR(
+        8, pairs=1
+    )
+    assert Needle(32).shorter(4) == Needle(8, facts=2) and Needle(32, facts=1).shorter(4) == Needle(
+        8, facts=1
+    )
+    assert Brackets(64).shorter(4) == Brackets(16, reach=2)
+
+
 @pytest.mark.parametrize(
     ("make", "field"),
     [
