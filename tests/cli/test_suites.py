@@ -69,7 +69,7 @@ def test_options_reach_the_suite(run, capsys):
     given = ["--set", "bins=4", "--tokens", "200", "--seq-len", "20"]
     assert main(["eval", str(run), "--suite", "calibration", *given, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (len(answer["bins"]), answer["tokens"]) == (4, 199)
+    assert (len(answer["bins"]), answer["tokens"]) == (4, 200)
 
 
 @pytest.fixture
