@@ -35,7 +35,7 @@ def note_conditions(out: Path, plan: Plan, jobs: int) -> None:
         write_json(
             out / CONDITIONS,
             {
-                "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "command": shlex.join(["perspectron", *sys.argv[1:]]),
                 "commit": commit(),
                 "machine": machine(),
                 "threads": plan.settings.threads,
