@@ -1,6 +1,6 @@
 """`perspectron compare`."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,32 +56,32 @@ class Compare:
     """Of each design, within 2%."""
     tokens: str = "20M"
     """That each design is trained on."""
-    seeds: int = 3
+    seeds: int = Settings.seeds
     """Trainings of each design: weights and order of the text."""
-    data: str = "stdlib"
+    data: str = Settings.data
     """ "stdlib", a text file, a folder, a .jsonl or .jsonl.gz, or a folder written by `tokenize`."""
-    heldout: float = 0.05
+    heldout: float = Settings.heldout
     """Share of the text that is never trained on."""
-    match: Literal["tokens", "flops", "time"] = "tokens"
+    match: Literal["tokens", "flops", "time"] = Settings.match
     """What is equal beside parameters; the transformer's, at --tokens, for "flops" and "time"."""
-    vocab_size: int = 0
+    vocab_size: int = Settings.vocab_size
     """Of the tokenizer; 0: by the parameters."""
-    seq_len: int = 256
+    seq_len: int = Settings.seq_len
     """Tokens in a window."""
-    batch_size: int = 8
+    batch_size: int = Settings.batch_size
     """Windows in a batch."""
-    rates: tuple[float, ...] = field(default=(1.5e-3, 3e-3, 6e-3))
+    rates: tuple[float, ...] = Settings.rates
     """Peak learning rates tried for each design, and beyond if the best is at an end; one is taken as it is."""
-    rate_share: float = 0.1
+    rate_share: float = Settings.rate_share
     """Of the tokens, for each try."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
     """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
-    device: str = "auto"
+    device: str = Settings.device
     """ "auto" is CUDA where there is one."""
     suites: str = ",".join(SUITES)
     """What is measured of trained models, beside their loss."""
-    recall: Literal["quick", "full"] = "quick"
-    """Two synthetic tasks with one seed, or all with three (an hour of a design on one core)."""
+    recall: Literal["quick", "full"] = Settings.recall
+    """Two synthetic tasks with one seed, or all with three, which takes much longer."""
     jobs: int = 1
     """Trainings side by side."""
 

@@ -44,7 +44,7 @@ class Settings:
     of the transformer (or of the first arm) at `tokens` tokens instead, and gives each arm as many tokens as they
     buy. vocab_size: 0 follows from the parameters. rates: peak learning rates tried, on `rate_share` of the tokens;
     a single one is taken as it is. threads: of each training; 0 is open. suites: measured afterwards,
-    beside the loss. recall: two tasks with one seed, or all with three (minutes, or an hour, of a design)."""
+    beside the loss. recall: two tasks with one seed, or all with three."""
 
     arms: tuple[str, ...]
     params: int

@@ -26,7 +26,6 @@ from perspectron.files import atomic, read_json, write_json
 VERSION = 1
 CONDITIONS = "conditions.json"
 RESULTS, PAGE, TEXT = "results.json", "report.html", "report.md"
-CONTEXTS = (1024, 8192, 65536, 262144)  # at which the bytes of a state are told
 
 
 def note_conditions(out: Path, plan: Plan, jobs: int) -> None:
@@ -120,7 +119,7 @@ def write(out: Path, found: dict[str, Any]) -> None:
 def _arm(
     out: Path, arm: Arm, cells: list[Cell], tried: list[dict[str, Any]], cost: dict[str, Any] | None
 ) -> dict[str, Any]:
-    counted = census(arm.model, CONTEXTS)
+    counted = census(arm.model)
     recall = out / "recall" / f"{cells[0].arm}.json"
     suites = {} if cost is None else {"cost": cost}
     if recall.is_file():
