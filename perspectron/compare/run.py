@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,10 +223,11 @@ def terms(cell: Cell) -> dict[str, float]:
 
 
 def spent(cell: Cell) -> dict[str, Any]:
-    """Steps, tokens and seconds of training (measurements and saving left out), and tokens per second."""
+    """Steps, tokens and seconds of training (measurements and saving left out); tokens per second of the median update,
+    which no pause slows."""
     lines = [line for line in read_metrics(cell.folder) if "loss" in line]
     if not lines:
         return {"steps": 0, "tokens": 0, "seconds": None, "tokens_per_second": None}
     tokens, seconds = lines[-1]["tokens"], lines[-1]["seconds"]
     told = {"steps": lines[-1]["step"], "tokens": tokens, "seconds": round(seconds, 2)}
-    return told | {"tokens_per_second": tokens / seconds}
+    return told | {"tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}

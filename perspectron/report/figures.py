@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from perspectron.axes import Linear, Log
@@ -38,13 +39,27 @@ def styles(names: Sequence[str], reference: str) -> Styles:
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[Figure]:
-    """Loss against tokens, FLOPs and seconds, over one range of losses."""
+    """Loss against tokens, FLOPs and seconds, over one range of losses. Seconds are tokens by the speeds that the cost
+    suite measured in turns, where it did: cells' own clocks also count what ran beside them, and pauses."""
+    turns = all(row.cost for row in rows if any(cell.get("curve") for cell in row.cells))
+    clock = "seconds of training, by speeds measured in turns" if turns else "seconds of training"
     kinds: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
         ("tokens", "tokens trained on", "Loss against tokens", short),
         ("flops", "training FLOPs", "Loss against FLOPs", _power),
-        ("seconds", "seconds of training", "Loss against seconds", short),
+        ("seconds", clock, "Loss against seconds", short),
     )
+    rows = [_timed(row) for row in rows] if turns else rows
     return [figure for kind in kinds if (figure := _loss(rows, style, *kind)) is not None]
+
+
+def _timed(row: Row) -> Row:
+    """Its curves with seconds by its speed."""
+
+    def timed(line: dict[str, Any]) -> dict[str, Any]:
+        return {**line, "seconds": line["tokens"] / row.speed if row.speed else None}
+
+    cells = [{**cell, "curve": [timed(line) for line in cell.get("curve", [])]} for cell in row.cells]
+    return replace(row, entry={**row.entry, "cells": cells})
 
 
 def _loss(

@@ -74,6 +74,13 @@ class Row:
         return dict(self.entry.get("suites", {}).get("cost") or {})
 
     @property
+    def speed(self) -> float | None:
+        """Tokens per second of training: as the cost suite measured it of all in turns, else by the cells' own clocks,
+        which also count what ran beside them."""
+        measured = known(self.cost.get("train_tokens_per_second"))
+        return self.average("tokens_per_second") if measured is None else measured
+
+    @property
     def recall(self) -> dict[str, Any]:
         """What the recall suite measured, empty where it was not run."""
         return dict(self.entry.get("suites", {}).get("recall") or {})

@@ -58,7 +58,7 @@ def _sizes(row: Row, ends: Sequence[int]) -> list[Cell]:
         Cell(short(row.average("tokens"))),
         Cell(rate(row.entry.get("lr"))),
     ]
-    cells.append(Cell(short(row.average("tokens_per_second"))))
+    cells.append(Cell(short(row.speed)))
     values = states(row)
     return [*cells, *(Cell(size(values.get(end))) for end in ends)]
 

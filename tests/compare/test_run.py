@@ -100,7 +100,9 @@ def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
     """Write what a training of these bits would leave."""
     cell.folder.mkdir(parents=True)
     steps = steps or cell.steps
-    metrics = [{"step": steps, "tokens": steps * 128, "loss": 1.0, "seconds": 2.0}]
+    metrics = [
+        {"step": steps, "tokens": steps * 128, "loss": 1.0, "seconds": 2.0, "tokens_per_second": 640.0}
+    ]
     if bits is not None:
         metrics.append({"step": steps, "heldout_bits_per_byte": bits})
         checkpoint.path_of(cell.folder, steps).mkdir(parents=True)
@@ -255,3 +257,21 @@ def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     cell = whole / "cells" / "transformer" / "0"
     assert main(["ablate", str(cell), "--out", str(tmp_path / "out")]) == 2
     assert "design = 'transformer', must be one of perspective, lens" in capsys.readouterr().err
+
+
+def test_a_pause_does_not_slow_a_cell(tmp_path):
+    cell = Cell("transformer", 0, 1e-3, 3, tmp_path, 1)
+    rates = [1000.0, 2.0, 1000.0]
+    metrics = [
+        {
+            "step": i + 1,
+            "tokens": 100 * (i + 1),
+            "seconds": 0.1 + 50 * (i > 0),
+            "tokens_per_second": rate,
+            "loss": 1.0,
+        }
+        for i, rate in enumerate(rates)
+    ]
+    (tmp_path / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    assert run.spent(cell)["tokens_per_second"] == 1000.0
+    assert run.spent(cell)["seconds"] == 50.1

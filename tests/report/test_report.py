@@ -532,3 +532,17 @@ def test_curves_of_a_part_of_the_text_say_so(results, notes):
     whole = copy.deepcopy(results)
     whole["plan"]["curve_tokens"] = whole["plan"]["heldout_tokens"]
     assert "On the way" not in markdown(whole)
+
+
+def test_seconds_are_by_speeds_measured_in_turns(results, page):
+    """Where all were measured so; here one was not."""
+    by = "by speeds measured in turns"
+    assert by not in page
+    whole = copy.deepcopy(results)
+    whole["designs"]["ssd"]["suites"]["cost"] = whole["designs"]["gla"]["suites"]["cost"]
+    paused = copy.deepcopy(whole)
+    for entry in paused["designs"].values():
+        for line in (line for cell in entry["cells"] for line in cell.get("curve", [])):
+            line["seconds"] += 5000.0
+    assert by in html(whole)
+    assert html(paused) == html(whole)
