@@ -15,6 +15,7 @@ from perspectron.compare.ablations import ABLATIONS, ablate
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import one_of, require
 from perspectron.designs import DESIGNS, design_of
+from perspectron.eval.suites import OF_TEXT
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 
@@ -68,5 +69,5 @@ class Ablate:
             arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
             resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
             train.batch_size * train.accumulate, (train.optim.lr,), dtype=train.dtype, device=train.device,
-            suites=("position", "calibration", "robustness"),
+            suites=OF_TEXT,
         )  # fmt: skip

@@ -18,7 +18,6 @@ from perspectron.cli.train import resolved
 from perspectron.cli.units import count
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
-    SUITES,
     Plan,
     Settings,
     models_of_designs,
@@ -31,6 +30,7 @@ from perspectron.compare.run import Cell
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
+from perspectron.eval.suites import BESIDE_LOSS
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 
@@ -78,7 +78,7 @@ class Compare:
     """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
     device: str = Settings.device
     """ "auto" is CUDA where there is one."""
-    suites: str = ",".join(SUITES)
+    suites: str = ",".join(BESIDE_LOSS)
     """What is measured of trained models, beside their loss."""
     recall: Literal["quick", "full"] = Settings.recall
     """Two synthetic tasks with one seed, or all with three, which takes much longer."""

@@ -21,13 +21,13 @@ from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.gates import gates
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import SUITES, plain
+from perspectron.eval.suites import OF_TEXT, SUITES, plain
 from perspectron.files import read_json, write_json
 from perspectron.train import checkpoint
 from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
-OF_CELLS = ("perplexity", "position", "calibration", "robustness", "gates")
+OF_CELLS = ("perplexity", *OF_TEXT, "gates")
 WINDOWS = 8  # of which gates are read
 
 

@@ -21,6 +21,7 @@ from perspectron.config import ModelConfig, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.device import pick_device
 from perspectron.errors import ConfigError
+from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.files import read_json, remove, write_json
 from perspectron.model import build
 from perspectron.optim import OptimConfig, adamw
@@ -32,7 +33,6 @@ PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 REFERENCE = "transformer"  # what others are matched to, where it is an arm
 CURVE_TOKENS = 32768  # held-out tokens measured on the way
 LEAST_VOCABULARY = 512
-SUITES = ("position", "calibration", "robustness", "recall", "cost")
 ROUNDS = 5  # of timing, the first left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """By arm: the model, what it is in a line, and where it comes from."""
@@ -61,7 +61,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     threads: int = 0
-    suites: tuple[str, ...] = SUITES
+    suites: tuple[str, ...] = BESIDE_LOSS
     recall: Literal["quick", "full"] = "quick"
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Settings:
         require(0 < self.rate_share <= 1, "rate_share", self.rate_share, "in (0, 1]")
         require(self.threads >= 0, "threads", self.threads, "≥ 0")
         for suite in self.suites:
-            one_of(suite, SUITES, "suites")
+            one_of(suite, BESIDE_LOSS, "suites")
 
     @property
     def batch_tokens(self) -> int:

@@ -72,3 +72,6 @@ SUITES = {
         on_device=False,
     ),
 }
+BESIDE_LOSS = tuple(name for name in SUITES if name != "perplexity")
+OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)
+"""Those that tell of a trained model; the others tell of its design."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from perspectron.eval.suites import OF_TEXT
 from perspectron.report.figures import averaged, measured
 from perspectron.report.numbers import context, fixed, known, percent, rate, seeds, short, signed, size
 from perspectron.report.promises import CLAIMS, Claim
@@ -16,7 +17,6 @@ from perspectron.report.summary import Row, leader, lower
 
 CALIBRATED, MISCALIBRATED = 0.02, 0.05  # ECE below which it holds, above which it fails
 AT_CHANCE = 0.02  # above chance, and still no more than it
-SUITES = ("position", "calibration", "robustness")
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def skipped(row: Row) -> list[tuple[str, str]]:
 def _unmeasured(row: Row) -> list[Finding]:
     if not row.finished:
         return []
-    lacking = [name for name in SUITES if not row.suite(name)]
+    lacking = [name for name in OF_TEXT if not row.suite(name)]
     lacking += [name for name in ("recall", "cost") if not row.entry.get("suites", {}).get(name)]
     return [Finding("open", f"Not measured: {listed(lacking)}.")] if lacking else []
 
