@@ -37,7 +37,7 @@ def command(name: str) -> str:
     if name == "compare":
         return f"{COMPARE} && cp runs/reference/results.json docs/results/compare.json"
     design = name.removeprefix("ablate-")
-    made = f"perspectron ablate runs/reference/cells/{design}/0 --seeds 3 --out runs/{name}"
+    made = f"perspectron ablate runs/reference/cells/{design}/0 --tokens 500k --seeds 3 --jobs 2 --out runs/{name}"
     return f"{made} && cp runs/{name}/results.json docs/results/{name}.json"
 
 

@@ -29,22 +29,28 @@ RESULTS, PAGE, TEXT = "results.json", "report.html", "report.md"
 
 
 def note_conditions(out: Path, plan: Plan, jobs: int) -> None:
-    """Keep under which conditions a comparison was begun; the first time counts."""
-    if not (out / CONDITIONS).is_file():
-        write_json(
-            out / CONDITIONS,
-            {
-                "command": shlex.join(["perspectron", *sys.argv[1:]]),
-                "commit": commit(),
-                "machine": machine(),
-                "threads": plan.settings.threads,
-                "jobs": jobs,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "dtype": plan.settings.dtype,
-                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            },
-        )
+    """Keep under which conditions a comparison was begun; the first time counts, but every commit that went on with it
+    is named."""
+    path, now = out / CONDITIONS, commit()
+    if path.is_file():
+        kept = read_json(path, ConfigError)
+        if now not in kept["commit"].split(", "):
+            write_json(path, kept | {"commit": f"{kept['commit']}, {now}"})
+        return
+    write_json(
+        path,
+        {
+            "command": shlex.join(["perspectron", *sys.argv[1:]]),
+            "commit": now,
+            "machine": machine(),
+            "threads": plan.settings.threads,
+            "jobs": jobs,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "dtype": plan.settings.dtype,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+    )
 
 
 def machine() -> str:

@@ -15,7 +15,7 @@ import torch
 
 import perspectron
 from perspectron.cli.main import main
-from perspectron.compare import measure, run
+from perspectron.compare import measure, results, run
 from perspectron.compare.plan import read
 from perspectron.compare.run import Cell
 from perspectron.errors import CheckpointError
@@ -275,3 +275,11 @@ def test_a_pause_does_not_slow_a_cell(tmp_path):
     (tmp_path / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
     assert run.spent(cell)["tokens_per_second"] == 1000.0
     assert run.spent(cell)["seconds"] == 50.1
+
+
+def test_every_commit_that_went_on_is_named(whole, tmp_path, monkeypatch):
+    for name, jobs in (("aaaaaaa", 2), ("aaaaaaa", 1), ("bbbbbbb", 1), ("aaaaaaa", 1)):
+        monkeypatch.setattr(results, "commit", lambda name=name: name)
+        results.note_conditions(tmp_path, read(whole), jobs)
+    kept = json.loads((tmp_path / results.CONDITIONS).read_text())
+    assert (kept["commit"], kept["jobs"]) == ("aaaaaaa, bbbbbbb", 2)
