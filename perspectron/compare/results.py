@@ -19,6 +19,7 @@ from perspectron.compare import measure, run
 from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
 from perspectron.compare.run import Cell
 from perspectron.config import dump
+from perspectron.data import Shards
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import plain
 from perspectron.files import atomic, read_json, write_json
@@ -97,6 +98,7 @@ def collect(
         "conditions": read_json(out / CONDITIONS, ConfigError),
         "plan": {name: settings[name] for name in told}
         | {
+            "data": text_of(plan.settings.data, shards),
             "vocab_size": next(iter(plan.arms.values())).model.vocab_size,
             "seeds": list(range(plan.settings.seeds)),
             "reference": plan.reference,
@@ -111,6 +113,11 @@ def collect(
             for name, arm in plan.arms.items()
         },
     }
+
+
+def text_of(data: str, shards: Shards) -> str:
+    """What was asked for; "stdlib" also where that is a folder with its ids, which an ablation takes from its run."""
+    return "stdlib" if shards.corpus_fingerprint.startswith("stdlib:") else data
 
 
 def write(out: Path, found: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
 from perspectron.compare.plan import read
 from perspectron.compare.run import Cell
+from perspectron.data import open_shards
 from perspectron.errors import CheckpointError
 from perspectron.train import checkpoint
 
@@ -283,3 +284,10 @@ def test_every_commit_that_went_on_is_named(whole, tmp_path, monkeypatch):
         results.note_conditions(tmp_path, read(whole), jobs)
     kept = json.loads((tmp_path / results.CONDITIONS).read_text())
     assert (kept["commit"], kept["jobs"]) == ("aaaaaaa, bbbbbbb", 2)
+
+
+def test_text_that_is_encoded_already_keeps_its_name(whole):
+    shards = open_shards(whole / "data")
+    assert results.text_of("somewhere/data", shards) == "somewhere/data"
+    shards.corpus_fingerprint = "stdlib:0123"
+    assert results.text_of("somewhere/data", shards) == "stdlib"
