@@ -347,7 +347,7 @@ def _slug(name: str) -> str:
 
 
 def _power(value: float) -> str:
-    """1e13 as 10¹³, 2e13 as 2·10¹³."""
-    mantissa, _, power = f"{value:.0e}".partition("e")
+    """1e13 as 10¹³, 1.5e13 as 1.5·10¹³."""
+    mantissa, _, power = f"{value:.1e}".replace(".0e", "e").partition("e")
     raised = "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(int(power)))
     return f"10{raised}" if mantissa == "1" else f"{mantissa}·10{raised}"

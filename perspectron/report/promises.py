@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """rival: the design whose loss it has to beat, "" where it claims nothing of losses. flat_state: the state has one
-    size at every context. pruned: the cache is smaller than the rival's once attention is dropped where gates allow."""
+    """rival: the design whose loss it has to beat, "" where it claims nothing of losses. recalls: the design whose
+    recall it has to match, "" where it claims nothing of memory. flat_state: the state has one size at every context.
+    pruned: the cache is smaller than the rival's once attention is dropped where gates allow."""
 
     source: str
     clause: str
     rival: str = ""
+    recalls: str = ""
     flat_state: bool = False
     pruned: bool = False
 
@@ -29,6 +31,7 @@ CLAIMS = {
         "seeds/adr.md §3, §4",
         "recurrent keys and values keep a transformer's flexibility and add long-term memory to it",
         rival="gpt2",
+        recalls="gpt2",
     ),
     "lens": Claim(
         "seeds/lens.md, Enhancement 4 and Summary",
@@ -39,6 +42,7 @@ CLAIMS = {
     "drm": Claim(
         "seeds/drm.md, Generation",
         "a trajectory state holds the history and no cache is needed; of losses it says nothing",
+        recalls="transformer",
         flat_state=True,
     ),
 }

@@ -116,6 +116,8 @@ def _checks(row: Row, claim: Claim, field: Field) -> list[tuple[bool | None, str
     rival = field.row(claim.rival) if claim.rival else None
     if claim.rival:
         checks.append(_beats(row, rival, claim.rival))
+    if claim.recalls:
+        checks.append(_recalls(row, field.row(claim.recalls), claim.recalls))
     if claim.flat_state:
         start = flat_from(states(row))
         text = "its state grows with the context" if start is None else "its state stays the same size"
@@ -135,6 +137,31 @@ def _beats(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
     if not pair.sure:
         return None, f"{text}, no sure difference"
     return pair.mean < 0, text
+
+
+def _recalls(row: Row, rival: Row | None, name: str) -> tuple[bool | None, str]:
+    """Whether it solves what the other solves, task by task and setting by setting."""
+    if rival is None or not rival.recall or not row.recall:
+        return None, f"its recall was not measured beside that of {name}"
+    own, others = _scores(row), _scores(rival)
+    asked = [at for at, (score, goal) in others.items() if at in own and score >= goal]
+    if not asked:
+        return None, f"{name} solves no task of recall, so none tells whether it does as much"
+    lost = [at for at in asked if own[at][0] < own[at][1]]
+    if not lost:
+        return True, f"it solves every task of recall that {name} solves"
+    worst = min(lost, key=lambda at: own[at][0])
+    return False, f"at {worst[0]}, which {name} solves, it has {percent(own[worst][0])} right"
+
+
+def _scores(row: Row) -> dict[tuple[str, int], tuple[float, float]]:
+    """(accuracy, at which it is solved) by task and number of the setting, where there is one."""
+    return {
+        (name, i): (score, float(task["solved"]))
+        for name, task in row.recall.get("tasks", {}).items()
+        for i, setting in enumerate(task["settings"])
+        if (score := averaged(setting["accuracy"])) is not None
+    }
 
 
 def _unpruned(row: Row, rival: Row | None) -> str:

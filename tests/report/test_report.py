@@ -12,7 +12,7 @@ import pytest
 from perspectron.eval.recall import PROFILES
 from perspectron.report import html, markdown
 from perspectron.report.charts import apart
-from perspectron.report.figures import SIZES
+from perspectron.report.figures import SIZES, _power
 from perspectron.report.significance import paired
 from perspectron.report.summary import ranked
 from perspectron.report.verdicts import Field, findings
@@ -229,6 +229,7 @@ def test_different_faults_are_lines_of_their_own(page):
 
 
 def test_no_claim_is_supported_by_a_design_that_has_not_finished(results):
+    results = recalling(results, "drm", 0.99)
     assert "this run supports that" in verdict(results, "drm")["held"]
     changed = without(results, (0, 1, 2), ["drm"])
     assert "leaves that open: no seed has finished" in verdict(changed, "drm")["open"]
@@ -298,17 +299,48 @@ def test_a_share_is_of_the_seeds_that_both_finished(results):
 
 
 def test_rules_of_claims(results):
-    assert "this run supports that: its state stays the same size" in verdict(results, "drm")["held"]
-    grows = copy.deepcopy(results)
+    whole = recalling(results, "drm", 0.99)
+    assert (
+        "supports that: it solves every task of recall that transformer solves; its state stays the same size"
+        in (verdict(whole, "drm")["held"])
+    )
+    grows = copy.deepcopy(whole)
     grows["designs"]["drm"]["suites"]["cost"]["state_bytes"]["262144"] *= 2
-    assert "does not support that: its state grows with the context" in verdict(grows, "drm")["failed"]
+    assert "its state grows with the context" in verdict(grows, "drm")["failed"]
     assert "does not support that" in verdict(results, "adr")["failed"]
     gpt2 = [cell["heldout_bits_per_byte"] for cell in results["designs"]["gpt2"]["cells"]]
     better = shifted(results, "adr", [loss - 0.1 - 0.001 * i for i, loss in enumerate(gpt2)])
-    assert "supports that: −0.101 bits per byte against gpt2" in verdict(better, "adr")["held"]
+    assert (
+        "supports that: −0.101 bits per byte against gpt2"
+        in (verdict(recalling(better, "adr", 0.99), "adr")["held"])
+    )
     alone = copy.deepcopy(results)
     del alone["designs"]["gpt2"]
     assert "leaves that open: its loss was not compared with that of gpt2" in verdict(alone, "adr")["open"]
+
+
+def test_who_claims_memory_has_to_recall(results):
+    """What another design solves; what that one does not solve says nothing."""
+    assert (
+        "at mqar, which transformer solves, it has 12.0% right"
+        in (verdict(recalling(results, "drm", 0.12), "drm")["failed"])
+    )
+    blank = recalling(recalling(results, "drm", 0.12), "transformer", 0.5)
+    assert "leaves that open: transformer solves no task of recall" in verdict(blank, "drm")["open"]
+    del blank["designs"]["drm"]["suites"]["recall"]
+    assert (
+        "leaves that open: its recall was not measured beside that of transformer"
+        in (verdict(blank, "drm")["open"])
+    )
+
+
+def recalling(results, name, accuracy):
+    """With this accuracy at every task."""
+    found = copy.deepcopy(results)
+    for task in found["designs"][name]["suites"]["recall"]["tasks"].values():
+        for setting in task["settings"]:
+            setting["accuracy"] = [accuracy] * 3
+    return found
 
 
 def test_a_cache_that_was_not_pruned_decides_nothing(results):
@@ -546,3 +578,7 @@ def test_seconds_are_by_speeds_measured_in_turns(results, page):
             line["seconds"] += 5000.0
     assert by in html(whole)
     assert html(paused) == html(whole)
+
+
+def test_ticks_of_powers_are_told_apart():
+    assert [_power(value) for value in (1e13, 1.5e13, 2e13)] == ["10¹³", "1.5·10¹³", "2·10¹³"]
