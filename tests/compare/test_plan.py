@@ -175,3 +175,7 @@ def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
     assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
     assert main(["compare", "--data", str(corpus), "--out", str(out), "--vocab-size", "300"]) == 2
     assert "vocab_size = 300, must be 2" in capsys.readouterr().err
+
+
+def test_a_short_training_warms_up_over_more_of_it():
+    assert [plans.warmup(steps) for steps in (1, 3, 40, 245, 1465, 4000)] == [1, 1, 10, 50, 73, 200]
