@@ -182,8 +182,9 @@ def judge(claim: Claim, results: Results) -> Row:
         return replace(row, measured="–", verdict=MISSING, why=f"run {missing}")
     measured = f"{found.shown}; {other.shown} {words}"
     if _inside(claim.range, other):
-        return replace(row, measured=measured, verdict=CONDITION, why=words)
-    return replace(row, measured=measured, verdict=FAILS)
+        why = ", ".join(filter(None, (words, other.proviso)))
+        return replace(row, measured=measured, verdict=CONDITION, why=why)
+    return replace(row, measured=measured, verdict=FAILS, why=found.proviso)
 
 
 def _found(measure: Measure, claimed: Range, results: Results) -> Found:

@@ -83,6 +83,16 @@ def test_a_condition_is_tried_only_where_the_claim_fails():
     assert verdict("60", 40, condition=("in FP16", lambda _: 30)) == "fails"
 
 
+def test_at_what_size_stands_beside_a_condition():
+    small = Found((60,), proviso="of small models")
+    assert verdict("60", 40, condition=("in FP16", lambda _: small)) == (
+        "holds with a condition: in FP16, of small models"
+    )
+    assert verdict("60", 40, proviso="of small models", condition=("in FP16", lambda _: 30)) == (
+        "fails: of small models"
+    )
+
+
 def test_what_is_missing_is_said_with_the_command():
     def measure(results):
         raise Missing("`make it`")
