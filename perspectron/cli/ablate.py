@@ -41,6 +41,8 @@ class Ablate:
     """That each arm is trained on (default: as many as the run)."""
     seeds: int = 1
     """Trainings of each arm."""
+    suites: str = ""
+    """What is measured beside the held-out loss, with commas between: position, calibration, robustness."""
     jobs: int = 1
     """Trainings side by side."""
 
@@ -69,5 +71,5 @@ class Ablate:
             arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
             resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
             train.batch_size * train.accumulate, (train.optim.lr,), dtype=train.dtype, device=train.device,
-            suites=OF_TEXT,
+            suites=tuple(one_of(name, OF_TEXT, "suites") for name in listed(self.suites)),
         )  # fmt: skip

@@ -236,14 +236,17 @@ def test_a_training_whose_numbers_run_away_is_reported_not_hidden(whole, tmp_pat
     assert main(["compare", "--resume", str(out)]) == 0
 
 
-def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path):
+def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path, capsys):
     out = tmp_path / "ablated"
     command = [*tokenised(whole), "--out", str(tmp_path / "adr")]
     command[command.index("--designs") + 1] = "adr"
     command[command.index("--tokens") + 1] = "1280"
     assert main(command) == 0
     cell = tmp_path / "adr" / "cells" / "adr" / "0"
-    assert main(["ablate", str(cell), "--over", "no_law5", "--jobs", "2", "--out", str(out)]) == 0
+    assert main(["ablate", str(cell), "--suites", "cost", "--out", str(out)]) == 2
+    assert "suites = 'cost', must be one of position, calibration, robustness" in capsys.readouterr().err
+    command = ["ablate", str(cell), "--over", "no_law5", "--suites", "calibration", "--jobs", "2"]
+    assert main([*command, "--out", str(out)]) == 0
     found = json.loads((out / "results.json").read_text())
     assert list(found["designs"]) == ["adr", "no_law5"]
     assert found["kind"] == "ablations"
