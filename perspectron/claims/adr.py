@@ -71,7 +71,7 @@ LAWS = (
           worded("lower loss with memories of keys", *trained.LOWER), trained.without("adr", "values_only"),
           command=command("ablate-adr")),
     Claim("adr-law2-values", "§2 Law 2, our reading", "values are updated by GRU recurrence, to use",
-          worded("lower loss with memories of values", *trained.LOWER), trained.without("adr", "keys_only"),
+          worded("lower loss with memories of values", *trained.LOWER), trained.without("adr", "keys_only", "uncoupled"),
           command=command("ablate-adr")),
     Claim("adr-law3", "§2 Law 3", "decay prevents runaway growth", worded("|h| > 1 without decay", 1.001),
           _without_decay),
