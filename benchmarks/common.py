@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perspectron.device import free_memory as available_bytes  # noqa: E402
-from perspectron.eval.memory import Peak  # noqa: E402, F401
-from perspectron.eval.timing import Spread, interleave, ratios  # noqa: E402, F401
+from perspectron import machine  # noqa: E402
+from perspectron.eval.timing import (  # noqa: E402, F401
+    Peak,
+    Spread,
+    interleave,
+    ratios,
+)
+from perspectron.machine import free_memory as available_bytes  # noqa: E402
 
 MATMUL_SIZES = (384, 768, 1536, 3072)
 
@@ -85,38 +89,18 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Under which this run is made."""
     return {
         "device": "cpu",
-        "cpu": cpu_model(),
+        "cpu": machine.processor(),
         "cores": os.cpu_count(),
         "threads": args.threads,
         "load": round(os.getloadavg()[0], 2),
         "memory": f"{available_bytes() / 1e9:.1f} GB free",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit(),
+        "commit": machine.commit(),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "quick": args.quick,
     }
-
-
-def cpu_model() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()}, {torch.backends.cpu.get_cpu_capability()}"
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """Of the checkout, and whether what is measured differs from it."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *command], capture_output=True, text=True
-        ).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "perspectron", "benchmarks")
-    return (git("rev-parse", "--short=12", "HEAD") or "none") + (" with changes" if changed else "")
 
 
 def require_green(*tests: str) -> str:

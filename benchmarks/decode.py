@@ -41,7 +41,7 @@ class Stepper:
     def step(self) -> float:
         """Seconds of one token."""
         start = time.perf_counter()
-        self.state = self.model(self.ids_11, self.state).state
+        self.state = self.model(self.ids_11, self.state, consume_state=True).state
         return time.perf_counter() - start
 
 
@@ -51,7 +51,7 @@ def read(model: LanguageModel, contexts: list[int], limit: int) -> dict[int, LMS
     state, states = model.init_state(1), {}
     chunk = min(CHUNK, *contexts)
     for start in range(0, limit, chunk):
-        state = model(ids[:, start : start + chunk], state).state
+        state = model(ids[:, start : start + chunk], state, consume_state=True).state
         if start + chunk in contexts:
             states[start + chunk] = state.fork()
     for context in contexts:

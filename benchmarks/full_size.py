@@ -25,16 +25,18 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import native, presets
+from perspectron.census import touched
 from perspectron.data import Tokenizer, open_corpus
-from perspectron.decode.generate import prefill
+from perspectron.decode.reading import prefill
 from perspectron.errors import ConfigError, StorageError
-from perspectron.eval.cost import decode, reader, touched
+from perspectron.eval.cost import decode, reader
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.state import LMState
-from perspectron.stream.artifact import SHARED, read_header
+from perspectron.stream.artifact import SHARED, layer_file, read_header
 from perspectron.stream.engine import StreamedModel, load_artifact
-from perspectron.stream.shards import HUGE, Method, ShardFile, aligned
+from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.synthetic import synthesize
+from perspectron.stream.tensors import HUGE, aligned
 
 TESTS = ("tests/stream/test_engine.py::test_streamed_is_resident_bit_by_bit",)
 BARS = {"memory_share": 0.70, "disk_share": 0.75, "over_budget": 64 << 20}
@@ -45,7 +47,7 @@ EXPERTS = 4
 
 
 def make(folder: Path, args: argparse.Namespace, report: common.Report) -> None:
-    """An artifact of random weights; of one distinct expert in a layer where there is no room for the default."""
+    """Write an artifact of random weights; with one distinct expert in a layer where the default has no room."""
     name = "perspective-tiny" if args.quick else "perspective-1t"
     config, data = presets.get(name), str(common.ROOT / "perspectron") if args.quick else "stdlib"
 
@@ -79,7 +81,7 @@ class Disk:
         self.readers = max(self.tried, key=lambda readers: self.tried[readers])
 
     def read(self, readers: int = 0) -> float:
-        """Bytes a second over the next bytes, with so many readers or what was the best number of them at first."""
+        """Bytes a second over the next bytes, with so many readers, or as many as were fastest at first."""
         chosen, total, readers = [], 0, readers or self.readers
         while total < self.amount:
             chosen.append(self.pieces[self.next % len(self.pieces)])
@@ -144,14 +146,14 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(state: LMState) -> tuple[int, set[int]]:
-    """Its bytes, and the slots of its rings of attention."""
+    """Bytes of a state, and the slots of its rings of attention."""
     leaves = pytree.tree_leaves_with_path(state)
     rings = {leaf.shape[2] for where, leaf in leaves if pytree.keystr(where).endswith(("k_BGWK", "v_BGWK"))}
     return state.nbytes, rings
 
 
 def method(folder: Path) -> Method:
-    """Past the page cache, where the disk can."""
+    """Method of reading: past the page cache, where the disk can."""
     try:
         ShardFile(next((folder / "experts").iterdir()), "direct").close()
     except ConfigError:
@@ -169,7 +171,7 @@ def warm_up() -> None:
 
 
 def budget(model: StreamedModel, state_bytes: int) -> dict[str, int]:
-    """What may be in memory."""
+    """Bytes that may be in memory, by kind."""
     cache = model.cache
     assert cache is not None
     return {
@@ -180,7 +182,7 @@ def budget(model: StreamedModel, state_bytes: int) -> dict[str, int]:
 
 
 def told(report: common.Report, name: str, found: dict[str, Any], work: float) -> dict[str, Any]:
-    """Print a run; what it comes to. work: bytes that a token has to wait for."""
+    """Print a run; its results. work: bytes that a token has to wait for."""
     bound = [work / speed for speed in found["speeds"]]
     share = statistics.median(bound) / statistics.median(found["seconds"])
     milliseconds = common.Spread.of([1e3 * second for second in found["seconds"]])
@@ -215,7 +217,7 @@ def told(report: common.Report, name: str, found: dict[str, Any], work: float) -
 
 
 def right_guesses(found: dict[str, Any]) -> float | None:
-    """Share of what was read ahead."""
+    """Share of the experts read ahead that were used."""
     counters = found["counters"]
     return counters["useful"] / counters["prefetched"] if counters["prefetched"] else None
 
@@ -233,7 +235,7 @@ def _from_disk(found: dict[str, Any]) -> list[str]:
 
 
 def missed_bars(results: dict[str, Any]) -> list[str]:
-    """What is below its bar, and what was not measured."""
+    """Measures that are below their bars, and those not taken."""
     missed = []
     for name in ("memory", "disk"):
         found = results.get(name)
@@ -254,7 +256,7 @@ def missed_bars(results: dict[str, Any]) -> list[str]:
 def measure(folder: Path, args: argparse.Namespace, report: common.Report) -> dict[str, Any]:
     header = read_header(folder)
     assert header.experts is not None
-    shard = ShardFile(folder / "experts" / f"layer-{header.experts.layers[0]:03d}.experts")
+    shard = ShardFile(folder / layer_file(header.experts.layers[0]))
     size = shard.header.layout.bytes
     slot = -(-size // HUGE) * HUGE if size >= HUGE else size
     shard.close()

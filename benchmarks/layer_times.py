@@ -19,7 +19,7 @@ import torch
 from perspectron import native, presets
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import prefill
+from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import sample
 from perspectron.eval.cost import GREEDY, reader
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -59,7 +59,7 @@ def measure(model: StreamedModel, ids: list[int], vocab_size: int, tokens: int) 
     times: Times = defaultdict(list)
     logits_1V, state = prefill(model, [ids])
     token = logits_1V[:, :vocab_size].argmax(-1)
-    model.hidden(token[:, None], state.fork())  # makes the step
+    model.hidden(token[:, None], state)  # makes the step
     watch(model, times)
     read, speeds = reader(model), []
     x_1D = torch.randn(1, model.config.d_model, generator=torch.Generator().manual_seed(0))
@@ -67,14 +67,14 @@ def measure(model: StreamedModel, ids: list[int], vocab_size: int, tokens: int) 
         "embed": lambda: model.embedding(token[:, None]),
         "norm": lambda: model.norm(x_1D),
         "residual": lambda: x_1D + x_1D,
-        "route": lambda: model.routed[0].distances(x_1D)[1].argmin(1),
+        "route": lambda: model.routed[0].router.select(model.routed[0].router.distances(x_1D)),
         "output": lambda: model.head(model.norm(x_1D)),
         "sample": lambda: sample(logits_1V[:, :vocab_size], [[]], 0, GREEDY),
     }
     for _ in range(2 + tokens):
         speeds.append(read())
         start = time.perf_counter()
-        hidden_11D, state, _ = model.hidden(token[:, None], state)
+        hidden_11D, state, _ = model.hidden(token[:, None], state, consume_state=True)
         times["layers"].append(time.perf_counter() - start)
         for name, run in alone.items():
             timed(name, run, times)()

@@ -17,8 +17,8 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer
-from perspectron.eval.perplexity import heldout
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.heldout import heldout
 from perspectron.train.loop import Trainer
 from perspectron.train.prepare import prepare
 

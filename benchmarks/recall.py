@@ -2,9 +2,9 @@
 
 Small models of every design (width 64, two layers) are trained from scratch on multi-query associative recall. Of the
 perspective model that is two PDR layers, without its windowed attention; then the same with smaller memories: states of
-R columns, for R keys by theory. Last a needle that attention to a window cannot see, of one fact: any value in the text
-is the answer. A run ends when its task is solved or its steps are done. With --json results are written after each
-arm, and a call that finds the file does only what it lacks.
+R columns, for R keys by theory. Last a needle of one fact (any value in the text is the answer), also for windowed
+attention alone, with a window that reaches it and with one that does not. A run ends when its task is solved or its
+steps are done. With --json results are written after each arm, and a call that finds the file does only what it lacks.
 """
 
 import json
@@ -50,8 +50,10 @@ def arms(pairs: int, length: int, steps: int, options: Options) -> dict[str, Arm
     }
     found["needle: transformer"] = (model("transformer", needle), needle, "attention sees it")
     found["needle: perspective"] = (model("perspective", needle), needle, "if gates stay open")
-    window = with_mixers(WindowGQAConfig(heads=2, kv_heads=1, window=WINDOW), needle)
-    found[f"needle: window {WINDOW}"] = (window, needle, f"chance: sees {seen} tokens back of {length - 9}")
+    theory = {length: "attention sees it", WINDOW: f"chance: sees {seen} tokens back of {length - 9}"}
+    for window, expected in theory.items():
+        model_of = with_mixers(WindowGQAConfig(heads=2, kv_heads=1, window=window), needle)
+        found[f"needle: window {window}"] = (model_of, needle, expected)
     return found
 
 

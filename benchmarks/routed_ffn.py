@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.experts.torus import gini
 from perspectron.ffn import SwiGLU, SwiGLUConfig
 from perspectron.ops.experts import load
-from perspectron.routing import gini
 
 TESTS = ("tests/test_experts.py", "tests/test_routing.py")
 BAR = 1.25
@@ -62,14 +63,14 @@ def even_out(layer: RoutedSwiGLU, x_ND: Tensor) -> float:
     """Let the biases settle, as they do in training; the Gini coefficient of the load then."""
     for step in range(600):
         layer.set_step(step)
-        load_E = load(layer.route(x_ND).expert_N, len(layer.gate_EFD))
+        load_E = load(layer.router.route(x_ND).expert_N, len(layer.gate_EFD))
         layer.load_E += load_E
     return gini(load_E).item()
 
 
 def by_autograd(layer: RoutedSwiGLU, x_BTD: Tensor) -> Tensor:
     x_ND = x_BTD.flatten(0, 1)
-    choice = layer.route(x_ND)
+    choice = layer.router.route(x_ND)
     order_N = choice.expert_N.argsort(stable=True)
     counts = torch.bincount(choice.expert_N, minlength=len(layer.gate_EFD)).tolist()
     weights = (weight.unbind() for weight in layer.weights())

@@ -32,10 +32,10 @@ from perspectron.errors import DataError
 from perspectron.eval.routes import joined, measure, summary, trace
 from perspectron.files import read_json, write_json
 from perspectron.model import LanguageModel
-from perspectron.optim import OptimConfig
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.optim import OptimConfig
 from perspectron.train.precision import autocast
 from perspectron.train.prepare import prepare
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from perspectron import presets
 from perspectron.model import LanguageModel, build
 from perspectron.ops import attention, gru, lens
-from perspectron.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, adamw
 
 TESTS = (
     "tests/ops/test_gru.py",
@@ -70,7 +70,7 @@ QUICK = Sizes(
 def config_of(name: str, sizes: Sizes) -> Any:
     """The preset; a learned table of positions is made as long as the longest context asks."""
     overrides: dict[str, Any] = {"positions": sizes.positions, **(sizes.sizes or {})}
-    return presets.get(name, **{k: v for k, v in overrides.items() if k in presets.PRESETS[name].sizes})
+    return presets.get(name, **{k: v for k, v in overrides.items() if k in presets.sizes(name)})
 
 
 # The systems

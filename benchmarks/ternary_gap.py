@@ -17,10 +17,10 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer
-from perspectron.optim import OptimConfig
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.expert_stats import experts_of, loads, matrices, mean, means, use
 from perspectron.train.loop import Trainer
-from perspectron.train.measure import experts_of, loads, matrices, mean, means, use
+from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 
 TESTS = ("tests/quant/test_ternary.py",)

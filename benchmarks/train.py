@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import presets
+from perspectron.config import ModelConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
-from perspectron.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, adamw
 from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
@@ -50,6 +51,11 @@ class Setting:
 FULL = (Setting(8, 512, 4096, {}), Setting(1, 4096, 4096, {}))
 TINY = {"vocab_size": 512, "d_model": 48, "hidden": 96, "rank": 8, "window": 16, "layers": 4}
 QUICK = (Setting(2, 32, 32, TINY),)
+
+
+def sized(name: str, setting: Setting) -> ModelConfig:
+    """The preset with the sizes of the setting that it has."""
+    return presets.get(name, **{k: v for k, v in setting.sizes.items() if k in presets.sizes(name)})
 
 
 def gpt2(setting: Setting) -> Any:
@@ -83,7 +89,7 @@ def make(name: str, setting: Setting) -> tuple[nn.Module, Callable[[Tensor, Tens
     if name == GPT2:
         model = gpt2(setting)
         return model, lambda ids, targets: F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
-    own = build(presets.get(name, **setting.sizes)).train()
+    own = build(sized(name, setting)).train()
     return own, lambda ids, targets: own(ids, targets=targets).loss
 
 
@@ -108,7 +114,7 @@ def flops(name: str, setting: Setting) -> tuple[int, int]:
     """(parameters, FLOPs of a step)."""
     B, T, tokens = setting.B, setting.T, setting.B * setting.T
     with torch.device("meta"):
-        model: Any = gpt2(setting) if name == GPT2 else LanguageModel(presets.get(name, **setting.sizes))
+        model: Any = gpt2(setting) if name == GPT2 else LanguageModel(sized(name, setting))
     count = parameters(model)
     if name == GPT2:
         D = model.config.n_embd

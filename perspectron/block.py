@@ -17,6 +17,7 @@ from perspectron.config import (
 )
 from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
+from perspectron.ops.dispatch import check_consumed
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -30,11 +31,11 @@ ROUTE_START = 2.2  # sigmoid: 0.9
 @register
 @dataclass(frozen=True)
 class NoState:
-    """Of a block without a mixer."""
+    """Empty state of a block without a mixer."""
 
 
 class RouteGate(nn.Module):
-    """g = σ(raw + bias), one number; the bias follows a schedule (seeds/lens.md, enhancement 4)."""
+    """A gate g = σ(raw + bias), one number; the bias follows a schedule (seeds/lens.md, enhancement 4)."""
 
     bias_1: Tensor
 
@@ -45,12 +46,12 @@ class RouteGate(nn.Module):
         self.register_buffer("bias_1", torch.empty(1))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """g = 0.9."""
+        """Start at g = 0.9."""
         self.raw_1.fill_(ROUTE_START)
         self.bias_1.zero_()
 
     def set_step(self, step: int) -> None:
-        """Before the update that follows `step` others."""
+        """Set the bias for the update that follows `step` others."""
         self.bias_1.fill_(-self.config.anneal * max(0, step - self.config.anneal_after))
 
     def forward(self) -> Tensor:
@@ -58,7 +59,7 @@ class RouteGate(nn.Module):
 
 
 class Block(nn.Module):
-    """h is the input with the mixer's part, y with the network's; `config.residual` says how."""
+    """One layer: h is the input with the mixer's part, y with the network's; `config.residual` says how."""
 
     def __init__(self, d_model: int, norm: str, norm_eps: float, config: BlockConfig) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Block(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> "DataclassInstance":
-        """The mixer's state before any token."""
+        """The state of the mixer before any token."""
         if self.config.mixer is None:
             return NoState()
         state: DataclassInstance = self.mixer.init_state(batch_size, device, dtype, capacity)
@@ -90,13 +91,17 @@ class Block(nn.Module):
         ffn: nn.Module | None,
         reset_BT: Tensor | None,
         pad_BT: Tensor | None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, object, dict[str, Term]]:
+        check_consumed(consume_state)
         residual = self.config.residual
         if self.config.mixer is None:
             mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
         else:
             read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
-            mixed_BTD, state, aux = self.mixer(read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT)
+            mixed_BTD, state, aux = self.mixer(
+                read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+            )
         if isinstance(residual, NoResidualConfig):
             return mixed_BTD.to(x_BTD.dtype), state, aux
         h_BTD = x_BTD + mixed_BTD

@@ -1,26 +1,33 @@
-"""What a model costs: parameters, FLOPs per token and state bytes, counted from the model itself.
+"""Census of a model: its parameters, the FLOPs and bytes of a token and the bytes of its state.
 
-The model is built on the meta device, which knows shapes and holds no numbers, so any size answers at once.
+A model on the meta device, which knows shapes and holds no numbers, is counted at once whatever its size.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.block import Block
 from perspectron.config import ModelConfig
-from perspectron.experts import RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.ffn import TiedConfig
 from perspectron.mixers.drm import DRM
 from perspectron.model import LanguageModel
+from perspectron.ops.packing import sizes
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.state import LMState
 
 CONTEXTS = (1024, 8192, 65536, 262144)
-TRITS = 5  # rows of a matrix in one byte; the last ones are padded (decisions.md §2, packing)
+EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
+BASES = ("base_gate_FD", "base_up_FD", "base_down_DF")
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,9 @@ class Group:
 @dataclass(frozen=True)
 class Census:
     """parameters: all. active: those that one token touches. groups: by kind; norms and biases apart from the
-    matrices. shard_bytes: of an expert of the first layer that has some, five ternary weights packed to a byte;
-    scale_bytes: of the scales beside it, one float32 for each row; 0 without experts. flops: of reading one token
-    when the context holds so many, multiply and add counted as two; by kind at the shortest context. state_bytes:
-    of one conversation that long, summed over its tensors in float32."""
+    matrices. shard_bytes: codes of an expert of the first layer that has some, in ternary; scale_bytes: its scales; 0
+    without experts. flops: of reading one token when the context holds so many, multiply and add counted as two; by
+    kind at the shortest context. state_bytes: of one conversation that long, summed over its tensors in float32."""
 
     parameters: int
     active_parameters: int
@@ -56,16 +62,16 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
     with torch.device("meta"):
         model = LanguageModel(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    routed = [module for module in model.modules() if isinstance(module, RoutedSwiGLU)]
-    expert = [(w.shape[1], w.shape[2]) for m in routed[:1] for w in (m.gate_EFD, m.up_EFD, m.down_EDF)]
+    routed = [block.ffn for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
+    codes, scales = packed_expert(config.d_model, routed[0].hidden) if routed else (0, 0)
     states = {context: model.init_state(1, capacity=context) for context in contexts}
     flops = {context: _step_flops(model, context) for context in contexts}
     return Census(
         parameters,
         parameters - _idle(model),
         _groups(model),
-        sum(-(-rows // TRITS) * columns for rows, columns in expert),
-        sum(4 * rows for rows, _ in expert),
+        codes,
+        scales,
         {context: by_kind.total() for context, by_kind in flops.items()},
         dict(flops[min(contexts)]),
         {context: state.nbytes for context, state in states.items()},
@@ -73,7 +79,7 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Those that one token touches and that something depends on."""
+    """Parameters that one token touches and that something depends on."""
     with torch.device("meta"):
         model = LanguageModel(config)
     return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
@@ -122,8 +128,175 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
     return str(block.config.ffn.kind)
 
 
+# Bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights or state of one kind. bytes: all. read, written: those of them that one token reads and writes."""
+
+    parameters: int
+    bytes: int
+    read: int
+    written: int = 0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(
+            self.parameters + other.parameters,
+            self.bytes + other.bytes,
+            self.read + other.read,
+            self.written + other.written,
+        )
+
+
+NOTHING = Part(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """parts: weights by group, as in a census, but for experts. experts: by layer, one expert of it. state: by kind of
+    mixer. cached: of what is read of the state, keys and values of tokens attended to."""
+
+    parts: dict[str, Part]
+    experts: dict[int, Part]
+    state: dict[str, Part]
+    cached: int
+
+
+def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] | None = None) -> Footprint:
+    """Bytes of a model and of the state after its last token; a state on the meta device counts as full.
+
+    formats: by module, as what its matrix is stored; then experts are ternary. None: everything as it is.
+    """
+    parts = dict[str, Part]()
+    for kind, part in _weights(model, formats or {}):
+        parts[kind] = parts.get(kind, NOTHING) + part
+    experts = {
+        layer: _expert(model, layer, block.ffn.hidden, as_it_is=formats is None)
+        for layer, block in enumerate(model.config.blocks)
+        if isinstance(block.ffn, RoutedConfig)
+    }
+    kinds = ["-" if block.mixer is None else block.mixer.kind for block in model.config.blocks]
+    states, cached = dict[str, Part](), 0
+    for kind, layer_state in (*zip(kinds, state.layers, strict=True), ("positions", state.length_B)):
+        part, keys_and_values = _state(layer_state)
+        if part.bytes:
+            states[kind] = states.get(kind, NOTHING) + part
+        cached += keys_and_values
+    return Footprint(parts, experts, states, cached)
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Bytes that one token reads, and of the state also writes. experts: codes and scales, or weights, of the chosen
+    one of every routed layer. shared: every other weight but the head's. head: of the matrix that gives the logits.
+    state: memories that each token rewrites, twice: read and written. caches: keys and values of tokens attended to."""
+
+    experts: int
+    shared: int
+    head: int
+    state: int
+    caches: int
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.shared + self.head + self.state + self.caches
+
+
+def touched(model: LanguageModel, state: LMState) -> Touched:
+    """Bytes that the last token touched, counted from the tensors of a model and of the state after it."""
+    whole = footprint(model, state)
+    head = whole.parts["embedding" if model.config.head is None else "head"].read
+    return Touched(
+        sum(part.read for part in whole.experts.values()),
+        sum(part.read for part in whole.parts.values()) - head,
+        head,
+        sum(part.read + part.written for part in whole.state.values()) - whole.cached,
+        whole.cached,
+    )
+
+
+def packed_bytes(format: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a matrix with so many outputs and inputs."""
+    codes, scales, dtype = sizes(format, shape)
+    return prod(codes), prod(scales) * dtype.itemsize
+
+
+def packed_expert(d_model: int, hidden: int) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a ternary expert."""
+    matrices = [packed_bytes("ternary", shape) for shape in (2 * [(hidden, d_model)] + [(d_model, hidden)])]
+    return sum(codes for codes, _ in matrices), sum(scales for _, scales in matrices)
+
+
+def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple[str, Part]]:
+    """The kind and the bytes of every weight but the experts'."""
+    blocks = list(model.blocks)
+    users = Counter(block.ffn.block for block in model.config.blocks if isinstance(block.ffn, TiedConfig))
+    looked_up = (
+        {"positions"} if model.config.head is None else {"positions", "embedding"}
+    )  # a token reads a row
+    for name, module in model.named_modules():
+        times = 1 + (users[int(name.split(".")[1])] if ".ffn" in name else 0)
+        weights = [(own, p.shape, p.nbytes) for own, p in module.named_parameters(recurse=False)]
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            weights.append(("weight", torch.Size(module.shape), module.packed.nbytes))
+        for own, shape, stored in weights:
+            if own in (*EXPERTS, *BASES):
+                continue
+            if name in formats and len(shape) == 2:
+                stored = sum(packed_bytes(formats[name], (shape[0], shape[1])))
+            read = stored // shape[0] if name in looked_up else stored * times
+            yield group_of(f"{name}.{own}", len(shape), blocks), Part(prod(shape), stored, read)
+        for own, buffer in module.named_buffers(recurse=False):
+            if own == "bias_E":
+                yield "router", Part(0, buffer.nbytes, buffer.nbytes)
+
+
+def _expert(model: LanguageModel, layer: int, hidden: int, *, as_it_is: bool) -> Part:
+    """One expert of a layer: its own weights where the model has them, else in ternary."""
+    ffn = cast(Block, model.blocks[layer]).ffn
+    weights = dict(ffn.named_parameters(recurse=False))
+    own = [weight for name, weight in weights.items() if name in EXPERTS]
+    parameters = 3 * hidden * model.config.d_model
+    if as_it_is and own:
+        base = sum(weight.nbytes for name, weight in weights.items() if name in BASES)
+        size = base + sum(weight.nbytes // len(weight) for weight in own)
+    else:
+        size = sum(packed_expert(model.config.d_model, hidden))
+    return Part(parameters, size, size)
+
+
+def is_cache(where: pytree.KeyPath) -> bool:
+    """Whether a leaf of a state holds keys or values, with a slot for each token."""
+    return pytree.keystr(where).rpartition(".")[2].startswith(("k_", "v_"))
+
+
+def _state(state: Any) -> tuple[Part, int]:
+    """A block's state, and the bytes of keys and values that are read of it.
+
+    A token reads the slots of a cache that are filled and writes one, which does not count; it rewrites the rest.
+    """
+    part, cached = NOTHING, 0
+    leaves = {pytree.keystr(where): (where, leaf) for where, leaf in pytree.tree_leaves_with_path(state)}
+    for name, (where, leaf) in leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if not is_cache(where):
+            part += Part(0, leaf.nbytes, leaf.nbytes, leaf.nbytes)
+            continue
+        read = leaf.nbytes
+        if leaf.device.type != "meta":
+            _, length_B = leaves[f"{name.rpartition('.')[0]}.length_B"]
+            read = int(length_B.clamp(max=leaf.shape[2]).sum()) * leaf[0, :, 0].nbytes
+        part, cached = part + Part(0, leaf.nbytes, read), cached + read
+    return part, cached
+
+
+# FLOPs
+
+
 def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
-    """By kind, of one token. Each distinct block runs once; alike blocks cost alike."""
+    """FLOPs of one token by kind. Each distinct block runs once; alike blocks cost alike."""
     x_11D = torch.zeros(1, 1, model.config.d_model, device="meta")
     state = model.init_state(1, capacity=context)
     flops = Counter(

@@ -34,16 +34,16 @@ class Kind:
 
 
 class MixerConfig(Kind):
-    """What mixes over time; one subclass in each file of `perspectron.mixers`. A field `d_token`, where there is
-    one, is the width of what it reads, if that is not the model width."""
+    """Config of a mixer over time; one subclass in each file of `perspectron.mixers`. A field `d_token`, where
+    there is one, is the width of what it reads, if that is not the model width."""
 
 
 class FFNConfig(Kind):
-    """What mixes over channels; the subclasses stand in `perspectron.ffn`."""
+    """Config of a mixer over channels; the subclasses stand in `perspectron.ffn`."""
 
 
 class ResidualConfig(Kind):
-    """How a block adds up; `perspectron.block` does it. x is its input, h what the ffn's norm reads."""
+    """The way a block adds up; `perspectron.block` does it. x is its input, h what the ffn's norm reads."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NoResidualConfig(ResidualConfig):
 
 
 class HeadConfig(Kind):
-    """What gives the logits; the subclasses stand in `perspectron.heads`."""
+    """Config of the part that gives the logits; the subclasses stand in `perspectron.model`."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,9 @@ class BlockConfig:
             case RouteGatedConfig():
                 require(self.ffn is not None, "ffn", None, "given with residual route_gated")
             case _:
-                given = self.mixer is not None or self.ffn is not None
-                require(given, "ffn", None, "given where mixer is not")
+                require(
+                    self.mixer is not None or self.ffn is not None, "ffn", None, "given where mixer is not"
+                )
 
 
 @dataclass(frozen=True)

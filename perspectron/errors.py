@@ -4,7 +4,9 @@ from pathlib import Path
 
 
 class PerspectronError(Exception):
-    """Base of every error that is the user's to mend; the command line prints it and exits with 2."""
+    """Base of every error that is the user's to mend; the command line prints it and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 class ConfigError(PerspectronError):
@@ -33,6 +35,8 @@ class StorageError(PerspectronError):
 
 class NonFiniteError(PerspectronError):
     """A loss or gradient was not finite; raised before the optimizer stepped."""
+
+    exit_code = 3
 
 
 class ArtifactError(PerspectronError):

@@ -1,5 +1,5 @@
-"""Feed-forward networks: what a block does to each token by itself. Each reads the normed hidden state and, if
-it wants it, the context: what the block's mixer gave for that token. `reset_BT` and `pad_BT` are as in a mixer; here
+"""Feed-forward networks, which a block applies to each token by itself. Each reads the normed hidden state and, if it
+wants, the context: the output of the block's mixer for that token. `reset_BT` and `pad_BT` are those of a mixer; here
 they decide only what is reported.
 
 Shapes: B batch, T time, D model width, F hidden width.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import FFNConfig, require
-from perspectron.experts import RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.terms import Term
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -21,7 +21,7 @@ Activation = Literal["gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class SwiGLUConfig(FFNConfig):
-    """hidden: F."""
+    """A SwiGLU of hidden width F = `hidden`."""
 
     kind = "swiglu"
     hidden: int
@@ -32,7 +32,7 @@ class SwiGLUConfig(FFNConfig):
 
 @dataclass(frozen=True)
 class MLPConfig(FFNConfig):
-    """hidden: F. activation: GELU, exact or by tanh as GPT-2 was trained."""
+    """An MLP of hidden width F = `hidden`. activation: GELU, exact or by tanh as GPT-2 was trained."""
 
     kind = "mlp"
     hidden: int
@@ -44,8 +44,8 @@ class MLPConfig(FFNConfig):
 
 @dataclass(frozen=True)
 class ContextMLPConfig(FFNConfig):
-    """hidden: F. context: read what the mixer gave, through `context_rank` numbers (0: all of it);
-    stop_gradient: without teaching the mixer through it. activation: as in "mlp"."""
+    """A gated MLP of hidden width F = `hidden`. context: it also reads the mixer's output, through `context_rank`
+    numbers (0: all of it); stop_gradient: no gradient goes back that way. activation: as in "mlp"."""
 
     kind = "context_mlp"
     hidden: int
@@ -91,6 +91,7 @@ class SwiGLU(nn.Module):
 
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:
+    """GELU, exact or by tanh."""
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

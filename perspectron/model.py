@@ -3,8 +3,10 @@
 Shapes: B batch, T time, D model width, V vocabulary.
 """
 
+import copy
+import itertools
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +14,79 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from perspectron.block import NORMS, Block
-from perspectron.config import ModelConfig, one_of, require
+from perspectron.config import HeadConfig, ModelConfig, one_of, require
+from perspectron.errors import ConfigError, StateError
 from perspectron.ffn import TiedConfig
-from perspectron.heads import HEADS, Emitter
+from perspectron.ops import drm
 from perspectron.ops.attention import places
+from perspectron.ops.dispatch import check_consumed, gradients_off
 from perspectron.state import LMState, fingerprint
+from perspectron.streams import stream
 from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
+class LinearHeadConfig(HeadConfig):
+    """A matrix of its own."""
+
+    kind = "linear"
+
+
+@dataclass(frozen=True)
+class EmitterConfig(HeadConfig):
+    """hidden: width between the two layers. stability: part in the loss of how much logits change from token to
+    token."""
+
+    kind = "emitter"
+    hidden: int
+    stability: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+        require(self.stability >= 0, "stability", self.stability, "≥ 0")
+
+
+class LinearHead(nn.Linear):
+    """W x."""
+
+    def __init__(self, d_model: int, vocab_size: int, config: LinearHeadConfig) -> None:
+        super().__init__(d_model, vocab_size, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """As the embedding: all tokens about as likely."""
+        self.weight.normal_(0, 0.02, generator=generator)
+
+
+class Emitter(nn.Module):
+    """W₂ GELU(W₁ x + b₁) + b₂ (seeds/drm.md, Language Emitter)."""
+
+    def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.up_proj = nn.Linear(d_model, config.hidden)
+        self.out_proj = nn.Linear(config.hidden, vocab_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.out_proj(F.gelu(self.up_proj(x_BTD)))
+
+    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
+        """Terms of the loss in the logits themselves."""
+        if self.config.stability == 0:
+            return {}
+        return {"stability": Term(drm.logit_change(logits_BTV, reset_BT, pad_BT), self.config.stability)}
+
+
+HEADS = {"linear": LinearHead, "emitter": Emitter}
+"""Heads with weights of their own, by kind."""
+
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
 class Output:
-    """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); what blocks
-    report, summed over them by name."""
+    """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); the terms that
+    blocks and head report, summed over them by name."""
 
     logits: Tensor
     state: LMState
@@ -31,7 +94,7 @@ class Output:
     aux: dict[str, Term]
 
     def objective(self) -> Tensor:
-        """What training minimises: the loss and every term by its weight."""
+        """The number that training minimises: the loss and every term by its weight."""
         if self.loss is None:
             raise ValueError("objective: targets = None, must be given to the forward")
         return self.loss + sum(term.penalty() for term in self.aux.values())
@@ -52,6 +115,8 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.number = next(_numbers)
+        """Of this model in this process; its states carry it."""
         self.recompute = False
         for index, block in enumerate(config.blocks):
             if isinstance(block.ffn, TiedConfig):
@@ -73,7 +138,7 @@ class LanguageModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in, outside of autocast."""
+        """The type it computes in, outside of autocast."""
         return self._norm_weight.dtype
 
     @property
@@ -88,7 +153,7 @@ class LanguageModel(nn.Module):
         length_B = None
         if self.config.positions > 0:
             length_B = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
-        return LMState(tuple(states), length_B)
+        return LMState(tuple(states), length_B, self.number)
 
     def set_step(self, step: int) -> None:
         """Tell every module that follows a schedule how many updates were done."""
@@ -98,23 +163,34 @@ class LanguageModel(nn.Module):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Tensor | None = None,
         state: LMState | None = None,
         targets: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> Output:
         """Read T ≥ 1 tokens after `state`.
 
-        ids, targets: [B,T]; a target is the token that follows (-100: not counted). reset_BT: True where a
-        document starts; nothing before it is remembered. pad_BT: True where there is no token; the state
-        passes unchanged. Under `torch.inference_mode()` the state handed in is used up.
+        ids, targets: [B,T]; a target is the token that follows (-100: not counted). inputs_embeds: [B,T,·] in the
+        place of ids, as `embedding` would give them. reset_BT: True where a document starts; nothing before it is
+        remembered. pad_BT: True where there is no token; the state passes unchanged. consume_state: `state` may be
+        overwritten and must not be read again, which saves a copy of it; the numbers are the same.
+        ConfigError: neither ids nor inputs_embeds, both, or another shape. ValueError: consume_state where gradients
+        are on.
         """
-        hidden_BTD, state, aux = self.hidden(ids, state, reset_BT=reset_BT, pad_BT=pad_BT)
+        hidden_BTD, state, aux = self.hidden(
+            ids,
+            state,
+            inputs_embeds=inputs_embeds,
+            reset_BT=reset_BT,
+            pad_BT=pad_BT,
+            consume_state=consume_state,
+        )
         logits_BTV = self.head(hidden_BTD)
-        if isinstance(getattr(self, "lm_head", None), Emitter):
-            aux |= self.lm_head.terms(logits_BTV, reset_BT, pad_BT)
+        aux |= self.terms(logits_BTV, reset_BT, pad_BT)
         loss = None
         if targets is not None:
             full = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
@@ -124,19 +200,23 @@ class LanguageModel(nn.Module):
 
     def hidden(
         self,
-        ids_BT: Tensor,
+        ids_BT: Tensor | None = None,
         state: LMState | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """What the head reads [B,T,D], the new state, and what blocks report, summed over them."""
-        if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
-            raise ValueError(f"ids have shape {tuple(ids_BT.shape)}, want [B, T] with T ≥ 1")
-        state = self.init_state(ids_BT.shape[0]) if state is None else state
-        if state.batch_size != ids_BT.shape[0]:
-            raise ValueError(f"ids have {ids_BT.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD, length_B = self.embed(ids_BT, state.length_B, reset_BT, pad_BT)
+        """The head's input [B,T,D], the new state, and the terms that blocks report, summed over them."""
+        check_consumed(consume_state)
+        x_BTD = self._embedded(ids_BT, inputs_embeds)
+        if state is None:
+            state, consume_state = self.init_state(x_BTD.shape[0]), gradients_off()
+        self.own(state)
+        if state.batch_size != x_BTD.shape[0]:
+            raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
+        x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         layers, aux = [], dict[str, Term]()
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
@@ -144,25 +224,53 @@ class LanguageModel(nn.Module):
                     block, x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, use_reentrant=False
                 )
             else:
-                x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT)
+                x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state)
             layers.append(layer)
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term
-        return self.norm(x_BTD), LMState(tuple(layers), length_B), aux
+        return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux
 
-    def embed(
+    def own(self, state: LMState) -> None:
+        """Raise StateError for a state that another model made."""
+        if state.model not in (None, self.number):
+            raise StateError("the state is of another model; go on with the model that made it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
+        """A model of its own: states of the original are not its."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo), number=next(_numbers))
+        return copied
+
+    def _embedded(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Token embeddings [B,T,·], looked up or as they come."""
+        if (ids_BT is None) == (inputs_embeds is None):
+            both = "both are given" if ids_BT is not None else "neither is given"
+            raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
+        if ids_BT is not None:
+            if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
+                raise ConfigError(f"ids have shape {tuple(ids_BT.shape)}, must be [B, T] with T ≥ 1")
+            x_BTD: Tensor = self.embedding(ids_BT)
+            return x_BTD
+        assert inputs_embeds is not None
+        shape, width = tuple(inputs_embeds.shape), self.config.d_token
+        if len(shape) != 3 or shape[1] == 0 or shape[2] != width:
+            raise ConfigError(f"inputs_embeds has shape {shape}, must be [B, T, {width}] with T ≥ 1")
+        return inputs_embeds
+
+    def placed(
         self,
-        ids_BT: Tensor,
+        x_BTD: Tensor,
         length_B: Tensor | None,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Embeddings [B,T,·] with the learned positions, if any, and the tokens of the document after them."""
-        x_BTD = self.embedding(ids_BT)
+        """Token embeddings [B,T,·] with the learned positions added, if there are any, and the tokens of the document
+        after them."""
         if length_B is None:
             return x_BTD, None
-        P, at = self.config.positions, places(length_B, ids_BT.shape[1], reset_BT, pad_BT)
-        if not ids_BT.is_meta:
+        P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)
+        if not x_BTD.is_meta:
             last = int(at.position_BT.masked_fill(~at.valid_BT, 0).max())
             require(last < P, "position", last, f"< positions = {P}, the learned table of {self.config.name}")
         return x_BTD + self.positions(at.position_BT.clamp(0, P - 1)), at.length_B
@@ -181,6 +289,15 @@ class LanguageModel(nn.Module):
         logits_BTV: Tensor = self.lm_head(hidden_BTD)
         return logits_BTV
 
+    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
+        """Terms of the loss that the head adds; none where it is a plain matrix, the embedding's or one of its own."""
+        asks = getattr(getattr(self, "lm_head", None), "terms", None)
+        return {} if asks is None else cast("dict[str, Term]", asks(logits_BTV, reset_BT, pad_BT))
+
+    def disk_reads(self) -> tuple[float, float]:
+        """Bytes of weights read from disk, and seconds waited for them, so far: none, all are in memory."""
+        return 0.0, 0.0
+
     def fingerprint(self) -> str:
         """Hex digest of config and weights; a saved state carries it. What training counts has no part in it."""
         weights = {name: w for name, w in self.state_dict().items() if not name.endswith("load_E")}
@@ -189,34 +306,83 @@ class LanguageModel(nn.Module):
 
 @torch.no_grad()
 def init(model: LanguageModel, seed: int) -> None:
-    """All initialisation there is, from one generator on the CPU, so that a seed means the same everywhere.
+    """All initialisation there is, drawn on the CPU, so that a seed means the same everywhere.
 
     Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A
-    module with an `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start). What
-    writes into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) is divided by √(2·blocks).
+    module with an `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start). The
+    maps into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) are divided by √(2·blocks).
+
+    Each of these weights has a stream of random numbers of its own, by seed and name, and so has each module's
+    `init_weights`, which draws in the order of its own text; experts have one each. So a process that needs a part of
+    the model alone can make it: modules on the meta device are passed over, and change nothing elsewhere.
+    ConfigError: a parameter or buffer that none of these filled, or a module that draws and is only partly there.
     """
-    generator = torch.Generator().manual_seed(seed)
+    whole = {name: module for name, module in model.named_modules() if not _is_meta(module)}
     for name, module in model.named_modules():
+        draws = hasattr(module, "init_weights") or next(module.parameters(recurse=False), None) is not None
+        if draws and name not in whole and not all(tensor.is_meta for tensor in _tensors(module)):
+            raise ConfigError(f"{name} is partly on the meta device: make all of it, or none")
+    for module in whole.values():
+        _mark(module)
+    for name, module in whole.items():
         if isinstance(module, nn.Embedding):
             std = model.config.embedding_std if name == "embedding" else 0.02
-            module.weight.normal_(0, std, generator=generator)
+            module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
         elif isinstance(module, nn.Linear):
             writes = name.endswith(("o_proj", "down_proj"))
             scale = (2 * len(model.blocks)) ** -0.5 if writes else 1.0
-            module.weight.normal_(0, scale * module.in_features**-0.5, generator=generator)
+            std = scale * module.in_features**-0.5
+            module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
             if module.bias is not None:
                 module.bias.zero_()
         elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             module.weight.fill_(1)
             if isinstance(module, nn.LayerNorm):
                 module.bias.zero_()
-    for module in model.modules():
+    for name, module in whole.items():
         own = getattr(module, "init_weights", None)
         if callable(own):
-            own(generator)
+            own(stream(seed, name))
     for name, weight in model.named_parameters():
         if name.endswith(("down_EDF", "down_DF")):
             weight.mul_((2 * len(model.blocks)) ** -0.5)
+    for name, module in whole.items():
+        _refuse_marked(name, module)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(module))
+
+
+MARK = 0xA5  # in every byte of what holds no floating-point numbers
+
+
+def _mark(module: nn.Module) -> None:
+    """Fill a module's own tensors with what no initialisation writes: NaN, or bytes of MARK."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        else:
+            tensor.reshape(-1).view(torch.uint8).fill_(MARK)
+
+
+def _refuse_marked(prefix: str, module: nn.Module) -> None:
+    """ConfigError for a tensor of a module's own that still holds what `_mark` wrote, and how to fill it."""
+    for name, tensor in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
+        if tensor.is_floating_point():
+            # A sum is NaN where a number is; it needs no memory, and the search that does is rarely made.
+            marked = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+        else:
+            marked = tensor.numel() > 0 and bool((tensor.reshape(-1).view(torch.uint8) == MARK).all())
+        if marked:
+            raise ConfigError(
+                f"{name} was not initialised: give {type(module).__name__} an init_weights(generator) "
+                "that fills all of it"
+            )
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:

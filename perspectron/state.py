@@ -1,10 +1,12 @@
-"""What a model remembers between calls: a pytree of tensors to fork, measure, save and load."""
+"""A model's memory between calls: a pytree of tensors to fork, cut into rows, put together, save and load."""
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,30 +30,86 @@ def register(cls: T) -> T:
     return cls
 
 
-@register
+class Ragged:
+    """Base of a part of a state whose rows may differ in shape, such as a cache with room for more tokens or fewer.
+
+    Every other part is selected and stacked tensor by tensor, along its first dimension.
+    """
+
+    def select(self, rows_N: Tensor) -> Self:
+        """These rows, as a copy."""
+        rows: Self = pytree.tree_map_only(Tensor, lambda x: x.index_select(0, rows_N.to(x.device)), self)
+        return rows
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, as a copy."""
+        raise NotImplementedError(f"{cls.__name__}.stack")
+
+
 @dataclass(frozen=True)
 class LMState:
-    """One state per block, in order. Under `torch.inference_mode()` a forward updates it in place: the
-    state handed in is used up. Keep a `fork()` to go back to it."""
+    """One state per block, in order. A forward leaves it as it is, unless it is told to use it up (`consume_state`):
+    then keep a `fork()` to go back to it."""
 
     layers: tuple["DataclassInstance", ...]
     length_B: Tensor | None = None
     """Tokens of the document so far [B], where the model has learned positions."""
+    model: int | None = None
+    """Number, in this process, of the model it belongs to; None where it is unknown. It is not saved."""
+
+    @staticmethod
+    def stack(states: Sequence["LMState"]) -> "LMState":
+        """The rows of all states in one batch, as a copy. Caches take the capacity of the largest.
+
+        StateError: no states, or states of different models.
+        """
+        if not states:
+            raise StateError("stack: there are no states; give at least one")
+        models = {state.model for state in states} - {None}
+        trees = [pytree.tree_flatten(state, is_leaf=_is_ragged) for state in states]
+        if len(models) > 1 or any(spec != trees[0][1] for _, spec in trees):
+            raise StateError("stack: the states are of different models; stack states of one model alone")
+        leaves = [_stacked(column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+        stacked: LMState = pytree.tree_unflatten(leaves, trees[0][1])
+        return dataclasses.replace(stacked, model=next(iter(models), None))
+
+    def select(self, rows: Tensor | Sequence[int]) -> "LMState":
+        """The states of these rows, in this order, as a copy; a row may be taken more than once. Caches keep no more
+        room than the longest of them needs. StateError: a row that is not there."""
+        rows_N = torch.as_tensor(rows)
+        if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
+            raise StateError(f"rows are {rows_N.dtype}; give their numbers, counted from 0")
+        rows_N = rows_N.to(torch.int64)
+        for row in rows_N.tolist():
+            self._check(row)
+        return self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
+
+    def take(self, row: int) -> "LMState":
+        """The state of one row, as a copy. StateError: a row that is not there."""
+        return self.select([row])
+
+    def put(self, row: int, state: "LMState") -> "LMState":
+        """A copy in which `state`, of one row, stands in the place of this row.
+
+        StateError: a row that is not there, a state of several rows or of another model.
+        """
+        self._check(row)
+        if state.batch_size != 1:
+            raise StateError(f"put: the state has {state.batch_size} rows; take one of them")
+        B = self.batch_size
+        return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
     def fork(self) -> "LMState":
         """An independent copy."""
-        return _map(lambda tensor: tensor.clone(), self)
-
-    def select(self, rows_N: Tensor) -> "LMState":
-        """The states of the given batch rows [N], in that order; a row may be taken more than once."""
-        return _map(lambda tensor: tensor.index_select(0, rows_N.to(tensor.device)), self)
+        return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
     def detach(self) -> "LMState":
         """The same values, cut from the autograd graph (truncated backpropagation through time)."""
-        return _map(lambda tensor: tensor.detach(), self)
+        return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def to(self, device: torch.device | str) -> "LMState":
-        return _map(lambda tensor: tensor.to(device), self)
+        return self._map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
     @property
     def batch_size(self) -> int:
@@ -63,14 +121,50 @@ class LMState:
         """Bytes, summed over the tensors."""
         return sum(leaf.nbytes for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor))
 
+    def _check(self, row: int) -> None:
+        if not 0 <= row < self.batch_size:
+            raise StateError(f"row {row} is not there: the state has {self.batch_size} rows, counted from 0")
 
-def _map(function: Any, state: LMState) -> LMState:
-    result: LMState = pytree.tree_map_only(Tensor, function, state)
-    return result
+    def _map(self, function: Any, is_leaf: Any = None) -> "LMState":
+        result: LMState = pytree.tree_map(function, self, is_leaf=is_leaf)
+        return dataclasses.replace(result, model=self.model)
+
+
+pytree.register_dataclass(LMState, field_names=["layers", "length_B"], drop_field_names=["model"])
+
+
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all tensors, one after the other. StateError unless they agree in all but their number."""
+    kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype} on {tensor.device}" for tensor in tensors]
+    if other := set(kinds) - {kinds[0]}:
+        raise StateError(
+            f"stack: a row of {kinds[0]} beside one of {min(other)}; stack states of one model alone"
+        )
+    return torch.cat(list(tensors))
+
+
+def _is_ragged(part: object) -> bool:
+    return isinstance(part, Ragged)
+
+
+def _selected(part: Any, rows_N: Tensor) -> Any:
+    if isinstance(part, Ragged):
+        return part.select(rows_N)
+    return part.index_select(0, rows_N.to(part.device)) if isinstance(part, Tensor) else part
+
+
+def _stacked(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], Ragged):
+        return type(column[0]).stack(column)
+    if isinstance(column[0], Tensor):
+        return cat(column)
+    if any(number != column[0] for number in column):
+        raise StateError(f"stack: {column[0]} beside {max(column)}; stack states of one model alone")
+    return column[0]
 
 
 class Stateful(Protocol):
-    """What saving and loading ask of a model."""
+    """The part of a model that saving and loading need."""
 
     config: ModelConfig
 
@@ -111,7 +205,8 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
     header, tensors = _read(Path(path))
     if header["model"] != model.fingerprint():
         raise StateError(
-            f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}"
+            f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
+            "load it with the config and the weights that it was saved with"
         )
     numbers = json.loads(header["numbers"])
 
@@ -121,12 +216,13 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
             raise StateError(f"{path}: lacks {name}")
         return tensors[name] if name in tensors else numbers[name]
 
-    loaded: LMState = pytree.tree_map_with_path(leaf, model.init_state(1))
-    return loaded
+    start = model.init_state(1)
+    loaded: LMState = pytree.tree_map_with_path(leaf, start)
+    return dataclasses.replace(loaded, model=start.model)
 
 
 def _name(where: pytree.KeyPath) -> str:
-    """layers[0].k_BHSK"""
+    """Name of a leaf, such as layers[0].k_BHSK."""
     return pytree.keystr(where).removeprefix(".")
 
 
@@ -163,8 +259,8 @@ def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
 
 
 def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
-    """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config but for what
-    stands at its default, so that a new field changes no digest."""
+    """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config, fields at
+    their defaults left out, so that a new field changes no digest."""
     digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())

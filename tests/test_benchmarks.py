@@ -27,6 +27,7 @@ SCRIPTS = {
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
     "layer_times": [],
+    "step": ["--rows", "4"],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -104,6 +105,14 @@ def test_train(results):
         for model in run["models"].values():
             assert model["tokens_per_second"]["median"] > 0
             assert "peak_bytes" in model["memory"]
+
+
+def test_step(results):
+    found = results("step")
+    for model in found["models"].values():
+        assert all(spread["median"] > 0 for spread in model["tokens_per_second"].values())
+        assert set(model["ratios"]) == {"one", "batch", "batch ways"}
+    assert all(met.keys() == found["bars"].keys() for met in found["met"].values())
 
 
 def test_systems(results):
@@ -202,10 +211,8 @@ def test_quantised(results):
     assert (
         found["gptq_gain"] == arms["2 bits, nearest"]["bits_per_byte"] - arms["2 bits, GPTQ"]["bits_per_byte"]
     )
-    for name, arm in arms.items():
-        assert 0 < arm["bits_per_byte"] < 10
-        if "GPTQ" in name:
-            assert arm["error"] < arm["nearest_error"]
+    assert all(0 < arm["bits_per_byte"] < 10 for arm in arms.values())
+    assert found["gptq_gain"] > 0
     whole, streamed = (arms[name] for name in ("artifact, all in memory", "artifact, 6 slots"))
     assert whole["bits_per_byte"] == streamed["bits_per_byte"]
     assert abs(whole["bits_per_byte"] - arms["2 bits, GPTQ"]["bits_per_byte"]) < 0.1

@@ -30,15 +30,14 @@ from perspectron.config import (
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
 from perspectron.errors import ConfigError
 from perspectron.ffn import ContextMLPConfig, FFNConfig, MLPConfig, SwiGLUConfig, TiedConfig
-from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.lens import LensConfig
-from perspectron.model import LanguageModel, Output
-from perspectron.optim import OptimConfig, adamw
+from perspectron.model import EmitterConfig, LanguageModel, LinearHeadConfig, Output
 from perspectron.state import LMState
 from perspectron.terms import Term
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.optim import OptimConfig, adamw
 
 V, D = 64, 16
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": 64}
@@ -318,7 +317,7 @@ def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer,
         for other in (state.fork(), state.select(torch.arange(3)), loaded):
             rest = model(text[:, 11:], other).logits
             torch.testing.assert_close(rest, whole[:, 11:], rtol=1e-9, atol=1e-9)
-    with pytest.raises(ValueError, match="ids have 2 rows, the state has 3"):
+    with pytest.raises(ConfigError, match="ids have 2 rows, the state has 3"):
         model(text[:2], state)
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 
 import perspectron
-from perspectron import presets
+from perspectron import catalogue, presets
 from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.errors import ConfigError
-from perspectron.experts import RoutedConfig
+from perspectron.experts.router import RoutedConfig
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.pdr import PDRConfig
@@ -188,11 +188,7 @@ def test_overrides_arrive():
     assert presets.get("perspective-tiny") == presets.get("perspective-tiny"), "no override stays behind"
 
 
-KEYS = (
-    "vocab_size, d_model, layers, hidden, rank, heads, kv_heads, window, out_norm, renorm_every, gate_rank, "
-    "fixed_decay, ffn, torus, experts, gate, nearest, temperature, router, balance, bias_rate, smooth, delta, "
-    "diversity, offsets, base, ternary, int8_activations"
-)
+KEYS = ", ".join(presets.sizes("perspective-tiny"))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +217,7 @@ KEYS = (
         ({"temperature": 0}, "temperature = 0.0, must be > 0"),
         ({"balance": -1}, "balance = -1.0, must be ≥ 0"),
         ({"bias_rate": -0.1}, "bias_rate = -0.1, must be ≥ 0"),
-        ({"torus": 8}, "torus = 8, must be of type list"),
+        ({"torus": 8}, "torus = 8, must be a list"),
         ({"torus": []}, "torus = (), must be one or more lengths ≥ 1"),
         ({"torus": [2, 0]}, "torus = (2, 0), must be one or more lengths ≥ 1"),
         ({"dim": 3}, f"perspective-tiny: key = 'dim', must be one of {KEYS}"),
@@ -240,7 +236,8 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 
 def test_an_unknown_preset_is_named_with_those_there_are():
-    fails(f"preset = 'gpt-5', must be one of {', '.join(presets.names())}", presets.get, "gpt-5")
+    known = [*presets.names(), *presets.DESIGNS]
+    fails(f"preset = 'gpt-5', must be one of {', '.join(known)}", presets.get, "gpt-5")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +245,7 @@ def test_an_unknown_preset_is_named_with_those_there_are():
     [
         ("adr-tiny", {"halflife": [4.0]}, "halflife = [4.0], must be two numbers of tokens > 0"),
         ("adr-tiny", {"halflife": [0.0, 4.0]}, "halflife = [0.0, 4.0], must be two numbers of tokens > 0"),
-        ("adr-tiny", {"halflife": [4, 8]}, "halflife = [4, 8], must be a list of float"),
+        ("adr-tiny", {"halflife": ["4", 8.0]}, "halflife[0] = '4', must be of type float"),
         ("adr-tiny", {"norm": "both"}, "norm = 'both', must be one of post, pre"),
         ("adr-tiny", {"emit": "both"}, "emit = 'both', must be one of state, raw"),
         (
@@ -278,6 +275,7 @@ def test_a_bad_size_of_another_design_is_named(preset, override, message):
 
 def test_whole_numbers_do_for_fractions():
     assert presets.get("drm-104k", dt=4) == presets.get("drm-104k", dt=4.0)
+    assert presets.get("adr-tiny", halflife=[4, 8]) == presets.get("adr-tiny", halflife=[4.0, 8.0])
 
 
 def test_every_part_of_the_drm_can_be_set_by_name():
@@ -291,9 +289,8 @@ def test_every_part_of_the_drm_can_be_set_by_name():
 
 @pytest.mark.parametrize("scale", ["tiny", "20m", "125m"])
 def test_opponents_are_as_large_as_perspective(scale):
-    size = presets.parameters(f"perspective-{scale}-dense")
-    routed = f"perspective-{scale}"
-    alike = [name for name in presets.names() if name.endswith(f"-{scale}") and name != routed]
+    size = {preset["name"]: preset["parameters"] for preset in catalogue.read()["presets"]}
+    alike = [name for name in size if name.endswith(f"-{scale}") and name != f"perspective-{scale}"]
     assert len(alike) >= 4
     for name in alike:
-        assert abs(presets.parameters(name) / size - 1) < 0.02, name
+        assert abs(size[name] / size[f"perspective-{scale}-dense"] - 1) < 0.02, name

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import perspectron
 from perspectron.config import BlockConfig, ModelConfig, NoResidualConfig
-from perspectron.heads import EmitterConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.drm_terms import Losses
+from perspectron.model import EmitterConfig
 from perspectron.ops import drm
 
 OWN = Path(__file__).parent / "vectors"
@@ -35,7 +35,7 @@ RISK = {name: f"risk_{name}" for name in ("alpha_max", "exponent_min", "exponent
 MIXER = {
     "directions": "n_directions", "rank": "metric_rank", "hidden": "hidden_size", "d_token": "d_token",
     "direction_basis": "direction_basis_size", "direction_norm": "direction_norm", "dt": "dt",
-    "radius": "state_clip_norm", "squash": "bounded_state", "gate_bias": "gate_logit_bias",
+    "radius": "state_clip_norm", "squash": "bounded_state", "clip": "bounded_state", "gate_bias": "gate_logit_bias",
     "gate_temperature": "gate_temperature", "metric_floor": "metric_eps",
     "strength_warmup": "metric_naturalization_warmup_steps", "damping": "metric_damping",
     "geometry_interval": "geometry_update_interval", "bptt": "bptt_truncate_interval",
@@ -87,7 +87,9 @@ def config_of(c: dict[str, Any]) -> ModelConfig:
         gate_top_k=top_k,
         gate_renorm=c["gate_top_k_renorm"] and top_k > 0,
         strength=c["metric_naturalization_strength"] if c["use_metric_naturalization"] else 0.0,
-        risk=Risk(**{name: c[key] for name, key in RISK.items()}) if c["use_powerlaw_risk"] else None,
+        risk=Risk(**{name: c[key] for name, key in RISK.items()}, cached=True)
+        if c["use_powerlaw_risk"]
+        else None,
         losses=Losses(**{name: c[key] for name, key in LOSSES.items()}),
     )
     stability = {"stability": c["lambda_stability"]} if c["lambda_stability"] else {}

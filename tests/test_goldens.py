@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import perspectron
-from perspectron.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, adamw
 
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [

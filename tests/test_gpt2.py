@@ -18,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import perspectron
 from perspectron import presets
 from perspectron.census import census
-from perspectron.decode.generate import Conversation, prefill
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import prefill
 from perspectron.errors import ConfigError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState

@@ -206,19 +206,74 @@ def test_split_into_many(name, mode, cuts):
         close(read(module, x, empty(module, 1), cuts)[0], whole.detach(), 1e-9)
 
 
+def same(state, other) -> bool:
+    """Bit for bit."""
+    pairs = zip(pytree.tree_leaves(state), pytree.tree_leaves(other), strict=True)
+    return pytree.tree_structure(state) == pytree.tree_structure(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+    )
+
+
+def starts(module: nn.Module, dtype: torch.dtype) -> list:
+    """States of every kind: empty, with room, read into, and read into with room."""
+    with torch.no_grad():
+        roomy = module(tokens(2, 37, 99, dtype), empty(module, 2, dtype, capacity=90))[1]
+    return [empty(module, 2, dtype), empty(module, 2, dtype, 60), warm(module, 2, dtype=dtype), roomy]
+
+
 @every_mixer
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad], ids=["train", "no_grad"])
+@every_mode
 @pytest.mark.parametrize("T", [1, 30])
 @pytest.mark.parametrize("masked", [False, True])
-def test_outside_inference_mode_the_state_handed_in_stays(name, mode, T, masked):
-    module, mask = build(name), torch.zeros(2, T, dtype=torch.bool) if masked else None
-    for state in (empty(module, 2), empty(module, 2, capacity=60), warm(module, 2)):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_state_handed_in_stays(name, mode, T, masked, dtype):
+    module, mask = build(name, dtype), torch.zeros(2, T, dtype=torch.bool) if masked else None
+    for state in starts(module, dtype):
         kept = fork(state)
         with mode():
-            read(module, tokens(2, T), state, reset_BT=mask, pad_BT=mask)
-        assert pytree.tree_structure(state) == pytree.tree_structure(kept)
-        for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(kept), strict=True):
-            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            _, after = read(module, tokens(2, T, dtype=dtype), state, reset_BT=mask, pad_BT=mask)
+            if not torch.is_grad_enabled():  # nor does the new one share its memory
+                module(tokens(2, 1, dtype=dtype), after, consume_state=True)
+        assert same(state, kept)
+
+
+@every_mixer
+@stateless
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_state_consumed_gives_the_same_bits(name, mode, masked, dtype):
+    module, x = build(name, dtype), tokens(2, 33, dtype=dtype)
+    reset, pad = resets(33)[3:5], padding(33)[3:5]
+    masks = {"reset_BT": reset, "pad_BT": pad} if masked else {}
+    with mode():
+        for state, other in zip(starts(module, dtype), starts(module, dtype), strict=True):
+            for part in pieces(33, [1, 2, 3, 23, 24, 32]):
+                here = {key: mask[:, part] for key, mask in masks.items()}
+                y, state, _ = module(x[:, part], state, **here)
+                y_other, other, _ = module(x[:, part], other, **here, consume_state=True)
+                assert torch.equal(y, y_other) and same(state, other)
+
+
+@every_mixer
+def test_a_state_made_in_inference_mode_is_consumed_outside_of_it(name):
+    module = build(name, torch.float32)
+    with torch.inference_mode():
+        state = warm(module, 2, dtype=torch.float32)
+    with torch.no_grad():
+        y, _, _ = module(tokens(2, 1, dtype=torch.float32), state)
+        assert torch.equal(y, module(tokens(2, 1, dtype=torch.float32), state, consume_state=True)[0])
+
+
+@every_mixer
+def test_a_state_is_not_consumed_while_gradients_are_on(name):
+    config = ModelConfig("one block", 11, D, (BlockConfig(ENTRIES[name].small, SwiGLUConfig(8)),))
+    model, ids = perspectron.build(config), torch.ones(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="consume_state"):
+        model(ids, model.init_state(2), consume_state=True)
+    block = model.blocks[0]
+    state = block.init_state(2, model.device, model.dtype)
+    with pytest.raises(ValueError, match="consume_state"):
+        block(torch.zeros(2, 1, D), state, model.ffn_of(block), None, None, consume_state=True)
 
 
 # ---------------------------------------------------------------- rows
@@ -382,6 +437,72 @@ def test_any_resets_padding_split_and_start(name, data):
     cuts = data.draw(st.lists(st.integers(1, 39).filter(lambda cut: cut < T), max_size=8)) if T > 1 else []
     mode = data.draw(st.sampled_from([torch.no_grad, torch.inference_mode]))
     check(module, tokens(B, T), state, cuts, mode, reset_BT=reset, pad_BT=pad)
+
+
+# ---------------------------------------------------------------- what is not finite
+
+
+def spoil(state, rows: slice, fill: float):
+    """A copy whose floating-point tensors hold `fill` in the last place of each of these rows."""
+    state = fork(state)
+    for leaf in leaves(state):
+        if leaf.is_floating_point():
+            leaf[rows].select(-1, -1).fill_(fill)
+    return state
+
+
+@every_mixer
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode], ids=["train", "inference"])
+@pytest.mark.parametrize("cuts", [[], [5, 6, 20, 21, 22, 31]], ids=["whole", "pieces"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("spoilt", ["state", "token"])
+def test_what_is_not_finite_ends_at_a_reset(name, mode, cuts, padded, spoilt):
+    """Spoilt rows with a reset at once, in the middle, twice, on the last token, never; then two sound ones, one with a
+    reset. What is spoilt comes before all resets, and from the first one on nothing shows it."""
+    first = [0, 21, 20, 39, None, 20, None]
+    if spoilt == "token":
+        first[0] = 6  # the spoilt one is number 5
+    B, T = len(first), 40
+    reset, pad = torch.zeros(B, T, dtype=torch.bool), None
+    for row, t in enumerate(first):
+        if t is not None:
+            reset[row, t] = True
+    reset[2, 29] = True
+    if padded:
+        pad = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) < 0.3
+        pad[:, [5, 39]] = False
+    module, x, more = build(name), tokens(B, T), tokens(B, 5, seed=5)
+    start = warm(module, B)
+
+    def run(x, state):
+        outputs = []
+        for part in pieces(T, cuts):
+            here = None if not reset[:, part].any() else reset[:, part]
+            y, state = read(
+                module, x[:, part], state, reset_BT=here, pad_BT=None if pad is None else pad[:, part]
+            )
+            outputs.append(y)
+        return torch.cat(outputs, 1), read(module, more, state)[0], state
+
+    with mode():
+        y, y_more, _ = run(x, start)
+        for fill in (torch.nan, torch.inf):
+            bad_x, bad_start = x.clone(), start
+            if spoilt == "state":
+                bad_start = spoil(start, slice(5), fill)
+            else:
+                bad_x[:5, 5, 3] = fill
+            found, found_more, found_end = run(bad_x, bad_start)
+            for row, t in enumerate(first):
+                if row == 4:
+                    assert not found[4, 5].isfinite().all(), "nothing ends it: it must not vanish"
+                    continue
+                t = t if row < 5 else 0
+                close(found[row, t:], y[row, t:], 1e-12)
+                close(found_more[row], y_more[row], 1e-12)
+                assert all(leaf.isfinite().all() for leaf in leaves(select(found_end, [row]))), row
+                if row < 5 and t > (5 if spoilt == "token" else 0):
+                    assert not found[row, 5:t].isfinite().all(), "what is before the reset depends on it"
 
 
 # ---------------------------------------------------------------- what is kept

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from safetensors.torch import save_file
 
 import perspectron
@@ -86,14 +88,158 @@ def test_saving_replaces_and_makes_folders(model, state, path):
 
 def test_saving_with_gradients_and_detaching(model, tmp_path):
     state = model(ids(20)).state
-    assert any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(state) if torch.is_tensor(leaf))
+    assert any(leaf.requires_grad for leaf in pytree.tree_leaves(state) if torch.is_tensor(leaf))
     perspectron.save_state(tmp_path / "a", state, model)
     loaded = perspectron.load_state(tmp_path / "a", model)
     for kept in (loaded, state.detach()):
-        assert not any(
-            leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(kept) if torch.is_tensor(leaf)
-        )
+        assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(kept) if torch.is_tensor(leaf))
         assert torch.equal(continued(model, kept), continued(model, state))
+
+
+# ---------------------------------------------------------------- rows
+
+
+SINGLE = {
+    name: ModelConfig(name, 11, 16, (BlockConfig(entry.small, SwiGLUConfig(8)),))
+    for name, entry in MIXERS.items()
+}
+every_mixer = pytest.mark.parametrize("name", SINGLE)
+
+
+def leaves(state) -> list:
+    return pytree.tree_leaves(state)
+
+
+def same(a, b) -> None:
+    assert len(leaves(a)) == len(leaves(b))
+    for x, y in zip(leaves(a), leaves(b), strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype if torch.is_tensor(x) else x == y
+
+
+def prefix(model, T: int, seed: int) -> perspectron.LMState:
+    """One row that has read T tokens."""
+    with torch.inference_mode():
+        return model(ids(T, seed)[:1]).state if T else model.init_state(1)
+
+
+def goes_on(model, state, steps: int = 6) -> torch.Tensor:
+    """Logits of one row, token by token and then in a chunk."""
+    state, text, outputs = state.fork(), ids(2 * steps, seed=9)[:1].expand(state.batch_size, -1), []
+    with torch.inference_mode():
+        for t in range(steps):
+            out = model(text[:, t : t + 1], state)
+            state, outputs = out.state, [*outputs, out.logits]
+        outputs.append(model(text[:, steps:], state).logits)
+    return torch.cat(outputs, 1)
+
+
+@every_mixer
+def test_a_stack_of_its_rows_is_the_state(name):
+    model = perspectron.build(SINGLE[name])
+    with torch.inference_mode():
+        state = model(torch.cat([ids(20), ids(20, seed=1)])).state
+    same(perspectron.LMState.stack([state.take(row) for row in range(4)]), state)
+    same(perspectron.LMState.stack([state.select([0, 1]), state.select(torch.tensor([2, 3]))]), state)
+    same(state.put(2, state.take(2)), state)
+    same(state.select([3, 1, 1]).take(2), state.take(1))
+
+
+@every_mixer
+def test_rows_of_any_lengths_go_on_in_a_stack_as_alone(name):
+    model = perspectron.build(SINGLE[name]).double()
+    alone = [prefix(model, T, seed=T) for T in (3, 40, 0, 17)]
+    stacked = perspectron.LMState.stack(alone)
+    together = goes_on(model, stacked)
+    for row, state in enumerate(alone):
+        expected = goes_on(model, state)
+        torch.testing.assert_close(together[row : row + 1], expected, rtol=0, atol=1e-9)
+        assert torch.equal(goes_on(model, stacked.take(row)), expected), "bit for bit, once it is out"
+    swapped = stacked.put(1, prefix(model, 9, seed=5))
+    assert torch.equal(goes_on(model, swapped.take(1)), goes_on(model, prefix(model, 9, seed=5)))
+    assert torch.equal(goes_on(model, swapped.take(3)), goes_on(model, alone[3]))
+
+
+@every_mixer
+def test_a_short_row_taken_from_a_long_batch_is_a_short_row(name):
+    model = perspectron.build(SINGLE[name])
+    short, long = prefix(model, 5, seed=1), prefix(model, 300, seed=2)
+    both = perspectron.LMState.stack([short, long])
+    with torch.inference_mode():
+        for t in range(3):
+            short, both = (
+                model(ids(9, seed=3)[:1, t : t + 1].expand(state.batch_size, -1), state).state
+                for state in (short, both)
+            )
+    taken = both.take(0)
+    assert taken.nbytes == short.select([0]).nbytes < long.nbytes + 1
+    whole = [leaf.untyped_storage().nbytes() for leaf in leaves(taken) if torch.is_tensor(leaf)]
+    assert sum(whole) == taken.nbytes, "nothing larger is kept alive"
+    assert [leaf for leaf in leaves(taken) if not torch.is_tensor(leaf)] == [
+        leaf for leaf in leaves(short) if not torch.is_tensor(leaf)
+    ]
+
+
+@every_mixer
+def test_rows_that_wait_count_no_slots(name):
+    """Two rows that take turns in reading, one padded: no counter runs ahead of the longer row."""
+    model = perspectron.build(SINGLE[name])
+    with torch.inference_mode():
+        state = model.init_state(2)
+        for turn in range(6):
+            pad = torch.zeros(2, 8, dtype=torch.bool)
+            pad[turn % 2] = True
+            state = model(ids(8), state, pad_BT=pad).state
+    assert all(leaf <= 24 for leaf in leaves(state) if not torch.is_tensor(leaf))
+
+
+def test_what_is_selected_is_a_copy(model, state):
+    kept = state.fork()
+    with torch.inference_mode():
+        for own in (state.take(0), state.select([0, 1]), state.put(0, state.take(1))):
+            model(ids(1)[: own.batch_size], own)
+    same(state, kept)
+
+
+def test_a_row_that_is_not_there_is_an_error(state):
+    for row in (2, -1, 10**9):
+        for call in (
+            state.take,
+            lambda row: state.select([0, row]),
+            lambda row: state.put(row, state.take(0)),
+        ):
+            with pytest.raises(StateError, match=rf"^row {row} is not there: the state has 2 rows"):
+                call(row)
+    with pytest.raises(StateError, match=r"^put: the state has 2 rows; take one of them$"):
+        state.put(0, state)
+    with pytest.raises(StateError, match=r"^stack: there are no states"):
+        perspectron.LMState.stack([])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        perspectron.build(CONFIG, seed=1),
+        perspectron.build(dataclasses.replace(CONFIG, blocks=CONFIG.blocks[:-1])),
+        perspectron.build(dataclasses.replace(CONFIG, d_model=32)),
+        perspectron.build(CONFIG).double(),
+    ],
+    ids=["weights", "blocks", "width", "dtype"],
+)
+def test_states_of_different_models_do_not_stack(model, state, other):
+    strange = other.init_state(1)
+    for alien in (strange, dataclasses.replace(strange, model=None)):
+        if alien.model is None and other.config == CONFIG and other.dtype == torch.float32:
+            continue  # only its model tells
+        for call in (lambda s: perspectron.LMState.stack([state, s]), lambda s: state.put(0, s)):
+            with pytest.raises(StateError) as caught:
+                call(alien)
+            assert "stack states of one model alone" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_loaded_state_stacks_with_those_of_its_model(model, state, path):
+    loaded = perspectron.load_state(path, model)
+    same(perspectron.LMState.stack([loaded, state]).select([0, 1]), state)
+    assert loaded.model == model.number
 
 
 # ---------------------------------------------------------------- another model
@@ -284,3 +430,10 @@ def test_an_extra_that_is_no_json_leaves_the_old_file(model, state, path):
     with pytest.raises(TypeError):
         perspectron.save_state(path, state, model, extra={"a": object()})
     still_there(model, state, path, before)
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([False, True]), [1.0]])
+def test_rows_are_chosen_by_their_numbers(rows):
+    state = perspectron.build("drm-104k").init_state(2)
+    with pytest.raises(StateError, match="give their numbers"):
+        state.select(rows)

@@ -8,14 +8,13 @@ from rich.console import Console
 
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish, listed
-from perspectron.cli.train import resolved
-from perspectron.cli.units import count
+from perspectron.cli.options import count, resolved
 from perspectron.compare import pool
 from perspectron.compare.ablations import ABLATIONS, ablate
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import one_of, require
-from perspectron.designs import DESIGNS, design_of
 from perspectron.eval.suites import OF_TEXT
+from perspectron.presets import DESIGNS, design_of
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 
@@ -38,11 +37,11 @@ class Ablate:
     over: str = "all"
     """Ablations with commas between, or "all" (an unknown one lists them)."""
     tokens: str | None = None
-    """That each arm is trained on (default: as many as the run)."""
+    """Tokens that each arm is trained on (default: as many as the run)."""
     seeds: int = 1
     """Trainings of each arm."""
     suites: str = ""
-    """What is measured beside the held-out loss, with commas between: position, calibration, robustness."""
+    """Suites beside the held-out loss, with commas between: position, calibration, robustness."""
     jobs: int = 1
     """Trainings side by side."""
 
@@ -64,11 +63,11 @@ class Ablate:
         return finish(self.out, what, self.jobs, console)
 
     def settings(self, config: RunConfig, arms: tuple[str, ...]) -> Settings:
-        """Those of the run."""
-        train, given = config.train, self.tokens
+        """Settings of the run, as far as they apply to its ablations."""
+        train, tokens = config.train, self.tokens
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
-            arms, active_parameters(config.model), whole if given is None else count(given, "tokens"), self.seeds,
+            arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
             resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
             train.batch_size * train.accumulate, (train.optim.lr,), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in listed(self.suites)),

@@ -14,8 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from perspectron.cli.train import resolved
-from perspectron.cli.units import count
+from perspectron.cli.options import count, resolved
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
     Plan,
@@ -31,6 +30,7 @@ from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
+from perspectron.files import read_json
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 
@@ -44,18 +44,22 @@ class Compare:
     Your text: perspectron compare --designs perspective,gpt2 --data letters.txt --tokens 20M --out runs/mine
 
     Go on after a stop: perspectron compare --resume runs/compare
+
+    The page again, of a results.json alone: perspectron compare --report runs/compare/results.json
     """
 
     out: Path | None = None
     """Folder for everything it makes; with the same options as before it goes on there."""
     resume: Path | None = None
     """Folder of a comparison to go on with; everything else comes from there."""
+    report: Path | None = None
+    """A results.json, of which the page is written beside it; nothing is trained."""
     designs: str = DESIGNS
-    """Which, with commas between."""
+    """Designs to compare, with commas between."""
     params: str = "5M"
-    """Of each design, within 2%."""
+    """Active parameters of each design, within 2%."""
     tokens: str = "20M"
-    """That each design is trained on."""
+    """Tokens that each design is trained on."""
     seeds: int = Settings.seeds
     """Trainings of each design: weights and order of the text."""
     data: str = Settings.data
@@ -63,9 +67,9 @@ class Compare:
     heldout: float = Settings.heldout
     """Share of the text that is never trained on."""
     match: Literal["tokens", "flops", "time"] = Settings.match
-    """What is equal beside parameters; the transformer's, at --tokens, for "flops" and "time"."""
+    """What is equal beside parameters; "flops" and "time" are those of the transformer at --tokens."""
     vocab_size: int = Settings.vocab_size
-    """Of the tokenizer; 0: by the parameters."""
+    """Size of the vocabulary; 0: by the parameters."""
     seq_len: int = Settings.seq_len
     """Tokens in a window."""
     batch_size: int = Settings.batch_size
@@ -73,13 +77,13 @@ class Compare:
     rates: tuple[float, ...] = Settings.rates
     """Peak learning rates tried for each design, and beyond if the best is at an end; one is taken as it is."""
     rate_share: float = Settings.rate_share
-    """Of the tokens, for each try."""
+    """Share of the tokens for each try."""
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
     """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
     device: str = Settings.device
     """ "auto" is CUDA where there is one."""
     suites: str = ",".join(BESIDE_LOSS)
-    """What is measured of trained models, beside their loss."""
+    """Suites that measure trained models, beside their loss."""
     recall: Literal["quick", "full"] = Settings.recall
     """Two synthetic tasks with one seed, or all with three, which takes much longer."""
     jobs: int = 1
@@ -87,16 +91,22 @@ class Compare:
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
-        if (self.out is None) == (self.resume is None):
-            raise ConfigError("out = None, must be given, or resume in its place")
         console = Console(stderr=True, highlight=False, soft_wrap=True)
+        if self.report is not None:
+            require(
+                self == Compare(report=self.report), "report", str(self.report), "alone: nothing is trained"
+            )
+            page = self.report.with_suffix(".html")
+            results.write_page(page, read_json(self.report, ConfigError))
+            console.print(f"report: {page}")
+            return 0
         folder = self.resume or self.out
-        assert folder is not None
+        if folder is None or (self.resume and self.out):
+            raise ConfigError("nothing says where the comparison lies; use either --out DIR or --resume DIR")
         if self.resume is not None:
-            given = Compare(resume=self.resume, jobs=self.jobs)
-            require(self == given, "resume", str(self.resume), "alone: everything else comes from there")
-            what = read(folder)
-            return finish(folder, what, self.jobs, console)
+            alone = self == Compare(resume=self.resume, jobs=self.jobs)
+            require(alone, "resume", str(self.resume), "alone: everything else comes from there")
+            return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
         with pool.alone(folder):
@@ -104,7 +114,7 @@ class Compare:
         return finish(folder, what, self.jobs, console)
 
     def _vocabulary(self) -> int:
-        """That was asked for, or that tokenised text has."""
+        """Size of the vocabulary: as asked for, or that of tokenised text."""
         if not (Path(self.data) / "manifest.json").is_file():
             return self.vocab_size
         has = Tokenizer.load(Path(self.data) / "tokenizer.json").vocab_size
@@ -123,12 +133,12 @@ class Compare:
 
 
 def listed(names: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Names between commas."""
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
-    """Do what is left of a plan; the command's exit code."""
+    """Do what is left of a plan, and return the exit code."""
     try:
         with pool.alone(folder):
             console.print(_summary(what))
@@ -145,9 +155,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     except pool.StoppedBy as stop:
         console.print(f"stopped and saved; go on with --resume {folder}")
         return 128 + stop.number
-    console.print(
-        f"report: {folder / results.PAGE}, {folder / results.TEXT}; numbers: {folder / results.RESULTS}"
-    )
+    console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]
     for cell in missing:
         console.print(f"not trained: {cell.arm}, seed {cell.seed} (see {cell.folder / pool.LOG})")
@@ -155,8 +163,8 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
 
 
 def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console: Console) -> list[Ended]:
-    """What is to be known of trained cells; costs last, alone, so that timings are of a quiet machine. Returns what
-    failed."""
+    """Run the suites on trained cells and return the jobs that failed. Costs come last and alone, so that nothing
+    disturbs their timings."""
     threads, failed = what.settings.threads, list[Ended]()
 
     def ended(end: Ended) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.cli.artifacts import open_model, print_bench
+from perspectron.cli.bench import print_bench
+from perspectron.cli.options import open_model
 from perspectron.config import require
-from perspectron.decode.generate import Conversation, Generation, generate
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import Generation, generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.device import pick_device
 from perspectron.errors import ConfigError, DataError
+from perspectron.machine import pick_device
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,13 @@ class Generate:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Texts to continue, together in one batch; "-" reads standard input."""
+    """Texts to continue, together in one batch, each drawing from its own stream of the seed; "-" reads standard
+    input."""
     max_tokens: int = 200
     """Tokens to draw at most, for each prompt."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not shown."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A string that ends the text and is not shown; may be given several times."""
     load_state: Path | None = None
     """Go on after this saved conversation; the prompt, if any, follows it."""
     save_state: Path | None = None
@@ -56,7 +59,8 @@ class Generate:
     def __call__(self) -> int:
         if self.bench:
             self._check_bench()
-        model, tokenizer = open_model(self.run, self.cache, verify=self.verify)
+        opened = open_model(self.run, self.cache, verify=self.verify)
+        model, tokenizer = opened.model, opened.tokenizer
         if self.bench:
             print_bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
             return 0
@@ -84,27 +88,28 @@ class Generate:
         return 0
 
     def _check_bench(self) -> None:
-        """ConfigError for what a measurement does not heed."""
+        """ConfigError for options that a measurement would ignore."""
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
         for name in ("load_state", "save_state", "stop"):
-            given = getattr(self, name)
-            require(given in (None, ()), name, given, "left out with --bench")
-        for name, given in vars(self.sampling).items():
-            require(given == getattr(SamplingConfig(), name), name, given, "left out with --bench")
+            value = getattr(self, name)
+            require(value in (None, ()), name, value, "left out with --bench")
+        for name, value in vars(self.sampling).items():
+            require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):
             return [_standard_input()]
         if "-" in self.prompts:
-            raise ConfigError('prompts = "-" among others, must be alone')
+            raise ConfigError('prompts: "-" reads standard input and must be the only prompt')
         if self.prompts:
             return list(self.prompts)
-        require(conversation is not None, "prompts", "none", 'given: a text, or "-" for standard input')
-        return [""] * (len(conversation.pending) if conversation else 0)
+        if conversation is None:
+            raise ConfigError('prompts: there is none; give a text, or "-" for standard input')
+        return [""] * conversation.rows
 
-    def _print(self, given: list[str], result: Generation, single: bool, seconds: float) -> None:
+    def _print(self, prompts: list[str], result: Generation, single: bool, seconds: float) -> None:
         if self.json:
             counts = [len(ids) for ids in result.ids]
             fields = {
@@ -117,7 +122,7 @@ class Generate:
         elif single:
             print()
         else:
-            for prompt, text in zip(given, result.texts, strict=True):
+            for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{text}")
 
 

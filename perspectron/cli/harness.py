@@ -12,25 +12,34 @@ from typing import Any
 
 import torch
 
-from perspectron.cli.artifacts import open_model
+from perspectron.cli.options import open_model
 from perspectron.config import one_of, require
-from perspectron.device import pick_device
+from perspectron.errors import ConfigError
 from perspectron.eval.harness import Answers
-from perspectron.stream.engine import StreamedModel
-from perspectron.train.subject import dtype_of
+from perspectron.machine import pick_device
 
-COMMAND, ABOUT = "lm-eval", "Tasks of lm-evaluation-harness, with a run as the model: --model perspectron."
 NAME = "perspectron"
+INSTALL = "pip install 'perspectron[eval]'"
+HELP = f"""usage: perspectron lm-eval --model perspectron --model_args run=RUN --tasks TASK [OPTIONS]
+
+Tasks of lm-evaluation-harness, with a run as the model. All its options are listed here once it is installed:
+{INSTALL}
+
+Example: perspectron lm-eval --model perspectron --model_args run=runs/mine --tasks lambada_openai"""
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Hand the arguments on to the harness, to which `--model perspectron --model_args run=DIR` is known.
 
-    ConfigError without the extra `eval`, and what the run raises when it is opened.
+    Without the extra `eval` it says how to install it: as help where help is asked for, else as ConfigError; and what
+    the run raises when it is opened.
     """
-    there = find_spec("lm_eval") is not None
-    require(there, "lm-eval", "missing", "installed: pip install 'perspectron[eval]'")
+    if find_spec("lm_eval") is None:
+        if {"-h", "--help"} & set(arguments):
+            print(HELP)
+            return 0
+        raise ConfigError(f"lm-eval is not installed; {INSTALL}")
     from lm_eval.__main__ import cli_evaluate
 
     register()
@@ -53,14 +62,13 @@ def open_answers(
     size = str(batch_size)
     require(size.isdecimal() or size == "auto", "batch_size", batch_size, "a number or auto")
     one_of(dtype, ("auto", *DTYPES), "dtype")
-    model, tokenizer = open_model(Path(run), cache)
+    opened = open_model(Path(run), cache)
     if device == "cuda:0" and not torch.cuda.is_available():
         device = "cpu"  # what the harness passes where nobody said anything
-    model.to(pick_device(device))
-    trained_in = None if isinstance(model, StreamedModel) else dtype_of(Path(run))
+    opened.model.to(pick_device(device))
     rows = int(size) if size.isdecimal() else Answers.batch_size
-    autocast = trained_in if dtype == "auto" else DTYPES[dtype]
-    return Answers(model, tokenizer, min(rows, max_batch_size or rows), autocast)
+    autocast = opened.folder.dtype if dtype == "auto" else DTYPES[dtype]
+    return Answers(opened.model, opened.tokenizer, min(rows, max_batch_size or rows), autocast)
 
 
 def register() -> None:
@@ -70,7 +78,8 @@ def register() -> None:
 
     @register_model(NAME)
     class PerspectronLM(LM):
-        """As `open_answers`; the harness itself names a batch size, a device and the largest batch size."""
+        """A run that `open_answers` opened; the harness itself names a batch size, a device and the largest batch
+        size."""
 
         def __init__(self, run: str, **options: Any) -> None:
             super().__init__()
@@ -97,7 +106,7 @@ def register() -> None:
             return self.answers.rolling([text for (text,) in texts])
 
         def _answer(self, name: str, requests: list[Any], ask: Callable[[list[Any]], list[Any]]) -> list[Any]:
-            """And kept in the harness's cache, where it has one."""
+            """The answers, kept in the harness's cache where it has one."""
             asked = [request.args for request in requests]
             answers = ask(asked)
             for arguments, answer in zip(asked, answers, strict=True):

@@ -10,12 +10,9 @@ from rich.table import Table
 
 from perspectron import presets
 from perspectron.census import Census, census
-from perspectron.claims import ledger
-from perspectron.claims.results import Results
-from perspectron.cli.train import assignment
+from perspectron.cli.options import assignment
 from perspectron.config import ModelConfig, require
-from perspectron.stream.artifact import is_artifact, read_header
-from perspectron.train import checkpoint
+from perspectron.opening import describe
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Inspect:
 
     Example: perspectron inspect perspective-1t
 
-    With other sizes: perspectron inspect perspective-20m --set rank=128 --json
+    With other sizes: perspectron inspect perspective-166m --set rank=128 --json
     """
 
     model: tyro.conf.Positional[str]
@@ -49,16 +46,13 @@ class Inspect:
             print(json.dumps(fields))
         else:
             console = Console(highlight=False)
-            tables = (_parameters(config, counted), _costs(counted), _claims(config))
-            console.print(*filter(None, tables), sep="\n")
+            console.print(_parameters(config, counted), _costs(counted), sep="\n")
         return 0
 
     def _config(self) -> ModelConfig:
         if Path(self.model).is_dir():
             require(not self.set, "set", " ".join(self.set), "left out for a run")
-            if is_artifact(Path(self.model)):
-                return read_header(Path(self.model)).model
-            return checkpoint.load_config(checkpoint.run_of(Path(self.model))).model
+            return describe(Path(self.model)).model
         return presets.get(self.model, **dict(map(assignment, self.set)))
 
 
@@ -84,27 +78,4 @@ def _costs(counted: Census) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for context, flops in counted.flops_per_token.items():
         table.add_row(f"{context:,}", f"{flops:,}", f"{counted.state_bytes[context]:,}")
-    return table
-
-
-BESIDE = {
-    "perspective-1t": (
-        *("topology-shared", "topology-total", "topology-active", "topology-all-experts"),
-        *("topology-expert-bytes", "topology-gqa-each", "topology-ffn-each", "topology-cache"),
-        *("pdr-weights", "pdr-flops", "pdr-total-state"),
-    ),
-    "lens-gpt2-124m": ("lens-each", "lens-total", "lens-whole", "lens-flops", "lens-rec-cache"),
-}
-"""Claims of the documents about a preset."""
-
-
-def _claims(config: ModelConfig) -> Table | None:
-    """Beside what is counted; None for a model that none describes."""
-    if config.name not in BESIDE or config != presets.get(config.name):
-        return None
-    table = Table(title="beside the documents (perspectron claims)", title_justify="left")
-    for column in ("", "claimed", "measured", "verdict"):
-        table.add_column(column, no_wrap=column in ("", "claimed"))
-    for row in ledger.measured(ledger.claims(BESIDE[config.name]), Results(Path("docs/results"))):
-        table.add_row(row.id, row.claimed, row.measured, row.verdict)
     return table

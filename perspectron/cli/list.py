@@ -1,16 +1,17 @@
 """`perspectron list`."""
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from perspectron import presets
-from perspectron.mixers import MIXERS
+from perspectron import catalogue
 
 
 @dataclass(frozen=True)
 class List:
-    """The mixers and presets there are, a line each, and where in the documents they come from.
+    """The mixers, designs and presets there are, a line each, and the documents they come from.
+
+    `train --preset` takes presets and designs, `compare --designs` designs.
 
     Example: perspectron list
     """
@@ -19,35 +20,27 @@ class List:
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        mixers = [
-            {"name": name, "what": entry.about, "source": entry.source} for name, entry in MIXERS.items()
-        ]
-        models: list[dict[str, str | int]] = [
-            {
-                "name": name,
-                "parameters": presets.parameters(name),
-                "what": preset.summary,
-                "source": preset.source,
-            }
-            for name, preset in presets.PRESETS.items()
-        ]
+        kept = catalogue.read()
         if self.json:
-            print(json.dumps({"mixers": mixers, "presets": models}))
+            print(json.dumps(kept))
         else:
-            _print("mixers", mixers)
-            print()
-            _print("presets", models)
+            print("\n\n".join(_table(title, rows) for title, rows in kept.items()))
         return 0
 
 
-def _print(title: str, rows: Sequence[Mapping[str, str | int]]) -> None:
+def _table(title: str, rows: list[dict[str, Any]]) -> str:
     """One line a row: numbers to the right, words to the left."""
-    cells = [[f"{value:,}" if isinstance(value, int) else value for value in row.values()] for row in rows]
+    head = dict.fromkeys(rows[0], "") | {"name": title}
+    head |= {key: key for key, value in rows[0].items() if isinstance(value, int)}
+    cells = [[f"{v:,}" if isinstance(v, int) else v for v in row.values()] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(title)
-    for row, texts in zip(rows, cells, strict=True):
-        shown = [
-            text.rjust(width) if isinstance(value, int) else text.ljust(width)
-            for value, text, width in zip(row.values(), texts, widths, strict=True)
-        ]
-        print("  " + "  ".join(shown).rstrip())
+    right = [isinstance(value, int) for value in rows[0].values()]
+    lines = [
+        "  ".join(
+            text.rjust(width) if to_right else text.ljust(width)
+            for text, width, to_right in zip(texts, widths, right, strict=True)
+        )
+        for texts in cells
+    ]
+    lines[0] = f"{title:<{widths[0] + 2}}{lines[0][widths[0] :]}"
+    return "\n".join([lines[0].rstrip(), *(f"  {line}".rstrip() for line in lines[1:])])

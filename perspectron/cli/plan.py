@@ -1,29 +1,24 @@
 """`perspectron plan`."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from perspectron import presets
-from perspectron.cli.plan_claims import Claim, document
-from perspectron.cli.train import assignment
-from perspectron.cli.units import rate, size
-from perspectron.config import ModelConfig, require
+from perspectron.cli.options import answer, assignment, rate, size, table
+from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.files import safe_join
-from perspectron.stream import bandwidth
-from perspectron.stream.artifact import is_artifact, layer_file, read_header
+from perspectron.opening import describe
+from perspectron.stream import speed
+from perspectron.stream.artifact import layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
-from perspectron.stream.trace import Trace, reuse
+from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
-from perspectron.train import checkpoint
 
 CONTEXT = 8192
 
@@ -32,7 +27,7 @@ CONTEXT = 8192
 class Plan:
     """What a model needs to run compressed, what of it streams from disk, and how fast it decodes.
 
-    Predicted from its shapes and from bandwidths, beside what the documents promise.
+    Predicted from its shapes and from bandwidths.
 
     Sizes are like 24G, 512M or 1.5GiB (G is 1000³, GiB 1024³), rates like 3G/s.
 
@@ -58,7 +53,7 @@ class Plan:
     shared: str | None = None
     """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
     trace: Path | None = None
-    """What `perspectron trace` wrote: its misses are one of the cases."""
+    """File that `perspectron trace` wrote: its misses are one of the cases."""
     set: tuple[str, ...] = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False
@@ -75,27 +70,20 @@ class Plan:
         placement = place(needed, ram, vram)
         cases = bounds(needed, placement) if placement.fits else []
         if trace is not None and placement.fits and placement.streams:
-            cases += _traced(needed, placement, trace)
-        claims = document(needed, rates, cases) if needed.model == "perspective-1t" else []
-        if self.json:
-            print(json.dumps(_report(needed, placement, rates, cases, claims)))
-            return 0
-        console = Console(highlight=False)
-        console.print(_bytes(needed))
-        console.print(*_verdict(needed, placement), sep="\n", soft_wrap=True)
-        if cases:
-            console.print(_speeds(cases, rates))
-            console.print(_known(rates), soft_wrap=True)
-        if claims:
-            console.print(_claims(claims))
-        return 0
+            rate_missed = missed(stack_distances(trace.keys_N), placement.slots) / trace.chosen_TL.size
+            cases.append(case(needed, placement, "trace, LRU", rate_missed))
+        fields, lines = _report(needed, placement, rates, cases), _verdict(needed, placement)
+        speeds = (_speeds(cases, rates), _known(rates)) if cases else ()
+        return answer(self.json, fields, _bytes(needed), *lines, *speeds)
 
     def _needs(self) -> Needs:
         """ConfigError for an unknown preset, a damaged folder, or a context that it cannot hold."""
         formats, distinct = None, 0
         if Path(self.model).is_dir():
             require(not self.set, "set", " ".join(self.set), "left out for a folder")
-            config, formats, distinct = _folder(Path(self.model))
+            folder = describe(Path(self.model))
+            config, formats = folder.model, folder.quant
+            distinct = 0 if folder.experts is None else folder.experts.distinct
         else:
             config = presets.get(self.model, **dict(map(assignment, self.set)))
         require(formats is None or self.shared is None, "shared", self.shared, "left out for an artifact")
@@ -105,31 +93,19 @@ class Plan:
         return needs(config, context, formats or self.shared or "2bit", distinct)
 
     def _rates(self, gpu: bool) -> Rates:
-        """What is given, else measured, else None."""
-        given = {name: getattr(self, name) for name in ("bandwidth", "disk", "pcie")}
-        known = {name: None if text is None else float(rate(text, name)) for name, text in given.items()}
+        """The rates that were typed, else those measured here, else None."""
+        typed = {name: getattr(self, name) for name in ("bandwidth", "disk", "pcie")}
+        known = {name: None if text is None else float(rate(text, name)) for name, text in typed.items()}
         here = torch.cuda.is_available()
         if known["bandwidth"] is None and (here or not gpu):
-            known["bandwidth"] = bandwidth.memory("cuda" if gpu else "cpu")
+            known["bandwidth"] = speed.memory("cuda" if gpu else "cpu")
         if known["pcie"] is None and gpu and here:
-            known["pcie"] = bandwidth.pcie()
-        folder = Path(self.model)
-        if (
-            known["disk"] is None
-            and is_artifact(folder)
-            and (experts := read_header(folder).experts) is not None
-        ):
-            known["disk"] = bandwidth.disk(safe_join(folder, layer_file(experts.layers[0])))
+            known["pcie"] = speed.pcie()
+        if known["disk"] is None and Path(self.model).is_dir():
+            folder = describe(Path(self.model))
+            if folder.experts is not None:
+                known["disk"] = speed.disk(safe_join(folder.path, layer_file(folder.experts.layers[0])))
         return Rates(known["bandwidth"], known["disk"], known["pcie"])
-
-
-def _folder(folder: Path) -> tuple[ModelConfig, Mapping[str, str] | None, int]:
-    """The model of a folder; and of an artifact the format of each packed module, and how many experts of a layer have
-    weights of their own (0: all)."""
-    if not is_artifact(folder):
-        return checkpoint.load_config(checkpoint.run_of(folder)).model, None, 0
-    header = read_header(folder)
-    return header.model, header.quant, header.experts.distinct if header.experts is not None else 0
 
 
 def _same_model(needed: Needs, trace: Trace | None) -> None:
@@ -141,22 +117,10 @@ def _same_model(needed: Needs, trace: Trace | None) -> None:
         raise ConfigError(f"trace = one of {trace.model!r}, must have the routed layers of {needed.model!r}")
 
 
-def _traced(needed: Needs, placement: Placement, trace: Trace) -> list[Case]:
-    uses = trace.chosen_TL.size
-    plain, ahead = (reuse(trace, guess=guess) for guess in (False, True))
-    missed, read = plain.missed(placement.slots) / uses, ahead.read(placement.slots) / uses
-    return [
-        case(needed, placement, "trace, LRU", missed),
-        case(needed, placement, "trace, guessing", read),
-    ]
-
-
 # ---------------------------------------------------------------- what is printed
 
 
-def _report(
-    needed: Needs, placement: Placement, rates: Rates, cases: list[Case], claims: list[Claim]
-) -> dict[str, Any]:
+def _report(needed: Needs, placement: Placement, rates: Rates, cases: list[Case]) -> dict[str, Any]:
     return {
         "model": needed.model,
         "context": needed.context,
@@ -169,44 +133,32 @@ def _report(
         "placement": asdict(placement) | {"fits": placement.fits, "streams": placement.streams},
         "rates": asdict(rates),
         "cases": [
-            asdict(found)
-            | {"seconds": found.seconds(rates), "tokens_per_second": found.tokens_per_second(rates)}
-            for found in cases
+            asdict(one) | {"seconds": one.seconds(rates), "tokens_per_second": one.tokens_per_second(rates)}
+            for one in cases
         ],
-        "document": [claim._asdict() | {"difference": claim.difference} for claim in claims],
     }
 
 
-def _table(title: str, first: str, columns: tuple[str, ...]) -> Table:
-    """80 columns wide at most, so that no number is cut."""
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _bytes(needed: Needs) -> Table:
-    title = f"{needed.model}: bytes, at a context of {needed.context:,}"
-    table = _table(title, "part", ("parameters", "bytes", "a token moves"))
-    for name, part in needed.parts.items():
-        table.add_row(name, f"{part.parameters:,}", f"{part.bytes:,}", f"{part.read:,}")
-    for name, part in needed.state.items():
-        table.add_row(f"state, {name}", "", f"{part.bytes:,}", f"{part.read + part.written:,}")
-    layers = needed.experts
-    moved = needed.read + needed.written
+    """80 columns wide at most, so that no number is cut."""
+    layers, moved = needed.experts, needed.read + needed.written
     resident_moved = moved - sum(layer.read for layer in layers)
-    table.add_row("resident", "", f"{needed.resident:,}", f"{resident_moved:,}", style="bold")
+    rows = [
+        (name, f"{part.parameters:,}", f"{part.bytes:,}", f"{part.read:,}")
+        for name, part in needed.parts.items()
+    ]
+    rows += [
+        (f"state, {name}", "", f"{part.bytes:,}", f"{part.read + part.written:,}")
+        for name, part in needed.state.items()
+    ]
+    rows.append(("resident", "", f"{needed.resident:,}", f"{resident_moved:,}"))
     if layers:
         parameters = sum(layer.experts * layer.parameters for layer in layers)
-        codes = sum(layer.distinct * layer.codes for layer in layers)
-        scales = sum(layer.distinct * layer.scales for layer in layers)
-        in_pages = sum(layer.distinct * layer.shard for layer in layers)
-        table.add_row("experts, codes", f"{parameters:,}", f"{codes:,}", f"{sum(e.codes for e in layers):,}")
-        table.add_row("experts, scales", "", f"{scales:,}", f"{sum(e.scales for e in layers):,}")
-        table.add_row("experts, in pages", "", f"{in_pages:,}", "")
-        table.add_row("all", "", f"{needed.resident + in_pages:,}", f"{moved:,}", style="bold")
-    return table
+        stored = sum(layer.distinct * layer.shard for layer in layers)
+        rows.append(("experts", f"{parameters:,}", f"{stored:,}", f"{moved - resident_moved:,}"))
+        rows.append(("all", "", f"{needed.resident + stored:,}", f"{moved:,}"))
+    title = f"{needed.model}: bytes, at a context of {needed.context:,}"
+    return table(title, ("part", "parameters", "bytes", "a token moves"), rows)
 
 
 def _verdict(needed: Needs, placement: Placement) -> list[str]:
@@ -218,9 +170,9 @@ def _verdict(needed: Needs, placement: Placement) -> list[str]:
             f"{first.shard:,} in whole pages; {needed.shards:,} of them"
         )
     pairs = [("RAM", placement.ram, placement.least_ram), ("VRAM", placement.vram, placement.least_vram)]
-    for name, given, least in pairs:
-        if given is not None and given < least:
-            lines.append(f"does not fit: {name} {given:,}, needs at least {least:,}, {least - given:,} more")
+    for name, there, least in pairs:
+        if there is not None and there < least:
+            lines.append(f"does not fit: {name} {there:,}, needs at least {least:,}, {least - there:,} more")
     if placement.fits and placement.streams:
         lines.append(
             f"fits: {placement.slots:,} of {placement.shards:,} experts stay in RAM, the others stream; "
@@ -232,13 +184,13 @@ def _verdict(needed: Needs, placement: Placement) -> list[str]:
 
 
 def _speeds(cases: list[Case], rates: Rates) -> Table:
-    table = _table("a token, in MB", "experts", ("read", "memory", "disk", "PCIe", "tokens/s"))
-    for found in cases:
-        speed = found.tokens_per_second(rates)
-        amounts = [f"{amount / 1e6:,.1f}" for amount in (found.memory, found.disk, found.pcie)]
+    rows = []
+    for one in cases:
+        speed = one.tokens_per_second(rates)
+        amounts = [f"{amount / 1e6:,.1f}" for amount in (one.memory, one.disk, one.pcie)]
         shown = "-" if speed is None else f"{speed[0]:,.2f} to {speed[1]:,.2f}"
-        table.add_row(found.name, f"{found.miss_rate:.1%}", *amounts, shown)
-    return table
+        rows.append([one.name, f"{one.miss_rate:.1%}", *amounts, shown])
+    return table("a token, in MB", ("experts", "read", "memory", "disk", "PCIe", "tokens/s"), rows)
 
 
 def _known(rates: Rates) -> str:
@@ -247,11 +199,3 @@ def _known(rates: Rates) -> str:
         for name, value in asdict(rates).items()
     ]
     return f"tokens/s: from nothing overlapping to everything; {', '.join(shown)}"
-
-
-def _claims(claims: list[Claim]) -> Table:
-    title = "beside seeds/topology.md (a step: the time to read its bytes)"
-    table = _table(title, "", ("document", "here", "difference", "where"))
-    for claim in claims:
-        table.add_row(*claim.shown())
-    return table

@@ -4,17 +4,15 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-import perspectron
 from perspectron.config import require
-from perspectron.eval.perplexity import heldout
-from perspectron.prune import prune, route_gates
+from perspectron.opening import open_model
+from perspectron.quant.prune import prune, route_gates
 from perspectron.train import checkpoint
-from perspectron.train.prepare import prepare
+from perspectron.train.heldout import heldout
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,12 @@ class PruneAttention:
     def __call__(self) -> int:
         require(self.context >= 1, "context", self.context, "≥ 1")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
-        model, tokenizer = perspectron.load(self.run)
+        opened = open_model(self.run)
+        model, tokenizer, config = opened.model, opened.tokenizer, opened.run
         gates = route_gates(model)
         out = self.out or self.run.with_name(f"{self.run.name}-without-{self.blocks}")
         require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")
-        run = checkpoint.run_of(self.run)
-        config = checkpoint.load_config(run)
-        split = prepare(run, config)[1].split("heldout")
-        dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else None
+        split = opened.shards(opened.folder.path).split("heldout")
         rows = []
         # A model keeps count of its tokens by a mixer or by learned positions.
         most = len(gates) - (model.config.positions == 0 and len(gates) == len(model.config.blocks))
@@ -65,7 +61,7 @@ class PruneAttention:
                 tokenizer,
                 seq_len=config.train.seq_len,
                 limit_tokens=self.tokens or None,
-                dtype=dtype,
+                dtype=opened.folder.dtype,
             ).bits_per_byte
             cache = pruned.init_state(1, capacity=self.context).nbytes
             g, block = gates[n - 1] if n else (None, None)

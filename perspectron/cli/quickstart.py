@@ -9,15 +9,17 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
+from perspectron.cli.options import resolved
 from perspectron.cli.tokenize import Tokenize
-from perspectron.cli.train import fit, resolved
+from perspectron.cli.train import fit
 from perspectron.data import open_shards
-from perspectron.decode.generate import Conversation, generate
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
-from perspectron.optim import OptimConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import read_metrics
+from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
@@ -42,8 +44,8 @@ class Quickstart:
     def __call__(self) -> int:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {self.data}")
-        sizes = presets.PRESETS["perspective-tiny-dense"].sizes
-        Tokenize(data=self.data, out=self.out / "corpus", vocab_size=sizes["vocab_size"])()
+        vocab_size = presets.get("perspective-tiny-dense").vocab_size
+        Tokenize(data=self.data, out=self.out / "corpus", vocab_size=vocab_size)()
         console.print(
             "\n[bold]2  Training[/]  perspective-tiny-dense, then its twin, on the same tokens in the same order"
         )

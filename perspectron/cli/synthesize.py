@@ -1,6 +1,5 @@
 """`perspectron synthesize`."""
 
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Literal
 import tyro
 
 from perspectron import presets
-from perspectron.cli.train import assignment
+from perspectron.cli.options import answer, assignment
 from perspectron.config import one_of, require
 from perspectron.data import Tokenizer, open_corpus
 from perspectron.stream.synthetic import synthesize
@@ -17,7 +16,7 @@ from perspectron.stream.synthetic import synthesize
 
 @dataclass(frozen=True)
 class Synthesize:
-    """An artifact of random weights, to measure in full size what a model costs to run.
+    """Write an artifact of random weights, to measure in full size what a model costs to run.
 
     Example: perspectron synthesize perspective-1t --experts 1 --out runs/1t
 
@@ -37,12 +36,12 @@ class Synthesize:
     data: str = "stdlib"
     """Corpus from which the tokenizer learns."""
     seed: int = 0
-    """Of the weights."""
+    """Seed of the weights."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        known = [name for name in presets.names() if presets.PRESETS[name].design is presets.perspective]
+        known = [name for name, preset in presets.PRESETS.items() if preset.design == "perspective"]
         config = presets.get(one_of(self.preset, known, "preset"), **dict(map(assignment, self.set)))
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         require(self.seed >= 0, "seed", self.seed, "≥ 0")
@@ -57,13 +56,11 @@ class Synthesize:
         )
         written = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
         seconds = time.perf_counter() - start
-        if self.json:
-            assert header.experts is not None
-            fields = {"out": str(self.out), "bytes": written, "seconds": seconds}
-            print(json.dumps(fields | {"experts": asdict(header.experts), "about": header.about}))
-        else:
-            print(f"{self.out}: {written / 1e9:.2f} GB in {seconds:.0f} s; {header.about}")
-        return 0
+        assert header.experts is not None
+        fields = {"out": str(self.out), "bytes": written, "seconds": seconds}
+        fields |= {"experts": asdict(header.experts), "about": header.about}
+        line = f"{self.out}: {written / 1e9:.2f} GB in {seconds:.0f} s; {header.about}"
+        return answer(self.json, fields, line)
 
     def _tokenizer(self, vocab_size: int) -> Tokenizer:
         documents = open_corpus(self.data, heldout=0.05).documents("train")

@@ -16,7 +16,7 @@ class Tokenize:
 
     Example: perspectron tokenize my_texts/ --out corpora/mine --vocab-size 8192
 
-    Then: perspectron train --data corpora/mine --preset perspective-20m --out runs/mine
+    Then: perspectron train --data corpora/mine --preset perspective-166m --out runs/mine
     """
 
     data: tyro.conf.Positional[str]

@@ -1,9 +1,10 @@
 """`perspectron train`."""
 
+import itertools
 import json
 import math
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,15 +12,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from perspectron import presets
-from perspectron.config import ModelConfig, load, one_of, require
+from perspectron.cli.options import assignment, resolved
+from perspectron.config import ModelConfig, load, one_of
 from perspectron.data import Shards, Tokenizer
-from perspectron.device import pick_device
-from perspectron.errors import ConfigError
+from perspectron.errors import ConfigError, PerspectronError, StorageError
+from perspectron.files import remove
+from perspectron.machine import pick_device
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
-from perspectron.train.loop import CURVE, Metrics, Trainer
+from perspectron.train.extend import extend, how_to_go_on
+from perspectron.train.loop import CURVE, Metrics, Trainer, training_batches
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
+
+PRESET = "perspective-tiny"
+Flags = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,11 @@ class Train:
 
     Go on: perspectron train --resume runs/mine
 
-    Your own sizes: --set rank=64 window=256
+    Longer than planned, of a run with --schedule constant: perspectron train --resume runs/mine --steps 4000
+
+    From the weights of another run: perspectron train --init runs/mine --data other_texts/ --out runs/other
+
+    Your own sizes: --preset perspective-tiny --set rank=64 window=256
 
     By stages, from one network to ternary experts on a torus: --recipe staged
     """
@@ -38,9 +49,9 @@ class Train:
     out: Path | None = None
     """Folder of the run, made by this command."""
     resume: Path | None = None
-    """Folder of a run to go on with; everything else comes from there."""
-    preset: str = "perspective-tiny"
-    """Which model (perspectron list shows them)."""
+    """Folder of a run to go on with; everything else comes from there, but --steps may be more."""
+    preset: str = ""
+    """Which model (perspectron list shows them): perspective-tiny, or with --init the one of that run."""
     set: tuple[str, ...] = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     config: Path | None = None
@@ -53,40 +64,78 @@ class Train:
     """Print metrics as JSON lines instead of a progress bar."""
 
     def __call__(self) -> int:
-        if (self.out is None) == (self.resume is None):
-            raise ConfigError("out = None, must be given, or resume in its place")
         if self.resume is not None:
-            given = Train(resume=self.resume, json=self.json)
-            require(self == given, "resume", str(self.resume), "alone: everything else comes from the run")
-            return fit(self.resume, checkpoint.load_config(self.resume), as_json=self.json)
-        assert self.out is not None
+            config, ended = self._resumed(self.resume)
+            return fit(self.resume, config, ended=ended, as_json=self.json)
+        if self.out is None:
+            raise ConfigError("train needs --out FOLDER for a new run, or --resume RUN to go on with one")
         if (self.out / "config.json").exists():
-            raise ConfigError(f"out = '{self.out}', must be a new folder; go on with --resume {self.out}")
+            raise ConfigError(f"out: {self.out} is a run already; use --resume {self.out}, or a new --out")
         places: dict[str, Any] = {"data": resolved(self.train.data)}
         places |= {name: resolved(getattr(self.train, name)) for name in ("init", "teacher")}
         recipe = self.staged if self.recipe == "staged" else None
-        fits = recipe is not None or self.staged == StagedConfig()
-        require(fits, "recipe", self.recipe, "'staged' where one of its options is given")
+        if recipe is None and self.staged != StagedConfig():
+            (flag, *_) = differences(self.staged, StagedConfig())
+            raise ConfigError(f"{flag}: an option of the staged recipe; add --recipe staged")
         config = RunConfig(self.model(), replace(self.train, **places), recipe)
         return fit(self.out, config, as_json=self.json)
 
     def model(self) -> ModelConfig:
-        return presets.get(self.preset, **dict(map(assignment, self.set)))
+        """The preset's model with its sizes replaced; with `init` alone, the one of that run."""
+        if self.train.init and not self.preset:
+            if self.set:
+                raise ConfigError(
+                    f"set: {' '.join(self.set)} are sizes of a preset; name it with --preset, or leave them out"
+                )
+            return checkpoint.load_config(checkpoint.run_of(Path(self.train.init))).model
+        return presets.get(self.preset or PRESET, **dict(map(assignment, self.set)))
+
+    def _resumed(self, run: Path) -> tuple[RunConfig, list[Path] | None]:
+        """The run's config, and None; where more steps are asked for, both as `extend` tells them.
+
+        ConfigError that names a flag which asks for something else."""
+        saved = checkpoint.load_config(run)
+        own = of_run(saved)
+        asked = replace(self, resume=None, json=False)
+        if self.train == TrainConfig():
+            asked = replace(asked, train=own.train)
+        changed = differences(asked, own)
+        steps, _ = changed.pop("--steps", (saved.train.steps, 0))
+        for flag in changed:
+            raise ConfigError(
+                f"{flag} cannot stand beside --resume, where only --steps can change; "
+                f"for a new run from its weights: --init {run} --out NEW"
+            )
+        return (saved, None) if steps == saved.train.steps else extend(run, steps)
 
 
-def resolved(data: str) -> str:
-    """A corpus or a run by its full path, so that a run goes on from any folder."""
-    return data if data in ("stdlib", "") else str(Path(data).resolve())
+def defaults(arguments: list[str]) -> Train | None:
+    """The command whose values flags left out have, where the arguments name a TOML file or a run to resume."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    values = dict(itertools.pairwise(words))
+    if "--config" in values:
+        return from_toml(values["--config"])
+    if "--resume" in values:
+        return of_run(checkpoint.load_config(Path(values["--resume"])))
+    return None
 
 
-def assignment(text: str) -> tuple[str, Any]:
-    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
-    key, equals, value = text.partition("=")
-    require(equals == "=" and key != "", "set", text, "KEY=VALUE")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
+def of_run(config: RunConfig) -> Train:
+    """The command as far as a run's config tells it; the model is not said."""
+    if config.recipe is None:
+        return Train(train=config.train)
+    return Train(train=config.train, recipe="staged", staged=config.recipe)
+
+
+def differences(one: Any, other: Any) -> Flags:
+    """The values in which two of the same dataclass differ, by flag."""
+    result: Flags = {}
+    for item in fields(one):
+        a, b = getattr(one, item.name), getattr(other, item.name)
+        if a != b:
+            inside = is_dataclass(a) and type(a) is type(b)
+            result |= differences(a, b) if inside else {"--" + item.name.replace("_", "-"): (a, b)}
+    return result
 
 
 def from_toml(path: str) -> Train:
@@ -98,7 +147,7 @@ def from_toml(path: str) -> Train:
     for name in tables:
         one_of(name, ("model", "train", "staged"), f"{path}: table")
     model = dict(tables.get("model", {}))
-    preset = model.pop("preset", Train.preset)
+    preset = model.pop("preset", "")
     sizes = tuple(f"{key}={json.dumps(value)}" for key, value in model.items())
     train = load(TrainConfig, tables.get("train", {}), f"{path}: train")
     stages = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
@@ -106,21 +155,50 @@ def from_toml(path: str) -> Train:
     return Train(preset=preset, set=sizes, train=train, recipe=recipe, staged=stages)
 
 
-def fit(run: Path, config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> int:
-    """Prepare the data, train, and say where the results are; the command's exit code."""
+def fit(
+    run: Path,
+    config: RunConfig,
+    *,
+    ended: list[Path] | None = None,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> int:
+    """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
+    nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
-        pick_device(config.train.device)
-    tokenizer, shards, summary = prepare(run, config)
-    if tokenizer.vocab_size < config.model.vocab_size:
-        config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    config = same_as_before(run, config)
-    if config.recipe is not None:
-        console.print(summary)
-        return _fit_staged(run, config, tokenizer, shards, as_json, console)
-    trainer = Trainer(run, config, tokenizer, shards)
+    pick_device(config.train.device)
+    before = set(run.iterdir()) if run.is_dir() else None
+    trainer = None
+    try:
+        tokenizer, shards, summary = prepare(run, config)
+        if tokenizer.vocab_size < config.model.vocab_size:
+            config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+        if ended is None:
+            config = same_as_before(run, config)
+        if config.recipe is None:
+            trainer = Trainer(run, config, tokenizer, shards, ended=ended or ())
+        else:
+            training_batches(config, shards)  # too little text is said before anything is written
+    except PerspectronError as error:
+        if not isinstance(error, StorageError) and not (run / "config.json").exists():
+            for path in [run] if before is None else set(run.iterdir()) - before:
+                remove(path)
+        raise
     console.print(summary)
+    finished = checkpoint.path_of(run, config.train.steps).is_dir()
+    if trainer is None:
+        code = _fit_staged(run, config, tokenizer, shards, as_json, console)
+    else:
+        code = _fit_plain(trainer, as_json, console)
+    if finished and code == 0:
+        console.print(f"the run was finished before: {config.train.steps} steps; {how_to_go_on(run, config)}")
+    return code
+
+
+def _fit_plain(trainer: Trainer, as_json: bool, console: Console) -> int:
+    run = trainer.run_dir
     stopped = _fit(trainer, as_json, console)
     if stopped is not None:
         console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
@@ -151,7 +229,7 @@ def _fit_staged(
 
 
 def stage_line(row: Row) -> str:
-    """How a stage ended, in words."""
+    """The end of a stage, in words."""
     text = f"   {row['stage']}: held-out {row['heldout_bits_per_byte']:.3f} bits per byte"
     if row["layers"]:
         text += f", Gini {row['gini']:.3f}, reach {row['reach']:.2f}, delta {row['delta']:.3f}"
@@ -163,12 +241,16 @@ def same_as_before(run: Path, config: RunConfig) -> RunConfig:
     if not (run / "config.json").is_file():
         return config
     saved = checkpoint.load_config(run)
+    config = replace(config, order=saved.order)
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
-    require(
-        config == saved, "config", str(run), "that of the run (see its config.json), or a new folder given"
-    )
-    return saved
+    if config == saved:
+        return saved
+    what = "another model"
+    if config.model == saved.model:
+        flag, (_, there) = next(iter(differences(config, saved).items()))
+        what = f"{flag} {there}"
+    raise ConfigError(f"{run}: the run was started with {what}; use --resume {run}, or a new --out")
 
 
 def _fit(

@@ -1,8 +1,8 @@
 """Designs with parts removed: each ablation is a function from the config of the whole design to one without the part.
 
-`ABLATIONS` names them by design. A removed part takes parameters with it; `ablate` therefore turns the hidden width of
-the feed-forward networks (of the emitter, where there are none) until as many are active as before, so that what is
-compared is the part and not the size. Source: the five documents, decisions.md §§1, 4, 5 and 6.
+`ABLATIONS` names them by design. A removed part takes parameters with it; `ablate` therefore changes the hidden width
+of the feed-forward networks (of the emitter, where there are none) until as many parameters are active as before, so
+that the part is compared and not the size. Source: the five documents, decisions.md §§1, 4, 5 and 6.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from perspectron.census import active_parameters
 from perspectron.config import BlockConfig, MixerConfig, ModelConfig, SequentialConfig, one_of, require
-from perspectron.designs import TOLERANCE, design_of
 from perspectron.ffn import ContextMLPConfig, MLPConfig
-from perspectron.heads import EmitterConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.drm import DRMConfig
 from perspectron.mixers.drm_terms import OF_METRIC, Losses
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model import EmitterConfig
+from perspectron.presets import TOLERANCE, design_of
 
 GATE_RANK = 16  # as published for gated linear attention
 STEP = 4  # of a hidden width
@@ -29,14 +29,14 @@ Change = Callable[[ModelConfig], ModelConfig]
 
 
 class Ablation(NamedTuple):
-    """change: from the whole design to what is left. about: what that is, in a line."""
+    """A part removed. change: from the config of the whole design to the rest. about: one line about the rest."""
 
     change: Change
     about: str
 
 
 def ablate(config: ModelConfig, name: str) -> ModelConfig:
-    """The design of `config` without a part, with as many active parameters, within 2%; its name is "design-ablation".
+    """Config without a part, with as many active parameters within 2%, named "design-ablation".
 
     ConfigError for a design without ablations, an unknown ablation, one that changes nothing here, and where no width
     makes up for the part.
@@ -48,22 +48,22 @@ def ablate(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def rematch(config: ModelConfig, params: int) -> ModelConfig:
-    """`config` with every hidden width moved by the same number, a multiple of 4, such that its active parameters are
-    nearest to `params`. ConfigError when that is not within 2%."""
+    """Config whose hidden widths all differ by the same multiple of 4, such that its active parameters are nearest to
+    `params`. ConfigError when they are not within 2%."""
     widths = list(_widths(config))
     require(len(widths) > 0, "model", config.name, "one with a hidden width to match by")
     own = active_parameters(config)
     slope = (active_parameters(_moved(config, STEP)) - own) / STEP
     turns = max(round((params - own) / slope / STEP), -((min(widths) - 1) // STEP))
-    found = _moved(config, turns * STEP)
+    matched = _moved(config, turns * STEP)
     bound = f"within {TOLERANCE:.0%} of {params:,} by some hidden width"
-    reached = active_parameters(found)
+    reached = active_parameters(matched)
     require(abs(reached - params) <= TOLERANCE * params, "parameters", reached, bound)
-    return found
+    return matched
 
 
 def _widths(config: ModelConfig) -> Iterator[int]:
-    """The hidden widths that `_moved` moves."""
+    """Hidden widths that `_moved` changes."""
     layers: list[Any] = [block.ffn for block in config.blocks if hasattr(block.ffn, "hidden")]
     for part in layers or [config.head]:
         if hasattr(part, "hidden"):
@@ -71,7 +71,7 @@ def _widths(config: ModelConfig) -> Iterator[int]:
 
 
 def _moved(config: ModelConfig, by: int) -> ModelConfig:
-    """Every feed-forward network wider by so much; the emitter, where there is no such network."""
+    """Config whose feed-forward networks (the emitter, where there are none) are wider by `by`."""
 
     def wider(part: Any) -> Any:
         return replace(part, hidden=part.hidden + by) if hasattr(part, "hidden") else part
@@ -82,7 +82,7 @@ def _moved(config: ModelConfig, by: int) -> ModelConfig:
 
 
 def _mixers(config: ModelConfig, kind: type[MixerConfig], **values: Any) -> ModelConfig:
-    """With other values in every mixer of a kind."""
+    """Config with other values in every mixer of a kind."""
 
     def changed(block: BlockConfig) -> BlockConfig:
         if not isinstance(block.mixer, kind):
@@ -101,12 +101,12 @@ def _of(kind: type[MixerConfig], **values: Any) -> Change:
 
 
 def _only(kind: type[MixerConfig]) -> Change:
-    """The first mixer of a kind takes the place of all others; each block keeps its network."""
+    """Change that puts the first mixer of a kind in the place of all others; each block keeps its network."""
 
     def change(config: ModelConfig) -> ModelConfig:
-        found = [block.mixer for block in config.blocks if isinstance(block.mixer, kind)]
-        require(len(found) > 0, "model", config.name, f"one with a {kind.kind} layer")
-        return replace(config, blocks=tuple(replace(block, mixer=found[0]) for block in config.blocks))
+        mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, kind)]
+        require(len(mixers) > 0, "model", config.name, f"one with a {kind.kind} layer")
+        return replace(config, blocks=tuple(replace(block, mixer=mixers[0]) for block in config.blocks))
 
     return change
 
@@ -130,8 +130,8 @@ PERSPECTIVE = {
 
 
 def _lens(*parts: str, mlp: str = "plain", output_gate: bool = False) -> Change:
-    """GPT-2 with these parts and no others, whose network is "plain", "gated" (by its channels) or "detached" (it reads
-    what attention gave, and teaches it nothing by that)."""
+    """Change to GPT-2 with these parts and no others. mlp: "plain", "gated" (by its channels) or "detached" (it reads
+    the output of attention without sending a gradient back)."""
 
     def change(config: ModelConfig) -> ModelConfig:
         switches = {name: name in parts for name in ("reciprocity", "discoverability", "gates")}
@@ -175,7 +175,7 @@ LENS = {
 
 
 def _losses(*names: str) -> Change:
-    """Without these terms."""
+    """Change that sets the weights of these loss terms to zero."""
 
     def change(config: ModelConfig) -> ModelConfig:
         (mixer,) = (block.mixer for block in config.blocks if isinstance(block.mixer, DRMConfig))

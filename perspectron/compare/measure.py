@@ -1,7 +1,7 @@
-"""What is measured of trained cells, each in a process of its own: `python -m perspectron.compare.measure`.
+"""Measurements of trained cells, each in a process of its own: `python -m perspectron.compare.measure`.
 
-Results are JSON files, DIR/cells/ARM/SEED/suites/NAME.json, DIR/recall/ARM.json and DIR/cost.json; what is there is not
-measured again.
+Results are JSON files, DIR/cells/ARM/SEED/suites/NAME.json, DIR/recall/ARM.json and DIR/cost.json; one that exists is
+not measured again.
 """
 
 import sys
@@ -16,40 +16,42 @@ from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
 from perspectron.data.loader import windows
-from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.gates import gates
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES, plain
 from perspectron.files import read_json, write_json
+from perspectron.machine import pick_device
+from perspectron.opening import open_model
 from perspectron.train import checkpoint
-from perspectron.train.subject import open_subject
 
 MODULE = "perspectron.compare.measure"
 OF_CELLS = ("perplexity", *OF_TEXT, "gates")
-WINDOWS = 8  # of which gates are read
+WINDOWS = 8  # of text, in which gates are measured
 
 
 def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
-    """What is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
-    found = []
+    """Jobs for what is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
+    missing_jobs = []
     wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *settings.suites)]
     for cell in finished:
         missing = [name for name in wanted if not path_of(cell, name).is_file()]
         if missing:
-            found.append(Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing)))
+            missing_jobs.append(
+                Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing))
+            )
     for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in settings.suites else ():
         if not (out / "recall" / f"{name}.json").is_file():
             first = next(cell for cell in finished if cell.arm == name)
             path = out / "recall" / f"{name}.json"
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
-            found.append(Job(f"{name} recall", out / "recall" / name, arguments))
-    return found
+            missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
+    return missing_jobs
 
 
 def cost_jobs(out: Path) -> list[Job]:
-    """What all arms cost side by side; nothing else may run beside it."""
+    """Job that measures the costs of all arms in turns; nothing else may run beside it."""
     done = (out / "cost.json").is_file()
     return [] if done else [Job("cost", out / "cost", (MODULE, "cost", str(out)))]
 
@@ -59,30 +61,30 @@ def path_of(cell: Cell, name: str) -> Path:
 
 
 def suites_of(cell: Cell) -> dict[str, Any]:
-    """What has been measured of a cell, by name."""
-    found = {name: path_of(cell, name) for name in OF_CELLS}
-    return {name: read_json(path, ConfigError) for name, path in found.items() if path.is_file()}
+    """Results of the suites of a cell, by name."""
+    paths = {name: path_of(cell, name) for name in OF_CELLS}
+    return {name: read_json(path, ConfigError) for name, path in paths.items() if path.is_file()}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """CELL NAME…, or recall PROFILE CELL FILE, or cost DIR."""
+    """Measure and write: CELL NAME…, or recall PROFILE CELL FILE, or cost DIR."""
     torch.set_flush_denormal(True)
     match list(arguments):
         case ["cost", out]:
             write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
         case ["recall", profile, cell, path]:
-            suite = SUITES["recall"]
-            write_json(Path(path), plain(suite.measure(_open(Path(cell)), suite.options(profile))))
+            suite = SUITES["recall"].code
+            write_json(Path(path), plain(suite.measure(_open(Path(cell)), suite.Options(profile))))
         case [cell, *names]:
             subject = _open(Path(cell))
             for name in names:
-                result = _gates(subject) if name == "gates" else SUITES[name].measure(subject)
+                result = _gates(subject) if name == "gates" else SUITES[name].code.measure(subject)
                 write_json(Path(cell) / "suites" / f"{name}.json", plain(result))
     return 0
 
 
 def costs(plan: Plan) -> dict[str, Any]:
-    """Of every arm, in one run in which they take turns."""
+    """Costs of every arm, in one run in which they take turns."""
     s = plan.settings
     assert s.dtype != "auto"
     device = str(pick_device(s.device))
@@ -93,13 +95,15 @@ def costs(plan: Plan) -> dict[str, Any]:
 
 
 def _open(cell: Path) -> Subject:
-    """A cell as it is at its end, not where its held-out loss was lowest: all have read the same number of tokens."""
+    """Model of a cell at its last step, not at its lowest held-out loss, so that all have read as many tokens."""
     train = checkpoint.load_config(cell).train
-    return open_subject(checkpoint.path_of(cell, train.steps), device=train.device)
+    opened = open_model(checkpoint.path_of(cell, train.steps))
+    opened.model.to(pick_device(train.device))
+    return Subject(opened, opened.shards(cell).split("heldout"), train.seq_len)
 
 
 def _gates(subject: Subject) -> dict[str, Any]:
-    """Of windows from all over the held-out text."""
+    """Gates in windows from all over the held-out text."""
     tokens = WINDOWS * subject.seq_len + 1
     batch = next(
         windows(subject.text, seq_len=subject.seq_len, batch_size=WINDOWS, limit_tokens=tokens, spread=True)

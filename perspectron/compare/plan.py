@@ -1,13 +1,12 @@
-"""What a comparison trains: its arms, each a model, and how long each is trained, so that they match.
+"""Plan of a comparison: its arms, each a model, and how long each is trained, such that they match.
 
-An arm is a design, or in an ablation one design with a part removed. The plan is made once, kept in DIR/compare.json,
-and decides everything after it.
+An arm is a design or, in an ablation, one design with a part removed. The plan is made once, is kept in
+DIR/compare.json, and decides everything that follows.
 """
 
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,37 +14,38 @@ from typing import Literal
 
 import torch
 
-from perspectron import designs
+from perspectron import presets
 from perspectron.census import census
 from perspectron.config import ModelConfig, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
-from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
+from perspectron.eval.training import Setting, seconds_per_step
 from perspectron.files import read_json, remove, write_json
+from perspectron.machine import pick_device
 from perspectron.model import build
-from perspectron.optim import OptimConfig, adamw
 from perspectron.train.config import TrainConfig
-from perspectron.train.precision import autocast, faster
+from perspectron.train.optim import OptimConfig
+from perspectron.train.precision import faster
 
 VERSION = 1
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
-REFERENCE = "transformer"  # what others are matched to, where it is an arm
-CURVE_TOKENS = 32768  # held-out tokens measured on the way
+REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
+CURVE_TOKENS = 32768  # held-out tokens measured during training
 LEAST_VOCABULARY = 512
 WARMUP = 50  # updates, where that is no more than a quarter of all
-ROUNDS = 5  # of timing, the first left out
+ROUNDS = 4  # of timing, after one that is left out
 Models = dict[str, tuple[ModelConfig, str, str]]
-"""By arm: the model, what it is in a line, and where it comes from."""
+"""Arms by name: the model, one line about it, and its source."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for. Parameters, tokens and seeds are those of every arm; `match` "flops" or "time" keeps those
-    of the transformer (or of the first arm) at `tokens` tokens instead, and gives each arm as many tokens as they
-    buy. vocab_size: 0 follows from the parameters. rates: peak learning rates tried, on `rate_share` of the tokens;
-    a single one is taken as it is. threads: of each training; 0 is open. suites: measured afterwards,
-    beside the loss. recall: two tasks with one seed, or all with three."""
+    """Settings of a comparison as the user asks for them. Every arm has the same parameters, tokens and seeds; `match`
+    "flops" or "time" gives each arm as many tokens as the transformer (or the first arm) pays for with its FLOPs or
+    its time at `tokens` tokens. vocab_size: 0 follows from the parameters. rates: peak learning rates to try on
+    `rate_share` of the tokens; a single one is taken as it is. threads: per training; 0 is open. suites: measured
+    after training, beside the loss. recall: two tasks with one seed, or all with three."""
 
     arms: tuple[str, ...]
     params: int
@@ -89,7 +89,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arm:
-    """steps: updates. train_flops_per_token: three times those of reading a token at half the context."""
+    """A model and its training. steps: updates. train_flops_per_token: forward and backward, three times the FLOPs of
+    reading a token at half the context."""
 
     model: ModelConfig
     steps: int
@@ -100,7 +101,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """kind: whether the arms are designs or one design's ablations. settings: with all that was open settled."""
+    """Arms and settings of a comparison, with everything settled that was left open."""
 
     kind: Literal["designs", "ablations"]
     settings: Settings
@@ -112,7 +113,8 @@ class Plan:
 
 
 def vocabulary(params: int) -> int:
-    """The largest power of two whose square is at most four times the parameters: 2048 at 2 M, 8192 at 20 M."""
+    """Size of a vocabulary that fits so many parameters: the largest power of two whose square is at most four times
+    their number; 2048 at 2 M, 8192 at 20 M."""
     size = LEAST_VOCABULARY
     while (2 * size) ** 2 <= 4 * params:
         size *= 2
@@ -120,9 +122,9 @@ def vocabulary(params: int) -> int:
 
 
 def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
-    """The text as ids: DIR/data, made once, or the folder that `tokenize` wrote.
+    """Tokenizer and ids of the text: DIR/data, made once, or the folder that `tokenize` wrote.
 
-    DataError as the data room raises it, and for a text too short for one window.
+    DataError for text that cannot be read or is too short for one window.
     """
     folder = data_of(out, settings)
     if not (folder / "manifest.json").is_file():
@@ -137,9 +139,9 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
 
 
 def data_of(out: Path, settings: Settings) -> Path:
-    """The folder with the tokenised text."""
-    given = Path(settings.data)
-    return given if (given / "manifest.json").is_file() else out / DATA
+    """Folder of the tokenised text."""
+    data = Path(settings.data)
+    return data if (data / "manifest.json").is_file() else out / DATA
 
 
 def plan(
@@ -149,10 +151,10 @@ def plan(
     models: Callable[[Settings], Models],
     threads: int,
 ) -> Plan:
-    """The plan in `out`, or a new one that is kept there. models: of settled settings.
-    threads: of each training, where the settings leave them open.
+    """Plan that is kept in `out`, made if there is none. models: makes the arms from settled settings. threads: per
+    training, where the settings leave them open.
 
-    ConfigError for a folder of another version or of other settings, and as the models raise it.
+    ConfigError for a folder of another version or with other settings.
     """
     if (out / PLAN).is_file():
         known = read(out)
@@ -170,7 +172,7 @@ def plan(
     with _threads(settings.threads):
         settings = replace(settings, dtype=_dtype(settings, made, shards))
         flops = {name: _train_flops(model, settings) for name, (model, _, _) in made.items()}
-        steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops, shards)
+        steps = _steps(settings, {name: model for name, (model, _, _) in made.items()}, flops)
     arms = {
         name: Arm(model, steps[name], flops[name], about, source)
         for name, (model, about, source) in made.items()
@@ -181,7 +183,7 @@ def plan(
 
 
 def _clear(out: Path, settings: Settings) -> None:
-    """Delete text in `out` that was encoded for other settings, by one that never came to a plan."""
+    """Delete text in `out` that a comparison encoded for other settings and stopped before it had a plan."""
     asked = {"data": settings.data, "heldout": settings.heldout, "vocab_size": settings.vocab_size}
     path = out / DATA / ASKED
     if not path.is_file() or read_json(path, ConfigError) != asked:
@@ -192,7 +194,7 @@ def _clear(out: Path, settings: Settings) -> None:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """As many as trainings have, so that what is timed here is what they will do."""
+    """Use as many threads as a training will, so that timings here are those of the trainings."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -202,23 +204,23 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def dump_plan(value: Plan) -> dict[str, object]:
-    """As plain JSON values."""
+    """A plan as plain JSON values."""
     arms = {name: dump(arm) for name, arm in value.arms.items()}
     return {"kind": value.kind, "settings": dump(value.settings), "arms": arms}
 
 
 def read(out: Path) -> Plan:
-    """The plan in a folder. ConfigError when there is none, or one of another version."""
-    found = read_json(out / PLAN, ConfigError)
-    version = found.pop("version", None) if isinstance(found, dict) else None
+    """Plan in a folder. ConfigError when there is none, or one of another version."""
+    content = read_json(out / PLAN, ConfigError)
+    version = content.pop("version", None) if isinstance(content, dict) else None
     bound = f"{VERSION}, that of this program: choose a new folder, or the program that wrote it"
     require(version == VERSION, f"{out / PLAN}: version", version, bound)
-    result: Plan = load(Plan, found, str(out / PLAN))
+    result: Plan = load(Plan, content, str(out / PLAN))
     return result
 
 
 def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
-    """ConfigError that names the first setting in which the two differ; what was left open in one fits."""
+    """ConfigError that names the first setting in which the two differ; a setting left open differs from none."""
     require(known.kind == kind, f"{out}: kind", kind, known.kind)
     have, want = dump(known.settings), dump(asked)
     for name, value in want.items():
@@ -228,24 +230,23 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
 
 
 def models_of_designs(settings: Settings) -> Models:
-    """The designs at the budget. ConfigError for an unknown one or a budget that does not do."""
+    """Models of the designs at the budget. ConfigError for an unknown design, or a budget that it cannot meet."""
     made = {}
     for name in settings.arms:
-        model = designs.solve(
-            one_of(name, designs.DESIGNS, "designs"),
+        model = presets.solve(
+            one_of(name, presets.DESIGNS, "designs"),
             settings.params,
             vocab_size=settings.vocab_size or vocabulary(settings.params),
             seq_len=settings.seq_len,
         )
-        made[name] = (model, designs.DESIGNS[name].about, designs.DESIGNS[name].source)
+        made[name] = (model, presets.DESIGNS[name].about, presets.DESIGNS[name].source)
     return made
 
 
 def train_config(
     out: Path, settings: Settings, steps: int, seed: int, rate: float, measured: int
 ) -> TrainConfig:
-    """How a cell is trained: measured and saved so many times, warmed up over a twentieth of its updates, of short
-    trainings over more: after 12 of 245 a perspective model may stay at 3.01 bits per byte that has 2.41 after 50."""
+    """Training settings of a cell that is measured and saved `measured` times."""
     every = max(1, -(-steps // measured))
     return TrainConfig(
         data=str(data_of(out, settings).resolve()), heldout=settings.heldout, steps=steps,
@@ -256,6 +257,8 @@ def train_config(
 
 
 def warmup(steps: int) -> int:
+    """Updates of warm-up: a twentieth, but in short trainings more. With 12 of 245, one of three perspective models
+    stays at 3.01 bits per byte; with 50 it reaches 2.41."""
     return max(1, steps // 20, min(WARMUP, steps // 4))
 
 
@@ -265,51 +268,34 @@ def _train_flops(model: ModelConfig, settings: Settings) -> float:
 
 
 def _dtype(settings: Settings, made: Models, shards: Shards) -> Literal["float32", "bfloat16"]:
-    """One for all arms: measured on the reference, where it was left open."""
+    """Number format of all arms; measured on the reference where it was left open."""
     if settings.dtype != "auto":
         return settings.dtype
     model = made.get(REFERENCE, next(iter(made.values())))[0]
     device = pick_device(settings.device)
-    batch = _loader(settings, shards).next_batch()
+    size, length = settings.batch_size, settings.seq_len
+    batch = Loader(shards.split("train"), batch_size=size, seq_len=length, seed=0).next_batch()
     return faster(build(model).to(device), batch, device)
 
 
-def _steps(
-    settings: Settings, models: dict[str, ModelConfig], flops: dict[str, float], shards: Shards
-) -> dict[str, int]:
+def _steps(settings: Settings, models: dict[str, ModelConfig], flops: dict[str, float]) -> dict[str, int]:
+    """Updates of each model, such that what `match` names is equal."""
     whole = -(-settings.tokens // settings.batch_tokens)
     if settings.match == "tokens":
         return dict.fromkeys(models, whole)
-    cost = flops if settings.match == "flops" else seconds_per_step(settings, models, shards)
+    cost = flops if settings.match == "flops" else _seconds(settings, models)
     reference = REFERENCE if REFERENCE in models else next(iter(models))
     return {name: max(1, round(whole * cost[reference] / cost[name])) for name in models}
 
 
-def seconds_per_step(settings: Settings, models: dict[str, ModelConfig], shards: Shards) -> dict[str, float]:
-    """Of an update of each model: medians of rounds in which all take turns."""
-    device, batch = pick_device(settings.device), _loader(settings, shards).next_batch()
-    ids, targets = batch.ids_BT.to(device), batch.targets_BT.to(device)
-    built = {name: build(model).to(device) for name, model in models.items()}
-    optimizers = {name: adamw(model, OptimConfig()) for name, model in built.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(ROUNDS):
-        for name, model in built.items():
-            start = time.perf_counter()
-            with autocast(device, settings.dtype):
-                loss = model(ids, targets=targets).objective()
-            loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
-
-
-def _loader(settings: Settings, shards: Shards) -> Loader:
-    return Loader(shards.split("train"), batch_size=settings.batch_size, seq_len=settings.seq_len, seed=0)
+def _seconds(settings: Settings, models: dict[str, ModelConfig]) -> dict[str, float]:
+    """Median seconds of an update of each model, all taking turns."""
+    assert settings.dtype != "auto"
+    setting = Setting(settings.batch_size, settings.seq_len, settings.device)
+    seconds = seconds_per_step(models, setting, [settings.dtype], ROUNDS)
+    return {name: statistics.median(times[settings.dtype]) for name, times in seconds.items()}
 
 
 def threads_for(jobs: int) -> int:
-    """Of each of so many trainings at once, so that together they fill the processors."""
+    """Threads per training, such that so many trainings at once fill the processors."""
     return max(1, len(os.sched_getaffinity(0)) // jobs) if hasattr(os, "sched_getaffinity") else 1

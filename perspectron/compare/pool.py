@@ -1,4 +1,4 @@
-"""Other processes that do the work: so many at once, each alone in its folder, and none outlives this one."""
+"""Pool of processes: several at once, each alone in its folder, and none outlives this one."""
 
 import contextlib
 import ctypes
@@ -17,14 +17,14 @@ from perspectron.errors import ConfigError
 
 LOG, LOCK = "log.txt", ".lock"
 PAUSE = 0.5  # seconds between looks
-PATIENCE = 60.0  # for one that is still saving after its parent was killed
+PATIENCE = 60.0  # seconds for a process that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 HERE = Path(__file__).resolve().parents[2]
 
 
 class Job(NamedTuple):
-    """arguments: after `python -m`. folder: which it works in, and where its output goes (log.txt)."""
+    """Command to run. arguments: after `python -m`. folder: in which it works and writes its output (log.txt)."""
 
     name: str
     folder: Path
@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """code: the exit code, below zero for a signal. seconds: from start to end. said: its last line of output."""
+    """End of a job. code: exit code, below zero for a signal. seconds: from start to end. said: last line of output."""
 
     job: Job
     code: int
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
 
 class StoppedBy(Exception):
-    """A signal ended the work; what was running has saved."""
+    """A signal ended the work; the jobs that were running have saved."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,9 +50,9 @@ class StoppedBy(Exception):
 
 @contextlib.contextmanager
 def alone(folder: Path, patience: float = 0.0) -> Iterator[int]:
-    """Hold the folder's lock; the kernel lets go of it when the last process that holds it ends.
+    """Lock a folder; the kernel unlocks it when the last process with the lock ends.
 
-    ConfigError when another process still holds it after `patience` seconds.
+    ConfigError when another process still has the lock after `patience` seconds.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +86,10 @@ def work(
     ended: Callable[[Ended], None] = lambda _: None,
     look: Callable[[list[Job]], None] = lambda _: None,
 ) -> None:
-    """Do the jobs in order, `at_once` at a time; `ended` hears of each, `look` sees who is running.
+    """Run the jobs in order, `at_once` at a time. `ended` is called after each, `look` often with those that run.
 
-    On SIGINT or SIGTERM those running are told to save and stop, and StoppedBy is raised once they have. If this
-    process is killed, the kernel tells them (Linux); where it does not, they go on to their end, holding the lock.
+    On SIGINT or SIGTERM the running jobs get SIGTERM, save and stop; then StoppedBy is raised. If this process is
+    killed, Linux sends them SIGTERM; elsewhere they go on to their end and keep the locks of their folders.
     """
     waiting, running = list(reversed(jobs)), list[_Running]()
     with _caught() as signals:
@@ -111,22 +111,19 @@ def work(
 
 
 class _Running:
-    """A started job."""
+    """Job that has started."""
 
     def __init__(self, job: Job, threads: int) -> None:
         self.job, self.start = job, time.perf_counter()
         self.lock = contextlib.ExitStack()
-        held = self.lock.enter_context(alone(job.folder, PATIENCE))
-        found = [
-            str(HERE),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]  # this very package, from any folder
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(found)}
+        lock = self.lock.enter_context(alone(job.folder, PATIENCE))
+        path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # this package, from any folder
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with (job.folder / LOG).open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=environment, pass_fds=(held,), preexec_fn=_with_parent, start_new_session=True,
+                env=environment, pass_fds=(lock,), preexec_fn=_with_parent, start_new_session=True,
             )  # fmt: skip
 
     def end(self) -> Ended:
@@ -136,21 +133,21 @@ class _Running:
 
 
 def last_line(folder: Path) -> str:
-    """Of what was put out in a folder; "" before there is anything."""
+    """Last line of the log in a folder; "" where there is none."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     return lines[-1] if lines else ""
 
 
 def _with_parent() -> None:
-    """In the child before it runs: SIGTERM comes when the parent dies. Only Linux knows how."""
+    """Ask Linux, in the child before it runs, for SIGTERM when the parent dies."""
     if LIBC is not None:
         LIBC.prctl(PARENT_DEATH, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def _caught() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM."""
+    """Collect the numbers of SIGINT and SIGTERM in place of being stopped by them."""
     numbers: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:

@@ -1,15 +1,16 @@
-"""A comparison, from its plan to trained cells: learning rates first, then every arm with every seed.
+"""Trainings of a comparison: learning rates first, then every arm with every seed.
 
-DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resume` continues and `eval` reads. What is
-done is skipped, so that a comparison that was stopped goes on.
+DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resume` continues and `eval` reads. Finished
+trainings are skipped, so a comparison that was stopped goes on.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from perspectron.compare import pool
 from perspectron.compare.plan import Plan, data_of, train_config
 from perspectron.compare.pool import Ended, Job
 from perspectron.data import Tokenizer
-from perspectron.errors import CheckpointError
+from perspectron.data.shuffle import ORDER
+from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
 from perspectron.files import read_json, write_json
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
@@ -25,8 +27,6 @@ from perspectron.train.loop import METRICS, read_metrics
 
 FAILED = "failed.json"
 RATES = "rates.json"
-DIVERGED = 3
-"""The program's exit code for a loss that is not finite."""
 MEASURED = 8
 TAIL = 1 << 15  # bytes of metrics that hold a whole line
 FACTOR = 2.0  # to the next learning rate outside the grid
@@ -34,8 +34,8 @@ OUTSIDE = 1  # rates tried beyond an end of the grid, at most
 
 
 class Cell(NamedTuple):
-    """One training: an arm with a seed and a learning rate, for so many updates. measured: how often held-out text is,
-    on the way to the end."""
+    """One training: an arm with a seed and a learning rate, for `steps` updates. measured: number of measurements of
+    the held-out loss."""
 
     arm: str
     seed: int
@@ -46,7 +46,8 @@ class Cell(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """status: "finished", "diverged" or "missing"; why: of the latter two. bits: the last held-out bits per byte."""
+    """State of a training. status: "finished", "diverged" or "missing"; why: the reason of the latter two. bits: last
+    held-out bits per byte."""
 
     status: str
     why: str
@@ -54,7 +55,7 @@ class Trained(NamedTuple):
 
 
 def cells(out: Path, plan: Plan, rates: dict[str, float]) -> list[Cell]:
-    """Every arm with the first seed, then with the next."""
+    """Cells of every arm with the first seed, then with the next."""
     return [
         Cell(name, seed, rates[name], arm.steps, out / "cells" / name / str(seed), MEASURED)
         for seed in range(plan.settings.seeds)
@@ -75,7 +76,7 @@ def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
 
 
 def trained(cell: Cell) -> Trained:
-    """How a cell stands, by its folder."""
+    """State of a cell, read from its folder."""
     if (cell.folder / FAILED).is_file():
         failed = read_json(cell.folder / FAILED, CheckpointError)
         return Trained("diverged", failed["why"], None)
@@ -89,7 +90,7 @@ def trained(cell: Cell) -> Trained:
 
 
 def reached(cell: Cell) -> int:
-    """Steps in its metrics."""
+    """Last step in the metrics of a cell."""
     path, step = cell.folder / METRICS, 0
     if path.is_file():
         with path.open("rb") as file:
@@ -114,16 +115,23 @@ def train(
 
     def end(result: Ended) -> None:
         cell = by_name[result.job.name]
-        if result.code == DIVERGED:
+        if result.code == NonFiniteError.exit_code:
             write_json(cell.folder / FAILED, {"why": result.said.removeprefix("perspectron: error: ")})
         ended(cell, result)
 
+    known = [cell.folder for cell in wanted if (cell.folder / "config.json").is_file()]
+    # Seeds are paired by the order of their text: what 0.1 began goes on in the order that it had.
+    orders = []
+    for folder in known:
+        with contextlib.suppress(ConfigError, CheckpointError):  # its own training says what is wrong with it
+            orders.append(checkpoint.load_config(folder).order)
+    order = min(orders, default=ORDER)
     queue = []
     for name, cell in by_name.items():
         if not (cell.folder / "config.json").is_file():
             settings = train_config(out, plan.settings, cell.steps, cell.seed, cell.rate, cell.measured)
             tokenizer.save(cell.folder / "tokenizer.json")
-            checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings))
+            checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings, order=order))
         arguments = ("perspectron", "train", "--resume", str(cell.folder))
         queue.append(Job(name, cell.folder, arguments))
     pool.work(
@@ -134,16 +142,16 @@ def train(
 def choose_rates(
     out: Path, plan: Plan, run: Callable[[list[Cell]], None]
 ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """(the best rate of each arm, all that were tried with their held-out bits per byte).
+    """(best rate of each arm, all rates tried with their held-out bits per byte).
 
-    `run` trains trials. Where the best is at an end of the grid, the next rate outside it is tried too.
+    `run` trains the trials. Where the best rate is at an end of the grid, the next one outside is tried too.
     """
     grid = sorted(plan.settings.rates)
     if len(grid) == 1:
         return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
     if (out / RATES).is_file():  # what cells were trained with, whatever has become of the trials
-        kept = read_json(out / RATES, CheckpointError)
-        return kept["chosen"], kept["tried"]
+        saved = read_json(out / RATES, CheckpointError)
+        return saved["chosen"], saved["tried"]
     wanted = {name: list(grid) for name in plan.arms}
     for _ in range(OUTSIDE + 1):
         run(trials(out, plan, wanted))
@@ -174,9 +182,11 @@ def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[s
 
 
 def _best(out: Path, plan: Plan, name: str, values: list[float]) -> float:
-    """The lowest where none has finished."""
-    found = [(r["heldout_bits_per_byte"], r["lr"]) for r in _tried(out, plan, name, values)]
-    finished = [(bits, rate) for bits, rate in found if bits is not None]
+    """Rate with the lowest loss; the lowest rate where no trial has finished."""
+    results = _tried(out, plan, name, values)
+    finished = [
+        (r["heldout_bits_per_byte"], r["lr"]) for r in results if r["heldout_bits_per_byte"] is not None
+    ]
     return float(min(finished)[1]) if finished else min(values)
 
 
@@ -186,48 +196,29 @@ def _beyond(values: list[float], best: float) -> list[float]:
     return [best * FACTOR] if best == max(values) else []
 
 
-def curve(cell: Cell, flops_per_token: float) -> list[dict[str, Any]]:
-    """Held-out bits per byte over steps, tokens, seconds of training and FLOPs."""
-    points, last = [], dict[str, Any]()
+def history(cell: Cell, flops_per_token: float) -> dict[str, Any]:
+    """A training by its metrics: steps, tokens, seconds without measuring and saving; tokens per second of the median
+    update, which no pause slows; held-out bits per byte over steps, tokens, seconds and FLOPs; SHA-256 of all losses to
+    the last bit, so that equal digests mean equal trainings; and what the model reported beside its last loss."""
+    curve, updates = list[dict[str, Any]](), list[dict[str, Any]]()
     for line in read_metrics(cell.folder):
         if "loss" in line:
-            last = line
-        elif last:
-            points.append(
-                {
-                    "step": line["step"],
-                    "tokens": last["tokens"],
-                    "seconds": round(last["seconds"], 2),
-                    "flops": last["tokens"] * flops_per_token,
-                    "heldout_bits_per_byte": line["heldout_bits_per_byte"],
-                }
-            )
-    return points
-
-
-def losses(cell: Cell) -> Iterator[float]:
-    """Of every update, as they came."""
-    return (line["loss"] for line in read_metrics(cell.folder) if "loss" in line)
-
-
-def digest(cell: Cell) -> str:
-    """Of all training losses to their last bit: two trainings with the same are the same."""
-    text = json.dumps([loss.hex() if math.isfinite(loss) else str(loss) for loss in losses(cell)])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def terms(cell: Cell) -> dict[str, float]:
-    """What the model reported beside its loss at the last update."""
-    lines = [line for line in read_metrics(cell.folder) if "loss" in line]
-    return dict(lines[-1].get("aux", {})) if lines else {}
-
-
-def spent(cell: Cell) -> dict[str, Any]:
-    """Steps, tokens and seconds of training (measurements and saving left out); tokens per second of the median update,
-    which no pause slows."""
-    lines = [line for line in read_metrics(cell.folder) if "loss" in line]
-    if not lines:
-        return {"steps": 0, "tokens": 0, "seconds": None, "tokens_per_second": None}
-    tokens, seconds = lines[-1]["tokens"], lines[-1]["seconds"]
-    told = {"steps": lines[-1]["step"], "tokens": tokens, "seconds": round(seconds, 2)}
-    return told | {"tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines)}
+            updates.append(line)
+        elif updates:
+            tokens, seconds = updates[-1]["tokens"], updates[-1]["seconds"]
+            spent = {"tokens": tokens, "seconds": round(seconds, 2), "flops": tokens * flops_per_token}
+            bits = line["heldout_bits_per_byte"]
+            curve.append({"step": line["step"], **spent, "heldout_bits_per_byte": bits})
+    losses = [line["loss"] for line in updates]
+    text = json.dumps([loss.hex() if math.isfinite(loss) else str(loss) for loss in losses])
+    last: dict[str, Any] = updates[-1] if updates else {"step": 0, "tokens": 0}
+    speeds = [line["tokens_per_second"] for line in updates]
+    return {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "seconds": round(last["seconds"], 2) if updates else None,
+        "tokens_per_second": statistics.median(speeds) if updates else None,
+        "curve": curve,
+        "losses_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "terms": dict(last.get("aux", {})),
+    }

@@ -133,7 +133,7 @@ class _Files(Corpus):
     def _stream(self, split: SplitName) -> Iterator[Document]:
         for part in self._parts[split]:
             end = _text_size(part.path) if part.end is None else part.end
-            if end is None:
+            if not end:
                 self._skip(split, part.name)
                 continue
             alone = part.begin == 0 and end <= PIECE and part.end is None
@@ -159,8 +159,10 @@ def _open_folder(root: Path, heldout: float) -> Corpus:
 def _open_file(path: Path, heldout: float) -> Corpus:
     identity = _fingerprint("file", [str(path.resolve()), str(heldout), _facts(path.name, path)])
     size = _text_size(path)
-    if size is None:
-        raise DataError(f"{path}: not UTF-8 text")
+    if not size:
+        raise DataError(
+            f"{path}: not UTF-8 text" if size is None else f"{path}: empty, there is no text in it"
+        )
     return _Files(str(path), identity, _halves(path, path.name, size, heldout))
 
 
@@ -169,7 +171,7 @@ def _walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
 
     Folders and files whose name matches one of the `left_out` patterns are not listed.
     """
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -181,8 +183,8 @@ def _walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
         folders[:] = wanted(folders)
         for path in (Path(folder, name) for name in wanted(names)):
             if path.is_file() and path.stat().st_size:
-                found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+                files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)
 
 
 def _facts(name: str, path: Path) -> str:
@@ -206,15 +208,15 @@ def _divide(source: str, files: list[tuple[str, Path]], heldout: float) -> dict[
     """Files to splits by the hash of their name; a split without a readable file gets the nearest hash's."""
     shares = {name: _share(name.encode("utf-8", "surrogateescape")) for name, _ in files}
     ranked = sorted(files, key=lambda file: (shares[file[0]], file[0]))
-    smallest = next((file for file in ranked if _text_size(file[1]) is not None), None)
+    smallest = next((file for file in ranked if _text_size(file[1])), None)
     if smallest is None:
         raise DataError(f"{source}: no text in it ({len(files)} files, none of them non-empty UTF-8)")
-    largest = next(file for file in reversed(ranked) if _text_size(file[1]) is not None)
-    held = {name for name, share in shares.items() if share < heldout}
-    held = (held | {smallest[0]}) - {largest[0]}
+    largest = next(file for file in reversed(ranked) if _text_size(file[1]))
+    kept_back = {name for name, share in shares.items() if share < heldout}
+    kept_back = (kept_back | {smallest[0]}) - {largest[0]}
     parts: dict[SplitName, list[_Part]] = {split: [] for split in SPLITS}
     for name, path in files:
-        parts["heldout" if name in held else "train"].append(_Part(path, name))
+        parts["heldout" if name in kept_back else "train"].append(_Part(path, name))
     if smallest == largest:
         size = _text_size(smallest[1])
         assert size is not None
@@ -255,7 +257,7 @@ def _reading(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def _text_size(path: Path) -> int | None:
-    """Bytes of UTF-8 text in a file, or None where it is something else: other bytes, NUL, or nothing."""
+    """Bytes of UTF-8 text in a file; None where it is no text: other bytes, or a NUL among them."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     size = 0
     with _reading(path) as file:
@@ -271,7 +273,7 @@ def _text_size(path: Path) -> int | None:
             decoder.decode(b"", final=True)
         except UnicodeDecodeError:
             return None
-    return size or None
+    return size
 
 
 def _pieces(path: Path, begin: int, end: int) -> Iterator[tuple[int, str]]:
@@ -291,7 +293,7 @@ def _pieces(path: Path, begin: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def _border(block: bytes) -> int:
-    """Where to end a piece: after its last line end, or else before its last character, which may be cut."""
+    """The end of a piece: after its last line end, or else before its last character, which may be cut."""
     at = block.rfind(b"\n") + 1
     if at == 0:
         at = len(block) - 1

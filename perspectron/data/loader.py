@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.data.shards import Split
+from perspectron.data.shuffle import ORDER, shuffle
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError
 
@@ -40,53 +41,82 @@ class Loader:
 
     Every epoch visits every window once, in an order that depends on (seed, epoch) alone; a batch may hold
     the end of one epoch and the beginning of the next.
-    DataError: a number out of bounds, or too little text for one window.
+
+    `batch_size` counts the rows of all `world_size` ranks. Rank r reads an equal share of them, the r-th, so that the
+    ranks together read what one would, and a position is the same for all: N ranks go on where M stopped.
+
+    `order` says which shuffle it is (`perspectron.data.shuffle`).
+    DataError: a number out of bounds, ranks that do not divide the batch, or too little text for one window.
     """
 
-    def __init__(self, split: Split, *, batch_size: int, seq_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        split: Split,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        order: int = ORDER,
+    ) -> None:
         _at_least("batch_size", batch_size, 1)
         _at_least("seq_len", seq_len, 1)
         _at_least("seed", seed, 0)
+        if not 0 <= rank < world_size:
+            raise DataError(f"rank: {rank} is not between 0 and {world_size - 1}, of {world_size} ranks")
+        if batch_size % world_size:
+            raise DataError(
+                f"batch_size: {batch_size} rows cannot be shared evenly by {world_size} ranks; "
+                f"take a multiple of {world_size}"
+            )
         if split.tokens < seq_len + 1:
             raise DataError(f"{split.name}: {split.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)")
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
+        self.order = order
         self.windows = (split.tokens - 1) // seq_len
+        share = batch_size // world_size
+        self.epoch, self.cursor = 0, 0
+        self._rows = range(rank * share, (rank + 1) * share)
         self._split = split
-        self._seek(0, 0)
+        self._shuffle = shuffle(self.windows, seed, 0, order)
 
     def next_batch(self) -> Batch:
-        """The next `batch_size` windows: ids_BT and targets_BT with T = seq_len."""
-        rows: list[NDArray[np.int64]] = []
-        while len(rows) < self.batch_size:
+        """This rank's rows of the next `batch_size` windows: ids_BT and targets_BT with T = seq_len."""
+        chosen: list[int] = []
+        while len(chosen) < self.batch_size:
             if self.cursor == self.windows:
                 self._seek(self.epoch + 1, 0)
-            for window in self._order[self.cursor : self.cursor + self.batch_size - len(rows)]:
-                start = int(window) * self.seq_len
-                rows.append(self._split.read(start, start + self.seq_len + 1))
-                self.cursor += 1
-        tokens = np.stack(rows)
+            stop = min(self.cursor + self.batch_size - len(chosen), self.windows)
+            chosen += self._shuffle(np.arange(self.cursor, stop)).tolist()
+            self.cursor = stop
+        starts = [chosen[row] * self.seq_len for row in self._rows]
+        tokens = np.stack([self._split.read(start, start + self.seq_len + 1) for start in starts])
         return _batch(tokens[:, :-1], tokens[:, 1:])
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands, and what it stands in."""
+        """The loader's place, and the data and order that it is a place in."""
         return {
             "seed": self.seed,
             "epoch": self.epoch,
             "cursor": self.cursor,
             "windows": self.windows,
             "seq_len": self.seq_len,
+            "order": self.order,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to where `state` was taken; the batch size may differ. DataError: of other data, or no place."""
+        """Go to where `state` was taken; the batch size and the number of ranks may differ. A state of 0.1 names no
+        order; it is the first one's. DataError: of other data, or no place."""
         here = self.state_dict()
+        state = {"order": 1} | state
         if set(state) != set(here):
             raise DataError(
                 f"loader state: keys are {', '.join(sorted(state))}, expected {', '.join(sorted(here))}"
             )
-        for name in ("seed", "windows", "seq_len"):
+        for name in ("seed", "windows", "seq_len", "order"):
             if state[name] != here[name]:
                 raise DataError(f"loader state: {name} is {state[name]}, this loader has {here[name]}")
         _at_least("loader state: epoch", state["epoch"], 0)
@@ -97,7 +127,7 @@ class Loader:
     def _seek(self, epoch: int, cursor: int) -> None:
         self.epoch = epoch
         self.cursor = cursor
-        self._order = np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.windows)
+        self._shuffle = shuffle(self.windows, self.seed, epoch, self.order)
 
 
 def windows(

@@ -41,7 +41,7 @@ T = TypeVar("T", "_Head", "_Record")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What the shards depend on; equal heads mean byte-identical shards."""
+    """Everything the shards depend on; equal heads mean byte-identical shards."""
 
     format: str
     version: int
@@ -196,8 +196,8 @@ def _resume(out: Path, head: _Head) -> _Records:
         for leftover in out.glob(f".{name}.*.tmp"):  # of a process that was killed while writing
             remove(leftover)
     if (out / JOURNAL).exists():
-        found, records = _load(out / JOURNAL)
-        if found == head:
+        begun, records = _load(out / JOURNAL)
+        if begun == head:
             for split in SPLITS:
                 for i, record in enumerate(records[split]):
                     _check_shard(out, split, i, record, head, verify=True)
@@ -236,21 +236,21 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
 
 def _groups(encoded: Iterable[tuple[Ids, int]], shard_tokens: int) -> Iterator[list[tuple[Ids, int]]]:
     """Shards as (ids, text bytes), in groups that end where a document does: where work may resume."""
-    held: list[Ids] = []
+    waiting: list[Ids] = []
     tokens = text_bytes = 0
     for ids, size in encoded:
-        if held and tokens + len(ids) > shard_tokens:
-            yield [(np.concatenate(held), text_bytes)]
-            held, tokens, text_bytes = [], 0, 0
+        if waiting and tokens + len(ids) > shard_tokens:
+            yield [(np.concatenate(waiting), text_bytes)]
+            waiting, tokens, text_bytes = [], 0, 0
         if len(ids) > shard_tokens:
             cuts = range(0, len(ids), shard_tokens)
             yield [(ids[at : at + shard_tokens], 0 if at else size) for at in cuts]
             continue
-        held.append(ids)
+        waiting.append(ids)
         tokens += len(ids)
         text_bytes += size
-    if held:
-        yield [(np.concatenate(held), text_bytes)]
+    if waiting:
+        yield [(np.concatenate(waiting), text_bytes)]
 
 
 def _write_shard(out: Path, split: SplitName, index: int, ids: Ids, text_bytes: int) -> _Record:
@@ -346,9 +346,9 @@ def _check_shard(
 
 def _check_file(path: Path, size: int, digest: str | None) -> None:
     try:
-        found = path.stat().st_size
-        if found != size:
-            raise DataError(f"{path}: {found} bytes, expected {size}")
+        actual_size = path.stat().st_size
+        if actual_size != size:
+            raise DataError(f"{path}: {actual_size} bytes, expected {size}")
         if digest is not None and (actual := sha256(path)) != digest:
             raise DataError(f"{path}: SHA-256 is {actual}, expected {digest}")
     except FileNotFoundError:

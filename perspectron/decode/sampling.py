@@ -1,11 +1,11 @@
-"""From logits to tokens: what is filtered out, and a draw that depends on nothing but (seed + row, count).
+"""From logits to tokens: filters, and a draw that depends on nothing but (seed, stream, count).
 
 Shapes: B batch, V vocabulary.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from perspectron.config import require
 from perspectron.errors import ConfigError, NonFiniteError
 
 ROUNDING = 1e-12
-"""A sum or a logarithm that is off by this much does not change which tokens pass."""
+"""A sum or a logarithm may be off by this much without changing which tokens pass."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen. The fields apply in this order.
+    """How the next token is drawn. The fields apply in this order.
 
     repetition_penalty: logits of the last `repetition_window` tokens are divided by it where positive and
         multiplied where negative; 1 is off.
@@ -28,7 +28,7 @@ class SamplingConfig:
     top_k: keep so many of the most likely tokens; 0 is off.
     top_p: keep the fewest most likely tokens that together reach this probability; 1 is off.
     min_p: keep tokens at least so many times as probable as the most likely one; 0 is off.
-    seed: of row 0; row i has seed + i.
+    seed: of the noise; each row of a batch has a stream of its own under it.
     """
 
     temperature: float = 0.8
@@ -59,8 +59,12 @@ def filtered(
     id. recent: the tokens so far, row by row, for the penalty. A logit of −inf excludes its token.
     NonFiniteError: a NaN, a +inf, or a row of nothing but −inf.
     """
-    logits_BV = logits_BV.double()
     _refuse_non_finite(logits_BV)
+    return _filtered(logits_BV, config, recent)
+
+
+def _filtered(logits_BV: Tensor, config: SamplingConfig, recent: Sequence[Sequence[int]] | None) -> Tensor:
+    logits_BV = logits_BV.double()
     if recent is not None and config.repetition_penalty != 1:
         logits_BV = _penalised(logits_BV, recent, config)
     logits_BV = logits_BV - logits_BV.amax(1, keepdim=True)
@@ -79,33 +83,57 @@ def filtered(
 
 
 def sample(
-    logits_BV: Tensor, recent: Sequence[Sequence[int]], drawn: int | Sequence[int], config: SamplingConfig
+    logits_BV: Tensor,
+    recent: Sequence[Sequence[int]],
+    drawn: int | Sequence[int],
+    config: SamplingConfig | Sequence[SamplingConfig],
+    streams: Sequence[int] | None = None,
 ) -> Tensor:
     """One token id per row [B], int64, on the CPU.
 
-    drawn: how many tokens each row has drawn before. Row i's draw depends on its logits, (seed + i, drawn)
-    and nothing else: not on the batch, the device or torch's generators. The same noise falls on each id
-    whatever the logits (Gumbel-max), so logits that differ by a rounding error hardly ever differ in the draw.
-    NonFiniteError as `filtered`; ConfigError where `recent` or `drawn` has not one entry per row.
+    drawn: how many tokens each row has drawn before. config: of all rows, or one per row. streams: of noise, one per
+    row; its number when None. A row's draw depends on its logits, (seed, stream, drawn) and nothing else: not on the
+    batch, the device or torch's generators. The same noise falls on each id whatever the logits (Gumbel-max), so
+    logits that differ by a rounding error hardly ever differ in the draw.
+    NonFiniteError as `filtered`; ConfigError where an argument has not one entry per row.
     """
     B, V = logits_BV.shape
-    counts = [drawn] * B if isinstance(drawn, int) else list(drawn)
-    for field, rows in (("recent", len(recent)), ("drawn", len(counts))):
-        if rows != B:
-            raise ConfigError(f"{field} has {rows} rows, must be as many as logits has, {B}")
-    logits_BV = filtered(logits_BV.cpu(), config, recent)
-    if config.temperature > 0:
-        noise_BV = np.stack([_gumbel(config.seed + row, count, V) for row, count in enumerate(counts)])
-        logits_BV = logits_BV + torch.from_numpy(noise_BV)
-    return logits_BV.argmax(1)
+    counts = [drawn] * B if isinstance(drawn, int) else drawn
+    configs = [config] * B if isinstance(config, SamplingConfig) else config
+    streams = range(B) if streams is None else streams
+    lists = {"recent": recent, "drawn": counts, "config": configs, "streams": streams}
+    for field, rows in lists.items():
+        if len(rows) != B:
+            raise ConfigError(f"{field} has {len(rows)} rows, must be as many as logits has, {B}")
+    logits_BV = logits_BV.cpu()
+    _refuse_non_finite(logits_BV)
+    if all(own is configs[0] for own in configs):
+        alike = {configs[0]: list(range(B))} if B else {}
+    else:
+        alike = dict[SamplingConfig, list[int]]()
+        for row, own in enumerate(configs):
+            alike.setdefault(replace(own, seed=0), []).append(row)
+    id_B = torch.empty(B, dtype=torch.int64)
+    for own, rows in alike.items():
+        few_NV = logits_BV if len(rows) == B else logits_BV[rows]
+        kept_NV = _filtered(few_NV, own, [recent[row] for row in rows])
+        if own.temperature > 0:
+            noise = [_gumbel(configs[row].seed, streams[row], counts[row], V) for row in rows]
+            kept_NV = kept_NV + torch.from_numpy(np.stack(noise))
+        id_B[rows] = kept_NV.argmax(1)
+    return id_B
+
+
+def non_finite(logits_BV: Tensor) -> list[int]:
+    """Rows that cannot be drawn from: a NaN, a +inf, or nothing but −inf."""
+    largest_B = logits_BV.amax(1)  # NaN if there is one
+    return (~largest_B.isfinite()).nonzero()[:, 0].tolist()
 
 
 def _refuse_non_finite(logits_BV: Tensor) -> None:
-    largest_B = logits_BV.amax(1)  # NaN if there is one
-    bad = (~largest_B.isfinite()).nonzero()[:, 0].tolist()
-    if bad:
-        value = largest_B[bad[0]].item()
-        raise NonFiniteError(f"logits of row {bad[0]}: the largest is {value}, must be finite")
+    for row in non_finite(logits_BV):
+        value = logits_BV[row].max().item()
+        raise NonFiniteError(f"logits of row {row}: the largest is {value}, must be finite")
 
 
 def _penalised(logits_BV: Tensor, recent: Sequence[Sequence[int]], config: SamplingConfig) -> Tensor:
@@ -136,10 +164,11 @@ def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(keep_BV).scatter(1, id_BV, keep_BV)
 
 
-def _gumbel(key: int, count: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _gumbel(seed: int, stream: int, count: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Standard Gumbel noise of draw `count`: Philox is a function of (key, counter), so there is no stream
-    to keep the place in, and its raw output is the same in every version of numpy."""
-    raw = np.random.Philox(key=key, counter=[0, count, 0, 0]).random_raw(size)
+    to keep the place in, and its raw output is the same in every version of numpy. The key's 128 bits are the seed
+    and the stream, so that no two pairs share their noise."""
+    raw = np.random.Philox(key=seed | stream << 64, counter=[0, count, 0, 0]).random_raw(size)
     uniform = ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # strictly between 0 and 1
     noise: np.ndarray[tuple[int], np.dtype[np.float64]] = -np.log(-np.log(uniform))
     return noise

@@ -16,28 +16,28 @@ class TextStream:
         self.stopped = False
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._open = ""
 
     def push(self, data: bytes) -> str:
         """Read some bytes; the text that is now certain, perhaps none."""
-        self._held += self._decoder.decode(data)
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
+        self._open += self._decoder.decode(data)
+        ends = [(at + len(stop), at) for stop in self._stop if (at := self._open.find(stop)) >= 0]
+        if ends:
             self.stopped = True
-            return self._release(min(found)[1])
-        return self._release(len(self._held) - self._possible_stop())
+            return self._release(min(ends)[1])
+        return self._release(len(self._open) - self._possible_stop())
 
     def flush(self) -> str:
         """The rest, at the end; half a character becomes U+FFFD. Nothing after a stop string."""
-        self._held += self._decoder.decode(b"", final=True)
-        return "" if self.stopped else self._release(len(self._held))
+        self._open += self._decoder.decode(b"", final=True)
+        return "" if self.stopped else self._release(len(self._open))
 
     def _release(self, length: int) -> str:
-        text, self._held = self._held[:length], self._held[length:]
+        text, self._open = self._open[:length], self._open[length:]
         return text
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
-        ends = (self._held[-length:] for length in range(longest, 0, -1))
+        """Length of the longest end of the text kept back that begins a stop string."""
+        longest = min(len(self._open), max(map(len, self._stop), default=1) - 1)
+        ends = (self._open[-length:] for length in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stop)), 0)

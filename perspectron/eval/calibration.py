@@ -16,8 +16,9 @@ from torch import Tensor
 
 from perspectron.config import require
 from perspectron.data.loader import IGNORE, windows
-from perspectron.eval.reading import LEAST, ROWS, Floats, autocast, interval, resampled
+from perspectron.eval.reading import LEAST, ROWS
 from perspectron.eval.subject import Subject
+from perspectron.stats import Floats, bootstrap, middle
 
 SIMULATIONS = 100
 
@@ -35,8 +36,8 @@ class Options:
 
 
 class Predictions(NamedTuple):
-    """Of N tokens: the probability of the most likely one, whether it was right, the Brier score, and the number of
-    the window it is in."""
+    """Columns of N tokens: the probability of the most likely one, whether it was right, the Brier score, and the
+    number of the window that it is in."""
 
     confidence_N: Floats
     correct_N: Floats
@@ -45,14 +46,14 @@ class Predictions(NamedTuple):
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """As `summary`."""
+    """Calibration of a model on its held-out text, as `summary` describes it."""
     return summary(predictions(subject, options.tokens or None), options.bins, subject.seed)
 
 
 def predictions(subject: Subject, limit: int | None) -> Predictions:
-    """The model's, at `limit` tokens from all over the held-out text; a window starts from an empty state."""
+    """A model's predictions at `limit` tokens from all over the held-out text; a window starts from an empty state."""
     model, parts, first = subject.model, list[Predictions](), 0
-    with torch.inference_mode(), autocast(subject):
+    with torch.inference_mode(), subject.opened.autocast():
         for batch in windows(
             subject.text, seq_len=subject.seq_len, batch_size=ROWS, limit_tokens=limit, spread=True
         ):
@@ -79,30 +80,32 @@ def judged(logits_NV: Tensor, target_N: Tensor) -> tuple[Floats, Floats, Floats]
     return confidence, correct, brier
 
 
-def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]:
-    """ece: mean gap between confidence and accuracy of the bins. ece_low, ece_high: 95% of resampled windows (tokens of
-    a window hang together), less the bias that resampling adds, because a gap has no sign; None of fewer than LEAST
-    windows. ece_calibrated: what a
-    model whose confidences are exactly right would show on as many tokens. bins: the reliability diagram."""
-    N = len(found.confidence_N)
+def summary(predicted: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]:
+    """ece: mean gap between confidence and accuracy of the bins. ece_low, ece_high: 95% of bootstrapped windows (tokens
+    of a window depend on each other), less the bias that resampling adds, because a gap has no sign; None of fewer
+    than LEAST windows. ece_calibrated: the ECE that a model with exactly right confidences would show on as many
+    tokens. bins: the reliability diagram."""
+    N = len(predicted.confidence_N)
     bins = min(bins, N)
     bin_N = np.empty(N, dtype=np.int64)
-    bin_N[np.argsort(found.confidence_N, kind="stable")] = np.arange(N) * bins // N
-    gap_WK = _sums(found.confidence_N - found.correct_N, found.window_N, bin_N, bins)
-    count_WK = _sums(np.ones(N), found.window_N, bin_N, bins)
+    bin_N[np.argsort(predicted.confidence_N, kind="stable")] = np.arange(N) * bins // N
+    gap_WK = _sums(predicted.confidence_N - predicted.correct_N, predicted.window_N, bin_N, bins)
+    count_WK = _sums(np.ones(N), predicted.window_N, bin_N, bins)
     ece = float(_ece(gap_WK.sum(0), N))
     low, high = _span(gap_WK, count_WK, ece, seed) or (None, None)
     count_K = count_WK.sum(0)
-    confidence_K, correct_K = (np.bincount(bin_N, x, bins) for x in (found.confidence_N, found.correct_N))
+    confidence_K, correct_K = (
+        np.bincount(bin_N, x, bins) for x in (predicted.confidence_N, predicted.correct_N)
+    )
     return {
         "tokens": N,
         "ece": ece,
         "ece_low": low,
         "ece_high": high,
-        "ece_calibrated": _calibrated(found.confidence_N, bin_N, bins, seed),
-        "brier": float(found.brier_N.mean()),
-        "accuracy": float(found.correct_N.mean()),
-        "confidence": float(found.confidence_N.mean()),
+        "ece_calibrated": _calibrated(predicted.confidence_N, bin_N, bins, seed),
+        "brier": float(predicted.brier_N.mean()),
+        "accuracy": float(predicted.correct_N.mean()),
+        "confidence": float(predicted.confidence_N.mean()),
         "bins": [
             {"confidence": float(c / n), "accuracy": float(a / n), "count": int(n)}
             for c, a, n in zip(confidence_K, correct_K, count_K, strict=True)
@@ -113,9 +116,13 @@ def summary(found: Predictions, bins: int = 15, seed: int = 0) -> dict[str, Any]
 def _span(gap_WK: Floats, count_WK: Floats, ece: float, seed: int) -> tuple[float, float] | None:
     if len(gap_WK) < LEAST:
         return None
-    weights_RW = resampled(len(gap_WK), seed)
-    resampled_R = _ece(weights_RW @ gap_WK, (weights_RW @ count_WK).sum(1))
-    low, high = interval(resampled_R - (resampled_R.mean() - ece))
+
+    def resampled(index: NDArray[np.int64]) -> Floats:
+        return _ece(gap_WK[index].sum(-2), tokens_W[index].sum(-1))
+
+    tokens_W = count_WK.sum(1)
+    ece_R = bootstrap(resampled, len(gap_WK), seed)
+    low, high = middle(ece_R - (ece_R.mean() - ece))
     return max(low, 0.0), high
 
 
@@ -126,14 +133,14 @@ def _ece(gap_K: Floats, tokens: Floats | int) -> Floats:
 
 
 def _sums(value_N: Floats, window_N: NDArray[np.int64], bin_N: NDArray[np.int64], bins: int) -> Floats:
-    """By window and bin [W, K]."""
+    """Sums of the values by window and bin [W, K]."""
     shape = (int(window_N.max()) + 1, bins)
     sums = np.bincount(window_N * bins + bin_N, value_N, math.prod(shape))
     return sums.astype(np.float64).reshape(shape)
 
 
 def _calibrated(confidence_N: Floats, bin_N: NDArray[np.int64], bins: int, seed: int) -> float:
-    """Mean ECE where each token is right with the probability that was given."""
+    """Mean ECE of simulated models whose tokens are right with exactly the stated probability."""
     draw = np.random.Generator(np.random.PCG64([seed, 1]))
     N = len(confidence_N)
     gaps = (confidence_N - (draw.random(N) < confidence_N) for _ in range(SIMULATIONS))
@@ -141,7 +148,7 @@ def _calibrated(confidence_N: Floats, bin_N: NDArray[np.int64], bins: int, seed:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For a person."""
+    """Lines for a terminal."""
     low, high = result["ece_low"], result["ece_high"]
     bounds = "no interval: too few windows" if low is None else f"{low:.4f} to {high:.4f}"
     text = [

@@ -1,4 +1,4 @@
-"""What a token costs a model that decodes, at contexts too long to be read for it.
+"""Cost of a token to a model that decodes, at contexts too long to be read for it.
 
 A state of n tokens is put together: a few tokens are read, then caches are filled with random keys and values and
 lengths set to n. Where memories are of one size whatever was read, that is all; what a step costs does not depend on
@@ -15,10 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from perspectron.census import is_cache, touched
 from perspectron.config import ModelConfig
-from perspectron.device import free_memory
-from perspectron.eval.cost import touched
 from perspectron.eval.timing import take_turns, timed
+from perspectron.machine import free_memory
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState
 
@@ -55,15 +55,6 @@ def shapes(model: LanguageModel, context: int) -> LMState:
         return LanguageModel(model.config).init_state(1, capacity=context)
 
 
-def is_cache(where: pytree.KeyPath) -> bool:
-    """A leaf of keys or values, with a slot for each token."""
-    return _field(where).startswith(("k_", "v_"))
-
-
-def _field(where: pytree.KeyPath) -> str:
-    return pytree.keystr(where).rpartition(".")[2]
-
-
 def cache_bytes(state: LMState) -> int:
     leaves = pytree.tree_leaves_with_path(state)
     return sum(leaf.nbytes for where, leaf in leaves if is_cache(where))
@@ -98,7 +89,7 @@ def filled(model: LanguageModel, context: int, length: int, pool: Pool) -> LMSta
         nonlocal used
         if isinstance(like, int):
             return length
-        if _field(where) == "length_B":
+        if pytree.keystr(where).endswith(".length_B"):
             return torch.full_like(like, length, device=model.device)
         if not is_cache(where):
             return memories[pytree.keystr(where)]
@@ -122,7 +113,7 @@ class Stepper:
 
     def step(self) -> Tensor:
         """The logits [1,1,V] after one more token."""
-        output = self.model(self.ids_11, self.state)
+        output = self.model(self.ids_11, self.state, consume_state=True)
         self.state = output.state
         return output.logits
 
@@ -162,12 +153,12 @@ def measure(
     steppers = {name: Stepper(model, context, visit, pool) for name, model in run.items()}
     turns = {name: stepper.turn for name, stepper in steppers.items()}
     timed_seconds = take_turns(turns, rounds, seconds=seconds)
-    found = {}
+    decoded = {}
     for name, model in models.items():
         if name in run:
             after = steppers[name].state
-            found[name] = Decoded(timed_seconds[name], after.nbytes, touched(model, after).total)
+            decoded[name] = Decoded(timed_seconds[name], after.nbytes, touched(model, after).total)
         else:
             why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of what is free"
-            found[name] = Decoded([], states[name].nbytes, 0, why)
-    return found
+            decoded[name] = Decoded([], states[name].nbytes, 0, why)
+    return decoded

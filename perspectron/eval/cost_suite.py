@@ -1,4 +1,4 @@
-"""What designs cost, side by side: training, memory, and decoding at growing contexts.
+"""Costs of designs, side by side: training, memory, and decoding at growing contexts.
 
 Everything that is compared takes turns in one process, so that ratios hold on a busy machine; peaks of memory are
 those of processes of their own. Weights are random: what a step costs does not depend on them.
@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from perspectron import census, designs
+from perspectron import census, presets
 from perspectron.config import ModelConfig, one_of, require
-from perspectron.device import pick_device
 from perspectron.errors import ConfigError
 from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
 from perspectron.eval.timing import Spread, ratios
 from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
-from perspectron.stream.engine import StreamedModel
+from perspectron.machine import pick_device
 
 REFERENCE = "transformer"
 Result = dict[str, Any]
@@ -80,7 +79,7 @@ class Measured:
 
 
 def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) -> dict[str, Result]:
-    """What each design costs, as plain JSON values, with ratios to "transformer" where that is among them.
+    """Costs of each design as plain JSON values, with ratios to "transformer" where that is among them.
 
     ConfigError: no design, a table of positions shorter than seq_len, no such device.
     """
@@ -97,11 +96,11 @@ def compare_costs(configs: Mapping[str, ModelConfig], options: Options = QUICK) 
 
 
 def measure(subject: Subject, options: Options = Options()) -> Result:
-    """What a run's design costs, beside a transformer of as many parameters (under "transformer"; null, with the
+    """Costs of a run's design, beside a transformer of as many parameters (under "transformer"; null, with the
     reason under "no_transformer", where none has as many). ConfigError for an artifact."""
+    folder, config = subject.opened.folder, subject.model.config
     bound = "a run; `perspectron generate --bench` measures an artifact"
-    require(not isinstance(subject.model, StreamedModel), "run", str(subject.run), bound)
-    config = subject.model.config
+    require(folder.quant is None, "run", str(folder.path), bound)
     options = replace(
         options,
         seq_len=subject.seq_len if options.seq_len is None else options.seq_len,
@@ -111,7 +110,7 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
     configs, why = {config.name: config}, ""
     try:
         params = census.active_parameters(config)
-        twin = designs.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=options.setting.seq_len)
+        twin = presets.solve(REFERENCE, params, vocab_size=config.vocab_size, seq_len=options.setting.seq_len)
         configs = {REFERENCE: twin} | configs  # a run of that name is its own
     except ConfigError as error:
         why = str(error)
@@ -123,15 +122,15 @@ def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, 
     device, longest = pick_device(options.setting.device), max(options.contexts)
     peaks = training.peaks(configs, options.setting, options.trained_in)
     counted = {name: _census(config, options.contexts) for name, config in configs.items()}
-    held = sum(PER_PARAMETER * found.parameters for found in counted.values())
-    held += max((peak for peak in peaks.values() if isinstance(peak, int)), default=0)
+    needed = sum(PER_PARAMETER * one.parameters for one in counted.values())
+    needed += max((peak for peak in peaks.values() if isinstance(peak, int)), default=0)
     seconds: dict[str, dict[Dtype, list[float]]] = {name: {} for name in configs}
     untimed = ""
-    if held <= FREE_SHARE * (free := contexts.free(device)):
+    if needed <= FREE_SHARE * (free := contexts.free(device)):
         seconds = training.seconds_per_step(configs, options.setting, options.dtypes, options.rounds)
     else:
         untimed = (
-            f"{held / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
+            f"{needed / 1e9:.1f} GB for all designs at once is more than half of the {free / 1e9:.1f} GB free"
         )
     models = {name: contexts.decode_model(config, longest, device) for name, config in configs.items()}
     decoded = {
@@ -143,76 +142,69 @@ def _measure(configs: Mapping[str, ModelConfig], options: Options) -> dict[str, 
     return {
         name: Measured(
             *(counted[name], peaks[name], seconds[name], untimed),
-            {context: found[name] for context, found in decoded.items()},
+            {context: one[name] for context, one in decoded.items()},
         )
         for name in configs
     }
 
 
 def _census(config: ModelConfig, at: tuple[int, ...]) -> census.Census:
-    """As if a table of positions were as long as the longest context; only the rows there are count."""
-    found = census.census(config, at)
+    """The census of a design as if its table of positions were as long as the longest context; only rows that it has
+    count as parameters."""
+    counted = census.census(config, at)
     if config.positions == 0:
-        return found
+        return counted
     longer = census.census(replace(config, positions=max(config.positions, *at)), at)
-    return replace(longer, parameters=found.parameters, active_parameters=found.active_parameters)
+    return replace(longer, parameters=counted.parameters, active_parameters=counted.active_parameters)
 
 
-def _result(config: ModelConfig, found: Measured, options: Options) -> Result:
+def _result(config: ModelConfig, measured: Measured, options: Options) -> Result:
     """Every number of one design; keys of contexts are strings, as in JSON."""
-    decoded = {str(context): one for context, one in found.decoded.items()}
+    decoded = {str(context): one for context, one in measured.decoded.items()}
     spreads = {
         context: Spread.middle([1e3 * s for s in one.seconds]) if one.seconds else None
         for context, one in decoded.items()
     }
     speeds = {
         dtype: Spread.middle([options.setting.tokens / s for s in seconds])
-        for dtype, seconds in found.seconds.items()
+        for dtype, seconds in measured.seconds.items()
     }
     skipped = {context: one.skipped for context, one in decoded.items() if one.skipped}
-    skipped |= {"peak": found.peak} if isinstance(found.peak, str) else {}
-    skipped |= {"training": found.untimed} if found.untimed else {}
+    skipped |= {"peak": measured.peak} if isinstance(measured.peak, str) else {}
+    skipped |= {"training": measured.untimed} if measured.untimed else {}
     lengthened = 0 < config.positions < max(options.contexts)
     return {
-        "parameters": found.counted.parameters,
-        "active_parameters": found.counted.active_parameters,
-        "contexts": list(found.decoded),
+        "parameters": measured.counted.parameters,
+        "active_parameters": measured.counted.active_parameters,
+        "contexts": list(measured.decoded),
         "decode_ms": {context: spread and spread.median for context, spread in spreads.items()},
         "decode_ms_spread": {context: spread and asdict(spread) for context, spread in spreads.items()},
         "state_bytes": {context: one.state_bytes for context, one in decoded.items()},
         "touched_bytes": {context: one.touched_bytes or None for context, one in decoded.items()},
-        "flops_per_token": {str(context): n for context, n in found.counted.flops_per_token.items()},
+        "flops_per_token": {str(context): n for context, n in measured.counted.flops_per_token.items()},
         "train_tokens_per_second": speeds[options.trained_in].median if speeds else None,
-        "train_peak_bytes": found.peak if isinstance(found.peak, int) else None,
+        "train_peak_bytes": measured.peak if isinstance(measured.peak, int) else None,
         "train_tokens_per_second_spread": {dtype: asdict(spread) for dtype, spread in speeds.items()},
         "skipped": skipped,
         "positions": f"timed with the table of {config.positions} repeated" if lengthened else "",
-        "conditions": _conditions(options),
+        "conditions": asdict(options) | asdict(options.setting) | {
+            "contexts": sorted(set(options.contexts)), "dtype": options.trained_in,
+            "device": str(pick_device(options.setting.device)), "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
     }  # fmt: skip
 
 
-def _conditions(options: Options) -> Result:
-    settled = {"dtype": options.trained_in, "device": str(pick_device(options.setting.device))}
-    machine = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    return (
-        asdict(options)
-        | asdict(options.setting)
-        | settled
-        | machine
-        | {"contexts": sorted(set(options.contexts))}
-    )
-
-
-def _ratios(found: Measured, reference: Measured, dtype: Dtype) -> Result:
-    """By how much more, round by round; null where one of the two was not measured."""
+def _ratios(measured: Measured, reference: Measured, dtype: Dtype) -> Result:
+    """Ratios to the reference, round by round; null where one of the two was not measured."""
     decode, state = dict[str, Any](), dict[str, float]()
-    for context, one in found.decoded.items():
+    for context, one in measured.decoded.items():
         other = reference.decoded[context]
         timed = one.seconds and other.seconds
         decode[str(context)] = _ratio(one.seconds, other.seconds) if timed else None
         state[str(context)] = one.state_bytes / other.state_bytes
-    speed = _ratio(reference.seconds[dtype], found.seconds[dtype]) if found.seconds else None
-    peaks = (found.peak, reference.peak)
+    speed = _ratio(reference.seconds[dtype], measured.seconds[dtype]) if measured.seconds else None
+    peaks = (measured.peak, reference.peak)
     peak = peaks[0] / peaks[1] if isinstance(peaks[0], int) and isinstance(peaks[1], int) else None
     return {
         "decode_ms": decode,
@@ -265,7 +257,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _times(ratio: Any) -> str:
-    """Of a spread, or of one number."""
+    """A ratio in brackets, with its spread where it has one."""
     if ratio is None:
         return ""
     if isinstance(ratio, dict):

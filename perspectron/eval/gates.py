@@ -5,8 +5,7 @@ over rows and tokens together is counted by T.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,49 +19,42 @@ from perspectron.mixers.pdr import PDR
 from perspectron.model import LanguageModel
 from perspectron.ops import attention, drm
 from perspectron.ops.drm_law import State
-from perspectron.prune import route_gates
+from perspectron.quant.prune import route_gates
 
 Gates = dict[str, list[Any]]
 
 
 @torch.no_grad()
 def gates(model: LanguageModel, ids_BT: Tensor) -> Gates:
-    """By name, a list with an entry for each layer that has such a part; a name without any is left out. `ids_BT`: text
-    to read, where a gate depends on it.
+    """Measures of gates: by name, a list with an entry for each layer that has such a part; a name without any is left
+    out. `ids_BT`: text to read, where a gate depends on it.
 
     lens_weights: of each head, its mixture of the three lenses. route_gate: g. pdr_gate_mean, pdr_gate_spread: of γ
     over tokens, mean over channels; pdr_halflife: tokens, of the median channel. adr_roughness: how much attention
     shifts from one token to the next, with memories of keys over without; left out without such memories.
     drm_active: Σa. drm_outside: share of |v|² that is not in the span of the directions.
     """
-    found: Gates = {}
+    by_name: Gates = {}
     blocks = [block for block in cast("list[Block]", model.blocks) if block.config.mixer is not None]
-    with _read(blocks) as reads:
+    reads: list[tuple[Tensor, Any]] = []  # input and state of each mixer
+
+    def keep(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        reads.append((arguments[0], arguments[1]))
+
+    hooks = [block.mixer.register_forward_pre_hook(keep) for block in blocks]
+    try:
         model.hidden(ids_BT)
+    finally:
+        for hook in hooks:
+            hook.remove()
     for block, (x_BTD, state) in zip(blocks, reads, strict=True):
         for kind, measure in MEASURES.items():
             if isinstance(block.mixer, kind):
                 for name, value in measure(block.mixer, x_BTD, state).items():
-                    found.setdefault(name, []).append(value)
+                    by_name.setdefault(name, []).append(value)
     if any(hasattr(block, "route") for block in blocks):
-        found["route_gate"] = [g for g, _ in sorted(route_gates(model), key=lambda gate: gate[1])]
-    return found
-
-
-@contextmanager
-def _read(blocks: list[Block]) -> Iterator[list[tuple[Tensor, Any]]]:
-    """What each mixer was given, once the model has run."""
-    reads: list[tuple[Tensor, Any]] = []
-
-    def keep(module: torch.nn.Module, given: tuple[Any, ...]) -> None:
-        reads.append((given[0], given[1]))
-
-    hooks = [block.mixer.register_forward_pre_hook(keep) for block in blocks]
-    try:
-        yield reads
-    finally:
-        for hook in hooks:
-            hook.remove()
+        by_name["route_gate"] = [g for g, _ in sorted(route_gates(model), key=lambda gate: gate[1])]
+    return by_name
 
 
 def _lens(mixer: Lens, x_BTD: Tensor, state: object) -> dict[str, Any]:

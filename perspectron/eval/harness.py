@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness asks of a model, answered by any of ours; `perspectron lm-eval` registers it there.
+"""Answers to what lm-evaluation-harness asks of a model; `perspectron lm-eval` registers them there.
 
 Every request is a document of its own: the end-of-text token is read first, as before every document in training.
 Of what is longer than a table of positions the last tokens are kept, as the harness does with any model of bounded
@@ -8,7 +8,7 @@ Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from perspectron.config import one_of, require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.errors import NonFiniteError
 from perspectron.eval.reading import CHUNK
 from perspectron.model import LanguageModel
 
 MAX_TOKENS = 256
 """Generated where a request does not say how many, as in the harness."""
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the number of tokens to generate; the first that is given counts, as in the harness."""
+"""Names by which tasks call the number of tokens to generate; the first that is there counts, as in the harness."""
 GENERATION = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Answers:
         require(self.batch_size >= 1, "batch_size", self.batch_size, "≥ 1")
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Of each continuation, given its context; an empty continuation has likelihood 1. ConfigError for one that is
+        """Scores of each continuation after its context; an empty one has likelihood 1. ConfigError for one that is
         longer than a table of positions."""
         return self._scores([self._row(context, continuation) for context, continuation in pairs])
 
@@ -73,19 +74,22 @@ class Answers:
         """Text after each context. It ends before the first of its `until` strings, at the end of the document or after
         `max_gen_toks` tokens, and is greedy unless `do_sample`; each is drawn apart from the others. ConfigError
         for an option that is not in GENERATION, and for more tokens than a table of positions has."""
-        asked = [_wanted(options) for _, options in requests]
-        texts = [""] * len(requests)
-        for wanted in dict.fromkeys(asked):
-            mine = [i for i, other in enumerate(asked) if other == wanted]
-            drawn, first = wanted[2].temperature > 0, 0
-            # A row is drawn by the seed and its place in the batch. In the order of the requests, with a seed that
-            # moves on, that is its place among all of them: equal requests are drawn apart, whatever the batches.
-            length = (lambda i: 0) if drawn else (lambda i: len(requests[i][0]))
-            for part in _batches(mine, self.batch_size, length):
-                found = self._continued([requests[i][0] for i in part], *wanted, first if drawn else 0)
-                first += len(part)
-                for i, text in zip(part, found, strict=True):
-                    texts[i] = text
+        rows = [self._prompt(context, *_wanted(options)) for context, options in requests]
+        waiting = sorted(
+            range(len(rows)), key=lambda i: len(rows[i]["prompt"])
+        )  # the longest is last, and first
+        texts, request_of, session = [""] * len(rows), dict[int, int](), Session(self.model, self.tokenizer)
+        with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not None):
+            while waiting or session.active:
+                while waiting and len(session.active) < self.batch_size:
+                    i = waiting.pop()
+                    request_of[session.add(**rows[i], stream=i)] = i
+                for piece in session.step():
+                    if piece.finished == "error":
+                        raise NonFiniteError(f"request {request_of[piece.row]}: the logits are not finite")
+                    texts[request_of[piece.row]] += piece.text
+                    if piece.finished is not None:
+                        session.remove(piece.row)
         return texts
 
     def _row(self, context: str, continuation: str) -> Row:
@@ -104,12 +108,12 @@ class Answers:
             yield Row(ids[max(0, end - step - 1) : end], end - done)
 
     def _scores(self, rows: Sequence[Row]) -> list[Score]:
-        found = [Score(0.0, True)] * len(rows)
+        scores = [Score(0.0, True)] * len(rows)
         scored = [i for i, row in enumerate(rows) if row.scored]
         for part in _batches(scored, self.batch_size, lambda i: len(rows[i].ids)):
             for i, score in zip(part, self._batch(self._cut([rows[i] for i in part])), strict=True):
-                found[i] = score
-        return found
+                scores[i] = score
+        return scores
 
     def _cut(self, rows: Sequence[Row]) -> list[Row]:
         """The last tokens, as many as a table of positions has and the one that is not read."""
@@ -135,7 +139,8 @@ class Answers:
         with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
             for part in torch.arange(T).split(max(1, CHUNK // B)):
                 pad = pad_BT[:, part].to(device) if pad_BT[:, part].any() else None
-                hidden_BTD, state, _ = self.model.hidden(ids_BT[:, part].to(device), state, pad_BT=pad)
+                part_BT = ids_BT[:, part].to(device)
+                hidden_BTD, state, _ = self.model.hidden(part_BT, state, pad_BT=pad, consume_state=True)
                 mask_BT = scored_BT[:, part]
                 if mask_BT.any():
                     row_M, target_M = mask_BT.nonzero()[:, 0], ids_BT[:, part + 1][mask_BT]
@@ -151,27 +156,18 @@ class Answers:
         log_p_M = log_p_MV.gather(1, target_M[:, None])[:, 0]
         return log_p_M.double(), log_p_MV.argmax(1) == target_M
 
-    def _continued(
-        self,
-        contexts: list[str],
-        until: tuple[str, ...],
-        max_tokens: int | None,
-        sampling: SamplingConfig,
-        seed: int,
-    ) -> list[str]:
-        sampling = replace(sampling, seed=seed)
+    def _prompt(
+        self, context: str, until: tuple[str, ...], max_tokens: int | None, sampling: SamplingConfig
+    ) -> dict[str, Any]:
+        """A row of a session. ConfigError for more tokens than a table of positions has."""
         table = self.model.config.positions
         if max_tokens is None:
             max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS
         require(table == 0 or max_tokens < table, "max_gen_toks", max_tokens, f"< positions = {table}")
-        room = table - max_tokens if table else None
-        prompts = [ids if room is None else ids[-room:] for ids in self.tokenizer.encode_batch(contexts)]
+        ids = self.tokenizer.encode(context)[-(table - max_tokens) if table else 0 :]
         # Nothing to go on from: a document begins, which a second separator says as well as one.
-        prompts = [ids or [Tokenizer.end_of_text] for ids in prompts]
-        with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not None):
-            return generate(
-                self.model, self.tokenizer, prompts, max_tokens=max_tokens, sampling=sampling, stop=until
-            ).texts
+        prompt = ids or [Tokenizer.end_of_text]
+        return {"prompt": prompt, "max_tokens": max_tokens, "sampling": sampling, "stop": until}
 
 
 def _wanted(options: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None, SamplingConfig]:

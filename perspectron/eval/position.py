@@ -1,4 +1,4 @@
-"""Held-out loss by position: what a model makes of its context, and whether more than it was trained on helps.
+"""Held-out loss by position, and whether more context than a model was trained on helps it.
 
 A stretch lies within one document and is read from an empty state, as in training, so a target at position t follows
 exactly the t + 1 tokens of the stretch before it. All stretches are equally long: every bin is over the same ones.
@@ -30,9 +30,9 @@ from perspectron.eval.subject import Subject
 
 @dataclass(frozen=True)
 class Options:
-    """tokens: read once from start to end, over all stretches; 0 is as many as give the longest ones that there are.
-    The default is what 8,192 tokens of context need. stretches: how many. contexts: past which it is asked whether
-    the loss still falls; a stretch of twice as many tokens is needed."""
+    """tokens: to read, over all stretches; 0 is as many as give the longest stretches that there are, and the default
+    suffices for 8,192 tokens of context. stretches: their number. contexts: those past which the loss may still
+    fall; each needs a stretch of twice as many tokens."""
 
     tokens: int = 8 * 16384
     stretches: int = 8
@@ -45,9 +45,9 @@ class Options:
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """bins: bits per byte of targets at positions from ≤ t < to. falls_past: by context N, True if the interval of the
-    gain is above 0, False if it is not (that is no proof of the contrary), None where it was not measured, for a
-    reason that `why` gives. past: the gain in bits per byte by more context than N, with a 95% interval over the
+    """Loss by position. bins: bits per byte of targets at positions from ≤ t < to. falls_past: by context N, True if
+    the interval of the gain is above 0, False if it is not (no proof of the contrary), None where it was not measured,
+    for a reason that `why` gives. past: gain in bits per byte by more context than N, with a 95% interval over the
     stretches (Student's t). longest: tokens of a stretch. carried: read past the training window; designs with a
     table of positions stop at its end. DataError without a document of two tokens."""
     most = options.tokens // options.stretches if options.tokens else subject.text.tokens
@@ -88,7 +88,7 @@ def _reason(table: int, needed: int, length: int) -> str:
 
 
 def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
-    """At positions 0, 1, 2-3, 4-7, …"""
+    """Bits per byte at positions 0, 1, 2-3, 4-7, …"""
     edges = [0, *(2**k for k in range((nats_NT.shape[1] - 1).bit_length())), nats_NT.shape[1]]
     edges = list(dict.fromkeys(edges))
     bins = []
@@ -102,8 +102,8 @@ def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
 def _gain(
     subject: Subject, ids_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
 ) -> dict[str, Any] | None:
-    """What the last context/2 targets of each stretch lose, in bits per byte, when what is read begins `context` tokens
-    before the first of them; None where they have no bytes."""
+    """Bits per byte that the last context/2 targets of each stretch lose when reading begins `context` tokens before
+    the first of them; None where they have no bytes."""
     targets = context // 2
     short_NT = torch.cat([nats(subject, part)[0] for part in batches(ids_NT[:, -(context + targets) :])])
     lost_NT = short_NT[:, -targets:].double() - whole_NT[:, -targets:].double()
@@ -116,7 +116,7 @@ def _gain(
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For a person."""
+    """Lines for a terminal."""
     text = [
         f"bits per byte by position, over {result['stretches']} stretches of {result['longest']:,} tokens"
         f" (trained on {result['seq_len']:,})"

@@ -1,6 +1,6 @@
-"""What the suites share: stretches of held-out documents, read in chunks with the state carried, and intervals.
+"""Stretches of held-out documents, read in chunks with the state carried, and the interval of what they lose.
 
-Shapes: N stretches, B rows, T time, V vocabulary, R resamplings.
+Shapes: N stretches, B rows, T time, V vocabulary.
 """
 
 import math
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.data.shards import Split
@@ -17,18 +16,14 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError
 from perspectron.eval.subject import Subject
 from perspectron.state import LMState
-from perspectron.student import student_quantile
+from perspectron.stats import student
 
 ROWS = 8
-"""Read side by side: designs that go token by token need them to be quick."""
+"""Stretches read side by side; designs that go token by token are slow without them."""
 CHUNK = 2048
 """Tokens whose logits are in memory at once."""
-RESAMPLINGS = 1000
 LEAST = 4
 """Stretches, or windows, for an interval."""
-LEVEL = 0.95
-
-Floats = NDArray[np.float64]
 
 
 def stretches(split: Split, length: int, count: int) -> Tensor:
@@ -41,16 +36,16 @@ def stretches(split: Split, length: int, count: int) -> Tensor:
     fits = [
         (start, (end - start - 1) // length) for start, end in zip(split.starts.tolist(), ends, strict=True)
     ]
-    found = sorted((turn, start) for start, turns in fits for turn in range(min(turns, count)))[:count]
-    if not found:
+    places = sorted((turn, start) for start, turns in fits for turn in range(min(turns, count)))[:count]
+    if not places:
         raise DataError(f"{split.name}: no document of {length + 1} tokens, need at least one")
-    rows = [split.read(start + turn * length, start + (turn + 1) * length + 1) for turn, start in found]
+    rows = [split.read(start + turn * length, start + (turn + 1) * length + 1) for turn, start in places]
     return torch.from_numpy(np.stack(rows))
 
 
 def longest(split: Split, count: int, most: int) -> int:
-    """The greatest power of two ≤ `most` for which there are `count` stretches; where there never are, for which
-    there is one. DataError without a document of two tokens."""
+    """Length of the stretches: the greatest power of two ≤ `most` of which there are `count`, or one where there are
+    never so many. DataError without a document of two tokens."""
     sizes = np.diff([*split.starts, split.tokens]) - 1
     if sizes.max(initial=0) < 1:
         raise DataError(f"{split.name}: no document of 2 tokens, need at least one")
@@ -65,7 +60,7 @@ def batches(ids_NT: Tensor) -> Iterator[Tensor]:
 
 
 def begin(subject: Subject, rows: int, length: int) -> LMState:
-    """The state before any token, with room for `length`."""
+    """The state before any token, with room for `length` tokens."""
     return subject.model.init_state(rows, capacity=length)
 
 
@@ -77,28 +72,24 @@ def nats(subject: Subject, ids_BT: Tensor, state: LMState | None = None) -> tupl
     model, (B, T) = subject.model, ids_BT.shape
     ids_BT = ids_BT.to(model.device)
     state = begin(subject, B, T) if state is None else state
-    step, found = max(1, CHUNK // B), []
-    with torch.inference_mode(), autocast(subject):
+    step, losses = max(1, CHUNK // B), []
+    with torch.inference_mode(), subject.opened.autocast():
         for at in range(0, T - 1, step):
             part_BT = ids_BT[:, at : at + step + 1]
-            hidden_BTD, state, _ = model.hidden(part_BT[:, :-1], state)
+            hidden_BTD, state, _ = model.hidden(part_BT[:, :-1], state, consume_state=True)
             logits_BTV = model.head(hidden_BTD)
             full_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-            found.append(F.cross_entropy(full_BTV.mT, part_BT[:, 1:], reduction="none").cpu())
-    return torch.cat(found, 1), state
+            losses.append(F.cross_entropy(full_BTV.mT, part_BT[:, 1:], reduction="none").cpu())
+    return torch.cat(losses, 1), state
 
 
 def read(subject: Subject, ids_BT: Tensor, state: LMState) -> LMState:
-    """The state after T tokens more; the one handed in is used up."""
+    """The state after T more tokens; the state handed in is used up."""
     model, B = subject.model, len(ids_BT)
-    with torch.inference_mode(), autocast(subject):
+    with torch.inference_mode(), subject.opened.autocast():
         for part_BT in ids_BT.to(model.device).split(max(1, CHUNK // B), 1):
-            _, state, _ = model.hidden(part_BT, state)
+            _, state, _ = model.hidden(part_BT, state, consume_state=True)
     return state
-
-
-def autocast(subject: Subject) -> torch.autocast:
-    return torch.autocast(subject.model.device.type, subject.dtype, enabled=subject.dtype is not None)
 
 
 def byte_counts(tokenizer: Tokenizer, ids: Tensor) -> Tensor:
@@ -107,21 +98,14 @@ def byte_counts(tokenizer: Tokenizer, ids: Tensor) -> Tensor:
 
 
 def bits_per_byte(nats: Tensor, text_bytes: Tensor) -> float:
-    """Of the sums; NaN without a byte."""
+    """Σ nats / Σ bytes in bits; NaN without a byte."""
     total = int(text_bytes.sum())
     return nats.double().sum().item() / math.log(2) / total if total else math.nan
 
 
-def resampled(count: int, seed: int) -> Floats:
-    """How often each of `count` stretches is drawn [R, N], with replacement: their sums times this are the sums of a
-    resampling."""
-    draw = np.random.Generator(np.random.PCG64(seed))
-    return draw.multinomial(count, np.full(count, 1 / count), RESAMPLINGS).astype(np.float64)
-
-
 def span(nats_N: Tensor, bytes_N: Tensor) -> tuple[float, float] | None:
-    """The interval, 95%, of Σ nats / Σ bytes in bits per byte, from each stretch's nats and bytes; None of fewer
-    stretches than LEAST, or without a byte.
+    """95% interval of Σ nats / Σ bytes in bits per byte, from each stretch's nats and bytes; None of fewer stretches
+    than LEAST, or without a byte.
 
     Student's t on how far each stretch lies from the ratio of all. Quantiles of resampled stretches are too narrow
     where there are few: of 4 without any gain, every tenth seemed to have one, where every 40th should.
@@ -132,11 +116,4 @@ def span(nats_N: Tensor, bytes_N: Tensor) -> tuple[float, float] | None:
     bits_N = nats_N.double() / math.log(2)
     ratio = bits_N.sum() / text_bytes.sum()
     error = (bits_N - ratio * text_bytes).std() / text_bytes.mean() / math.sqrt(N)
-    half = student_quantile(LEVEL, N - 1) * error
-    return (ratio - half).item(), (ratio + half).item()
-
-
-def interval(values_R: Floats) -> tuple[float, float]:
-    """The middle 95% of what resamplings gave."""
-    low, high = np.quantile(values_R, (0.025, 0.975))
-    return float(low), float(high)
+    return student(ratio.item(), error.item(), N - 1)

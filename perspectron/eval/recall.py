@@ -1,5 +1,5 @@
-"""What a design can be taught to remember: small models of it, trained from scratch on the tasks of `eval.tasks` and
-`eval.tracking`.
+"""Recall: what a design can be taught to remember. Small models of it are trained from scratch on the tasks of
+`eval.tasks` and `eval.tracking`.
 
 Nothing of the run is used but which design it is: its text and its weights say what it learned, these tasks what it
 could. Every text is drawn anew, from streams of their own for training, for watching it and for the test: who is
@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from perspectron import designs
+from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.config import BlockConfig, ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
@@ -57,8 +56,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is measured, over how many seeds, the learning rates that are tried, and how deep the models are. Of the
-    perspective design two layers are its memories alone; four have its windowed attention too."""
+    """Settings that are measured, number of seeds, learning rates that are tried, and layers of the models. Two layers
+    of the perspective design are its memories alone; four have its windowed attention too."""
 
     settings: tuple[Setting, ...]
     seeds: int
@@ -109,8 +108,8 @@ class Options:
     def __post_init__(self) -> None:
         one_of(self.profile, PROFILES, "profile")
         require(self.seeds is None or self.seeds >= 1, "seeds", self.seeds, "≥ 1")
-        given = self.rates is None or (len(self.rates) >= 1 and min(self.rates) > 0)
-        require(given, "rates", self.rates, "one or more numbers > 0")
+        named = self.rates is None or (len(self.rates) >= 1 and min(self.rates) > 0)
+        require(named, "rates", self.rates, "one or more numbers > 0")
         require(self.layers is None or self.layers >= 1, "layers", self.layers, "≥ 1")
         for name in ("batch_tokens", "d_model"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
@@ -147,9 +146,9 @@ def config_for(design: str, task: Task, d_model: int = 64, layers: int = 2) -> M
 
     Embeddings start at about unit length at least. At the 0.02 of a model for text, what the first layer writes drowns
     the tokens, and 500 steps leave even the transformer at the guess of 1/pairs in recall (docs/lab-notes.md). A window
-    is half a text, as `designs.solve` has it: one that saw all of it would leave nothing to the other layers.
+    is half a text, as `presets.solve` has it: one that saw all of it would leave nothing to the other layers.
     """
-    config = designs.small(
+    config = presets.small(
         design, vocab_size=task.vocab_size, d_model=d_model, layers=layers, seq_len=2 * task.length
     )
     blocks = tuple(_within(block, max(1, task.length // 2)) for block in config.blocks)
@@ -196,9 +195,9 @@ def solve_task(
         optimizer.zero_grad(set_to_none=True)
         step += 1
         course.watch(model, step)
-    found = accuracy(model, *task.exam(stream(seed, TEST), TEST_TEXTS))
+    right = accuracy(model, *task.exam(stream(seed, TEST), TEST_TEXTS))
     watched, past = accuracy(model, *course.watched[-1]), beyond(model, task, seed)
-    return Solved(found, watched, past, step, time.process_time() - start, tuple(course.curve))
+    return Solved(right, watched, past, step, time.process_time() - start, tuple(course.curve))
 
 
 class Course:
@@ -217,17 +216,17 @@ class Course:
     def watch(self, model: LanguageModel, step: int) -> None:
         """Go on to the next lesson when this one is passed, or its steps are over."""
         last, over = self.at == len(self.lessons) - 1, step >= (self.at + 1) * LESSON * self.steps
-        found = 0.0
+        right = 0.0
         if step % WATCH_EVERY == 0:
-            found = accuracy(model, *self.watched[self.at])
-            self.curve.append((self.lesson.length, found))
-        self.done = last and found >= STOP
-        if not last and (over or found >= PASSED):
+            right = accuracy(model, *self.watched[self.at])
+            self.curve.append((self.lesson.length, right))
+        self.done = last and right >= STOP
+        if not last and (over or right >= PASSED):
             self.at += 1
 
 
 def _share(step: int, steps: int) -> float:
-    """Of the peak learning rate."""
+    """The share of the peak learning rate at a step."""
     warmup = max(1.0, WARMUP * steps)
     fall = FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / warmup) * fall
@@ -255,32 +254,24 @@ def beyond(model: LanguageModel, task: Task, seed: int) -> float | None:
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """Of the design that the run's model has, in float32 on the device it is on, from its seed on. What is done is kept
-    in the run's folder, setting by setting; an artifact is left as it is, and nothing kept."""
-    folder = _run_of(subject.run)
-    kept = None if folder is None else folder / f"recall-{options.profile}.json"
-    design = designs.design_of(subject.model.config)
+    """Recall of the design that the run's model has, in float32 on the device it is on, from its seed on. Each setting
+    that is done is kept in the run's folder; the folder of an artifact is left as it is."""
+    folder = subject.opened.folder
+    kept = None if folder.quant is not None else folder.path / f"recall-{options.profile}.json"
+    design = presets.design_of(subject.model.config)
     return recall(design, options, kept, seed=subject.seed, device=subject.model.device)
-
-
-def _run_of(path: Path) -> Path | None:
-    """The folder of a run that `path`, or the checkpoint `path`, belongs to."""
-    path = path.resolve()
-    return next((folder for folder in (path, path.parent.parent) if (folder / "checkpoints").is_dir()), None)
 
 
 def recall(
     design: str,
     options: Options,
     kept: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
     *,
     seed: int = 0,
     device: torch.device = CPU,
 ) -> dict[str, Any]:
     """Every setting of the profile, by task, over as many seeds as the profile says from `seed` on. `kept`: a file
-    written after each setting; what it holds of the same design, options, seed and device is not measured again. `say`
-    is told a line for each setting."""
+    written after each setting; what it holds of the same design, options, seed and device is not measured again."""
     asked = options.asked
     options = replace(options, seeds=asked.seeds, rates=asked.rates, layers=asked.layers)
     head = {
@@ -300,7 +291,6 @@ def recall(
             done[key] = measure_setting(config, setting, options, seed=seed, device=device)
             if kept is not None:
                 write_json(kept, head | {"done": done})
-        say(_line(setting.task.name, done[key]))
     tasks: dict[str, Any] = {}
     for setting in asked.settings:
         task = setting.task
@@ -311,8 +301,7 @@ def recall(
             "solved": SOLVED,
             "settings": [],
         }
-        found = done[_key(setting)]
-        tasks.setdefault(task.name, about)["settings"].append(found)
+        tasks.setdefault(task.name, about)["settings"].append(done[_key(setting)])
     return head | {"tasks": tasks}
 
 
@@ -350,13 +339,13 @@ def measure_setting(
 
 
 def _state_bytes(config: ModelConfig, task: Task) -> int:
-    """Of what the model remembers of one text, after its last token."""
+    """Bytes of the state after the last token of one text."""
     with torch.inference_mode():
         return build(config).hidden(task.draw(stream(0, TEST), 1)[0])[1].nbytes
 
 
 def _mixers(config: ModelConfig) -> list[str]:
-    """Their kinds, layer by layer: which parts of a design its small model has."""
+    """Kinds of the mixers, layer by layer: the parts of a design that its small model has."""
     return [block.mixer.kind for block in config.blocks if block.mixer is not None]
 
 
@@ -367,13 +356,13 @@ def _key(setting: Setting) -> str:
 def _done(kept: Path | None, head: dict[str, Any]) -> dict[str, Any]:
     if kept is None or not kept.is_file():
         return {}
-    found = json.loads(kept.read_text(encoding="utf-8"))
-    done: dict[str, Any] = found["done"] if {key: found.get(key) for key in head} == head else {}
+    kept_before = json.loads(kept.read_text(encoding="utf-8"))
+    done: dict[str, Any] = kept_before["done"] if {key: kept_before.get(key) for key in head} == head else {}
     return done
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For a person at the terminal."""
+    """The result as lines for the terminal."""
     options, seeds = result["options"], len(result["seeds"])
     layers = ", ".join(f"{count} {kind}" for kind, count in Counter(result["mixers"]).items())
     about = f"recall of {result['design']}, trained from scratch at width {options['d_model']} with {layers},"
@@ -382,11 +371,17 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _line(name: str, setting: dict[str, Any]) -> str:
-    found = setting["accuracy"]
+    accuracies = setting["accuracy"]
     shown = ("length", "pairs", "letters", "facts", "n", "gaps")
     sizes = ", ".join(f"{k} {v}" for k, v in setting["sizes"].items() if k in shown)
-    verdict = "solved" if min(found) >= SOLVED else "not solved" if max(found) < SOLVED else "solved by some"
-    values = " ".join(f"{value:.3f}" for value in found)
+    verdict = (
+        "solved"
+        if min(accuracies) >= SOLVED
+        else "not solved"
+        if max(accuracies) < SOLVED
+        else "solved by some"
+    )
+    values = " ".join(f"{value:.3f}" for value in accuracies)
     past = [f"{value:.3f}" for value in setting["beyond"] if value is not None]
     further = f", past its length {' '.join(past)}" if past else ""
     return f"{name} ({sizes}): {values}{further}, chance {setting['chance']:.3f}, {verdict}"

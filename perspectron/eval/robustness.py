@@ -1,4 +1,4 @@
-"""What becomes of the loss when a state was on disk meanwhile, and when the context is shuffled or corrupted.
+"""Change of the loss when a state was on disk meanwhile, and when the context is shuffled or corrupted.
 
 Every stretch lies within one document: a context and, in its last quarter, a continuation. Only the continuation's
 tokens are targets, they are always the true ones, and they are read as they are: only the context differs.
@@ -123,17 +123,17 @@ def _continued(
     between: Callable[[Subject, LMState], LMState] = lambda _, state: state,
 ) -> Tensor:
     """Nats of the targets of `rest_NT` after the context; `between` is done to the state."""
-    found = []
+    lost = []
     for context_BT, rest_BT in zip(batches(context_NT), batches(rest_NT), strict=True):
         state = begin(subject, len(rest_BT), context_BT.shape[1] + rest_BT.shape[1])
         if context_BT.shape[1]:
             state = read(subject, context_BT, state)
-        found.append(nats(subject, rest_BT, between(subject, state))[0])
-    return torch.cat(found)
+        lost.append(nats(subject, rest_BT, between(subject, state))[0])
+    return torch.cat(lost)
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """For a person."""
+    """The result as lines for the terminal."""
     same = "the same at every token" if result["resumed_equal"] else "NOT the same"
     text = [
         f"loss on {result['tokens']:,} tokens after {result['context']:,} tokens of context",

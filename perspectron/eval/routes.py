@@ -1,36 +1,31 @@
-"""Where tokens go: the expert that each routed layer chose for them, how even the load is, and how far apart the
-choices for consecutive tokens lie (what a stream of experts will gain from).
+"""Routes of tokens: the expert that each routed layer chose for them, how even the load is, and how far apart the
+choices for consecutive tokens lie, from which a stream of experts gains.
 
 Shapes: B batch, T time, N tokens, E experts, A axes of the torus.
 """
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from perspectron.block import Block
-from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
-from perspectron.experts import Choice, RoutedSwiGLU
+from perspectron.experts.router import Choice, Routed
+from perspectron.experts.torus import Lengths, gini, hops, lattice
 from perspectron.model import LanguageModel
-from perspectron.routing import Lengths, gini, hops, lattice
 
 CHUNK = 1024  # tokens read at once
-KINDS = ("code", "prose", "numbers")
-DIGITS, SIGNS = 0.3, 0.05
-_SIGN = re.compile(r"[_=(){}\[\]<>;\\/*+&|#@^~$%]")
 
 
 class Routes(NamedTuple):
-    """Of one routed layer: experts [B,T] and where the queries fell [B,T,A], in [0, 1). A switch has no queries: the
-    centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts that the
-    same router takes for what the routed layer before it read; the first layer's are its own."""
+    """Experts [B,T] that one routed layer chose, and where the queries fell [B,T,A], in [0, 1). A switch has no
+    queries: the centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts
+    that this layer's router takes for the input of the routed layer before it; the first layer's are its own choices.
+    """
 
     layer: int
     router: str
@@ -52,9 +47,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of some tokens in one layer. load: tokens of each expert. reached: share of experts with any. pairs: consecutive
-    tokens of one document, both counted; rates: theirs (None without pairs); chance: what the rates would be if
-    every choice were drawn from the load, whatever the one before."""
+    """Load and hops of some tokens in one layer. load: tokens of each expert. reached: share of experts with any.
+    pairs: number of pairs of consecutive tokens of one document, both counted; rates: their hops (None without pairs);
+    chance: the rates if every choice were drawn from the load, independent of the one before."""
 
     tokens: int
     load: list[int]
@@ -76,7 +71,7 @@ class Summary:
 
 
 def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) -> list[Routes]:
-    """What each routed layer does with these tokens, from an empty state. `reset_BT`: where a document starts.
+    """Routes of these tokens in each routed layer, from an empty state. `reset_BT`: where a document starts.
     ConfigError for a model without routed layers."""
     blocks = cast("list[Block]", model.blocks)
     layers = [(i, ffn) for i, block in enumerate(blocks) if (ffn := _routed(model, block)) is not None]
@@ -86,11 +81,11 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     guess: list[list[Tensor]] = [[] for _ in layers]
 
     def look(place: int, x_BTD: Tensor) -> None:
-        chosen[place].append(layers[place][1].route(x_BTD.flatten(0, 1)))
+        chosen[place].append(layers[place][1].router.route(x_BTD.flatten(0, 1)))
         if place == 0:
             guess[0].append(chosen[0][-1].expert_N)
         if place + 1 < len(layers):
-            guess[place + 1].append(layers[place + 1][1].route(x_BTD.flatten(0, 1)).expert_N)
+            guess[place + 1].append(layers[place + 1][1].router.route(x_BTD.flatten(0, 1)).expert_N)
 
     hooks = [
         blocks[index].ffn_norm.register_forward_hook(lambda _, inputs, out, place=place: look(place, out))
@@ -102,13 +97,15 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
             for start in range(0, T, CHUNK):
                 part = slice(start, start + CHUNK)
                 reset = None if reset_BT is None else reset_BT[:, part]
-                # The way of all models: hooks see nothing of the shorter one that an artifact has for single tokens.
-                _, state, _ = LanguageModel.hidden(model, ids_BT[:, part], state, reset_BT=reset)
+                # LanguageModel's own pass: an artifact's shorter one for single tokens would bypass the hooks.
+                _, state, _ = LanguageModel.hidden(
+                    model, ids_BT[:, part], state, reset_BT=reset, consume_state=True
+                )
     finally:
         for hook in hooks:
             hook.remove()
     shape = (ids_BT.shape[0], -1)
-    found = []
+    routes = []
     for place, (index, module) in enumerate(layers):
         own = chosen[place]
         expert_BT = torch.cat([c.expert_N.view(shape) for c in own], 1).cpu()
@@ -118,17 +115,17 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
             query_BTA = lattice(torus)[expert_BT]
         else:
             query_BTA = torch.cat([c.query_NA.unflatten(0, shape) for c in own], 1).cpu() % 1
-        found.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT))
-    return found
+        routes.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT))
+    return routes
 
 
-def _routed(model: LanguageModel, block: Block) -> RoutedSwiGLU | None:
+def _routed(model: LanguageModel, block: Block) -> Routed | None:
     ffn = model.ffn_of(block)
-    return ffn if isinstance(ffn, RoutedSwiGLU) else None
+    return ffn if isinstance(ffn, Routed) else None
 
 
 def joined(parts: Sequence[list[Routes]], axis: int) -> list[Routes]:
-    """Traces of several texts as one: rows below each other (axis 0) or one after the other (axis 1)."""
+    """Join the traces of several texts: as more rows (axis 0), or one after the other (axis 1)."""
     return [
         layers[0]._replace(
             expert_BT=torch.cat([part.expert_BT for part in layers], axis),
@@ -140,7 +137,8 @@ def joined(parts: Sequence[list[Routes]], axis: int) -> list[Routes]:
 
 
 def measure(routes: Routes, *, reset_BT: Tensor | None = None, counted_BT: Tensor | None = None) -> Measures:
-    """`reset_BT`: True at a document's first token, which follows none. `counted_BT`: False for tokens to leave out."""
+    """Measures of a layer's routes. `reset_BT`: True at the first token of a document, which follows no other.
+    `counted_BT`: False for tokens to leave out."""
     expert_BT, E = routes.expert_BT, math.prod(routes.torus)
     if counted_BT is None:
         counted_BT = torch.ones_like(expert_BT, dtype=torch.bool)
@@ -169,15 +167,15 @@ def _rates(hops_N: Tensor, weight_N: Tensor) -> Rates | None:
 
 
 def summary(measures: Sequence[Measures]) -> Summary:
-    """Of the same tokens in every layer."""
+    """Means over the layers of measures of the same tokens."""
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(measures)
 
-    def rates(found: list[Rates]) -> Rates | None:
-        if len(found) < len(measures):
+    def rates(known: list[Rates]) -> Rates | None:
+        if len(known) < len(measures):
             return None
-        return Rates(*(mean(getattr(rate, field.name) for rate in found) for field in fields(Rates)))
+        return Rates(*(mean(getattr(rate, field.name) for rate in known) for field in fields(Rates)))
 
     return Summary(
         mean(m.gini for m in measures),
@@ -185,44 +183,3 @@ def summary(measures: Sequence[Measures]) -> Summary:
         rates([m.rates for m in measures if m.rates]),
         rates([m.chance for m in measures if m.chance]),
     )
-
-
-# ---------------------------------------------------------------- kinds of text
-
-
-def kind_of(text: str) -> str:
-    """ "numbers" where 30% or more of what is visible are digits; "code" where 5% or more are signs that programs
-    are written with (brackets, =, _, /, # and so on); else "prose"."""
-    visible = sum(not character.isspace() for character in text) or 1
-    if sum(character.isdigit() for character in text) >= DIGITS * visible:
-        return "numbers"
-    return "code" if len(_SIGN.findall(text)) >= SIGNS * visible else "prose"
-
-
-def paragraphs(text: str) -> list[str]:
-    """The text in pieces that end after blank lines."""
-    return re.findall(r"(?s).+?(?:\n[^\S\n]*(?=\n)\s*|\Z)", text)
-
-
-def kinds(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
-    """Of each token of a text, the kind of the paragraph in which it begins."""
-    pieces = paragraphs(text)
-    ends = np.cumsum([len(piece.encode()) for piece in pieces])
-    counts = tokenizer.byte_counts()[np.asarray(ids, dtype=np.int64)]
-    begins = np.cumsum(counts) - counts
-    of_piece = [kind_of(piece) for piece in pieces]
-    return [of_piece[piece] for piece in np.searchsorted(ends, begins, side="right")]
-
-
-def longest_run(wanted_T: Any, reset_T: Any, limit: int) -> tuple[int, int]:
-    """[start, stop) of the longest stretch of one document where all are wanted, cut to `limit` tokens; the first of
-    them."""
-    best, start = (0, 0), 0
-    for t, (wanted, reset) in enumerate(zip(wanted_T, reset_T, strict=True)):
-        if reset or not wanted:
-            start = t if wanted else t + 1
-        if t + 1 - start > best[1] - best[0]:
-            best = (start, t + 1)
-        if best[1] - best[0] >= limit:
-            break
-    return best

@@ -1,30 +1,40 @@
-"""What a suite measures."""
+"""The subject of a suite: an opened model and a text that it has not seen."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.model import LanguageModel
+from perspectron.opening import Opened
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the text it has not seen; `perspectron.train.subject` opens that of a run.
+    """An opened model and the text it has not seen.
 
-    run: its folder. split: held-out text; None for suites that read none. seq_len: tokens of a window, as in training.
-    dtype: autocast to it; None is none. seed: of what a suite draws.
+    split: held-out text; None for suites that read none. seq_len: tokens of a window, as in training. seed: of what a
+    suite draws.
     """
 
-    run: Path
-    model: LanguageModel
-    tokenizer: Tokenizer
+    opened: Opened
     split: Split | None
     seq_len: int
-    dtype: torch.dtype | None = None
     seed: int = 0
+
+    @property
+    def model(self) -> LanguageModel:
+        return self.opened.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened.tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Autocast to it; None is none."""
+        return self.opened.folder.dtype
 
     @property
     def text(self) -> Split:

@@ -7,10 +7,7 @@ A suite is a module with a frozen dataclass `Options`, `measure(subject, options
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
-
-from perspectron.eval.subject import Subject
 
 
 @dataclass(frozen=True)
@@ -25,22 +22,8 @@ class Suite:
     on_device: bool = True
 
     @property
-    def options(self) -> type[Any]:
-        options: type[Any] = self._module.Options
-        return options
-
-    def measure(self, subject: Subject, options: Any = None) -> dict[str, Any]:
-        """The result; None is the default options."""
-        result: dict[str, Any] = self._module.measure(subject, options or self.options())
-        return result
-
-    def lines(self, result: dict[str, Any]) -> list[str]:
-        """For a person; the first goes on after the model's name."""
-        lines: list[str] = self._module.lines(result)
-        return lines
-
-    @property
-    def _module(self) -> ModuleType:
+    def code(self) -> Any:
+        """The module, imported: `Options`, `measure` and `lines`."""
         return import_module(f"perspectron.eval.{self.module}")
 
 
@@ -74,4 +57,4 @@ SUITES = {
 }
 BESIDE_LOSS = tuple(name for name in SUITES if name != "perplexity")
 OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)
-"""Those that tell of a trained model; the others tell of its design."""
+"""Suites that measure a trained model; the others measure its design."""

@@ -31,27 +31,32 @@ POWER = 0.01  # exponent of zoology's law of gaps: the density of a gap g is as 
 @dataclass(frozen=True)
 class Task(ABC):
     """length: T. The sizes are fields, checked when it is made; `theory` says what is known of who can solve it.
-    first: from this place on answers are measured; the beginnings of texts before it are so few that training has
-    seen most of them, with their answers."""
+    follows: answers are measured in the second half alone; the beginnings of texts before it are so few that training
+    has seen most of them, with their answers."""
 
     name: ClassVar[str]
     about: ClassVar[str]
     theory: ClassVar[str]
+    follows: ClassVar[bool] = False
     length: int
 
-    @property
     @abstractmethod
-    def vocab_size(self) -> int:
-        """Ids there are, answers among them."""
+    def counts(self) -> tuple[int, int]:
+        """How many ids there are, answers among them, and how many answers are equally likely without memory."""
 
     @property
-    @abstractmethod
+    def vocab_size(self) -> int:
+        return self.counts()[0]
+
+    @property
     def chance(self) -> float:
         """Accuracy of the best guess without memory."""
+        return 1 / self.counts()[1]
 
     @property
     def first(self) -> int:
-        return 0
+        """The place from which on answers are measured."""
+        return self.length // 2 if self.follows else 0
 
     @abstractmethod
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
@@ -77,8 +82,8 @@ class Task(ABC):
         """An easier task in the same ids: such a part of the length, and of what there is to remember. Two pairs or
         facts are left: of one the value is the answer whatever the key, and who learned that has to unlearn it."""
         least = {"length": 1, "distance": 2, "pairs": 2, "letters": 1, "facts": 2, "reach": 2}
-        given = {name: size for name in least if (size := getattr(self, name, None))}
-        sizes = {name: max(min(least[name], size), size // times) for name, size in given.items()}
+        there = {name: size for name in least if (size := getattr(self, name, None))}
+        sizes = {name: max(min(least[name], size), size // times) for name, size in there.items()}
         room = 3 * max(sizes.get("pairs", 0), sizes.get("facts", 0))
         return replace(self, **sizes | {"length": max(sizes["length"], room)})
 
@@ -118,13 +123,8 @@ class MQAR(Task):
         require(self.values >= self.pairs, "values", self.values, f"≥ pairs = {self.pairs}")
         require(self.length >= 3 * self.pairs, "length", self.length, f"≥ 3 · pairs = {3 * self.pairs}")
 
-    @property
-    def vocab_size(self) -> int:
-        return 1 + self.keys + self.values
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.values
+    def counts(self) -> tuple[int, int]:
+        return 1 + self.keys + self.values, self.values
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         P, room = self.pairs, self.length - 2 * self.pairs
@@ -164,13 +164,8 @@ class SelectiveCopy(Task):
         require(self.kinds >= 2, "kinds", self.kinds, "≥ 2")
         require(self.length >= 2 * self.letters, "length", self.length, f"≥ 2 · letters = {2 * self.letters}")
 
-    @property
-    def vocab_size(self) -> int:
-        return 2 + self.kinds
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.kinds
+    def counts(self) -> tuple[int, int]:
+        return 2 + self.kinds, self.kinds
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         N, room = self.letters, self.length - self.letters
@@ -206,13 +201,8 @@ class Induction(Task):
         )
         require(self.kinds >= self.length // 2, "kinds", self.kinds, f"≥ length / 2 = {self.length // 2}")
 
-    @property
-    def vocab_size(self) -> int:
-        return self.kinds
-
-    @property
-    def chance(self) -> float:
-        return 1 / (self.kinds - 1)
+    def counts(self) -> tuple[int, int]:
+        return self.kinds, self.kinds - 1
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         half = self.length // 2
@@ -258,13 +248,8 @@ class Needle(Task):
         fits = self.distance is None or 2 <= self.distance < self.length
         require(fits, "distance", self.distance, f"in [2, length - 1 = {self.length - 1}]")
 
-    @property
-    def vocab_size(self) -> int:
-        return self.keys + self.values + self.words
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.values
+    def counts(self) -> tuple[int, int]:
+        return self.keys + self.values + self.words, self.values
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         F, last = self.facts, self.length - 1

@@ -7,7 +7,10 @@ their times do not.
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -54,7 +57,7 @@ def ratios(
 def take_turns(
     contenders: Mapping[Key, Callable[[], float]], rounds: int, warmup: int = 1, *, seconds: float = 0.0
 ) -> dict[Key, list[float]]:
-    """What each contender answers when it is called, once a round, after `warmup` rounds that are not told. They take
+    """Answers of each contender, which is called once a round, after `warmup` rounds that are not told. They take
     turns, in reverse order every other round. Quick ones go on for `seconds`, up to `MOST` times as many rounds."""
     names = list(contenders)
     answers: dict[Key, list[float]] = {name: [] for name in names}
@@ -95,3 +98,34 @@ def synchronise(device: torch.device) -> None:
     """Wait until what was asked of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Peak:
+    """`with Peak() as peak: …`; then `peak.bytes` is how far resident memory rose above where it stood at the
+    beginning (None where there is no /proc).
+
+    The kernel's high-water mark is set back first. getrusage's ru_maxrss cannot be: it holds the peak of
+    importing torch and, in a subprocess, that of the process which started it.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before: int | None = None
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            self.bytes = max(0, _status("VmHWM") - self._before)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")

@@ -31,6 +31,7 @@ class Permutations(Task):
 
     name = "permutations"
     about = "composing permutations: where does everything stand by now?"
+    follows = True
     theory = (
         "S5 is complete for NC1 (Barrington 1989): no transformer and no diagonal recurrence of fixed depth composes "
         "words of every length in fixed precision; S3 is solvable, but needs gates that can change sign or depth; a "
@@ -42,17 +43,8 @@ class Permutations(Task):
         require(2 <= self.n <= 5, "n", self.n, "in [2, 5]")
         require(self.length >= 2, "length", self.length, "≥ 2")
 
-    @property
-    def vocab_size(self) -> int:
-        return math.factorial(self.n)
-
-    @property
-    def chance(self) -> float:
-        return 1 / math.factorial(self.n)
-
-    @property
-    def first(self) -> int:
-        return self.length // 2
+    def counts(self) -> tuple[int, int]:
+        return math.factorial(self.n), math.factorial(self.n)
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         after = products(self.n)
@@ -76,6 +68,7 @@ class Parity(Task):
 
     name = "parity"
     about = "are the ones so far odd?"
+    follows = True
     theory = (
         "one bit of state, for a recurrence that can flip it: gates in (0, 1) cannot (Grazzi et al. 2024, arXiv "
         "2411.12537), nor does attention generalise past the lengths it saw (Hahn 2020, arXiv 1906.06755)"
@@ -84,17 +77,8 @@ class Parity(Task):
     def __post_init__(self) -> None:
         require(self.length >= 2, "length", self.length, "≥ 2")
 
-    @property
-    def vocab_size(self) -> int:
-        return 2
-
-    @property
-    def chance(self) -> float:
-        return 1 / 2
-
-    @property
-    def first(self) -> int:
-        return self.length // 2
+    def counts(self) -> tuple[int, int]:
+        return 2, 2
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         ids_BT = rng.integers(2, size=(batch_size, self.length))
@@ -116,6 +100,7 @@ class Brackets(Task):
 
     name = "brackets"
     about = "which bracket is to be closed next?"
+    follows = True
     theory = (
         "a stack of depth · log2 kinds bits; attention of two layers does it up to a depth (Yao et al. 2021, arXiv "
         "2105.11115), and so does a recurrence whose state holds the stack"
@@ -130,17 +115,8 @@ class Brackets(Task):
         require(self.length >= 4, "length", self.length, "≥ 4")
         require(2 <= self.reach < self.length, "reach", self.reach, f"in [2, length - 1 = {self.length - 1}]")
 
-    @property
-    def vocab_size(self) -> int:
-        return 2 * self.kinds
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.kinds
-
-    @property
-    def first(self) -> int:
-        return self.length // 2
+    def counts(self) -> tuple[int, int]:
+        return 2 * self.kinds, self.kinds
 
     def arrays(self, rng: np.random.Generator, batch_size: int) -> tuple[Ids, Ids]:
         """Kinds are evenly drawn; it opens or closes by a coin, and as it must at depth 0 and at the greatest."""

@@ -1,10 +1,8 @@
-"""What training a design costs: tokens a second, in turns with other designs, and memory at its peak.
+"""Cost of training a design: tokens a second, in turns with other designs, and memory at its peak.
 
 A step is forward, loss with every term, backward and AdamW, on random tokens. Shapes: B batch, T time.
 
-As a program (`python -m perspectron.eval.training`) it reads a JSON list of settings and writes, for each, a line of
-what `_alone` found in a process of its own. They are forked from one that has imported everything, which takes
-longer than a step.
+As a program (`python -m perspectron.eval.training`) it reads one setting as JSON and writes what `_alone` found.
 """
 
 import ctypes
@@ -22,12 +20,11 @@ from typing import Any, Literal
 import torch
 
 from perspectron.config import ModelConfig, dump, load, require
-from perspectron.device import pick_device, return_memory
 from perspectron.eval.contexts import FREE_SHARE, free
-from perspectron.eval.memory import Peak
-from perspectron.eval.timing import take_turns, timed
+from perspectron.eval.timing import Peak, take_turns, timed
+from perspectron.machine import pick_device, return_memory
 from perspectron.model import build
-from perspectron.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, adamw
 
 Dtype = Literal["float32", "bfloat16"]
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
@@ -36,7 +33,7 @@ PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is of: so many windows of so many tokens, on which device."""
+    """Windows and tokens of a training step, and its device."""
 
     batch_size: int = 8
     seq_len: int = 256
@@ -79,15 +76,15 @@ def stepper(config: ModelConfig, setting: Setting) -> Callable[[Dtype], None]:
 def seconds_per_step(
     configs: Mapping[str, ModelConfig], setting: Setting, dtypes: Sequence[Dtype], rounds: int
 ) -> dict[str, dict[Dtype, list[float]]]:
-    """By design and dtype, once a round: all take turns."""
+    """Seconds of a step by design and dtype, once a round; all take turns."""
     device = pick_device(setting.device)
     turns: dict[tuple[str, Dtype], Callable[[], float]] = {}
     for name, config in configs.items():
         step = stepper(config, setting)
         for dtype in dtypes:
             turns[name, dtype] = timed(partial(step, dtype), device)
-    found = take_turns(turns, rounds)
-    return {name: {dtype: found[name, dtype] for dtype in dtypes} for name in configs}
+    seconds = take_turns(turns, rounds)
+    return {name: {dtype: seconds[name, dtype] for dtype in dtypes} for name in configs}
 
 
 # Memory
@@ -97,21 +94,18 @@ def peaks(configs: Mapping[str, ModelConfig], setting: Setting, dtype: Dtype) ->
     """Bytes by which memory rises in the first step, weights, gradients and optimizer included, or why there is no
     answer. Each in a process of its own."""
     beside = asdict(setting) | {"dtype": dtype, "threads": torch.get_num_threads()}
-    specs = [{"config": dump(config)} | beside for config in configs.values()]
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "perspectron.eval.training"],
-        input=json.dumps(specs),
-        capture_output=True,
-        text=True,
-        # a library that starts threads when it is imported cannot be forked from
-        env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-    )
-    answers: list[int | str] = [json.loads(line) for line in done.stdout.splitlines()]
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    answers += [f"exit code {done.returncode}: {last[0]}"] * (len(configs) - len(answers))
-    return dict(zip(configs, answers, strict=True))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    answers: dict[str, int | str] = {}
+    for name, config in configs.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "perspectron.eval.training"], input=json.dumps({"config": dump(config)} | beside),
+            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        answers[name] = (
+            f"exit code {done.returncode}: {last[0]}" if done.returncode else json.loads(done.stdout)
+        )
+    return answers
 
 
 def _alone(spec: dict[str, Any]) -> int | str:
@@ -142,23 +136,9 @@ def _alone(spec: dict[str, Any]) -> int | str:
     return "this system does not tell" if peak.bytes is None else peak.bytes
 
 
-def _fork(spec: dict[str, Any]) -> None:
-    """One line on standard output, from a process of its own or, where that died, from this one."""
-    sys.stdout.flush()
-    if child := os.fork():
-        _, status = os.waitpid(child, 0)
-        if status:
-            print(json.dumps(f"died of {os.waitstatus_to_exitcode(status)}"), flush=True)
-        return
+if __name__ == "__main__":
     try:
-        answer: object = _alone(spec)
+        answer: object = _alone(json.load(sys.stdin))
     except Exception as error:
         answer = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    print(json.dumps(answer), flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    gc.freeze()  # what is imported is looked through once, not in each process
-    for given in json.load(sys.stdin):
-        _fork(given)
+    print(json.dumps(answer))

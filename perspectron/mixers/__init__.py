@@ -1,4 +1,4 @@
-"""Sequence mixers. To add one: write its file (config, state, module) and add its line to MIXERS."""
+"""Sequence mixers: docs/add-a-mixer.md adds one, step by step."""
 
 from typing import Any, NamedTuple
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import attention, gru
 from perspectron.state import register
 from perspectron.terms import Term
@@ -20,7 +21,9 @@ from perspectron.terms import Term
 
 @dataclass(frozen=True)
 class ADRConfig(MixerConfig):
-    """heads: H, must divide the model width. gamma: how much of a memory stays with each token; at 0 memories are the
+    """The options of attention with differentiable recurrence.
+
+    heads: H, must divide the model width. gamma: how much of a memory stays with each token; at 0 memories are the
     GRU's own, h = ĥ. emit: attend to the memories h ("state", law 3) or to what the GRU gives before decay ("raw").
     share_heads: one GRU for all heads' keys and one for their values; each head has its own memory all the same.
     cold_start: divide the memories that are attended to by 1 − γᵗ, their largest size after t tokens. couple: add the
@@ -39,12 +42,12 @@ class ADRConfig(MixerConfig):
 
     @property
     def remembered(self) -> slice:
-        """Of (keys, values)."""
+        """Which of (keys, values) have memories."""
         return {"both": slice(0, 2), "keys": slice(0, 1), "values": slice(1, 2)}[self.remember]
 
     @property
     def streams(self) -> int:
-        """Of memories."""
+        """How many of keys and values have memories."""
         return 2 if self.remember == "both" else 1
 
     def __post_init__(self) -> None:
@@ -61,7 +64,9 @@ class ADRConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class ADRState:
-    """memory: of keys and of values [B,2,H,K] (of one of them [B,1,H,K]), float32 or float64. cache: what attention
+    """What ADR keeps.
+
+    memory: of keys and of values [B,2,H,K] (of one of them [B,1,H,K]), float32 or float64. cache: what attention
     reads, all tokens."""
 
     memory_B2HK: Tensor
@@ -69,7 +74,9 @@ class ADRState:
 
 
 class Remembered(NamedTuple):
-    """plain: queries, keys and values, before any memory. memory: those remembered. seen: keys and values that
+    """What attention reads, and the memories behind it.
+
+    plain: queries, keys and values, before any memory. memory: those remembered. seen: keys and values that
     attention reads. last: the memories after the last token."""
 
     plain_BT3HK: Tensor
@@ -92,7 +99,7 @@ class ADR(nn.Module):
         self.input_bias, self.recurrent_bias = (nn.Parameter(torch.empty(G * 3 * K)) for _ in range(2))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """The GRUs as torch.nn.GRUCell's: uniform within ±1/√K."""
+        """Draw the GRUs as torch.nn.GRUCell does: uniform within ±1/√K."""
         bound = self.input_GKF.shape[1] ** -0.5
         for parameter in (self.input_GKF, self.recurrent_GKF, self.input_bias, self.recurrent_bias):
             parameter.uniform_(-bound, bound, generator=generator)
@@ -111,16 +118,27 @@ class ADR(nn.Module):
         memory_B2HK = torch.zeros(batch_size, self.config.streams, H, K, device=device, dtype=full)
         return ADRState(memory_B2HK, cache.empty(batch_size, H, K, K, device, dtype, capacity))
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: ADRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: ADRState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
-        qkv, memory, seen, after_B2HK = self.remember(x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT)
+        qkv, memory, seen, after_B2HK = self.remember(
+            x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+        )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
-        o, after = cache.attend(q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT)
+        o, after = cache.attend(
+            q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+        )
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:
             y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)
@@ -134,12 +152,15 @@ class ADR(nn.Module):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> Remembered:
         """What attention reads of tokens that come after `state`, at these places."""
         kv_seen = self.config.remembered
         qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, self.config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]
-        memory, seen, after_B2HK = self._scan(kv[:, :, kv_seen], state.memory_B2HK, reset_BT, pad_BT)
+        memory, seen, after_B2HK = self._scan(
+            kv[:, :, kv_seen], state.memory_B2HK, reset_BT, pad_BT, consume_state
+        )
         if self.config.cold_start:
             t_BT = (at.position_BT + 1).to(seen.dtype)
             seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
@@ -149,9 +170,15 @@ class ADR(nn.Module):
         return Remembered(qkv_BT3HK, memory, seen, after_B2HK)
 
     def _scan(
-        self, kv_BT2HK: Tensor, memory_B2HK: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None
+        self,
+        kv_BT2HK: Tensor,
+        memory_B2HK: Tensor,
+        reset_BT: Tensor | None,
+        pad_BT: Tensor | None,
+        consume_state: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(memories, what is attended to [B,T,2,H,K], the last memories [B,2,H,K]); 1 for 2 where one is remembered."""
+        """Run the GRUs: (memories and what is attended to [B,T,2,H,K], the last memories [B,2,H,K]); 1 for 2 where only
+        keys or values are remembered."""
         raw = self.config.emit == "raw"
         B, T, kinds, H, K = kv_BT2HK.shape
         G = len(self.input_GKF)
@@ -164,6 +191,7 @@ class ADR(nn.Module):
             pad_BT=pad_BT,
             raw=raw,
             backend="newton" if self.config.solver == "newton" else "auto",
+            consume_state=consume_state,
         )
         seen = memories if raws is None else raws
         return memories.view(kv_BT2HK.shape), seen.view(kv_BT2HK.shape), last.view(B, kinds, H, K)

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import attention
 from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
 class AttentionConfig(MixerConfig):
-    """heads: H, must divide the model width (into even head widths where there are rotary positions).
+    """The options of full attention.
+
+    heads: H, must divide the model width (into even head widths where there are rotary positions).
     rope_base: of the rotary frequencies; None is no rotation. bias: of the projections."""
 
     kind = "attention"
@@ -54,8 +57,15 @@ class Attention(nn.Module):
         width = self.o_proj.in_features // H
         return cache.empty(batch_size, H, width, width, device, dtype, capacity)
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: Cache, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: Cache,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
         if pad_BT is not None:
@@ -64,5 +74,7 @@ class Attention(nn.Module):
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
             q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, state = cache.attend(q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT)
+        o, state = cache.attend(
+            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+        )
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}

@@ -3,6 +3,7 @@
 Shapes: B batch, T time, H heads, S cache slots, K query and key width, V value width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops import attention
-from perspectron.state import register
+from perspectron.state import Ragged, cat, register
 
 
 @register
 @dataclass(frozen=True)
-class Cache:
+class Cache(Ragged):
     """Keys [B,H,S,K] and values [B,H,S,V], S at least the tokens read; length: tokens of the document so far
-    [B]; used: no row has filled more slots than this."""
+    [B]; used: no row fills more slots than this. Steps count it up without asking the device; a document that
+    starts, padding in a chunk and `select` bring it down to the longest row."""
 
     k_BHSK: Tensor
     v_BHSV: Tensor
@@ -25,7 +27,29 @@ class Cache:
     used: int
 
     def ring(self) -> tuple[Tensor, Tensor]:
+        """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
+
+    def select(self, rows_N: Tensor) -> "Cache":
+        """These rows, in as many slots as the longest of them fills."""
+        rows_N = rows_N.to(self.length_B.device)
+        length_B = self.length_B[rows_N]
+        used = self.used if length_B.is_meta else max(length_B.tolist(), default=0)
+        k, v = (ring[:, :, :used].index_select(0, rows_N) for ring in (self.k_BHSK, self.v_BHSV))
+        return Cache(k, v, length_B, used)
+
+    @classmethod
+    def stack(cls, parts: Sequence["Cache"]) -> "Cache":
+        """The rows of all, with the capacity of the largest."""
+        S = max(part.k_BHSK.shape[2] for part in parts)
+        k = cat([_with_slots(part.k_BHSK, S) for part in parts])
+        v = cat([_with_slots(part.v_BHSV, S) for part in parts])
+        return Cache(k, v, cat([part.length_B for part in parts]), max(part.used for part in parts))
+
+
+def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
+    """The ring with S slots; those at its end are empty."""
+    return F.pad(ring_BHSK, (0, 0, 0, S - ring_BHSK.shape[2]))
 
 
 def empty(
@@ -57,13 +81,17 @@ def attend(
     reset_BT: Tensor | None,
     pad_BT: Tensor | None,
     scale: float | None = None,
+    consume_state: bool = False,
 ) -> tuple[Tensor, Cache]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it).
 
     `at`: `attention.places(cache.length_B, T, reset_BT, pad_BT)`. The cache doubles when it is full.
+    consume_state: one token is written into the cache handed in.
     """
     fresh = cache.used == 0 and reset_BT is None and pad_BT is None
-    after = _remember(k, v, cache, at, fresh, reset_BT is not None)
+    # One token with padding is not worth asking the device for; a chunk is.
+    counted = reset_BT is not None or (pad_BT is not None and q.shape[2] > 1)
+    after = _remember(k, v, cache, at, fresh, counted, consume_state)
     if fresh:
         return attention.attend(q, k, v, causal=True, scale=scale), after
     if q.shape[2] == 1:
@@ -71,17 +99,21 @@ def attend(
     return attention.cached(q, k, v, cache.ring(), cache.length_B, at, scale=scale), after
 
 
-def _remember(k: Tensor, v: Tensor, cache: Cache, at: attention.Places, fresh: bool, reset: bool) -> Cache:
+def _remember(
+    k: Tensor, v: Tensor, cache: Cache, at: attention.Places, fresh: bool, counted: bool, consume_state: bool
+) -> Cache:
     S = cache.k_BHSK.shape[2]
-    used = max(1, int(at.length_B.max())) if reset else cache.used + k.shape[2]
+    used = max(1, int(at.length_B.max())) if counted else cache.used + k.shape[2]
     if fresh and used >= S:
         k, v = (_own(new.to(cache.k_BHSK.dtype)) for new in (k, v))
         return Cache(k, v, at.length_B, used)
     ring = (cache.k_BHSK, cache.v_BHSV)
     if used > S:
-        grow = (0, 0, 0, max(used, 2 * S) - S)
-        ring = (F.pad(ring[0], grow), F.pad(ring[1], grow))
-    k, v = (attention.write(old, new, cache.length_B, at) for old, new in zip(ring, (k, v), strict=True))
+        ring = (_with_slots(ring[0], max(used, 2 * S)), _with_slots(ring[1], max(used, 2 * S)))
+    k, v = (
+        attention.write(old, new, cache.length_B, at, consume_state=consume_state)
+        for old, new in zip(ring, (k, v), strict=True)
+    )
     return Cache(k, v, at.length_B, used)
 
 

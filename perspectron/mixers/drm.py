@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers.drm_terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.ops import drm
-from perspectron.ops.drm_law import Law, State, Weights, width
+from perspectron.ops.attention import places
+from perspectron.ops.drm_law import Law, State, Weights, refreshes, width
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -24,13 +25,15 @@ RISK_START = (0.1, 1.5)  # α, β
 
 @dataclass(frozen=True)
 class Risk:
-    """ρ = min(Σ |α_i| q_i^|β_i|, mass_max) of two learned q(z) in (0, 1), with |α| and |β| inside their bounds; it
-    adds to the energy of moving."""
+    """The risk of a state, ρ = min(Σ |α_i| q_i^|β_i|, mass_max) of two learned q(z) in (0, 1), with |α| and |β|
+    inside their bounds; it adds to the energy of moving. cached: ρ is that of the state at the last refresh of the
+    geometry, until the next one (`geometry_interval`); else each token's own."""
 
     alpha_max: float = 10.0
     exponent_min: float = 0.25
     exponent_max: float = 4.0
     mass_max: float = 10.0
+    cached: bool = False
 
     def __post_init__(self) -> None:
         require(self.alpha_max > 0, "alpha_max", self.alpha_max, "> 0")
@@ -42,7 +45,9 @@ class Risk:
 
 @dataclass(frozen=True)
 class DRMConfig(MixerConfig):
-    """directions: N; 0 leaves the axes, all open: v = tanh(MLP[z; e]) before the metric bends it. rank: R of the
+    """The options of the directional relational manifold.
+
+    directions: N; 0 leaves the axes, all open: v = tanh(MLP[z; e]) before the metric bends it. rank: R of the
     metric, 0 is diagonal. hidden: H. d_token: E, the model width when None."""
 
     kind = "drm"
@@ -58,7 +63,9 @@ class DRMConfig(MixerConfig):
     """Directions are unit vectors."""
     dt: float = 0.08
     radius: float = 8.0
-    """Of the ball that the state cannot leave."""
+    """R, of the ball that the state cannot leave."""
+    clip: bool = True
+    """The state is pulled into the ball; else nothing bounds it."""
     squash: bool = True
     """R tanh(z/R) after the pull into the ball."""
     gate_bias: float = -1.0
@@ -109,6 +116,7 @@ class DRMConfig(MixerConfig):
         require(
             self.metric_basis == 0 or self.rank > 0, "metric_basis", self.metric_basis, "0 where rank = 0"
         )
+        require(self.clip or not self.squash, "squash", True, "false where clip = false")
         require(0 <= self.strength <= 1, "strength", self.strength, "in [0, 1]")
         require(self.damping >= 0, "damping", self.damping, "≥ 0")
 
@@ -116,12 +124,14 @@ class DRMConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class DRMState:
-    """z [B,D], and the geometry in force (width 0 where every token refreshes it), float32 or float64; length: tokens
-    of the document read so far [B], int64."""
+    """The state of DRM: z [B,D], and the geometry in force (width 0 where every token refreshes it), float32 or
+    float64; length: tokens of the document read so far [B], int64; refreshed: z when the geometry was refreshed
+    [B,D], where risk is cached."""
 
     z_BD: Tensor
     geometry_BF: Tensor
     length_B: Tensor
+    refreshed_BD: Tensor | None = None
 
 
 class DRM(nn.Module):
@@ -152,7 +162,8 @@ class DRM(nn.Module):
         self.register_buffer("strength", torch.full([1], config.strength, dtype=torch.float64))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """As published: linear layers and their biases uniform in ±1/√fan_in, z0 near 0, bases of about unit rows."""
+        """Draw the weights as published: linear layers and their biases uniform in ±1/√fan_in, z0 near 0, bases of
+        about unit rows."""
         D, E, H = len(self.z0), self.token.in_features, self.config.hidden
         layers = [module for module in self.children() if isinstance(module, nn.Linear)]
         fans = [(layer.weight, layer.in_features) for layer in layers]
@@ -171,7 +182,8 @@ class DRM(nn.Module):
         self.strength.fill_(self.config.strength)
 
     def set_step(self, step: int) -> None:
-        """Naturalisation warms up over the first updates; a model never trained has it in full."""
+        """Set how far the velocity is bent, which warms up over the first updates; a model never trained has it in
+        full."""
         warmup = self.config.strength_warmup
         self.strength.fill_(self.config.strength * (min(step / warmup, 1.0) if warmup else 1.0))
 
@@ -185,12 +197,20 @@ class DRM(nn.Module):
         lines = width(len(self.z0), self.law()) if self.config.geometry_interval > 1 else 0
         z_BD = self.z0.to(device, dtype).expand(batch_size, -1).clone(memory_format=torch.contiguous_format)
         length_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return DRMState(z_BD, torch.ones(batch_size, lines, dtype=dtype, device=device), length_B)
+        geometry_BF = torch.ones(batch_size, lines, dtype=dtype, device=device)
+        return DRMState(z_BD, geometry_BF, length_B, z_BD.clone() if self._caches else None)
 
     def forward(
-        self, x_BTE: Tensor, state: DRMState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTE: Tensor,
+        state: DRMState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, DRMState, dict[str, Term]]:
-        """Terms are left out in inference mode."""
+        """The states after each token. Terms are left out in inference mode. The state handed in is never written
+        into."""
         bptt = self.config.bptt if self.training and torch.is_grad_enabled() else 0
         before = State(state.z_BD, state.geometry_BF, state.length_B)
         z_BTD, after, trace = drm.scan(
@@ -203,18 +223,40 @@ class DRM(nn.Module):
             bptt=bptt,
             backend=self.backend,
         )
+        latest_BTD = None
+        if state.refreshed_BD is not None:
+            met_BTD = self._met(state.z_BD, z_BTD, reset_BT) if trace is None else trace.before_BTS
+            at = places(state.length_B, x_BTE.shape[1], reset_BT, pad_BT)
+            due_BT = refreshes(at, self.config.geometry_interval, bptt)
+            latest_BTD = _latest(state.refreshed_BD, met_BTD, due_BT)
         device, dtype, aux = x_BTE.device.type, x_BTE.dtype, dict[str, Term]()
         if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         if trace is not None:
             with torch.autocast(device, enabled=False):
                 tokens = Tokens(z_BTD, reset_BT, pad_BT)
-                aux = terms(z_BTD, trace, self.risk_of(trace.before_BTS), self.config.losses, tokens)
-        return z_BTD.to(dtype), DRMState(*after), aux
+                risk_BT = self.risk_of(trace.before_BTS if latest_BTD is None else latest_BTD)
+                aux = terms(z_BTD, trace, risk_BT, self.config.losses, tokens)
+        refreshed_BD = None if latest_BTD is None else latest_BTD[:, -1].clone()
+        return z_BTD.to(dtype), DRMState(*after, refreshed_BD), aux
+
+    @property
+    def _caches(self) -> bool:
+        """Whether the risk stands from one refresh of the geometry to the next."""
+        return self.config.risk is not None and self.config.risk.cached and self.config.geometry_interval > 1
+
+    def _met(self, z_BD: Tensor, z_BTD: Tensor, reset_BT: Tensor | None) -> Tensor:
+        """The state that each token met, of which inference keeps no trace."""
+        met_BTD = torch.cat([z_BD[:, None], z_BTD[:, :-1]], 1)
+        return (
+            met_BTD
+            if reset_BT is None
+            else torch.where(reset_BT[:, :, None], self.z0.to(met_BTD.dtype), met_BTD)
+        )
 
     def idle_parameters(self) -> int:
-        """Those that nothing depends on: the trunk of directions where there are none; trunk and heads of the metric
-        where it neither bends the velocity nor has a part in the loss."""
+        """Count the parameters that nothing depends on: the trunk of directions where there are none; trunk and heads
+        of the metric where it neither bends the velocity nor has a part in the loss."""
         config, (_, H, _) = self.config, self.trunk_w.shape
         trunk = H * (self.read.in_features + 1) + H * (H + 1)
         idle = 0 if config.directions else trunk
@@ -224,7 +266,7 @@ class DRM(nn.Module):
         return idle
 
     def weights(self) -> Weights:
-        """As the op takes them."""
+        """The weights as the op takes them."""
         no_directions = self.flow.weight.new_empty(0, self.config.hidden), self.flow.weight.new_empty(0)
         heads = self.direction
         return Weights(
@@ -252,6 +294,7 @@ class DRM(nn.Module):
             dt=config.dt,
             radius=config.radius,
             squash=config.squash,
+            clip=config.clip,
             strength=config.strength if self.strength.is_meta else float(self.strength),
             damping=config.damping,
             floor=config.metric_floor,
@@ -264,7 +307,7 @@ class DRM(nn.Module):
         )
 
     def risk_of(self, z_BTD: Tensor) -> Tensor | None:
-        """ρ [B,T]; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""
+        """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""
         if (bounds := self.config.risk) is None:
             return None
         w = [p.to(z_BTD.dtype) for layer in (self.risk_in, self.risk_out) for p in (layer.weight, layer.bias)]
@@ -272,3 +315,10 @@ class DRM(nn.Module):
         alpha_2 = self.risk_alpha.to(z_BTD.dtype).abs().clamp(max=bounds.alpha_max)
         beta_2 = self.risk_beta.to(z_BTD.dtype).abs().clamp(bounds.exponent_min, bounds.exponent_max)
         return (alpha_2 * (beta_2 * log_q_BT2).exp()).sum(-1).clamp(max=bounds.mass_max)
+
+
+def _latest(first_BD: Tensor, met_BTD: Tensor, due_BT: Tensor) -> Tensor:
+    """The state [B,T,D] met at the latest token that was due, each token itself counted; before any, `first`."""
+    time_T = torch.arange(1, due_BT.shape[1] + 1, device=due_BT.device)
+    at_BT1 = torch.where(due_BT, time_T, 0).cummax(1).values[:, :, None]
+    return torch.cat([first_BD[:, None], met_BTD], 1).gather(1, at_BT1.expand_as(met_BTD))

@@ -69,11 +69,11 @@ class Tokens:
         self.reset_BT = none_BT if reset_BT is None else reset_BT
 
     def mean(self, x_BT: Tensor) -> Tensor:
-        """0 where there are no tokens."""
+        """Mean over the real tokens; 0 where there are none."""
         return torch.where(self.real_BT, x_BT, 0).sum() / self.real_BT.sum().clamp_min(1)
 
     def variance_over_time(self, x_BTS: Tensor) -> Tensor:
-        """In each row, then the mean over all rows that hold tokens."""
+        """Variance over time in each row, then the mean over all rows that hold tokens."""
         real_BT1, count_B11 = self.real_BT[:, :, None], self.real_BT.sum(1)[:, None, None].clamp_min(1)
         mean_B1S = torch.where(real_BT1, x_BTS, 0).sum(1, keepdim=True) / count_B11
         square_BTS = torch.where(real_BT1, x_BTS - mean_B1S, 0).square()
@@ -108,7 +108,7 @@ def terms(
         square_BT = square_BT + U_BTRS.square().mean((-2, -1))
     u_norm = tokens.mean(u_norm_BT)
     floor_BT = (losses.u_floor - u_norm_BT).relu().square() * (U_BTRS.shape[2] > 0)
-    found = _of_gates(trace.a_BTN, losses, tokens) | {
+    named = _of_gates(trace.a_BTN, losses, tokens) | {
         "action": Term(tokens.mean(energy_BTS.sum(-1) + stretch_BT), losses.action),
         "metric_reg": Term(tokens.mean(square_BT), losses.metric_reg),
         "metric_diversity": Term(-tokens.variance_over_time(d_BTS), losses.metric_diversity),
@@ -120,12 +120,12 @@ def terms(
         "metric_u_norm": Term(u_norm),
     }
     if risk_BT is not None:
-        found["blindspot"] = Term(tokens.mean(risk_BT), losses.blindspot)
-    return found
+        named["blindspot"] = Term(tokens.mean(risk_BT), losses.blindspot)
+    return named
 
 
 def _of_gates(a_BTN: Tensor, losses: Losses, tokens: Tokens) -> dict[str, Term]:
-    """None where there are no gates."""
+    """The terms of the gates; none where there are no gates."""
     if a_BTN.shape[-1] == 0:
         return {}
     active_BT = a_BTN.sum(-1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import gla
 from perspectron.state import register
 from perspectron.terms import Term
@@ -18,7 +19,9 @@ from perspectron.terms import Term
 
 @dataclass(frozen=True)
 class GLAConfig(MixerConfig):
-    """heads: H, must divide half the model width. gate_rank: of the map from the input to the gates.
+    """The options of gated linear attention.
+
+    heads: H, must divide half the model width. gate_rank: of the map from the input to the gates.
     gate_temperature: the gate is the sigmoid's root of this order, so that memory starts out long."""
 
     kind = "gla"
@@ -35,7 +38,7 @@ class GLAConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class GLAState:
-    """memory: S [B,H,K,V], float32 or float64."""
+    """The state of GLA. memory: S [B,H,K,V], float32 or float64."""
 
     memory_BHKV: Tensor
 
@@ -66,8 +69,15 @@ class GLA(nn.Module):
         dtype = torch.promote_types(dtype, torch.float32)
         return GLAState(torch.zeros(batch_size, H, D // (2 * H), D // H, device=device, dtype=dtype))
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: GLAState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: GLAState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)  # so k and v are 0: padding writes nothing
@@ -81,7 +91,9 @@ class GLA(nn.Module):
             gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
         inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD), gate_BTK)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
-        o_BHTV, memory_BHKV = gla.scan(q, k, v, gate, state.memory_BHKV)
+        o_BHTV, memory_BHKV = gla.scan(
+            q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
+        )
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
         y_BTD = self.o_proj(o_BTD * F.silu(self.g_proj(x_BTD)))
         return y_BTD, GLAState(memory_BHKV), {}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import attention, lens
 from perspectron.terms import Term
 
@@ -20,7 +21,9 @@ QUERY_NOISE = 0.02
 
 @dataclass(frozen=True)
 class LensConfig(MixerConfig):
-    """heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
+    """The options of lens-gated attention.
+
+    heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
     gates: learn how they mix, per head; else the mixture stays at its start. disc_scale: scale discoverability by
     K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads, a control to compare with."""
 
@@ -59,7 +62,7 @@ class Lens(nn.Module):
             self.gate_proj = nn.Linear(d_model, d_model)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """u small; the gates at 0.80 : 0.15 : 0.05 of the lenses there are."""
+        """Set u small and the gates to 0.80 : 0.15 : 0.05 of the lenses there are."""
         if self.config.discoverability:
             self.u_HK.normal_(0, QUERY_NOISE, generator=generator)
         if hasattr(self, "gates_HL"):
@@ -70,7 +73,7 @@ class Lens(nn.Module):
         return torch.tensor(values, dtype=like.dtype, device=like.device).expand(self.config.heads, -1)
 
     def weights(self) -> Tensor:
-        """How the lenses mix [H,3], at least in float32; 0 for a lens that is off."""
+        """The mixture of the lenses [H,3], at least in float32; 0 for a lens that is off."""
         gates_HL = self.gates_HL if hasattr(self, "gates_HL") else self._start(self.qkv_proj.bias)
         mix_HL = gates_HL.to(torch.promote_types(gates_HL.dtype, torch.float32)).softmax(-1)
         columns = iter(mix_HL.unbind(1))
@@ -86,8 +89,15 @@ class Lens(nn.Module):
         keys = 2 * width if self.config.reciprocity else width
         return cache.empty(batch_size, H, keys, width, device, dtype, capacity)
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: Cache, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: Cache,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
         if pad_BT is not None:
@@ -99,7 +109,9 @@ class Lens(nn.Module):
             q, k, u_HK, self.weights(), reciprocity=self.config.reciprocity, disc_scale=self.config.disc_scale
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
-        o, state = cache.attend(q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, scale=scale)
+        o, state = cache.attend(
+            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, scale=scale, consume_state=consume_state
+        )
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
             o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import pdr
 from perspectron.ops.attention import places
+from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -20,7 +22,9 @@ IDENTITY_NOISE = 0.01
 
 @dataclass(frozen=True)
 class PDRConfig(MixerConfig):
-    """rank: R, columns of the state. scale: of the readout, R^-½ when None. out_norm: RMSNorm before W_o.
+    """The options of PDR.
+
+    rank: R, columns of the state. scale: of the readout, R^-½ when None. out_norm: RMSNorm before W_o.
     renorm_every: shrink a state of norm above √(D·R) at each multiple of this many tokens; 0 is never. gate_rank: of
     W_p; 0 is full. fixed_decay: W_p is left out, and γ = σ(b_p) is the same at every token."""
 
@@ -45,14 +49,15 @@ class PDRConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class PDRState:
-    """memory: S [B,D,R], float32 or float64. length: tokens of the document read so far [B], int64."""
+    """The state of PDR. memory: S [B,D,R], float32 or float64. length: tokens of the document read so far [B],
+    int64."""
 
     memory_BDR: Tensor
     length_B: Tensor
 
 
 class Constant(nn.Module):
-    """b at every token, whatever stands there."""
+    """The bias b at every token, whatever stands there."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ class PDR(nn.Module):
         self.norm = nn.RMSNorm(d_model, norm_eps) if config.out_norm else nn.Identity()
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """A full W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""
+        """Set a full W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""
         if isinstance(self.p_proj, nn.Linear) and self.config.gate_rank == 0:
             D = self.p_proj.in_features
             self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
@@ -92,8 +97,15 @@ class PDR(nn.Module):
         memory = torch.zeros(batch_size, D, R, device=device, dtype=torch.promote_types(dtype, torch.float32))
         return PDRState(memory, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: PDRState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: PDRState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -105,22 +117,32 @@ class PDR(nn.Module):
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
-        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at.position_BT, at.valid_BT)
+        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at.position_BT, at.valid_BT, consume_state)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
         return y_BTD, PDRState(memory_BDR, at.length_B), {}
 
     def _scan(
-        self, inputs: list[Tensor], memory: Tensor, position_BT: Tensor, valid_BT: Tensor
+        self,
+        inputs: list[Tensor],
+        memory: Tensor,
+        position_BT: Tensor,
+        valid_BT: Tensor,
+        consume_state: bool,
     ) -> tuple[Tensor, Tensor]:
         """The scan, cut where some row of the batch is due for renormalisation."""
         if self.config.renorm_every == 0:
             q, k, v, gamma = inputs
-            return pdr.scan(q, k, v, gamma, memory, scale=self.config.scale)
+            return pdr.scan(
+                q, k, v, gamma, memory, scale=self.config.scale, consume_state=consume_state, checked=False
+            )
         due_BT = valid_BT & ((position_BT + 1) % self.config.renorm_every == 0)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
         for stop in [*(due_BT.any(0).nonzero()[:, 0] + 1).tolist(), T]:
             q, k, v, gamma = (x[:, start:stop] for x in inputs)
-            o, memory = pdr.scan(q, k, v, gamma, memory, scale=self.config.scale)
+            o, memory = pdr.scan(
+                q, k, v, gamma, memory, scale=self.config.scale, consume_state=consume_state, checked=False
+            )
+            consume_state = gradients_off()  # after the first piece the memory is our own
             if stop > start:
                 memory = torch.where(due_BT[:, stop - 1, None, None], pdr.renormalise(memory), memory)
             outputs.append(o)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import gla
 from perspectron.ops.conv import convolve
 from perspectron.state import register
@@ -24,7 +25,9 @@ STEP = (0.001, 0.1)  # what Δ is drawn from, evenly in its logarithm
 
 @dataclass(frozen=True)
 class SSDConfig(MixerConfig):
-    """head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so
+    """The options of SSD.
+
+    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so
     many times the model's. conv: W, tokens that the short convolution sees."""
 
     kind = "ssd"
@@ -41,8 +44,8 @@ class SSDConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class SSDState:
-    """memory: S [B,H,N,P]; window: the last W - 1 inputs of the convolution [B,Z,C], zeros before the document's
-    first. Both float32 or float64."""
+    """The state of SSD. memory: S [B,H,N,P]; window: the last W - 1 inputs of the convolution [B,Z,C], zeros before
+    the document's first. Both float32 or float64."""
 
     memory_BHNP: Tensor
     window_BZC: Tensor
@@ -69,7 +72,7 @@ class SSD(nn.Module):
         self.o_proj = nn.Linear(inner, d_model, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """A and Δ spread over the heads, D = 1; the convolution as torch draws it, U(-W^-½, W^-½)."""
+        """Spread A and Δ over the heads, D = 1; the convolution as torch draws it, U(-W^-½, W^-½)."""
         edge = self.config.conv**-0.5
         for parameter in self.conv1d.parameters():
             parameter.uniform_(-edge, edge, generator=generator)
@@ -88,8 +91,15 @@ class SSD(nn.Module):
         window = torch.zeros(batch_size, config.conv - 1, channels, device=device, dtype=dtype)
         return SSDState(memory, window)
 
+    @ends_at_resets
     def forward(
-        self, x_BTD: Tensor, state: SSDState, *, reset_BT: Tensor | None = None, pad_BT: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: SSDState,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -113,6 +123,8 @@ class SSD(nn.Module):
             gate_BTH[..., None].transpose(1, 2),
             state.memory_BHNP,
             scale=1.0,
+            consume_state=consume_state,
+            checked=False,
         )
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
         y_BTI = y_BTHP.flatten(2) * F.silu(z_BTI)

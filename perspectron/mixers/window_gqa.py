@@ -3,20 +3,24 @@
 Shapes: B batch, T time, D model width, H query heads, G key heads, K head width, W window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
+from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import attention
-from perspectron.state import register
+from perspectron.state import Ragged, cat, register
 from perspectron.terms import Term
 
 
 @dataclass(frozen=True)
 class WindowGQAConfig(MixerConfig):
-    """heads: H query heads, which divide the model width into even head widths. kv_heads: G, divides H.
+    """The options of windowed attention.
+
+    heads: H query heads, which divide the model width into even head widths. kv_heads: G, divides H.
     window: W tokens a query sees, itself counted. rope_base: of the rotary frequencies."""
 
     kind = "window_gqa"
@@ -35,13 +39,23 @@ class WindowGQAConfig(MixerConfig):
 
 @register
 @dataclass(frozen=True)
-class WindowGQAState:
+class WindowGQAState(Ragged):
     """Rings of the last W keys and values [B,G,W,K] (W is 0 before the first token); length: tokens of the
     document read so far [B], int64."""
 
     k_BGWK: Tensor
     v_BGWK: Tensor
     length_B: Tensor
+
+    @classmethod
+    def stack(cls, parts: Sequence["WindowGQAState"]) -> "WindowGQAState":
+        """The rows of all; a state before its first token gets the room that the others have."""
+        W = max(part.k_BGWK.shape[2] for part in parts)
+        k, v = (
+            cat([nn.functional.pad(ring, (0, 0, 0, 0 if ring.shape[2] else W)) for ring in rings])
+            for rings in ([part.k_BGWK for part in parts], [part.v_BGWK for part in parts])
+        )
+        return WindowGQAState(k, v, cat([part.length_B for part in parts]))
 
 
 class WindowGQA(nn.Module):
@@ -69,6 +83,7 @@ class WindowGQA(nn.Module):
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return WindowGQAState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
+    @ends_at_resets
     def forward(
         self,
         x_BTD: Tensor,
@@ -76,6 +91,7 @@ class WindowGQA(nn.Module):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         if pad_BT is not None:
@@ -90,8 +106,8 @@ class WindowGQA(nn.Module):
             room = (0, 0, 0, config.window)
             ring = (nn.functional.pad(ring[0], room), nn.functional.pad(ring[1], room))
         written = (
-            attention.write(ring[0], k, state.length_B, at),
-            attention.write(ring[1], v, state.length_B, at),
+            attention.write(ring[0], k, state.length_B, at, consume_state=consume_state),
+            attention.write(ring[1], v, state.length_B, at, consume_state=consume_state),
         )
         if fresh and reset_BT is None and pad_BT is None and config.window >= T:
             o = attention.attend(q, k, v, causal=True)

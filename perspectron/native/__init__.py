@@ -1,4 +1,4 @@
-"""Kernels in C++ for the CPU: packed matrices times quantised tokens, the PDR scan, CRC-32C.
+"""Kernels in C++ for the CPU: packed matrices times quantised tokens, the PDR scan.
 
 `available()` says whether they can be used; `wanted()` is the same and says once in the log why not. What a row of
 the result holds depends on its token and its row of the matrix alone: not on the other tokens, the number of threads
@@ -29,9 +29,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,13 +62,13 @@ def wanted() -> bool:
 
 
 def threads() -> int:
-    """That a kernel runs on: those of `set_threads`, else as many as torch has."""
+    """Number of threads a kernel runs on: that of `set_threads`, else as many as torch has."""
     return _threads or torch.get_num_threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Run kernels on so many threads, whatever torch does; None: on as many as torch. Small operations of torch are
-    faster on one thread, while kernels want all."""
+    """Set the number of threads that kernels run on, whatever torch does; None: as many as torch. Small operations of
+    torch are faster on one thread, while kernels want all."""
     global _threads
     if count is not None:
         _at_least_one("threads", count)
@@ -125,9 +123,33 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
         pointers += [codes.data_ptr(), scales.data_ptr()]
     y_TD = _empty(x_TD, T, D)
     _library().pspx_swiglu(
-        x_TD.data_ptr(), T, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
+        x_TD.data_ptr(), T, None, D, F, *pointers, FORMATS.index(format), None, y_TD.data_ptr(), threads()
     )
     return y_TD
+
+
+def route(
+    x_TD: Tensor, weight_AD: Tensor, bias_A: Tensor, place_EA: Tensor | None, handicap_E: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(z [T,A] = x Wᵀ + b; power distances [T,E] from z to places on a torus of circumference 1, or −z of a switch,
+    which has no places, less the handicaps; the expert of the least [T]). All float32, contiguous."""
+    (T, D), A = x_TD.shape, len(bias_A)
+    E = A if place_EA is None else len(place_EA)
+    _check(x_TD, torch.float32)
+    _check(weight_AD, torch.float32, (A, D))
+    _check(bias_A, torch.float32, (A,))
+    pointers = []
+    for tensor, shape in ((place_EA, (E, A)), (handicap_E, (E,))):
+        if tensor is not None:
+            _check(tensor, torch.float32, shape)
+        pointers.append(None if tensor is None else tensor.data_ptr())
+    z_TA, distance_TE = _empty(x_TD, T, A), _empty(x_TD, T, E)
+    expert_T = _empty(x_TD, T, dtype=torch.int64)
+    results = (z_TA.data_ptr(), distance_TE.data_ptr(), expert_T.data_ptr())
+    _library().pspx_route(
+        x_TD.data_ptr(), T, D, weight_AD.data_ptr(), bias_A.data_ptr(), A, *pointers, E, *results
+    )
+    return z_TA, distance_TE, expert_T
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,12 +198,6 @@ def pdr_scan(
     for written in (state_BDR, o_BTD):
         if not written.is_inference():  # autograd must see that what it saved is no more
             torch.autograd.graph.increment_version(written)
-
-
-def crc32c(buffer: Any, value: int = 0) -> int:
-    """CRC-32C of a contiguous buffer or CPU tensor, going on from `value`, that of the bytes before."""
-    data = np.frombuffer(buffer.numpy() if isinstance(buffer, Tensor) else buffer, np.uint8)
-    return int(_library().pspx_crc32c(data.ctypes.data, data.size, value))
 
 
 def read(buffer: Tensor, threads: int) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops import tiled
+from perspectron.ops.dispatch import gradients_off, owned
 
 
 class Places(NamedTuple):
@@ -46,20 +47,21 @@ def slots(length_B: Tensor, S: int) -> Tensor:
     return last_B1 - (last_B1 - torch.arange(S, device=length_B.device)) % max(S, 1)
 
 
-def write(ring_BGSK: Tensor, chunk_BGTK: Tensor, before_B: Tensor, at: Places) -> Tensor:
+def write(
+    ring_BGSK: Tensor, chunk_BGTK: Tensor, before_B: Tensor, at: Places, *, consume_state: bool = False
+) -> Tensor:
     """The ring after a chunk: each slot takes the last token of the last document that falls on it.
 
-    One token in inference mode is written in place; otherwise the result is a new tensor.
+    A new tensor; with `consume_state` one token is written into the ring handed in.
     """
     B, G, T, K = chunk_BGTK.shape
     S = ring_BGSK.shape[2]
     chunk_BGTK = chunk_BGTK.to(ring_BGSK.dtype)
-    if T == 1 and torch.is_inference_mode_enabled():
+    if T == 1 and gradients_off():
         slot_BG1K = (at.position_BT % S).view(B, 1, 1, 1).expand(B, G, 1, K)
         keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)
-        return ring_BGSK.scatter_(
-            2, slot_BG1K, torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
-        )
+        token_BG1K = torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
+        return owned(ring_BGSK, consume_state).scatter_(2, slot_BG1K, token_BG1K)
     continued_B = at.segment_BT[:, -1] == 0
     first_B = torch.where(continued_B, before_B, 0)
     last_BT = at.valid_BT & (at.segment_BT == at.segment_BT[:, -1:])
@@ -73,7 +75,7 @@ def write(ring_BGSK: Tensor, chunk_BGTK: Tensor, before_B: Tensor, at: Places) -
 
 
 def visible(at: Places, key_position_BS: Tensor, key_segment_BS: Tensor, window: int | None) -> Tensor:
-    """Which keys [B,T,S] each query may see: same document, not ahead, inside the window; negative positions
+    """The keys [B,T,S] that each query may see: same document, not ahead, inside the window; negative positions
     are empty."""
     distance_BTS = at.position_BT[:, :, None] - key_position_BS[:, None, :]
     mask_BTS = (at.segment_BT[:, :, None] == key_segment_BS[:, None, :]) & (key_position_BS >= 0)[:, None, :]
@@ -90,8 +92,8 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is K^-½
-    when not given.
+    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is
+    K^-½ when not given.
 
     Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
     would copy the cache for every token), and so does causal float32 on a CPU (`tiled`).

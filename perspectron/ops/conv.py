@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops.attention import places
+from perspectron.ops.dispatch import once
 
 BLOCK = 16
-TWICE = "conv.convolve is differentiable once"
 
 
 def convolve(
@@ -24,7 +24,7 @@ def convolve(
     reset_BT: Tensor | None,
     pad_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
+    """The swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
     the window after them). Computes and returns in the window's dtype."""
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
     weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype)
@@ -51,7 +51,8 @@ def _columns(x_BTC: Tensor, order_BS: Tensor) -> Tensor:
 
 
 def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
-    """Of the tokens of u, without the window before them; elsewhere than on a CPU, all in one."""
+    """Blocks of the tokens of u, without the window before them: small ones on a CPU, for its caches, else all in
+    one."""
     T = u_BSC.shape[1] - W + 1
     step = BLOCK if u_BSC.device.type == "cpu" else T
     return [slice(t, min(t + step, T)) for t in range(0, T, step)]
@@ -60,7 +61,7 @@ def _blocks(u_BSC: Tensor, W: int) -> list[slice]:
 def _taps(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, block: slice
 ) -> tuple[list[Tensor], Tensor]:
-    """What the tokens of a block see at each tap, and its weighted sum."""
+    """The tokens that those of a block see at each tap, and their weighted sum."""
     taps, y = [], bias_C
     for j, weight_C in enumerate(weight_WC):
         tap = u_BSC[:, block.start + j : block.stop + j]
@@ -86,31 +87,20 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_ConvolutionGradient.apply(*ctx.saved_tensors, dy_BTC), None)
+        return *once("conv.convolve", _backward, *ctx.saved_tensors, dy_BTC), None
 
 
-class _ConvolutionGradient(torch.autograd.Function):
-    """A function of its own, so that differentiating it again is an error and not a silent zero."""
-
-    @staticmethod
-    def forward(
-        u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
-    ) -> tuple[Tensor, ...]:
-        du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
-        for block in _blocks(u_BSC, len(weight_WC)):
-            taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)
-            dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y)
-            dbias_C += dy.sum((0, 1))
-            for j, tap in enumerate(taps):
-                dweight_WC[j] += (dy * tap).sum((0, 1))
-                dtap = dy if sees_BTW is None else dy * sees_BTW[:, block, j, None]
-                du_BSC[:, block.start + j : block.stop + j].addcmul_(dtap, weight_WC[j])
-        return du_BSC, dweight_WC, dbias_C
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(TWICE)
+def _backward(
+    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of u, weight and bias."""
+    du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
+    for block in _blocks(u_BSC, len(weight_WC)):
+        taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)
+        dy = torch.ops.aten.silu_backward(dy_BTC[:, block], y)
+        dbias_C += dy.sum((0, 1))
+        for j, tap in enumerate(taps):
+            dweight_WC[j] += (dy * tap).sum((0, 1))
+            dtap = dy if sees_BTW is None else dy * sees_BTW[:, block, j, None]
+            du_BSC[:, block.start + j : block.stop + j].addcmul_(dtap, weight_WC[j])
+    return du_BSC, dweight_WC, dbias_C

@@ -10,15 +10,11 @@ Shapes: B batch, T time, S state width, E token width, H hidden width, N directi
 a row in one line, V vocabulary, n angles.
 """
 
-import functools
-import logging
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.errors import BackendError
-from perspectron.ops import drm_loop
+from perspectron.ops import dispatch, drm_loop
 from perspectron.ops.drm_law import (
     Geometry,
     Law,
@@ -36,6 +32,7 @@ from perspectron.ops.drm_law import (
 BACKENDS = ("auto", "reference", "torch")
 
 
+@dispatch.in_full_precision
 def scan(
     e_BTE: Tensor,
     state: State,
@@ -57,20 +54,13 @@ def scan(
     backend: "reference" is the plain loop, "torch" and "auto" the fast one. Raises BackendError for an unknown one,
     ValueError for shapes that do not fit.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
-    device = e_BTE.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return scan(
-                e_BTE, state, weights, law, reset_BT=reset_BT, pad_BT=pad_BT, bptt=bptt, backend=backend
-            )
+    dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)
     if backend == "auto":
-        _say(device)
-    dtypes = {x.dtype for x in (e_BTE, state.z_BS, state.geometry_BF, *weights) if x is not None}
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    if dtypes != {dtype}:
+        dispatch.say("drm.scan: auto runs the torch loop on %s", e_BTE.device.type)
+    tensors = [x for x in (e_BTE, state.z_BS, state.geometry_BF, *weights) if x is not None]
+    dtype = dispatch.widest(*tensors)
+    if any(x.dtype != dtype for x in tensors):
         weights = Weights._make(None if x is None else x.to(dtype) for x in weights)
         state = State(state.z_BS.to(dtype), state.geometry_BF.to(dtype), state.length_B)
         e_BTE = e_BTE.to(dtype)
@@ -96,12 +86,6 @@ def _check(e_BTE: Tensor, state: State, weights: Weights, law: Law) -> None:
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {shape}")
-
-
-@functools.cache
-def _say(device: str) -> None:
-    """Once for each kind of device."""
-    logging.getLogger("perspectron").info("drm.scan: auto runs the torch loop on %s", device)
 
 
 def reference(
@@ -155,7 +139,8 @@ def geometry(h_BG: Tensor, w: Weights, law: Law) -> Geometry:
 
 
 def velocity(h_BG: Tensor, now: Geometry, w: Weights, law: Law) -> Tensor:
-    """(1−s) v + s (G + λI)⁻¹ v of v = Σ a_i c_i V_i (c, where there are no directions), by a dense solve."""
+    """The velocity (1−s) v + s (G + λI)⁻¹ v of v = Σ a_i c_i V_i (c, where there are no directions), by a dense
+    solve."""
     v_BS = c_BN = torch.tanh(F.linear(h_BG[:, 2 * w.trunk_w.shape[-1] :], w.flow_w, w.flow_b))
     if law.directions > 0:
         v_BS = ((now.a_BN * c_BN)[:, :, None] * now.V_BNS).sum(1)
@@ -164,17 +149,19 @@ def velocity(h_BG: Tensor, now: Geometry, w: Weights, law: Law) -> Tensor:
 
 
 def metric(now: Geometry, damping: float = 0.0) -> Tensor:
-    """diag(d + λ) + UᵀU [B,S,S]."""
+    """The metric diag(d + λ) + UᵀU [B,S,S]."""
     return torch.diag_embed(now.d_BS + damping) + now.U_BRS.mT @ now.U_BRS
 
 
 def coupling(now: Geometry) -> Tensor:
-    """C_ij = V_i G V_jᵀ [B,N,N], how much a pair of directions meets under the metric (seeds/drm.md)."""
+    """The coupling C_ij = V_i G V_jᵀ [B,N,N], how much a pair of directions meets under the metric (seeds/drm.md)."""
     return now.V_BNS @ metric(now) @ now.V_BNS.mT
 
 
 def confine(z_BS: Tensor, law: Law) -> Tensor:
-    """Pulled into the ball of radius R, then R tanh(z/R)."""
+    """The state pulled into the ball of radius R, then R tanh(z/R); as it is without `clip`."""
+    if not law.clip:
+        return z_BS
     z_BS = z_BS * (law.radius / torch.linalg.vector_norm(z_BS, dim=-1, keepdim=True).clamp_min(law.radius))
     return law.radius * torch.tanh(z_BS / law.radius) if law.squash else z_BS
 
@@ -192,7 +179,7 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
 
 
 def on_torus(angle_n: Tensor) -> Tensor:
-    """Angles [..., n] as points (cos θ, sin θ) [..., n, 2] (seeds/drm.md, Toroidal Topology)."""
+    """The points (cos θ, sin θ) of angles [..., n], [..., n, 2] (seeds/drm.md, Toroidal Topology)."""
     return torch.stack([angle_n.cos(), angle_n.sin()], -1)
 
 

@@ -1,6 +1,10 @@
 """The backward pass of `perspectron.ops.drm_loop`: the loop carries the adjoint of z alone, and every gradient of a
 weight is one product over all time, after it.
 
+A token's operations are small, and there are thousands of tokens: time goes into the number of calls. So all that does
+not depend on a gradient is made for all tokens before the loop (`_prepare`), all that no token waits for comes after it
+(`inputs`, `weights`), and the loop adds into tensors that are views of what those products read.
+
 Shapes: as in `perspectron.ops.drm_loop`; P rows of a product over many tokens.
 """
 
@@ -14,8 +18,8 @@ from perspectron.ops.drm_law import Geometry, Law, Plan, Weights, before, lines,
 
 
 class Column(NamedTuple):
-    """Of one token: the state after it, what the first GELUs read, the flow's coefficients, the velocity solved for
-    and the velocity. Stacked, each tensor has the time first."""
+    """What the forward loop keeps of one token: the state after it, what the first GELUs read, the flow's coefficients,
+    the velocity solved for and the velocity. Stacked, each tensor has the time first."""
 
     z_BS: Tensor
     p_BG: Tensor
@@ -58,7 +62,7 @@ def stack(kind: type[Record], records: list[Record]) -> Record:
 
 
 def naturalised(v_BS: Tensor, inverse_BS: Tensor, Q_BRS: Tensor) -> Tensor:
-    """(G + λI)⁻¹ v."""
+    """The product (G + λI)⁻¹ v by Woodbury."""
     x_BS = v_BS * inverse_BS
     if Q_BRS.shape[1] == 0:
         return x_BS
@@ -66,8 +70,8 @@ def naturalised(v_BS: Tensor, inverse_BS: Tensor, Q_BRS: Tensor) -> Tensor:
 
 
 class Adjoint:
-    """Gradients of V, a, d, U collect over the columns that used them (dX and dY hold them side by side, as the heads
-    gave them); a refresh then sends them through its trunks."""
+    """The backward pass. Gradients of V, a, d, U collect over the columns that used them (dX and dY hold them side by
+    side, as the heads gave them); a refresh then sends them through its trunks."""
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class Adjoint:
         self.dz_TBS, self.dv_TBS, dV_BNS, da_JBN, dd_JBS, dU_JBRS = gradients
         (J, B, N, S), R = solved.V_BNS.shape, law.rank
         self.kept = J - len(made.raw_BS)  # 1 where the state came with a geometry
+        # Gradients of the heads' outputs. Where there is no basis in between, those of V, a, d and U are views of them:
+        # what the columns add is then already where the products with the heads' weights read it.
         self.dX_JBM, self.dY_JBM = (z_BS.new_zeros(J, B, len(b)) for b in (w.direction_b, w.metric_b))
         dV_JBL, da_lines_JBN = self.dX_JBM.split([len(w.direction_b) - N, N], -1)
         self.d = Geometry(
@@ -95,9 +101,10 @@ class Adjoint:
             if w.metric_basis is not None
             else self.dY_JBM[..., S:].view(J, B, R, S),
         )
+        # What comes from outside: of the last V, which the state takes along, and of every a, d, U, which terms see.
         self.d.V_BNS[-1].copy_(dV_BNS)
-        for mine, given in zip(self.d[1:], (da_JBN, dd_JBS, dU_JBRS), strict=True):
-            mine.copy_(given)
+        for mine, outer in zip(self.d[1:], (da_JBN, dd_JBS, dU_JBRS), strict=True):
+            mine.copy_(outer)
         self.met_TBS = before(z_BS, columns.z_BS, w.z0_S, when)
         self.dp_TBG = torch.zeros_like(columns.p_BG)
         self.dc_TBN = torch.empty_like(columns.c_BN)
@@ -109,30 +116,37 @@ class Adjoint:
         """Slopes over all time, and where the ball's edge was met."""
         columns, law = self.columns, self.law
         a_TBN = self.solved.a_BN if law.interval == 1 else self.solved.a_BN[self.when.slot]
+        # Slopes of tanh from its values: its arguments need not be kept.
         self.c_slope_TBN = 1 - columns.c_BN.square()
-        if law.directions > 0:
+        if law.directions > 0:  # v = Σ a c V: of V it is a c, and of c it is a (V·dv)
             self.mix_TBN1 = (a_TBN * columns.c_BN)[..., None]
             self.c_slope_TBN = a_TBN * self.c_slope_TBN
         self.p_slope_TBG = _gelu_slope(columns.p_BG)
         self.q_slope_J2BH = _gelu_slope(self.made.q_2BH)
         gate_JBN = self.solved.a_BN[self.kept :] if self.made.gate_BN is None else self.made.gate_BN
+        # Top-k passes gradients where it let gates through: the choice is made again in place of being kept.
         self.open_JBN = thin(gate_JBN, law) != 0
         self.gate_slope_JBN = gate_JBN * (1 - gate_JBN) / law.temperature
         self.raw_slope_JBS = torch.sigmoid(self.made.raw_BS)
         self.squash_TBS = 1 - (columns.z_BS / law.radius).square()
+        # Where a state was pulled back, the pull bends its gradient; asked once for all tokens, as nearly none are.
         self.moved_TBS = torch.add(self.met_TBS, columns.v_BS, alpha=law.dt)
         self.norm_TB1 = torch.linalg.vector_norm(self.moved_TBS, dim=-1, keepdim=True)
-        self.outside = (self.norm_TB1 > law.radius).flatten(1).any(1).tolist()
+        outside_TB1 = (self.norm_TB1 > law.radius) & law.clip
+        self.outside = outside_TB1.flatten(1).any(1).tolist()
 
     def run(self) -> None:
-        """From the last column to the first."""
+        """Walk from the last column to the first."""
         when, w, d, dz_BS = self.when, self.w, self.d, self.dz_BS
         c_TBN, V_JBNS = self.columns.c_BN, self.solved.V_BNS
         dflow_TBH = self.dp_TBG[..., 2 * w.trunk_w.shape[-1] :]
         for t in reversed(range(len(c_TBN))):
+            # dz is the gradient of the state after token t; at the end of the turn, of the state before it.
             j, frozen_BS = when.slot[t], None
             dz_BS = dz_BS + self.dz_TBS[t]
-            if (pad_B1 := when.pads[t]) is not None:
+            if (
+                pad_B1 := when.pads[t]
+            ) is not None:  # goes around the token, and nothing of it through the token
                 frozen_BS = torch.where(pad_B1, dz_BS, 0)
                 dz_BS = dz_BS - frozen_BS
             dz_BS = self._through_bounds(t, dz_BS)
@@ -143,13 +157,15 @@ class Adjoint:
                 dmix_BN = torch.bmm(V_JBNS[j], dv_BS[:, :, None])[:, :, 0]
                 d.V_BNS[j].addcmul_(self.mix_TBN1[t], dv_BS[:, None])
                 d.a_BN[j].addcmul_(dmix_BN, c_TBN[t])
+            # Into the places where `weights` reads them: no list of tokens is stacked afterwards.
             dc_BN = torch.mul(dmix_BN, self.c_slope_TBN[t], out=self.dc_TBN[t])
             torch.mm(dc_BN, w.flow_w, out=dflow_TBH[t])
             if (due_B1 := when.due[t]) is not None:
                 self._through_refresh(t, j, due_B1)
+            # Trunks and flow have written side by side into dp: one product takes all that looked at z.
             dz_BS = torch.addmm(dz_BS, self.dp_TBG[t].mul_(self.p_slope_TBG[t]), w.read_w)
             dz_BS = dz_BS if frozen_BS is None else dz_BS + frozen_BS
-            if (reset_B1 := when.resets[t]) is not None:
+            if (reset_B1 := when.resets[t]) is not None:  # the state before was z0, and the past gets nothing
                 self.dz0_S += torch.where(reset_B1, dz_BS, 0).sum(0)
                 dz_BS = dz_BS.masked_fill(reset_B1, 0)
             if (stop_B1 := when.stops[t]) is not None:
@@ -157,6 +173,10 @@ class Adjoint:
         self.dz_BS = dz_BS
 
     def _through_bounds(self, t: int, dz_BS: Tensor) -> Tensor:
+        """The gradient of the state before it was squashed and pulled into the ball, from that after token t.
+
+        R z / |z| has no slope along z, and R / |z| across it.
+        """
         if self.law.squash:
             dz_BS = dz_BS * self.squash_TBS[t]
         if not self.outside[t]:
@@ -167,29 +187,33 @@ class Adjoint:
         return torch.where(norm_B1 > self.law.radius, across_BS * (self.law.radius / norm_B1), dz_BS)
 
     def _through_solver(self, t: int, j: int, dv_BS: Tensor) -> Tensor:
-        """G is symmetric: the gradient is naturalised as the velocity x was, to y, and G's is −s y xᵀ."""
+        """The gradient of v from that of the velocity. G is symmetric: the gradient is naturalised as the velocity x
+        was, to y, and G's is −s y xᵀ."""
         solved, s = self.solved, self.law.strength
         if solved.inverse_BS is None or solved.Q_BRS is None:
             return dv_BS
         y_BS, x_BS = naturalised(dv_BS, solved.inverse_BS[j], solved.Q_BRS[j]), self.columns.x_BS[t]
         self.d.d_BS[j].addcmul_(y_BS, x_BS, value=-s)
         if self.law.rank > 0:
+            # Of UᵀU, −s (y xᵀ + x yᵀ): two thin products with U in place of an S·S matrix for each row.
             xy_B2S = torch.stack([x_BS, y_BS], 1)
             yx_B2R = torch.bmm(xy_B2S, solved.U_BRS[j].mT).flip(1)
             self.d.U_BRS[j].baddbmm_(yx_B2R.mT, xy_B2S, alpha=-s)
         return torch.lerp(dv_BS, y_BS, s)
 
     def _through_refresh(self, t: int, j: int, due_B1: Tensor | Literal[True]) -> None:
-        """From the geometry to its trunks; rows that were not due hand theirs to the geometry before."""
+        """Send the gradients of a geometry through its trunks; rows that were not due hand theirs to the geometry
+        before."""
         law, w, i, N = self.law, self.w, j - self.kept, self.law.directions
         if due_B1 is not True:
             for x in self.d:
                 rows = due_B1.view(-1, *[1] * (x.ndim - 2))
                 x[j - 1] += x[j].masked_fill(rows, 0)
                 x[j].masked_fill_(~rows, 0)
+        # In place from here on: every column that used this geometry lies behind us, and its gradients are complete.
         dV_BNS, da_BN, dd_BS, dU_BRS = (x[j] for x in self.d)
         if self.made.norm_BN1 is not None:
-            V_BNS = self.solved.V_BNS[j]
+            V_BNS = self.solved.V_BNS[j]  # unit vectors: what lies along one has no effect on it
             along_BN1 = (dV_BNS * V_BNS).sum(-1, keepdim=True)
             dV_BNS.addcmul_(along_BN1, V_BNS, value=-1).div_(self.made.norm_BN1[i])
         if self.made.gate_BN is not None:
@@ -197,7 +221,7 @@ class Adjoint:
         da_BN.mul_(self.gate_slope_JBN[i])
         dd_BS.mul_(self.raw_slope_JBS[i])
         dU_BRS.mul_(max(law.rank, 1) ** -0.5)
-        if w.direction_basis is not None:
+        if w.direction_basis is not None:  # then d is not a view of dX, and the basis lies in between
             self.dX_JBM[j][:, :-N] = (dV_BNS @ w.direction_basis.mT).flatten(1)
         if w.metric_basis is not None:
             self.dY_JBM[j][:, dd_BS.shape[1] :] = (dU_BRS @ w.metric_basis.mT).flatten(1)
@@ -217,6 +241,7 @@ class Adjoint:
         """Gradients of the weights, in their order; those of what only the drive reads are autograd's."""
         kept, H = self.kept, self.w.trunk_w.shape[-1]
         h_TBG = F.gelu(self.columns.p_BG)
+        # Columns without a refresh had no part in the trunks' weights: only the others are multiplied.
         refreshed = [t for t, due_B1 in enumerate(self.when.due) if due_B1 is not None]
         h_2PH = h_TBG[refreshed, :, : 2 * H].unflatten(-1, (2, H)).permute(2, 0, 1, 3).flatten(1, 2)
         dq_2PH = self.dq_J2BH.transpose(0, 1).flatten(1, 2)

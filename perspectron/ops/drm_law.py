@@ -10,11 +10,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.ops.attention import places
+from perspectron.ops.attention import Places, places
 
 
 class Weights(NamedTuple):
-    """z0: the state before any token. read: what looks at z, the trunks of directions and metric and the flow, in
+    """The weights of the law.
+
+    z0: the state before any token. read: what looks at z, the trunks of directions and metric and the flow, in
     one matrix; token: what the flow sees of the token; trunk: the second layers of both trunks. direction: N·S rows
     (N·K, coefficients of a basis), then one for each gate; metric: S rows for the diagonal, then R·S (R·K) for U."""
 
@@ -38,7 +40,7 @@ class Law(NamedTuple):
     """The numbers of the law. Without directions the flow has a number for each axis, which is the velocity. Gates
     are σ((· + gate_bias) / temperature), of which the `top_k` largest stay (0: all), scaled up to the old sum with
     `renorm`; `normalise` makes directions unit vectors; `floor` is the least d; `strength` is s and `damping` λ of the
-    naturalisation; without `squash` the state is only pulled into the ball."""
+    naturalisation; without `squash` the state is only pulled into the ball, and without `clip` nothing holds it."""
 
     directions: int
     rank: int
@@ -54,10 +56,12 @@ class Law(NamedTuple):
     renorm: bool
     normalise: bool
     interval: int
+    clip: bool = True
 
 
 class State(NamedTuple):
-    """z; the geometry in force (width 0 where every token refreshes it); the tokens of the document so far."""
+    """The state: z; the geometry in force (width 0 where every token refreshes it); the tokens of the document so
+    far."""
 
     z_BS: Tensor
     geometry_BF: Tensor
@@ -74,7 +78,7 @@ class Geometry(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Of every token: the state it met, its velocity, and the gates and metric in force."""
+    """What every token met: the state it met, its velocity, and the gates and metric in force."""
 
     before_BTS: Tensor
     v_BTS: Tensor
@@ -84,7 +88,7 @@ class Trace(NamedTuple):
 
 
 def width(S: int, law: Law) -> int:
-    """F."""
+    """The width F of a geometry in one line."""
     return law.directions * (S + 1) + S * (1 + law.rank)
 
 
@@ -94,7 +98,7 @@ def lines(geometry: Geometry) -> Tensor:
 
 
 def of_lines(lines_BF: Tensor, S: int, law: Law) -> Geometry:
-    """`lines` undone; views."""
+    """The geometry of `lines`, in views."""
     N, R = law.directions, law.rank
     V, a, d, U = lines_BF.split([N * S, N, S, R * S], 1)
     return Geometry(V.unflatten(1, (N, S)), a, d, U.unflatten(1, (R, S)))
@@ -110,9 +114,10 @@ def thin(a_BN: Tensor, law: Law) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """To which rows what happens: a document begins (reset), there is no token (pad), the gradient ends before the
-    token (stop). Lists are of columns, None where it happens to no row. due: the geometry is refreshed (True: in all
-    rows). slot: which geometry is in force, counted from the one the state came with, if that is kept."""
+    """The rows to which something happens at each token: a document begins (reset), there is no token (pad), the
+    gradient ends before the token (stop). Lists are of columns, None where it happens to no row. due: the geometry is
+    refreshed (True: in all rows). slot: which geometry is in force, counted from the one the state came with, if that
+    is kept."""
 
     reset_TB1: Tensor | None
     stop_TB1: Tensor | None
@@ -127,8 +132,9 @@ class Plan(NamedTuple):
 def plan(
     length_B: Tensor, T: int, interval: int, bptt: int, reset_BT: Tensor | None, pad_BT: Tensor | None
 ) -> Plan:
-    """For T tokens after `length_B` of their documents. bptt: gradients end and geometry is dropped at each multiple
-    of this many tokens; 0 is never. On the meta device, which has no values, the geometry is always refreshed."""
+    """The plan for T tokens after `length_B` of their documents. bptt: gradients end and geometry is dropped at each
+    multiple of this many tokens; 0 is never. On the meta device, which has no values, the geometry is always
+    refreshed."""
     due: list[Tensor | Literal[True] | None] = [True] * T
     if reset_BT is None and pad_BT is None and interval == 1 and bptt == 0:
         none: list[Tensor | None] = [None] * T
@@ -137,14 +143,21 @@ def plan(
     if bptt > 0:
         stop_BT = at.valid_BT & (at.position_BT > 0) & (at.position_BT % bptt == 0)
     if interval > 1 and not length_B.is_meta:
-        due_BT = at.valid_BT & (at.position_BT % interval == 0)
-        due_BT = due_BT if stop_BT is None else due_BT | stop_BT
+        due_BT = refreshes(at, interval, bptt)
         whole_T = due_BT.all(0).tolist()
         due = [True if whole_T[t] else rows for t, rows in enumerate(_columns(_by_time(due_BT), T))]
     slot = list(itertools.accumulate((x is not None for x in due), initial=0 if interval > 1 else -1))[1:]
     reset_TB1, pad_TB1, stop_TB1 = _by_time(reset_BT), _by_time(pad_BT), _by_time(stop_BT)
     resets, pads, stops = (_columns(mask, T) for mask in (reset_TB1, pad_TB1, stop_TB1))
     return Plan(reset_TB1, stop_TB1, resets, pads, stops, due, slot, at.length_B)
+
+
+def refreshes(at: Places, interval: int, bptt: int) -> Tensor:
+    """The tokens [B,T] at which the geometry is refreshed."""
+    due_BT = at.position_BT % interval == 0
+    if bptt > 0:
+        due_BT |= at.position_BT % bptt == 0
+    return due_BT & at.valid_BT
 
 
 def _by_time(mask_BT: Tensor | None) -> Tensor | None:

@@ -15,19 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.ops.dispatch import once, refuse
 from perspectron.ops.drm_adjoint import Adjoint, Column, Made, Solved, naturalised, stack
 from perspectron.ops.drm_law import Geometry, Law, Plan, State, Trace, Weights, before, lines, of_lines, thin
 
 NORM = 1e-12  # a direction's least, as in F.normalize
 FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
-TWICE = "drm.scan is differentiable once; for second derivatives use backend='reference'"
-FORWARD_MODE = "drm.scan has no forward-mode derivative; use backend='reference'"
 
 
 def run(
     drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan
 ) -> tuple[Tensor, State, Trace | None]:
-    """As `perspectron.ops.drm.reference`."""
+    """The fast loop; takes and gives what `perspectron.ops.drm.reference` does."""
     kept_BF = state.geometry_BF
     if torch.is_inference_mode_enabled():
         columns, solved, _ = _forward(drive_TBG, state.z_BS, kept_BF, w, law, when, keep=False)
@@ -108,7 +107,7 @@ def _made(h_BG: Tensor, w: Weights, law: Law) -> tuple[Geometry, Made]:
 
 
 def _where(due_B1: Tensor, new: Geometry, old: Geometry) -> Geometry:
-    """New rows where they are due."""
+    """The new geometry in the rows where it is due, else the old one."""
     rows = [due_B1.view(-1, *[1] * (x.ndim - 1)) for x in new]
     return Geometry(*(torch.where(*each) for each in zip(rows, new, old, strict=True)))
 
@@ -125,7 +124,7 @@ def _solved(geometry: Geometry, law: Law, eye_RR: Tensor) -> Solved:
 
 
 def _velocity(c_BN: Tensor, now: Solved, law: Law) -> tuple[Tensor, Tensor]:
-    """((G + λI)⁻¹ v, the velocity) of v = Σ a c V, or c where there are no directions."""
+    """The pair ((G + λI)⁻¹ v, the velocity) of v = Σ a c V, or c where there are no directions."""
     v_BS = c_BN
     if law.directions > 0:
         v_BS = torch.bmm((now.a_BN * c_BN)[:, None], now.V_BNS)[:, 0]
@@ -136,13 +135,15 @@ def _velocity(c_BN: Tensor, now: Solved, law: Law) -> tuple[Tensor, Tensor]:
 
 
 def _confined(z_BS: Tensor, law: Law) -> Tensor:
-    """As `perspectron.ops.drm.confine`."""
+    """The state as `perspectron.ops.drm.confine` leaves it."""
+    if not law.clip:
+        return z_BS
     z_BS = z_BS / torch.linalg.vector_norm(z_BS, dim=-1, keepdim=True).clamp_min_(law.radius)
     return (torch.tanh(z_BS) if law.squash else z_BS) * law.radius
 
 
 class _Loop(torch.autograd.Function):
-    """States, velocities, the last directions, and the gates and metrics of every geometry."""
+    """The loop with gradients: states, velocities, the last directions, and the gates and metrics of every geometry."""
 
     @staticmethod
     def forward(
@@ -160,34 +161,17 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_Gradient.apply(ctx.law, ctx.when, *gradients, *ctx.saved_tensors)
+        return None, None, *once("drm.scan", _backward, ctx.law, ctx.when, *gradients, *ctx.saved_tensors)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(FORWARD_MODE)
+    jvp = refuse("drm.scan has no forward-mode derivative; use backend='reference'")
 
 
-class _Gradient(torch.autograd.Function):
-    """The gradients of `_Loop`, as a function of its own, so that differentiating it again is an error and not a
-    silent zero."""
-
-    @staticmethod
-    def forward(ctx: Any, law: Law, when: Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        rest = list(tensors)
-        (gradients, (_, z_BS, _), w, column, slot, parts) = (
-            [rest.pop(0) for _ in range(count)] for count in (6, 3, *map(len, FIELDS))
-        )
-        with torch.autocast(z_BS.device.type, enabled=False):
-            adjoint = Adjoint(
-                law, when, Weights(*w), z_BS, Column(*column), Solved(*slot), Made(*parts), *gradients
-            )
-            adjoint.run()
-            return *adjoint.inputs(), *adjoint.weights()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(TWICE)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(FORWARD_MODE)
+def _backward(law: Law, when: Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of `_Loop`'s tensors, from those of its outputs and what it kept."""
+    rest = list(tensors)
+    (gradients, (_, z_BS, _), w, column, slot, parts) = (
+        [rest.pop(0) for _ in range(count)] for count in (6, 3, *map(len, FIELDS))
+    )
+    adjoint = Adjoint(law, when, Weights(*w), z_BS, Column(*column), Solved(*slot), Made(*parts), *gradients)
+    adjoint.run()
+    return *adjoint.inputs(), *adjoint.weights()

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from perspectron.ops.dispatch import once
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
 _silu_backward = torch.ops.aten.silu_backward
@@ -36,7 +37,8 @@ def swiglu(
     units: slice = slice(0),
     rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y [N,D], sample [E,3S,D]). All in one dtype. Differentiable once, in reverse and in forward mode.
+    """The outputs and a sample of the weights: (y [N,D], sample [E,3S,D]). All in one dtype. Differentiable once, in
+    reverse and in forward mode.
 
     units: hidden units whose weights are handed out as the sample, so that a loss on them costs as much as they are
     few. rounded: applied to what the down projection reads, row by row, with a straight-through gradient.
@@ -49,7 +51,7 @@ def swiglu(
 
 
 def reference(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Token by token."""
+    """The networks token by token; the oracle."""
     outputs = []
     for x_D, e in zip(x_ND, expert_N.tolist(), strict=True):
         outputs.append(down_EDF[e] @ (F.silu(gate_EFD[e] @ x_D) * (up_EFD[e] @ x_D)))
@@ -57,7 +59,7 @@ def reference(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, 
 
 
 def load(expert_N: Tensor, E: int) -> Tensor:
-    """Tokens of each expert [E]."""
+    """How many tokens each expert has [E]."""
     return (expert_N[:, None] == torch.arange(E, device=expert_N.device)).sum(0)
 
 
@@ -67,16 +69,17 @@ def _groups(expert_N: Tensor, E: int, grouped: bool) -> Groups:
     load_E = load(expert_N, E)
     if grouped:
         return load_E.cumsum(0).int()
-    found, start = [], 0
+    runs, start = [], 0
     for e, count in enumerate(load_E.tolist()):
         if count:
-            found.append((e, slice(start, start + count)))
+            runs.append((e, slice(start, start + count)))
         start += count
-    return found
+    return runs
 
 
 class _Experts(torch.autograd.Function):
-    """Also returns what its derivatives need: the sorted input and the two products before the SiLU."""
+    """The networks with gradients. Also returns what its derivatives need: the sorted input and the two products
+    before the SiLU."""
 
     @staticmethod
     def forward(
@@ -108,24 +111,10 @@ class _Experts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dy_ND: Tensor | None, dsample: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
-        sorted_ND, a_NF, b_NF, *weights, order_N = ctx.saved_tensors
-        if dy_ND is None:
-            dy_ND = torch.zeros_like(sorted_ND)
-        backward = _backward_grouped if isinstance(ctx.groups, Tensor) else _backward
-        dy_ND = dy_ND.index_select(0, order_N)
+    def backward(ctx: Any, dy_ND: Tensor | None, dsample: Tensor | None, *_: None) -> tuple[Any, ...]:
         learn = any(ctx.needs_input_grad[1:4])
-        dx_ND, *gradients = backward(dy_ND, sorted_ND, a_NF, b_NF, weights, ctx.groups, ctx.rounded, learn)
-        if dsample is not None and learn:
-            dgate, dup, ddown = dsample.chunk(3, 1)
-            gradients[0][:, ctx.units] += dgate
-            gradients[1][:, ctx.units] += dup
-            gradients[2][..., ctx.units] += ddown.mT
-        given = gradients if learn else (None, None, None)
-        return _put_back(dx_ND, order_N), *given, None, None, None, None
+        run = functools.partial(_gradients, ctx.groups, ctx.units, ctx.rounded, learn)
+        return *once("experts.swiglu", run, dy_ND, dsample, *ctx.saved_tensors), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dx_ND: Tensor | None, *tangents: Any) -> tuple[Tensor, Tensor, None, None, None]:
@@ -147,6 +136,35 @@ class _Experts(torch.autograd.Function):
         return _put_back(dy_ND, order_N), dsample, None, None, None
 
 
+def _gradients(
+    groups: Groups,
+    units: slice,
+    rounded: Callable[[Tensor], Tensor] | None,
+    learn: bool,
+    dy_ND: Tensor | None,
+    dsample: Tensor | None,
+    sorted_ND: Tensor,
+    a_NF: Tensor,
+    b_NF: Tensor,
+    *rest: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x and, if they learn, of the three weights."""
+    *weights, order_N = rest
+    dy_ND = torch.zeros_like(sorted_ND) if dy_ND is None else dy_ND.index_select(0, order_N)
+    backward: Callable[..., tuple[Tensor, ...]] = (
+        _backward_grouped if isinstance(groups, Tensor) else _backward
+    )
+    dx_ND, *gradients = backward(dy_ND, sorted_ND, a_NF, b_NF, weights, groups, rounded, learn)
+    if not learn:
+        return _put_back(dx_ND, order_N), None, None, None
+    if dsample is not None:
+        dgate, dup, ddown = dsample.chunk(3, 1)
+        gradients[0][:, units] += dgate
+        gradients[1][:, units] += dup
+        gradients[2][..., units] += ddown.mT
+    return _put_back(dx_ND, order_N), *gradients
+
+
 def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
     """Rows in the order of tokens again. (Reading rows is twice as fast as writing them.)"""
     place_N = torch.empty_like(order_N)
@@ -155,7 +173,7 @@ def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
 
 
 def _hidden(a: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What the down projection reads."""
+    """The hidden units, as the down projection reads them."""
     h = F.silu(a) * b
     return h if rounded is None else rounded(h)
 
@@ -266,7 +284,7 @@ def _backward_grouped(
 
 
 def _can_group(x_ND: Tensor, gate_EFD: Tensor) -> bool:
-    """Rows must be multiples of 16 bytes; the rest is tried once."""
+    """Whether a grouped product can run. Rows must be multiples of 16 bytes; the rest is tried once."""
     if x_ND.device.type != "cuda" or x_ND.dtype != torch.bfloat16:
         return False
     aligned = all(width % 8 == 0 for width in gate_EFD.shape[1:])
@@ -282,10 +300,10 @@ def _grouping_works(device: torch.device, dtype: torch.dtype) -> bool:
     ends = torch.tensor([3, 3, 16, 21], dtype=torch.int32, device=device)
     try:
         y, *hidden = _forward_grouped(x, tuple(weights), ends, None)
-        found = [y, *_backward_grouped(dy, x, hidden[0], hidden[1], weights, ends, None)]
+        grouped = [y, *_backward_grouped(dy, x, hidden[0], hidden[1], weights, ends, None)]
     except RuntimeError:
         return False
     rows = _listed(ends)
     y, *hidden = _forward(x, tuple(weights), rows, None)
     expected = [y, *_backward(dy, x, hidden[0], hidden[1], weights, rows, None)]
-    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(found, expected, strict=True))
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(grouped, expected, strict=True))

@@ -12,22 +12,17 @@ Shapes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T
 K key width, A gate width (K or 1), V value width, b block of the tree, n pairs of blocks.
 """
 
-import functools
-import logging
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.errors import BackendError
-from perspectron.ops.tree import blocks, full_precision, halves
+from perspectron.ops import dispatch
+from perspectron.ops.tree import Recurrence, blocks, halves
 
 CHUNK = 64
 BACKENDS = ("auto", "reference", "torch")
-TWICE = "gla.scan is differentiable once; for second derivatives use backend='reference'"
 
 
+@dispatch.in_full_precision
 def scan(
     q_BGTK: Tensor,
     k_BGTK: Tensor,
@@ -37,46 +32,45 @@ def scan(
     *,
     scale: float | None = None,
     backend: str = "auto",
+    consume_state: bool = False,
+    checked: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over T tokens from a given state: (outputs [B,H,T,V], final state [B,H,K,V]).
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
-    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one token in
-    inference mode, the step.
+    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one token where
+    gradients are off, the step.
 
-    Under `torch.inference_mode()` one token updates `state_BHKV` in place and returns it.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
+    are the same. Only where gradients are off.
+    `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
+    it would cost every single token a pass over its gates.
+    Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
+    while gradients are on.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
+    dispatch.known(backend, BACKENDS)
+    dispatch.check_consumed(consume_state)
+    if checked:
+        dispatch.check_gates(gate_BHTA)
     inputs = [q_BGTK, k_BGTK, v_BHTV, gate_BHTA]
     _check(inputs, state_BHKV)
     B, H, T, K = *v_BHTV.shape[:3], q_BGTK.shape[-1]
-    device = q_BGTK.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with full_precision(q_BGTK):
-            return scan(q_BGTK, k_BGTK, v_BHTV, gate_BHTA, state_BHKV, scale=scale, backend=backend)
-    dtype = torch.float32
-    for tensor in inputs if state_BHKV is None else [*inputs, state_BHKV]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = dispatch.widest(*inputs, *([] if state_BHKV is None else [state_BHKV]))
     q, k, v, gate = (x.to(dtype) for x in inputs)
     state = v.new_zeros(B, H, K, v.shape[-1]) if state_BHKV is None else state_BHKV.to(dtype)
     q = q * (K**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gate, state)
     if backend == "auto":
-        _say(device)
-    if backend == "auto" and T == 1 and torch.is_inference_mode_enabled():
-        return _step_(q, k, v, gate, state)
-    if T == 0:
+        dispatch.say("gla.scan: auto runs the torch tree on %s, and the step for one token", q.device.type)
+    if backend == "auto" and T == 1 and dispatch.gradients_off():
+        return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
+    if T == 0 or B == 0:
         return v, state
     if gate.shape[-1] == K:
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
-    if torch.is_inference_mode_enabled():
-        return _forward(q, k, v, gate, state)
-    o, state, _ = _Scan.apply(q, k, v, gate, state)
-    return o, state
+    return (TREE.run if dispatch.gradients_off() else TREE.differentiable)(q, k, v, gate, state)
 
 
 def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
@@ -90,14 +84,6 @@ def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:
         raise ValueError(f"q, k, v, gate have shapes {q}, {k}, {v}, {gate}; want {wanted}")
     if state_BHKV is not None and state_BHKV.shape != (B, H, K, V):
         raise ValueError(f"state has shape {tuple(state_BHKV.shape)}, want {(B, H, K, V)}")
-
-
-@functools.cache
-def _say(device: str) -> None:
-    """Once for each kind of device."""
-    logging.getLogger("perspectron").info(
-        "gla.scan: auto runs the torch tree on %s, and the step for one token", device
-    )
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,25 +102,10 @@ def _step_(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) ->
     return q @ state_BHKV, state_BHKV
 
 
-def _chunks(T: int) -> list[tuple[int, int]]:
-    """(start, stop) of each chunk."""
-    return [(start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
-
-
-def _cut(start: int, stop: int, *tensors: Tensor) -> list[Tensor]:
-    """The chunk of q, k, v, … (zeros past the end) and, last, of the gate (ones past the end), padded to a power
-    of two: the padding is the identity of the recurrence."""
-    pad = (0, 0, 0, (1 << (stop - start - 1).bit_length()) - (stop - start))
-    *zeros, gate = (x[:, :, start:stop] for x in tensors)
-    if pad[-1]:
-        zeros, gate = [F.pad(x, pad) for x in zeros], F.pad(gate, pad, value=1.0)
-    return [x.contiguous() for x in (*zeros, gate)]
-
-
 def _tree(
     q_NLK: Tensor, k_NLK: Tensor, gate_NLK: Tensor, saved: list[tuple[Tensor, ...]] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(A, Q, X, P) of one chunk: A_ij = Σ_K q_i k_j Π_{j<l≤i} a_l for j ≤ i, else 0; Q_i = q_i Π_{l≤i} a_l;
+    """The tree (A, Q, X, P) of one chunk: A_ij = Σ_K q_i k_j Π_{j<l≤i} a_l for j ≤ i, else 0; Q_i = q_i Π_{l≤i} a_l;
     X_j = k_j Π_{l>j} a_l; P [N,1,K] = Π a. `saved` receives what `_tree_backward` needs, level by level."""
     N, L, _ = q_NLK.shape
     A = q_NLK.new_zeros(N, L, L)
@@ -163,7 +134,7 @@ def _tree_backward(
     dX: Tensor,
     dP: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, da) from the gradients of `_tree`'s outputs; consumes `saved`, dQ and dX."""
+    """Gradients (dq, dk, da) from those of `_tree`'s outputs; consumes `saved`, dQ and dX."""
     N, b, K = q_NLK.shape
     while b > 1:
         b //= 2
@@ -181,10 +152,10 @@ def _tree_backward(
     return dQ.mul_(gate_NLK).addcmul_(diagonal, k_NLK), dX.addcmul_(diagonal, q_NLK), da
 
 
-def _chunk(
+def _inside(
     q_BGLK: Tensor, k_BGLK: Tensor, gate_BHLA: Tensor, saved: list[tuple[Tensor, ...]] | None = None
 ) -> list[Tensor]:
-    """`_tree` for each head. With one gate for the head, the tree runs on ones: it gives the products of gates,
+    """The tree of each head. With one gate for the head, the tree runs on ones: it gives the products of gates,
     which then multiply q kᵀ, q and k."""
     heads = gate_BHLA.shape[:2]
     if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
@@ -198,7 +169,7 @@ def _chunk(
     return [(q_BGLK @ k_BGLK.mT) * between, q_BGLK * prefix, k_BGLK * suffix, P]
 
 
-def _chunk_backward(
+def _inside_backward(
     q_BGLK: Tensor,
     k_BGLK: Tensor,
     gate_BHLA: Tensor,
@@ -208,7 +179,7 @@ def _chunk_backward(
     dX: Tensor,
     dP: Tensor,
 ) -> list[Tensor]:
-    """(dq, dk, da) from the gradients of `_chunk`'s outputs; consumes `saved`, dA, dQ and dX."""
+    """Gradients (dq, dk, da) from those of `_inside`'s outputs; consumes `saved`, dA, dQ and dX."""
     heads = gate_BHLA.shape[:2]
     if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
         q, k, gate, dA, dQ, dX, dP = (x.flatten(0, 1) for x in (q_BGLK, k_BGLK, gate_BHLA, dA, dQ, dX, dP))
@@ -227,89 +198,30 @@ def _chunk_backward(
 
 
 def _sum(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """a b + c d, for batches of matrices."""
+    """The sum a b + c d, for batches of matrices."""
     a, b, c, d = (x.flatten(0, 1) for x in (a, b, c, d))
     return (a @ b).baddbmm_(c, d)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, borders: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Chunks in sequence, the tree inside each; `borders` [chunks,B,H,K,V] receives each chunk's first state."""
-    o = torch.empty_like(v)
-    for i, (start, stop) in enumerate(_chunks(v.shape[2])):
-        qc, kc, vc, ac = _cut(start, stop, q, k, v, gate)
-        if borders is not None:
-            borders[i] = state
-        A, Q, X, P = _chunk(qc, kc, ac)
-        o[:, :, start:stop] = _sum(A, vc, Q, state).view_as(vc)[:, :, : stop - start]
-        state = torch.addcmul(X.mT @ vc, P.mT, state)
-    return o, state
+def _chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and the next state."""
+    A, Q, X, P = _inside(q, k, gate)
+    return _sum(A, v, Q, state).view_as(v), torch.addcmul(X.mT @ v, P.mT, state)
 
 
-class _Scan(torch.autograd.Function):
-    """The backward pass walks the chunks from the last to the first and builds each tree again, so that only
-    the states at chunk borders are kept. Without a jvp, forward mode is an error."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        borders = state.new_empty(len(_chunks(v.shape[2])), *state.shape)
-        return *_forward(q, k, v, gate, state, borders), borders
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        *_, borders = output
-        ctx.mark_non_differentiable(borders)
-        ctx.save_for_backward(*inputs[:4], borders)
-        ctx.set_materialize_grads(False)  # no zeros for borders
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor, ...]:
-        q, k, v, gate, borders = ctx.saved_tensors
-        do = torch.zeros_like(v) if do is None else do
-        dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
-        gradients: tuple[Tensor, ...] = _Gradient.apply(q, k, v, gate, borders, do, dstate)
-        return gradients
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradients of `_Scan`, as a function of its own, so that differentiating it again is an error and not
-    a silent zero."""
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
-    ) -> tuple[Tensor, ...]:
-        with full_precision(do):
-            return _backward(q, k, v, gate, borders, do, dstate)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(TWICE)
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+def _chunk_backward(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, do: Tensor, state: Tensor, dstate: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the gate and the first state: chunks from the last to the first."""
-    gradients = [torch.empty_like(x) for x in (q, k, v, gate)]
+    """Gradients of q, k, v, the gate and the state before the chunk; the tree is built again."""
     narrow = (-2, -1) if gate.shape[-1] == 1 else (-1,)
-    for i, (start, stop) in reversed(list(enumerate(_chunks(v.shape[2])))):
-        qc, kc, vc, doc, ac = _cut(start, stop, q, k, v, do, gate)
-        state = borders[i]
-        saved: list[tuple[Tensor, ...]] = []
-        A, Q, X, P = _chunk(qc, kc, ac, saved)
-        dv = _sum(A.mT, doc, X, dstate).view_as(vc)
-        dP = (dstate * state).sum(narrow, keepdim=True).mT
-        dA, dQ, dX = doc @ vc.mT, doc @ state.mT, vc @ dstate.mT
-        dstate = torch.addcmul(Q.mT @ doc, P.mT, dstate)
-        dq, dk, da = _chunk_backward(qc, kc, ac, saved, dA, dQ, dX, dP)
-        for whole, part in zip(gradients, (dq, dk, dv, da), strict=True):
-            whole[:, :, start:stop] = part[:, :, : stop - start]
-    return *gradients, dstate
+    saved: list[tuple[Tensor, ...]] = []
+    A, Q, X, P = _inside(q, k, gate, saved)
+    dv = _sum(A.mT, do, X, dstate).view_as(v)
+    dP = (dstate * state).sum(narrow, keepdim=True).mT
+    dA, dQ, dX = do @ v.mT, do @ state.mT, v @ dstate.mT
+    dstate = torch.addcmul(Q.mT @ do, P.mT, dstate)
+    dq, dk, da = _inside_backward(q, k, gate, saved, dA, dQ, dX, dP)
+    return dq, dk, dv, da, dstate
+
+
+TREE = Recurrence("gla.scan", CHUNK, _chunk, _chunk_backward)

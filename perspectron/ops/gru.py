@@ -8,15 +8,12 @@ Shapes: B batch, T time, G groups of weights, R rows of each batch row that shar
 (r, z, n in this order).
 """
 
-import functools
-import logging
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from perspectron.errors import BackendError
-from perspectron.ops import gru_loop
+from perspectron.ops import dispatch, gru_loop
 
 BACKENDS = ("auto", "reference", "torch", "newton")
 
@@ -33,6 +30,7 @@ class Cells(NamedTuple):
 Memories = tuple[Tensor, Tensor | None, Tensor]
 
 
+@dispatch.in_full_precision
 def scan(
     x_BTGRD: Tensor,
     cells: Cells,
@@ -43,6 +41,7 @@ def scan(
     pad_BT: Tensor | None = None,
     raw: bool = False,
     backend: str = "auto",
+    consume_state: bool = False,
 ) -> Memories:
     """All h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
 
@@ -54,33 +53,28 @@ def scan(
     `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
     iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
     larger operations, which may pay on a GPU and never does on a CPU, so it runs only when asked for. "auto" is
-    "torch" or, for one token in inference mode, a step.
+    "torch" or, for one token where gradients are off, a step.
 
-    Under `torch.inference_mode()` one token ("auto", "newton") updates `state_BGRD` in place and returns it.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit.
+    `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
+    are the same. Only where gradients are off.
+    Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
+    while gradients are on.
     """
-    if backend not in BACKENDS:
-        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
+    dispatch.known(backend, BACKENDS)
+    dispatch.check_consumed(consume_state)
     _check(x_BTGRD, cells, state_BGRD)
-    device = x_BTGRD.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        masks = {"reset_BT": reset_BT, "pad_BT": pad_BT}
-        with torch.autocast(device, enabled=False):
-            return scan(x_BTGRD, cells, gamma, state_BGRD, **masks, raw=raw, backend=backend)
-    dtype = torch.float32
-    for tensor in (x_BTGRD, *cells, state_BGRD):
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = dispatch.widest(x_BTGRD, *cells, state_BGRD)
     x, state, cells = x_BTGRD.to(dtype), state_BGRD.to(dtype), Cells(*(w.to(dtype) for w in cells))
     if pad_BT is not None:
         x = x.masked_fill(pad_BT[:, :, None, None, None], 0)
     if backend == "auto":
-        _say(device)
+        dispatch.say("gru.scan: auto runs the torch loop on %s, and a step for one token", x.device.type)
     if x.shape[1] == 0:
         return x, x if raw else None, state
     if backend == "reference":
         return reference(x, cells, gamma, state, reset_BT, pad_BT, raw)
-    if backend != "torch" and x.shape[1] == 1 and torch.is_inference_mode_enabled():
-        return _step_(x, cells, gamma, state, reset_BT, pad_BT, raw)
+    if backend != "torch" and x.shape[1] == 1 and dispatch.gradients_off():
+        return _step_(x, cells, gamma, dispatch.owned(state, consume_state), reset_BT, pad_BT, raw)
     keep_BT = None if reset_BT is None else (~reset_BT).to(dtype)
     keep, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (keep_BT, pad_BT))
     return gru_loop.run(x, *cells, state, gru_loop.Plan(1 - gamma, raw, backend == "newton", keep, pad))
@@ -142,11 +136,3 @@ def _check(x_BTGRD: Tensor, cells: Cells, state_BGRD: Tensor) -> None:
         want = (G, D, 3 * D) if name.startswith("w") else (G, 3 * D)
         if tensor.shape != want:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, want {want}")
-
-
-@functools.cache
-def _say(device: str) -> None:
-    """Once for each kind of device."""
-    logging.getLogger("perspectron").info(
-        "gru.scan: auto runs the torch loop on %s, and a step for one token", device
-    )

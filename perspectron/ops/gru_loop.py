@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.ops.dispatch import gradients_off, once, refuse
+
 CHUNK = 64  # products over fewer tokens pack their weights too often; more only take memory
-ROUNDS = 16
-TWICE = "gru.scan is differentiable once; for second derivatives use backend='reference'"
-FORWARD_MODE = "gru.scan has no forward-mode derivative; use backend='reference'"
+ROUNDS = 16  # a sequence that has not settled by then gains nothing over the loop
 
 
 class Plan(NamedTuple):
-    """rate: 1 − γ. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0 where a reset empties the memory,
+    """How to run.
+
+    rate: 1 − γ. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0 where a reset empties the memory,
     else 1. pad [T,1,N,1]: True where there is no token."""
 
     rate: float
@@ -41,15 +43,16 @@ class Plan(NamedTuple):
 
 
 def by_row(mask_BT: Tensor | None, R: int) -> Tensor | None:
-    """[T,1,N,1]"""
+    """A mask by time and row [T,1,N,1]."""
     return None if mask_BT is None else mask_BT.mT.repeat_interleave(R, 1)[:, None, :, None]
 
 
 def run(
     x: Tensor, wi: Tensor, wh: Tensor, bi: Tensor, bh: Tensor, state: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(h [B,T,G,R,D]; ĥ if wanted; last h [B,G,R,D]) for x [B,T,G,R,D], T ≥ 1, and weights as in `gru.Cells`."""
-    if torch.is_inference_mode_enabled():
+    """All memories: (h [B,T,G,R,D]; ĥ if wanted; last h [B,G,R,D]) for x [B,T,G,R,D], T ≥ 1, and weights as in
+    `gru.Cells`."""
+    if gradients_off():
         memories, raws, last, *_ = _forward(x, wi, wh, bi, bh, state, plan, train=False)
     else:
         memories, raws, last, *_ = _Scan.apply(x, wi, wh, bi, bh, state, plan)
@@ -58,7 +61,7 @@ def run(
 
 @functools.cache
 def _warn(which: str) -> None:
-    """Once for each pass."""
+    """Warn once for each pass."""
     logging.getLogger("perspectron").warning(
         "gru.scan: newton's %s pass did not converge in %d rounds; the loop ran instead", which, ROUNDS
     )
@@ -67,33 +70,39 @@ def _warn(which: str) -> None:
 # ---------------------------------------------------------------- layouts
 
 
+# Time comes first inside: all that one token needs lies together, and the loop works on it in place.
+
+
 def _by_time(x_BLGRD: Tensor) -> Tensor:
-    """[L,G,N,D]"""
+    """The layout [L,G,N,D] of [B,L,G,R,D]."""
     return x_BLGRD.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def _by_batch(x_LGND: Tensor, B: int) -> Tensor:
-    """[B,L,G,R,D]; a view."""
+    """The layout [B,L,G,R,D], a view."""
     return x_LGND.unflatten(2, (B, -1)).permute(2, 0, 1, 3, 4)
 
 
 def _state(h_GND: Tensor, B: int) -> Tensor:
-    """[B,G,R,D], a copy."""
+    """The layout [B,G,R,D] of one token's memories, a copy."""
     return _by_batch(h_GND[None], B)[:, 0].clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x_LGND: Tensor) -> Tensor:
-    """[G,M,D]: one product for each group takes them all."""
+    """The layout [G,M,D], where one product for each group takes them all."""
     return x_LGND.transpose(0, 1).flatten(1, 2)
 
 
 def _tokens(x_GMD: Tensor, L: int) -> Tensor:
-    """[L,G,N,D]; a view."""
+    """The layout [L,G,N,D] of rows, a view."""
     return x_GMD.unflatten(1, (L, -1)).transpose(0, 1)
 
 
 def _complement(w_F: Tensor) -> Tensor:
-    """The update gate's sign turned, so that its sigmoid is c = 1 − z."""
+    """The weights with the update gate's sign turned, so that its sigmoid is c = 1 − z.
+
+    The law h + (1 − γ) c (n − h) reads c alone: turning the weights once spares a subtraction at every token.
+    """
     r, z, n = w_F.chunk(3, -1)
     return torch.cat([r, -z, n], -1)
 
@@ -104,11 +113,13 @@ def _complement(w_F: Tensor) -> Tensor:
 def _forward(
     x: Tensor, wi: Tensor, wh: Tensor, bi: Tensor, bh: Tensor, state: Tensor, plan: Plan, *, train: bool
 ) -> tuple[Any, ...]:
-    """What `run` gives, and for the backward pass: gates [T,G,N,F] = (r, c, W_hn h + b_hn), n [T,G,N,D], and h before
-    the first token and after each [T+1,G,N,D]. Only if `train`, gates and n hold more than one chunk."""
+    """All that `run` gives, and for the backward pass: gates [T,G,N,F] = (r, c, W_hn h + b_hn), n [T,G,N,D], and h
+    before the first token and after each [T+1,G,N,D]. Only if `train`, gates and n hold more than one chunk."""
     B, T, G, R, D = x.shape
     wi, wh, bi, bh = (_complement(w) for w in (wi, wh, bi, bh))
     chunks = plan.chunks(T)
+    # Without a backward pass every chunk writes its gates over those of the one before. h[t] is what token t finds and
+    # h[t + 1] what it leaves, so that both are slices of one tensor.
     room = T if train else chunks[0][0].stop
     gates, n, h = (
         x.new_empty(size, G, B * R, width) for size, width in ((room, 3 * D), (room, D), (T + 1, D))
@@ -120,44 +131,51 @@ def _forward(
         here = at if train else slice(0, L)
         gates_c, n_c, h_c = gates[here], n[here], h[at.start : at.stop + 1]
         gi = _tokens(torch.bmm(_rows(_by_time(x[:, at])), wi), L)
+        # r and z take both biases at once. n cannot: r scales its recurrent part, which keeps its bias and its place.
         torch.add(gi[..., : 2 * D], (bi + bh)[:, None, : 2 * D], out=gates_c[..., : 2 * D])
         gates_c[..., 2 * D :] = bh[:, None, 2 * D :]
         torch.add(gi[..., 2 * D :], bi[:, None, 2 * D :], out=n_c)
-        if part.pad is not None:
+        if part.pad is not None:  # σ(−∞): c is 0 and h stays, whatever stands in x
             gates_c[..., D : 2 * D].masked_fill_(part.pad, float("-inf"))
         if not (plan.newton and _solve(gates_c, n_c, h_c, wh, part)):
             _walk(gates_c, n_c, h_c, wh, part)
         if raws is not None:
-            torch.lerp(_found(h_c, part), n_c, gates_c[..., D : 2 * D], out=raws[at])
+            torch.lerp(_met(h_c, part), n_c, gates_c[..., D : 2 * D], out=raws[at])
     return _by_batch(h[1:], B), None if raws is None else _by_batch(raws, B), _state(h[-1], B), gates, n, h
 
 
-def _found(h: Tensor, plan: Plan) -> Tensor:
-    """What each token finds, from h [L+1,G,N,D]."""
+def _met(h: Tensor, plan: Plan) -> Tensor:
+    """The memory that each token finds [L,G,N,D], from h [L+1,G,N,D]: empty after a reset."""
     return h[:-1] if plan.keep is None else h[:-1] * plan.keep
 
 
 def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
-    """Token by token, in place. Comes in: what inputs and biases give, in gates and n, and h[0]."""
+    """Fill the memories token by token, in place. Comes in: what inputs and biases give, in gates and n, and h[0]."""
     D = n.shape[-1]
+    # Cut into tokens beforehand: in the loop an index costs as much as a small product.
     parts = [gates, gates[..., : 2 * D], *gates.split(D, -1), n]
     difference, opened = torch.empty_like(n[0]), torch.empty_like(n[0])
     hs = h.unbind(0)
     for t, (all_, rc, r, c, hn, n_t) in enumerate(zip(*(part.unbind(0) for part in parts), strict=True)):
         before = hs[t] if plan.keep is None else torch.mul(hs[t], plan.keep[t], out=opened)
-        all_.baddbmm_(before, wh)
+        all_.baddbmm_(before, wh)  # one product for the three gates, added to what the inputs gave
         rc.sigmoid_()
         n_t.addcmul_(r, hn).tanh_()
+        # h + (1 − γ) c (n − h), of which c and n are kept for the backward pass
         torch.sub(n_t, before, out=difference)
         torch.addcmul(before, c, difference, value=plan.rate, out=hs[t + 1])
 
 
 def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
-    """As `_walk`, all tokens at once: with the gates of the last guess, h follows from a linear recurrence; again,
-    until h solves the equations. If it does not, False, and nothing but h[1:] is changed."""
-    h[1:] = 0
+    """Fill the memories as `_walk` does, all tokens at once: with the gates of the last guess, h follows from a
+    linear recurrence; again, until h solves the equations. If it does not, False, and nothing but h[1:] is changed.
+
+    h stands in the law twice: in the gates, which are held at the last guess, and openly, where with s = (1 − γ) c it
+    is linear: h_t = (1 − s_t) h_{t-1} + s_t n_t, which needs no loop over time.
+    """
+    h[1:] = 0  # the first guess
     for _ in range(ROUNDS + 1):
-        before = _found(h, plan)
+        before = _met(h, plan)
         guess = gates + _tokens(torch.bmm(_rows(before), wh), len(n))
         r, c, hn = guess.chunk(3, -1)
         r.sigmoid_()
@@ -168,6 +186,7 @@ def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
             gates.copy_(guess)
             n.copy_(candidate)
             return True
+        # A reset multiplies what is met by 0, and with it all that decays.
         decay = 1 - step if plan.keep is None else (1 - step) * plan.keep
         h[1:] = _linear(decay, step.mul_(candidate), h[0])
     _warn("forward")
@@ -175,13 +194,17 @@ def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
 
 
 def _settled(new: Tensor, old: Tensor) -> bool:
-    """Whether a round changed nothing, in three quarters of the digits."""
+    """Whether a round changed nothing, in three quarters of the digits; in the last quarter rounding goes on."""
     bound = torch.finfo(old.dtype).eps ** 0.75 * old.abs().amax()
     return new.is_meta or bool((new - old).abs().amax() <= bound)
 
 
 def _linear(decay: Tensor, add: Tensor, start: Tensor) -> Tensor:
-    """y_t = decay_t y_{t-1} + add_t over the first dimension, from y_{-1} = start, in log₂ T rounds."""
+    """The solution of y_t = decay_t y_{t-1} + add_t over the first dimension, from y_{-1} = start, in log₂ T rounds.
+
+    After a round, `add` is what the last `span` tokens give and `decay` what they leave of all before: two neighbouring
+    spans make one of twice the length. No quotient is formed, so a decay of 0 is exact.
+    """
     add = torch.cat([torch.addcmul(add[:1], decay[:1], start), add[1:]])
     span = 1
     while span < len(add):
@@ -195,7 +218,7 @@ def _linear(decay: Tensor, add: Tensor, start: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """Keeps the gates, candidates and memories of all tokens."""
+    """The scan with gradients. Keeps the gates, candidates and memories of all tokens."""
 
     @staticmethod
     def forward(
@@ -212,33 +235,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *doutputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *_Gradient.apply(*ctx.saved_tensors, *doutputs[:3], ctx.plan), None
+        return *once("gru.scan", _backward, *ctx.saved_tensors, *doutputs[:3], ctx.plan), None
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(FORWARD_MODE)
-
-
-class _Gradient(torch.autograd.Function):
-    """The gradients of `_Scan`, as a function of its own, so that differentiating it again is an error and not
-    a silent zero."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            return _backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError(TWICE)
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(TWICE)
+    jvp = refuse("gru.scan has no forward-mode derivative; use backend='reference'")
 
 
 def _backward(
@@ -250,6 +249,7 @@ def _backward(
     Those of the gates lie in the order (W_hn h + b_hn, r, z, n): the recurrent product has a part in the first
     three, that of the input in the last three."""
     B, T, G, R, D = x.shape
+    # In this order both products read and write three neighbouring parts of one tensor: nothing is cut out or copied.
     wi_T, wh_T = wi.mT.contiguous(), wh.roll(D, -1).mT.contiguous()
     dx, dwi, dwh, dbias = (
         torch.empty_like(x),
@@ -257,11 +257,13 @@ def _backward(
         torch.zeros_like(wh),
         x.new_zeros(G, 4 * D),
     )
+    # The gradient of h that the chunk after hands to the one before.
     carry = torch.zeros_like(h[0]) if dlast is None else _by_time(dlast[:, None])[0]
     for at, part in reversed(plan.chunks(T)):
         L = at.stop - at.start
-        found = _found(h[at.start : at.stop + 1], part)
-        slopes, through = _slopes(gates[at], n[at], found, plan.rate)
+        met = _met(h[at.start : at.stop + 1], part)
+        slopes, through = _slopes(gates[at], n[at], met, plan.rate)
+        # dh[t] is of what token t finds, dh[t + 1] of what it leaves, as in h.
         dh, draw = h.new_zeros(L + 1, G, B * R, D), None
         if dmemories is not None:
             dh[1:] = _by_time(dmemories[:, at])
@@ -269,13 +271,15 @@ def _backward(
             draw = _by_time(draws[:, at])
             past = torch.addcmul(draw, draw, gates[at][..., D : 2 * D], value=-1)  # the gates: ĥ = z h + …
             dh[:-1] += past if part.keep is None else past.mul_(part.keep)
+            # The slopes are those of h, and hold a factor 1 − γ that ĥ does not have.
             draw = draw / plan.rate
         dh[L] += carry
         dgates = h.new_empty(G, L, B * R, 4, D)
         if not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
             _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
         rows, carry = dgates.view(G, -1, 4 * D), dh[0]
-        dwh.baddbmm_(_rows(found).mT, rows[..., : 3 * D])
+        # Gradients of weights and inputs wait for no token: one product for the chunk each.
+        dwh.baddbmm_(_rows(met).mT, rows[..., : 3 * D])
         dwi.baddbmm_(_rows(_by_time(x[:, at])).mT, rows[..., D:])
         dbias += rows.sum(1)
         dx[:, at] = _by_batch(_tokens(torch.bmm(rows[..., D:], wi_T), L), B)
@@ -283,17 +287,23 @@ def _backward(
     return dx, dwi, dwh.roll(-D, -1), dbi, dbh, _state(carry, B)
 
 
-def _slopes(gates: Tensor, n: Tensor, found: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """What turns the gradient of h_t into that of the gates [L,G,N,4,D], and, past the gates, of what it found."""
+def _slopes(gates: Tensor, n: Tensor, met: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """The factors that turn the gradient of h_t into that of the gates [L,G,N,4,D], and, past the gates, of what it
+    met.
+
+    None of it depends on a gradient, so it is made for all tokens of a chunk at once and the loop only multiplies.
+    """
     r, c, hn = gates.chunk(3, -1)
     slopes = n.new_empty(*n.shape[:-1], 4, n.shape[-1])
     of_hn, of_r, of_z, of_n = slopes.unbind(-2)
-    step = c * rate
+    step = c * rate  # ∂h/∂n
+    # Slopes of tanh and sigmoid from their values, which are kept, in place of their arguments, which are not.
     torch.ops.aten.tanh_backward.grad_input(step, n, grad_input=of_n)
     torch.mul(of_n, r, out=of_hn)
     torch.mul(of_n, hn, out=of_r)
     torch.ops.aten.sigmoid_backward.grad_input(of_r, r, grad_input=of_r)
-    torch.sub(found, n, out=of_z).mul_(rate)
+    # ∂h/∂c is n − met, and c is the sigmoid of the argument with its sign turned: that of z gets met − n.
+    torch.sub(met, n, out=of_z).mul_(rate)
     torch.ops.aten.sigmoid_backward.grad_input(of_z, c, grad_input=of_z)
     return slopes, step.neg_().add_(1)
 
@@ -301,8 +311,9 @@ def _slopes(gates: Tensor, n: Tensor, found: Tensor, rate: float) -> tuple[Tenso
 def _walk_back(
     dgates: Tensor, dh: Tensor, draw: Tensor | None, slopes: Tensor, through: Tensor, wh_T: Tensor, plan: Plan
 ) -> None:
-    """Token by token from the last. Comes in: dh with what the outputs give. Goes out: dgates [G,L,N,4,D] and dh
+    """Walk back token by token. Comes in: dh with what the outputs give. Goes out: dgates [G,L,N,4,D] and dh
     complete."""
+    # Cut into tokens beforehand, as in `_walk`. A seed takes part in all four gates: it is spread over their dimension.
     recurrent = dgates[..., :3, :].flatten(-2).unbind(1)
     dhs, spread, each = dh.unbind(0), dh.unsqueeze(-2).unbind(0), dgates.unbind(1)
     slopes_, throughs = slopes.unbind(0), through.unbind(0)
@@ -310,9 +321,9 @@ def _walk_back(
     for t in reversed(range(len(throughs))):
         seed = spread[t + 1] if draw is None else (dhs[t + 1] + draw[t]).unsqueeze(-2)
         torch.mul(seed, slopes_[t], out=each[t])
-        if plan.keep is None:
+        if plan.keep is None:  # straight through, and by way of the gates
             dhs[t].addcmul_(dhs[t + 1], throughs[t]).baddbmm_(recurrent[t], wh_T)
-        else:
+        else:  # both end at a reset
             torch.mul(dhs[t + 1], throughs[t], out=into).baddbmm_(recurrent[t], wh_T)
             dhs[t].addcmul_(into, plan.keep[t])
 
@@ -320,10 +331,12 @@ def _walk_back(
 def _solve_back(
     dgates: Tensor, dh: Tensor, draw: Tensor | None, slopes: Tensor, through: Tensor, wh_T: Tensor, plan: Plan
 ) -> bool:
-    """As `_walk_back`, all tokens at once, by the splitting of `_solve`. If that does not converge, False, and dh
+    """Do as `_walk_back`, all tokens at once, by the splitting of `_solve`. If that does not converge, False, and dh
     is as it came."""
     keep = 1 if plan.keep is None else plan.keep
     opened = through * keep
+    # The adjoint is linear: what comes through the gates is held at the last guess, and what goes straight through is
+    # the linear recurrence of `_linear`, backwards in time.
     guess = torch.zeros_like(dh)
     for _ in range(ROUNDS + 1):
         seed = guess[1:] if draw is None else guess[1:] + draw

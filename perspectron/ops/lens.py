@@ -23,10 +23,10 @@ def features(
 
     w: weights of the standard, the reciprocal and the discoverability lens. disc_scale: d = k·u / √K.
     """
-    standard, reciprocal, found = w_H3.to(q_BHTK.dtype).T[:, None, :, None, None]
+    standard, reciprocal, sought = w_H3.to(q_BHTK.dtype).T[:, None, :, None, None]
     query = standard * q_BHTK
     if u_HK is not None:
-        query = query + found * u_HK[None, :, None].to(query.dtype) * (
+        query = query + sought * u_HK[None, :, None].to(query.dtype) * (
             1 if disc_scale else u_HK.shape[1] ** 0.5
         )
     if not reciprocity:
@@ -39,9 +39,9 @@ def reference(
 ) -> Tensor:
     """The document's formula, causal, with every score written out; the oracle."""
     T, K = q_BHTK.shape[-2:]
-    standard, reciprocal, found = w_H3.T[:, None, :, None, None]
+    standard, reciprocal, sought = w_H3.T[:, None, :, None, None]
     scores = q_BHTK @ k_BHTK.mT * K**-0.5
     d_BH1T = torch.einsum("bhtk,hk->bht", k_BHTK, u_HK)[:, :, None] * (K**-0.5 if disc_scale else 1)
-    mixed = standard * scores + reciprocal * scores.mT + found * d_BH1T
+    mixed = standard * scores + reciprocal * scores.mT + sought * d_BH1T
     future = torch.ones(T, T, dtype=torch.bool, device=mixed.device).triu(1)
     return mixed.masked_fill(future, float("-inf")).softmax(-1) @ v_BHTK

@@ -7,8 +7,6 @@ other tokens there are.
 Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
 """
 
-import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from perspectron import native
 from perspectron.errors import BackendError
+from perspectron.ops.dispatch import full_precision, known, refuse, say, watched
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
-from perspectron.ops.tree import full_precision
 
 BACKENDS = ("auto", "reference", "torch", "native")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
@@ -32,7 +29,7 @@ NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mod
 
 
 def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
-    """x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
+    """The product x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
 
     A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "torch" runs
     anywhere; "reference" computes in float64; "auto": native where it can. No derivatives: backward and forward mode
@@ -40,7 +37,7 @@ def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     """
     if x.shape[-1] != packed.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the matrix {packed.shape[1]}")
-    _known(backend)
+    known(backend, BACKENDS)
     x_TK = x.reshape(-1, x.shape[-1])
     if _plain(x):
         y_TN = _linear(x_TK, packed, backend)
@@ -52,13 +49,14 @@ def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
 
 
 def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = "auto") -> Tensor:
-    """W_down(SiLU(W_gate x) ⊙ W_up x) [..., D]; what each matrix reads is rounded to 8 bits. As `linear`."""
+    """The network W_down(SiLU(W_gate x) ⊙ W_up x) [..., D]; what each matrix reads is rounded to 8 bits. As
+    `linear`."""
     if not gate.format == up.format == down.format:
         raise ValueError(f"formats are {gate.format}, {up.format} and {down.format}, want one")
     D, hidden = x.shape[-1], gate.shape[0]
     if not (gate.shape[1] == D and up.shape == gate.shape and down.shape[1] == hidden):
         raise ValueError(f"x has {D} columns; gate, up, down are {gate.shape}, {up.shape}, {down.shape}")
-    _known(backend)
+    known(backend, BACKENDS)
     x_TD = x.reshape(-1, D)
     if _plain(x):
         y_TD = _swiglu(x_TD, (gate, up, down), backend)
@@ -93,13 +91,13 @@ def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) 
 
 
 def _pair(packed: Packed) -> tuple[Tensor, Tensor]:
-    """As the library reads it; its own tensors where they are so."""
+    """Codes and scales as the library reads them; its own tensors where they are so."""
     return packed.codes.contiguous(), packed.scales.contiguous()
 
 
 def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """(q [T,K] whole numbers in −127 … 127, step [T]) in x's dtype: q·step ≈ x. A token that is not finite has
-    step NaN; one too small for 127 / max |x| is 0."""
+    """The 8-bit form (q [T,K] whole numbers in −127 … 127, step [T]) in x's dtype: q·step ≈ x. A token that is not
+    finite has step NaN; one too small for 127 / max |x| is 0."""
     most_T = x_TK.abs().amax(1)
     per_T = 127 / most_T
     fits_T1 = (per_T.isfinite() & most_T.isfinite())[:, None]
@@ -108,14 +106,14 @@ def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reference(x_TK: Tensor, packed: Packed) -> Tensor:
-    """In float64, but for the rounding of x."""
+    """The product in float64, but for the rounding of x."""
     q_TK, step_T = quantise(x_TK)
     y_TN = F.linear(q_TK.double(), dequantise(packed, torch.float64))
     return (y_TN * step_T.double()[:, None]).float()
 
 
 def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
-    """Some rows at a time, so that memory stays bounded."""
+    """The product some rows at a time, so that memory stays bounded."""
     (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
     q_TK, step_T = quantise(x_TK)
     q_TS = F.pad(q_TK, (0, S - K))
@@ -196,13 +194,8 @@ def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
 # ---------------------------------------------------------------- dispatch
 
 
-def _known(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(BACKENDS)}")
-
-
 def _backend(x: Tensor, backend: str) -> str:
-    """The one that runs."""
+    """The backend that runs."""
     if backend in ("reference", "torch"):
         return backend
     if backend == "native":
@@ -211,14 +204,8 @@ def _backend(x: Tensor, backend: str) -> str:
             raise BackendError(f"backend = 'native' cannot run: {why}")
         return backend
     chosen = "native" if x.device.type == "cpu" and native.wanted() else "torch"
-    _say(chosen, x.device.type)
+    say("packed: auto runs %s on %s", chosen, x.device.type)
     return chosen
-
-
-@functools.cache
-def _say(backend: str, device: str) -> None:
-    """Once for each."""
-    logging.getLogger("perspectron").info("packed: auto runs %s on %s", backend, device)
 
 
 def _plain(x: Tensor) -> bool:
@@ -228,9 +215,7 @@ def _plain(x: Tensor) -> bool:
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise RuntimeError(NO_GRADIENT)
         return False
-    if not torch.is_inference_mode_enabled() or torch._C._get_tracing_state() is not None:
-        return False
-    return _get_current_dispatch_mode() is None and type(x) is Tensor and not x.is_meta
+    return torch.is_inference_mode_enabled() and not watched(x) and not x.is_meta
 
 
 def _traced() -> bool:
@@ -273,19 +258,13 @@ def _(x_TD: Tensor, *rest: Any) -> Tensor:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Derivatives that raise: of an op without any, forward mode would make silent zeros."""
+    """Base of products whose derivatives raise: of an op without any, forward mode would make silent zeros."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(NO_GRADIENT)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(NO_GRADIENT)
+    backward = jvp = refuse(NO_GRADIENT)
 
 
 class _Linear(_NoGradient):

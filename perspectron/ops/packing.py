@@ -30,7 +30,9 @@ MAX_COLUMNS = 65536  # 255 · 127 · K must stay below 2³¹
 
 
 class Layout(NamedTuple):
-    """rows: R of a block. radix: what the code of each of them counts in a byte. lowest, highest: codes. zero: code
+    """One format's layout.
+
+    rows: R of a block. radix: what the code of each of them counts in a byte. lowest, highest: codes. zero: code
     of weight 0 where rows have one scale; None: groups of columns have a scale and an offset."""
 
     rows: int
@@ -54,7 +56,9 @@ LAYOUTS = {
 
 
 class Packed(NamedTuple):
-    """codes: uint8 [blocks, S]. scales: as the table above says. shape: (N, K)."""
+    """A packed matrix.
+
+    codes: uint8 [blocks, S]. scales: as the table above says. shape: (N, K)."""
 
     codes: Tensor
     scales: Tensor
@@ -67,7 +71,8 @@ class Packed(NamedTuple):
 
 
 def sizes(format: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, ...], torch.dtype]:
-    """(shape of the codes, shape of the scales, dtype of the scales) of a matrix. ValueError: not a possible one."""
+    """The sizes (shape of the codes, shape of the scales, dtype of the scales) of a matrix. ValueError: not a
+    possible one."""
     if format not in LAYOUTS:
         raise ValueError(f"format = {format!r}, must be one of {', '.join(LAYOUTS)}")
     N, K = shape
@@ -129,21 +134,21 @@ def dequantise(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def parameters(packed: Packed) -> tuple[Tensor, Tensor]:
-    """(s, o) of the groups [blocks·R, G], float16."""
+    """Scale and offset (s, o) of the groups [blocks·R, G], float16."""
     scale_bGR, offset_bGR = packed.scales.chunk(2, 2)
     return scale_bGR.mT.flatten(0, 1), offset_bGR.mT.flatten(0, 1)
 
 
 def check(packed: Packed, name: str = "matrix") -> None:
-    """DataError unless shapes, dtypes and all bytes are possible ones and all scales are finite."""
+    """Raise DataError unless shapes, dtypes and all bytes are possible ones and all scales are finite."""
     codes_shape, scales_shape, dtype = sizes(packed.format, packed.shape)
     for part, tensor, shape, kind in (
         ("codes", packed.codes, codes_shape, torch.uint8),
         ("scales", packed.scales, scales_shape, dtype),
     ):
         if tensor.shape != shape or tensor.dtype != kind:
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise DataError(f"{name}: {part} are {found}, must be {kind} {shape}")
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise DataError(f"{name}: {part} are {actual}, must be {kind} {shape}")
     if not packed.scales.isfinite().all():
         raise DataError(f"{name}: a scale is not finite")
     wrong = int(illegal(packed.codes, packed.format).sum())
@@ -152,7 +157,7 @@ def check(packed: Packed, name: str = "matrix") -> None:
 
 
 def illegal(codes: Tensor, format: str) -> Tensor:
-    """Where a byte is none that packing gives, bool like `codes`."""
+    """The places where a byte is none that packing gives, bool like `codes`."""
     if format == "ternary":
         return (codes % 84 > 80) | (codes >= 252)
     return codes == 0 if format == "int8" else torch.zeros_like(codes, dtype=torch.bool)
@@ -167,9 +172,9 @@ def digits(codes_bS: Tensor, format: str) -> Tensor:
         bits = 8 // layout.rows
         parts = [(codes_bS >> bits * row) & layout.highest for row in range(layout.rows)]
         return torch.stack(parts, 1).flatten(0, 1)
-    rest, found = codes_bS.clone(), []
+    rest, rows = codes_bS.clone(), []
     for radix in reversed(layout.radix):  # by comparison: a division of bytes is slower
         digit = (rest >= radix).view(torch.uint8) + (rest >= 2 * radix).view(torch.uint8)
         rest -= digit * radix
-        found.append(digit)
-    return torch.stack(found[::-1], 1).flatten(0, 1)
+        rows.append(digit)
+    return torch.stack(rows[::-1], 1).flatten(0, 1)

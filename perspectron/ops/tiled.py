@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perspectron.ops.dispatch import once
+
 ROWS = 128
 SCORES = 2**18  # of one tile: they stay in the cache
 
 
 def attend(q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v over each token and those before it [N,T,V]; differentiable once."""
+    """Attention softmax(scale · q kᵀ) v over each token and those before it [N,T,V]; differentiable once."""
     o_NTV: Tensor = _Attend.apply(q_NTK, k_NTK, v_NTV, scale)
     return o_NTV
 
@@ -39,35 +41,27 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
-        return (*_Gradient.apply(*ctx.saved_tensors, do, ctx.scale), None)
+        return *once("tiled.attend", _backward, *ctx.saved_tensors, do, ctx.scale), None
 
 
-class _Gradient(torch.autograd.Function):
-    """A function of its own, so that a second derivative is an error: `once_differentiable` gives a silent 0 where
-    the same input is also reached another way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_NT1: Tensor, do: Tensor, scale: float
-    ) -> tuple[Tensor, ...]:
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        mean_NT1 = (do * o).sum(-1, keepdim=True)
-        for n, rows in _tiles(*q.shape[:2]):
-            here = slice(0, rows.stop)
-            p = _scores(q, k, n, rows).sub_(lse_NT1[n, rows]).exp_()
-            dv[n, here].baddbmm_(p.mT, do[n, rows])
-            ds = torch.bmm(do[n, rows], v[n, here].mT).sub_(mean_NT1[n, rows]).mul_(p)
-            dq[n, rows] = ds @ k[n, here]
-            dk[n, here].baddbmm_(ds.mT, q[n, rows])
-        return dq.mul_(scale), dk, dv
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise RuntimeError("tiled.attend is differentiable once")
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse_NT1: Tensor, do: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v."""
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    mean_NT1 = (do * o).sum(-1, keepdim=True)
+    for n, rows in _tiles(*q.shape[:2]):
+        here = slice(0, rows.stop)
+        p = _scores(q, k, n, rows).sub_(lse_NT1[n, rows]).exp_()
+        dv[n, here].baddbmm_(p.mT, do[n, rows])
+        ds = torch.bmm(do[n, rows], v[n, here].mT).sub_(mean_NT1[n, rows]).mul_(p)
+        dq[n, rows] = ds @ k[n, here]
+        dk[n, here].baddbmm_(ds.mT, q[n, rows])
+    return dq.mul_(scale), dk, dv
 
 
 def _tiles(N: int, T: int) -> Iterator[tuple[slice, slice]]:
-    """(heads, rows) of each tile; its columns are those up to its last row."""
+    """The (heads, rows) of each tile; its columns are those up to its last row."""
     for start in range(0, T, ROWS):
         stop = min(T, start + ROWS)
         heads = max(1, SCORES // ((stop - start) * stop))
@@ -76,7 +70,7 @@ def _tiles(N: int, T: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q: Tensor, k: Tensor, n: slice, rows: slice) -> Tensor:
-    """q kᵀ of a tile; −∞ where the key is ahead of the query."""
+    """The scores q kᵀ of a tile; −∞ where the key is ahead of the query."""
     scores = q[n, rows] @ k[n, : rows.stop].mT
     R = scores.shape[1]
     ahead = torch.ones(R, R, dtype=torch.bool, device=q.device).triu_(1)

@@ -1,11 +1,23 @@
-"""Where the blocks of a binary tree over a chunk of tokens stand, for recurrences whose gates multiply (`pdr`, `gla`).
+"""A recurrence whose gates multiply, over chunks of tokens: what `pdr` and `gla` share.
 
-Shapes: B batch (and whatever else runs beside it), L tokens of one chunk, D width, b block of the tree, n pairs of
-blocks.
+The state goes from chunk to chunk; inside a chunk a binary tree takes all tokens at once, whose blocks `halves` and
+`blocks` find.
+
+Shapes: B batch (and whatever else runs beside it), T time, L tokens of one chunk, D width, b block of the tree, n pairs
+of blocks. Time is the last dimension but one of every input.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from perspectron.ops.dispatch import full_precision, once
+
+Tensors = tuple[Tensor, ...]
 
 
 def halves(x_BLD: Tensor, b: int) -> tuple[Tensor, Tensor]:
@@ -21,5 +33,126 @@ def blocks(A_BLL: Tensor, b: int) -> Tensor:
     return A_BLL.as_strided((B, L // (2 * b), b, b), (L * L, 2 * b * (L + 1), L, 1), b * L)
 
 
-def full_precision(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
+@dataclass(frozen=True)
+class Recurrence:
+    """One chunk of a recurrence, forward and differentiated; `size` is its most tokens.
+
+    forward: (q, k, v, gate, state) → (o, next state). backward: (q, k, v, gate, do, state, d next state) → gradients of
+    the five. tangent: (q, k, v, gate, their tangents, state, dstate) → (do, next state, its tangent).
+    """
+
+    op: str
+    size: int
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Tensors]
+    tangent: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def spans(self, T: int) -> list[slice]:
+        """The tokens of each chunk."""
+        T = int(T)  # under torch.jit.trace sizes are tensors
+        return [slice(start, min(start + self.size, T)) for start in range(0, T, self.size)]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """All chunks, (outputs, last state), without a graph."""
+        return self._walk(q, k, v, gate, state, None)
+
+    def differentiable(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All chunks as in `run`, differentiable once."""
+        o, state, _ = _Scan.apply(self, q, k, v, gate, state)
+        return o, state
+
+    def _walk(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, borders: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Walk over the chunks; `borders` [chunks, …] receives each chunk's first state."""
+        o = torch.empty_like(v)
+        for i, span in enumerate(self.spans(v.shape[-2])):
+            if borders is not None:
+                borders[i] = state
+            o_chunk, state = self.forward(*_zeros(span, q, k, v), _ones(span, gate), state)
+            o[..., span, :] = _tokens(o_chunk, span)
+        return o, state
+
+    def _backward(
+        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
+    ) -> Tensors:
+        """Gradients of q, k, v, the gate and the first state: chunks from the last to the first."""
+        gradients = [torch.empty_like(x) for x in (q, k, v, gate)]
+        for i, span in reversed(list(enumerate(self.spans(v.shape[-2])))):
+            q_k_v, do_chunk = _zeros(span, q, k, v), *_zeros(span, do)
+            *parts, dstate = self.backward(*q_k_v, _ones(span, gate), do_chunk, borders[i], dstate)
+            for whole, part in zip(gradients, parts, strict=True):
+                whole[..., span, :] = _tokens(part, span)
+        return *gradients, dstate
+
+    def _tangent(self, primals: Tensors, tangents: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Tangents of the outputs and of the last state."""
+        assert self.tangent is not None
+        (q, k, v, gate, state), (*inputs, dstate), outputs = primals, tangents, []
+        for span in self.spans(v.shape[-2]):
+            q_k_v, d_chunk = _zeros(span, q, k, v), _zeros(span, *inputs)
+            do, state, dstate = self.tangent(*q_k_v, _ones(span, gate), *d_chunk, state, dstate)
+            outputs.append(_tokens(do, span))
+        return torch.cat(outputs, -2), dstate
+
+
+def _padding(span: slice) -> int:
+    """Tokens that a chunk lacks to a power of two."""
+    L = span.stop - span.start
+    return (1 << (L - 1).bit_length()) - L
+
+
+def _zeros(span: slice, *tensors: Tensor) -> list[Tensor]:
+    """The chunk of each, zeros past its end: there nothing is written, read, or comes back."""
+    pad = _padding(span)
+    chunks = (x[..., span, :] for x in tensors)
+    return [(F.pad(x, (0, 0, 0, pad)) if pad else x).contiguous() for x in chunks]
+
+
+def _ones(span: slice, gate: Tensor) -> Tensor:
+    """The chunk of the gate, ones past its end: with nothing written, that is the identity of the recurrence."""
+    pad, gate = _padding(span), gate[..., span, :]
+    return (F.pad(gate, (0, 0, 0, pad), value=1.0) if pad else gate).contiguous()
+
+
+def _tokens(chunk: Tensor, span: slice) -> Tensor:
+    """The chunk without what was past its end."""
+    return chunk[..., : span.stop - span.start, :]
+
+
+class _Scan(torch.autograd.Function):
+    """The backward pass walks the chunks from the last to the first and builds each tree again, so that only the
+    states at chunk borders are kept."""
+
+    @staticmethod
+    def forward(kind: Recurrence, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> Tensors:
+        borders = state.new_empty(len(kind.spans(v.shape[-2])), *state.shape)
+        return *kind._walk(q, k, v, gate, state, borders), borders
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+        ctx.kind, *tensors = inputs
+        borders = output[2]
+        ctx.mark_non_differentiable(borders)
+        ctx.set_materialize_grads(False)  # no zeros for the borders, which are the largest of all
+        ctx.save_for_backward(*tensors[:4], borders)
+        if ctx.kind.tangent is not None:
+            ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        *inputs, borders = ctx.saved_tensors
+        do = torch.zeros_like(inputs[2]) if do is None else do
+        dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
+        return None, *once(ctx.kind.op, ctx.kind._backward, *inputs, borders, do, dstate)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.kind.tangent is None:
+            raise RuntimeError(f"{ctx.kind.op} has no forward-mode derivative; use backend='reference'")
+        primals = ctx.saved_tensors
+        with full_precision(primals[0]):
+            filled = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
+            return *ctx.kind._tangent(primals, filled), None

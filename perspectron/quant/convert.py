@@ -7,7 +7,6 @@ Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import cast
 
 import torch
@@ -15,66 +14,26 @@ from torch import Tensor, nn
 
 from perspectron.block import Block
 from perspectron.config import one_of, require
-from perspectron.experts import RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.ternary import converted
 from perspectron.mixers.drm import DRM
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import Packed, dequantise, sizes
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
-from perspectron.quant.ternary import converted
 
 SMALL = 32  # rows or columns: less is not worth its bits
 BATCH = 8  # texts at a time
 
 
-@dataclass(frozen=True)
-class QuantConfig:
-    """linear: format of the blocks' matrices. formats: others for some, by patterns of their names, the first that
-    fits; "float" leaves them. damping, act_order: as in `gptq`.
-
-    Whatever this says, the embedding, learned positions and what gives the logits become int8, as do matrices of a
-    mixer that reads them itself (DRM), because nothing sees their inputs; routers, and matrices with fewer than 32
-    rows or columns, stay float.
-    """
-
-    linear: str = "2bit"
-    formats: tuple[tuple[str, str], ...] = ()
-    damping: float = 0.05
-    act_order: bool = False
-
-    def __post_init__(self) -> None:
-        one_of(self.linear, FORMATS, "linear")
-        for pattern, format in self.formats:
-            one_of(format, (*FORMATS, "float"), f"formats: {pattern}")
-        require(self.damping > 0, "damping", self.damping, "> 0")
-
-    def format(self, name: str) -> str:
-        """Of the matrix of this name."""
-        return next((format for pattern, format in self.formats if fnmatchcase(name, pattern)), self.linear)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """method: "gptq", or "nearest". error: of the output on the calibration text, relative; nearest_error: had it been
-    rounded to the nearest. None where no calibration saw it."""
-
-    name: str
-    shape: tuple[int, int]
-    format: str
-    method: str
-    bytes: int
-    error: float | None = None
-    nearest_error: float | None = None
-
-
 @dataclass
 class Report:
-    """layers: what was packed. kept: matrices that stay float, and why. experts, expert_bytes: how many became ternary,
-    and what they take packed. bytes: of all else, by format or dtype. before: of the float model, experts too."""
+    """Report on a conversion. kept: matrices that stay float, and why. experts,
+    expert_bytes: how many became ternary, and their bytes packed. bytes: of all else, by format or dtype. before: bytes
+    of the float model, experts too."""
 
     before: int
-    layers: list[Layer] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     experts: int = 0
     expert_bytes: int = 0
@@ -82,17 +41,18 @@ class Report:
 
 
 @torch.no_grad()
-def convert(
-    model: LanguageModel,
-    config: QuantConfig = QuantConfig(),
-    calibration_nT: Tensor | None = None,
-) -> Report:
-    """Pack a float32 model in place, for inference only. calibration: token ids, windows of text like what the model
-    will read; without them everything is rounded to the nearest. Experts stay float modules with ternary values, which
-    an artifact packs exactly.
+def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor | None = None) -> Report:
+    """Pack a float32 model in place, for inference only. linear: format of the blocks' matrices. calibration: token
+    ids, windows of text like what the model will read; without them everything is rounded to the nearest. Experts stay
+    float modules with ternary values, which an artifact packs exactly.
 
-    ConfigError: a model that is not float32, or whose experts are half converted; ids out of bounds.
+    Whatever `linear` says, the embedding, learned positions and what gives the logits become int8, as do matrices of a
+    mixer that reads them itself (DRM), because nothing sees their inputs; routers, and matrices with fewer than 32
+    rows or columns, stay float.
+
+    ConfigError: an unknown format; a model that is not float32, or whose experts are half converted; ids out of bounds.
     """
+    one_of(linear, FORMATS, "linear")
     require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     report = Report(sum(bytes_of(model).values()))
@@ -104,10 +64,10 @@ def convert(
         require(good, "calibration", tuple(calibration_nT.shape), "[n, T] ids")
         least, most = (int(value) for value in calibration_nT.aminmax())
         require(least >= 0 and most < V, "calibration", f"{least} … {most}", f"ids in 0 … {V - 1}")
-    _embeddings(model, report)
+    _embeddings(model)
     if calibration_nT is not None:
         texts = [_read(model, ids_BT) for ids_BT in calibration_nT.to(model.device).split(BATCH)]
-    work = _Work(model, config, report, texts)
+    work = _Work(model, linear, report, texts)
     for index in range(len(model.blocks)):
         work.block(index)
     work.head()
@@ -120,7 +80,7 @@ def convert(
 
 
 def pack_expert(ffn: RoutedSwiGLU, expert: int) -> tuple[Packed, Packed, Packed]:
-    """gate, up and down as they are used, ternary: exactly, of those trained so; others rounded."""
+    """Ternary gate, up and down of an expert: exact where it was trained so, else rounded."""
     weights = ffn.weights(torch.tensor([expert], device=ffn.gate_EFD.device))
     gate, up, down = (quantise(weight[0], "ternary") for weight in weights)
     return gate, up, down
@@ -128,8 +88,8 @@ def pack_expert(ffn: RoutedSwiGLU, expert: int) -> tuple[Packed, Packed, Packed]
 
 @torch.no_grad()
 def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
-    """The same experts with the values that `pack_expert` gives them, and 8-bit activations: what packed ones will
-    do, in float."""
+    """Float layer that computes what the packed one will: the values that `pack_expert` gives, and 8-bit
+    activations."""
     config = replace(ffn.config, base=False, ternary=False, int8_activations=True)
     with torch.device("meta"):
         made = RoutedSwiGLU(ffn.route_proj.in_features, config)
@@ -142,13 +102,11 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
     return made.eval().requires_grad_(False)
 
 
-def _embeddings(model: LanguageModel, report: Report) -> None:
+def _embeddings(model: LanguageModel) -> None:
     for name in ("embedding", "positions"):
         table = getattr(model, name, None)
         if table is not None:
-            matrix = quantise(table.weight, "int8")
-            setattr(model, name, QuantEmbedding.of(matrix))
-            report.layers.append(Layer(name, matrix.shape, "int8", "nearest", matrix.nbytes))
+            setattr(model, name, QuantEmbedding.of(quantise(table.weight, "int8")))
 
 
 def _ternary_bytes(shape: torch.Size) -> int:
@@ -157,21 +115,19 @@ def _ternary_bytes(shape: torch.Size) -> int:
 
 
 def _read(model: LanguageModel, ids_BT: Tensor) -> Tensor:
-    return model.embed(ids_BT, model.init_state(len(ids_BT)).length_B)[0]
+    return model.placed(model.embedding(ids_BT), model.init_state(len(ids_BT)).length_B)[0]
 
 
 class _Work:
     """One conversion under way. texts: what the next block reads, batch by batch [B,T,·]; empty without calibration.
     waiting: what a network has read in blocks that are tied to it and come before its own."""
 
-    def __init__(
-        self, model: LanguageModel, config: QuantConfig, report: Report, texts: list[Tensor]
-    ) -> None:
-        self.model, self.config, self.report, self.texts = model, config, report, texts
+    def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Tensor]) -> None:
+        self.model, self.linear, self.report, self.texts = model, linear, report, texts
         self.waiting = dict[str, Hessian]()
 
     def block(self, index: int) -> None:
-        """Pack what is a block's own, then read on through it."""
+        """Pack a block's own matrices, then read on through it."""
         block = cast(Block, self.model.blocks[index])
         ffn = getattr(block, "ffn", None)
         if isinstance(ffn, RoutedSwiGLU):
@@ -195,7 +151,7 @@ class _Work:
         self._own("lm_head", self.model.head)
 
     def _own(self, prefix: str, run: Callable[[Tensor], Tensor]) -> None:
-        """Pack the matrices of this prefix in the order of their work, each after those before it."""
+        """Pack the matrices whose names begin with `prefix` in the order of their work, each after those before it."""
         left = self._linears(prefix)
         for names in _stages(left, run, self.texts):
             hessian = self.waiting.pop(names[0], None) or self._hessian(left[names[0]])
@@ -209,8 +165,8 @@ class _Work:
             self._pack(name, linear, None)
 
     def _linears(self, prefix: str) -> dict[str, nn.Linear]:
-        """The matrices whose names begin so that are still to be packed; what stays float is reported."""
-        found = {}
+        """Matrices with this prefix that are still to be packed; those that stay float are reported."""
+        linears = {}
         for name, module in self.model.named_modules():
             if not isinstance(module, nn.Linear) or not name.startswith(prefix):
                 continue
@@ -218,16 +174,14 @@ class _Work:
                 self.report.kept[name] = "router"
             elif min(module.weight.shape) < SMALL:
                 self.report.kept[name] = f"fewer than {SMALL} rows or columns"
-            elif self._format(name) == "float":
-                self.report.kept[name] = "as asked"
             else:
-                found[name] = module
-        return found
+                linears[name] = module
+        return linears
 
     def _format(self, name: str) -> str:
         unseen = isinstance(self.model.get_submodule(name.rpartition(".")[0]), DRM)
         logits = name in ("lm_head", "lm_head.out_proj")
-        return "int8" if unseen or logits else self.config.format(name)
+        return "int8" if unseen or logits else self.linear
 
     def _hessian(self, linear: nn.Linear) -> Hessian:
         return Hessian(linear.in_features, self.model.device)
@@ -239,44 +193,35 @@ class _Work:
 
     def _pack(self, name: str, linear: nn.Linear, hessian: Hessian | None) -> None:
         format, weight = self._format(name), linear.weight.detach()
-        nearest = quantise(weight, format)
-        matrix, error, nearest_error = nearest, None, None
-        if hessian is not None:
-            order, damping = self.config.act_order, self.config.damping
-            matrix = gptq(weight, hessian, format, damping=damping, act_order=order)
-            error, nearest_error = hessian.error(weight, matrix), hessian.error(weight, nearest)
+        matrix = quantise(weight, format) if hessian is None else gptq(weight, hessian, format)
         parent, _, own = name.rpartition(".")
         setattr(self.model.get_submodule(parent), own, QuantLinear.of(matrix, linear.bias))
-        method = "nearest" if hessian is None else "gptq"
-        self.report.layers.append(
-            Layer(name, matrix.shape, format, method, matrix.nbytes, error, nearest_error)
-        )
 
 
 def _stages(
     linears: dict[str, nn.Linear], run: Callable[[Tensor], Tensor], texts: list[Tensor]
 ) -> list[list[str]]:
-    """The names of those that work, in order, those that read the same together."""
-    found: list[tuple[Tensor, list[str]]] = []
+    """Names of the matrices that are used, in order, those that read the same input together."""
+    stages: list[tuple[Tensor, list[str]]] = []
 
     def note(name: str, x: Tensor) -> None:
-        if any(name in names for _, names in found):
+        if any(name in names for _, names in stages):
             return
-        for other, names in found:
+        for other, names in stages:
             if x is other:
                 names.append(name)
                 return
-        found.append((x, [name]))
+        stages.append((x, [name]))
 
     with _watch(linears, note):
         for x_BTD in texts[:1]:
             run(x_BTD[:1])
-    return [names for _, names in found]
+    return [names for _, names in stages]
 
 
 @contextmanager
 def _watch(linears: dict[str, nn.Linear], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `see` with the name and the input of each when it works."""
+    """Call `see` with the name and the input of each matrix when it is used."""
     hooks = [
         linear.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
         for name, linear in linears.items()

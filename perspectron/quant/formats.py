@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from perspectron.errors import DataError
+from perspectron.experts.ternary import trits
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack, sizes
-from perspectron.quant.ternary import trits
 
 SHRINK = tuple(
     1 - step / 20 for step in range(13)

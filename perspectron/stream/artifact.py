@@ -1,14 +1,14 @@
 """A model in few bits, as a folder: what generating needs and training does not.
 
-DIR/config.json says what it is; tokenizer.json; shared.safetensors holds all weights but the experts';
-experts/layer-NNN.experts those of one routed layer, to be read one by one; manifest.json the size and SHA-256 of each
-of the others. The folder appears whole or not at all.
+DIR/config.json is its header; tokenizer.json; shared.safetensors holds all weights but the experts';
+experts/layer-NNN.safetensors those of one routed layer, to be read one by one; manifest.json the size and SHA-256 of
+each of the others. The folder appears whole or not at all.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,17 @@ from perspectron.block import Block
 from perspectron.config import ModelConfig, dump, load, require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.experts.ternary import converted
 from perspectron.files import atomic, read_json, safe_join, sha256
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
-from perspectron.quant.ternary import converted
-from perspectron.routing import cells, hops
 from perspectron.stream import tensors
-from perspectron.stream.experts import TRAINING, WEIGHTS
-from perspectron.stream.format import ExpertLayout, Shard
+from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
 from perspectron.stream.tensors import Spec
-from perspectron.stream.write import CloseTo, SameAs, write_layer
 
 FORMAT = "perspectron-artifact-1"
 CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.safetensors", "manifest.json"
@@ -40,8 +38,9 @@ CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.s
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """layers: of the model, those with experts. count: E of each. distinct: how many of them have weights of their
-    own; the others are the same under another name. shard_bytes: of one expert in its file."""
+    """Experts of an artifact. layers: those of the model that have experts. count: E of each. distinct: how many of
+    them have weights of their own; the others are the same under another name. shard_bytes: of one expert in its
+    file."""
 
     layers: tuple[int, ...]
     count: int
@@ -51,7 +50,7 @@ class ExpertFiles:
 
 @dataclass(frozen=True)
 class Trained:
-    """Where held-out text can be had, and the length of a window in training."""
+    """Source of the held-out text, and the length of a window in training."""
 
     data: str
     heldout: float
@@ -60,7 +59,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Header:
-    """config.json. quant: format of each module that is packed, by its name. about: one line for people."""
+    """Contents of config.json. quant: format of each packed module, by its name. about: one line for people."""
 
     format: str
     model: ModelConfig
@@ -75,19 +74,29 @@ class Header:
         for name, format in self.quant.items():
             require(format in LAYOUTS, f"quant.{name}", format, f"one of {', '.join(LAYOUTS)}")
 
-    def files(self) -> list[str]:
-        """What the folder holds beside the manifest."""
+    def files(self, *, old: bool = False) -> list[str]:
+        """Files of the folder beside the manifest; old: those of version 0.1."""
         layers = self.experts.layers if self.experts is not None else ()
-        return [CONFIG, TOKENIZER, SHARED, *map(layer_file, layers)]
+        return [CONFIG, TOKENIZER, SHARED, *map(old_layer_file if old else layer_file, layers)]
 
 
 def layer_file(layer: int) -> str:
+    return f"experts/layer-{layer:03d}.safetensors"
+
+
+def old_layer_file(layer: int) -> str:
+    """The name of version 0.1, whose expert files are no safetensors."""
     return f"experts/layer-{layer:03d}.experts"
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a folder is one, be it damaged."""
+    """Whether a folder is an artifact, be it damaged."""
     return (path / SHARED).exists() or ((path / MANIFEST).exists() and (path / "experts").exists())
+
+
+def is_old(path: Path) -> bool:
+    """Whether an artifact's expert files are of version 0.1."""
+    return any(path.glob("experts/*.experts"))
 
 
 # ---------------------------------------------------------------- write
@@ -100,7 +109,7 @@ def write(
     shared: Mapping[str, Spec],
     experts: Mapping[int, Callable[[Path], object]],
 ) -> None:
-    """Write an artifact. experts: by layer, what writes its file. StorageError when the disk is full."""
+    """Write an artifact. experts: by layer, the function that writes its file. StorageError: not written."""
     with atomic(folder) as temporary:
         temporary.mkdir()
         (temporary / CONFIG).write_text(json.dumps(dump(header), indent=1) + "\n", encoding="utf-8")
@@ -122,15 +131,13 @@ def save_artifact(
     tokenizer: Tokenizer,
     folder: Path,
     *,
-    deltas: bool = False,
     trained: Trained | None = None,
     about: str = "",
 ) -> Header:
     """Write a model whose layers were packed (`quant.convert`); what was not is kept as it is, but experts,
-    which become ternary, by rounding where they are not yet. deltas: store an expert as its changes from a lattice
-    neighbour where that is smaller.
+    which become ternary, by rounding where they are not yet.
 
-    ConfigError for experts that are half converted. StorageError: not written.
+    ConfigError: experts are half converted. StorageError: not written.
     """
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     quant = {n: m.format for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
@@ -146,39 +153,20 @@ def save_artifact(
         size = ExpertLayout(model.config.d_model, first.hidden).bytes
         files = ExpertFiles(tuple(routed), E, E, size)
     header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained, about)
-    left_out = (*WEIGHTS, *TRAINING)
     shared = {
         name: tensors.spec(tensor)
         for name, tensor in model.state_dict().items()
-        if name.rpartition(".")[2] not in left_out
+        if name.rpartition(".")[2] not in EXPERTS
     }
-    experts = {
-        layer: partial(_save_layer, layer=layer, module=m, deltas=deltas) for layer, m in routed.items()
-    }
+    experts = {layer: partial(_save_layer, layer=layer, module=m) for layer, m in routed.items()}
     write(folder, header, tokenizer, shared, experts)
     return header
 
 
-def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU, deltas: bool) -> None:
-    torus = module.config.torus
-    cell_EA = cells(torus)
-    near_EE = hops(torus) == 1
-    even_E = cell_EA.sum(1) % 2 == 0
-
-    def shard(expert: int) -> Shard:
-        return Shard(*pack_expert(module, expert))
-
-    def shards() -> Iterator[tuple[int, Shard | SameAs | CloseTo]]:
-        # A chessboard: every odd cell has an even neighbour, which is stored in full.
-        for expert in sorted(range(len(cell_EA)), key=lambda e: bool(deltas and not even_E[e])):
-            if deltas and not even_E[expert]:
-                of = int((near_EE[expert] & even_E).nonzero()[0])
-                yield expert, CloseTo(of, shard(expert))
-            else:
-                yield expert, shard(expert)
-
+def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU) -> None:
+    experts = range(math.prod(module.config.torus))
     layout = ExpertLayout(module.route_proj.in_features, module.config.hidden)
-    write_layer(path, layer, layout, len(cell_EA), shards())
+    write_layer(path, layer, layout, experts, (Shard(*pack_expert(module, expert)) for expert in experts))
 
 
 # ---------------------------------------------------------------- read
@@ -186,24 +174,32 @@ def _save_layer(path: Path, *, layer: int, module: RoutedSwiGLU, deltas: bool) -
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: size and SHA-256 of each. digest: of them all."""
+    """Contents of manifest.json. files: size and SHA-256 of each. digest: one SHA-256 of all of that."""
 
     files: dict[str, dict[str, Any]]
     digest: str
 
 
-def read_header(folder: Path) -> Header:
-    """ArtifactError, naming file and field, unless config.json is one of ours."""
+def read_header(folder: Path, *, old: bool = False) -> Header:
+    """Header of the artifact in `folder`; old: one of version 0.1 is taken, too.
+
+    ArtifactError, naming file and field, or the command that converts what is of version 0.1."""
     path = safe_join(folder, CONFIG)
+    if not old and is_old(folder):
+        raise ArtifactError(
+            f"{folder}: its expert files are of version 0.1; convert it: perspectron quantize {folder} --out NEW"
+        )
     try:
         return load(Header, read_json(path, ArtifactError), str(path))
     except ConfigError as error:
         raise ArtifactError(f"{error}" if str(path) in str(error) else f"{path}: {error}") from None
 
 
-def read_manifest(folder: Path, header: Header) -> Manifest:
-    """ArtifactError unless it tells of exactly the files that there must be, and they are there in full size, in the
-    folder itself: no link leads out of it."""
+def read_manifest(folder: Path, header: Header, *, old: bool = False) -> Manifest:
+    """The manifest of an artifact; old: of version 0.1.
+
+    ArtifactError unless it lists exactly the files that there must be, and they are there in full size, in the folder
+    itself: no link leads out of it."""
     path = safe_join(folder, MANIFEST)
     read = read_json(path, ArtifactError)
     try:
@@ -216,7 +212,7 @@ def read_manifest(folder: Path, header: Header) -> Manifest:
         raise ArtifactError(f"{path}: not a manifest") from None
     if format != FORMAT:
         raise ArtifactError(f"{path}: format {format!r}, must be {FORMAT!r}")
-    if unlike := set(known) ^ set(header.files()):
+    if unlike := set(known) ^ set(header.files(old=old)):
         name = min(unlike)
         verb = "lacks" if name not in known else "has"
         raise ArtifactError(
@@ -232,13 +228,13 @@ def read_manifest(folder: Path, header: Header) -> Manifest:
     return Manifest(known, hashlib.sha256(text.encode()).hexdigest())
 
 
-def expect(path: Path, found: str, entry: Mapping[str, Any]) -> None:
-    """ArtifactError unless a file's SHA-256 is the one in the manifest."""
-    if found != entry["sha256"]:
+def expect(path: Path, digest: str, entry: Mapping[str, Any]) -> None:
+    """Check a file's SHA-256 against the manifest's. ArtifactError: it is another."""
+    if digest != entry["sha256"]:
         raise ArtifactError(f"{path}: damaged, its SHA-256 is not {entry['sha256'][:12]}…")
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Read every byte there is; ArtifactError, naming the file, for one that is not as it was written."""
+    """Read every file whole. ArtifactError, naming it: one is not as it was written."""
     for name, entry in manifest.files.items():
         expect(folder / name, sha256(folder / name), entry)

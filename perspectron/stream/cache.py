@@ -18,26 +18,27 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from perspectron.errors import ConfigError, ShardError
-from perspectron.stream.format import Bytes, Delta, ExpertLayout, Shard
-from perspectron.stream.schedule import Counters, Held, Key, Schedule, Slot, State
-from perspectron.stream.shards import DEADLINE, HUGE, ShardFile, aligned
+from perspectron.stream.expert_file import Shard
+from perspectron.stream.reader import DEADLINE, ShardFile
+from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
+from perspectron.stream.tensors import HUGE, aligned
 
 READERS = 2
 
 
 class ExpertSource(Protocol):
-    """Where a model gets its experts from."""
+    """Source of a model's experts."""
 
     def get(self, layer: int, expert: int) -> AbstractContextManager[Shard]:
         """The weights, which stay as they are until the context ends. ShardError: they cannot be read."""
         ...
 
     def hint(self, layer: int, expert: int) -> None:
-        """They may be asked for soon."""
+        """Say that the expert may be asked for soon."""
         ...
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether they can be had at once."""
+        """Whether the weights are at hand, without a read."""
         ...
 
 
@@ -51,29 +52,26 @@ class ShardCache:
     """An ExpertSource over the files of all layers, which it closes when nothing is to be read any more. Any number of
     threads may use it.
 
-    budget: bytes for weights; besides, a reader holds the changes of an expert that is stored as such. readers:
-    threads. deadline: seconds after which a caller gives up if nothing at all moves.
-    ConfigError: a budget below one expert, or files that do not go together.
+    budget: bytes for weights. readers: threads. deadline: seconds after which a caller gives up if nothing at all
+    moves. files: of layers with experts of the same widths. ConfigError: a budget below one expert.
 
-    slots: experts in memory at most, of the `distinct` ones there are; slot_bytes: of one. resident: all fit.
+    slots: experts in memory at most, of the `distinct` ones on disk; slot_bytes: memory of one. resident: all fit.
     """
 
     def __init__(
         self, files: Sequence[ShardFile], budget: int, *, readers: int = READERS, deadline: float = DEADLINE
     ) -> None:
-        self.layout = _layout(files)
+        self.layout = files[0].header.layout
         self._files = {file.layer: file for file in files}
         self._keys: dict[Key, Key] = {
-            (file.layer, expert): (file.layer, file.header.stored(expert).expert)
+            (file.layer, expert): (file.layer, of)
             for file in files
-            for expert in file.header.by_expert
+            for expert, of in enumerate(file.header.weights_of)
         }
         self.distinct, self.slot_bytes = _sizes(files)
         self.slots = min(budget // self.slot_bytes, self.distinct)
         if self.slots < 1:
-            raise ConfigError(f"budget = {budget} bytes, must be at least {self.slot_bytes}, one expert")
-        if readers < 1:
-            raise ConfigError(f"readers = {readers}, must be at least 1")
+            raise ConfigError(f"cache = {budget} bytes, must be at least {self.slot_bytes}, one expert")
         self.resident = self.slots == self.distinct
         self._deadline, self._pid = deadline, os.getpid()
         self._lock = threading.Lock()
@@ -102,46 +100,46 @@ class ShardCache:
     def get(self, layer: int, expert: int) -> Iterator[Shard]:
         """The expert's weights, pinned while the context is open; after it, they may be overwritten.
 
-        ShardError: not to be had. A later request tries again.
+        ShardError: it cannot be read. A later request tries again.
         """
         key = self._keys[layer, expert]
         if self.resident and not self._threads:  # nothing ever moves
             self._schedule.counters.hits += 1
-            yield _shard(self._schedule.held[key])
+            yield _shard(self._schedule.entries[key])
             return
-        held = self._acquire(key)
+        entry = self._acquire(key)
         try:
-            yield _shard(held)
+            yield _shard(entry)
         finally:
-            self._release(held)
+            self._release(entry)
 
     def hint(self, layer: int, expert: int) -> None:
-        """Read an expert when nothing else is to be read and a slot is to be had, unless hints are mostly wrong."""
+        """Read an expert when nothing else is to be read and a slot can be taken, unless hints are mostly wrong."""
         key = self._keys[layer, expert]
         if not self._threads or self._pid != os.getpid():
             return
         with self._lock:
             if not self._schedule.trusts(key):
                 return
-            if key in self._schedule.held:
-                self._schedule.held.move_to_end(key)
+            if key in self._schedule.entries:
+                self._schedule.entries.move_to_end(key)
             elif not self._closed:
                 self._schedule.hint(self._add(key))
                 self._wake()
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether they are in memory now."""
-        held = self._schedule.held.get(self._keys[layer, expert])
-        return held is not None and held.state is State.READY
+        """Whether the weights are in memory now."""
+        entry = self._schedule.entries.get(self._keys[layer, expert])
+        return entry is not None and entry.state is State.READY
 
     @property
     def counters(self) -> Counters:
-        """As they are now."""
+        """A copy of the counters as they are now."""
         with self._lock:
             return replace(self._schedule.counters)
 
     def close(self) -> None:
-        """Stop the readers and close the files; who waits gets a ShardError. Twice is fine."""
+        """Stop the readers and close the files; whoever waits gets a ShardError. Twice is fine."""
         atexit.unregister(self.close)
         if self._pid == os.getpid():
             self._stop_readers()
@@ -153,63 +151,63 @@ class ShardCache:
 
     # ------------------------------------------------------------ requests
 
-    def _acquire(self, key: Key) -> Held:
+    def _acquire(self, key: Key) -> Entry:
         """The expert, ready and pinned."""
         if self._pid != os.getpid():  # there are no readers here, and the lock may be held forever
             raise self._error(key, "the cache was opened before this process was forked; open it anew")
         with self._lock:
-            held = self._schedule.held.get(key) or self._add(key)
-            held.pins += 1
+            entry = self._schedule.entries.get(key) or self._add(key)
+            entry.pins += 1
             try:
-                self._schedule.request(held)
-                if held.state is not State.READY:
+                self._schedule.request(entry)
+                if entry.state is not State.READY:
                     if self._idle < len(self._schedule.asked):
                         self._schedule.give_up_one()
                     self._wake()
-                    self._wait(held)
+                    self._wait(entry)
             except BaseException:
-                self._unpin(held)
+                self._unpin(entry)
                 raise
-            return held
+            return entry
 
-    def _wait(self, held: Held) -> None:
+    def _wait(self, entry: Entry) -> None:
         start = time.monotonic()
         try:
-            while held.state in (State.QUEUED, State.READING):
+            while entry.state in (State.QUEUED, State.READING):
                 if self._closed:
-                    raise self._error(held.key, "the cache was closed")
+                    raise self._error(entry.key, "the cache was closed")
                 left = max(start, self._moved) + self._deadline - time.monotonic()
                 if left <= 0:
-                    raise self._error(held.key, self._stuck(held))
-                held.done.wait(left)
+                    raise self._error(entry.key, self._stuck(entry))
+                entry.done.wait(left)
         finally:
             self._schedule.counters.wait_seconds += time.monotonic() - start
-        if held.error is not None:
-            cause = held.error.cause if isinstance(held.error, ShardError) else repr(held.error)
-            raise self._error(held.key, cause) from held.error
+        if entry.error is not None:
+            cause = entry.error.cause if isinstance(entry.error, ShardError) else repr(entry.error)
+            raise self._error(entry.key, cause) from entry.error
 
-    def _stuck(self, held: Held) -> str:
-        if held.state is State.READING or any(held.pins for held in self._schedule.reading):
+    def _stuck(self, entry: Entry) -> str:
+        if entry.state is State.READING or any(entry.pins for entry in self._schedule.reading):
             return f"slow disk: nothing came in {self._deadline:g} s"
         return f"none of the {self.slots} slots was released in {self._deadline:g} s"
 
-    def _release(self, held: Held) -> None:
+    def _release(self, entry: Entry) -> None:
         with self._lock:
             self._moved = time.monotonic()
-            self._unpin(held)
+            self._unpin(entry)
 
-    def _unpin(self, held: Held) -> None:
-        held.pins -= 1
-        if not held.pins:
-            self._schedule.forget(held)
+    def _unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        if not entry.pins:
+            self._schedule.forget(entry)
             self._wake()  # a slot may be had
 
-    def _add(self, key: Key) -> Held:
+    def _add(self, key: Key) -> Entry:
         if self._closed:
             raise self._error(key, "the cache was closed")
-        held = Held(key, self._files[key[0]], threading.Condition(self._lock))
-        self._schedule.held[key] = held
-        return held
+        entry = Entry(key, self._files[key[0]], threading.Condition(self._lock))
+        self._schedule.entries[key] = entry
+        return entry
 
     def _error(self, key: Key, cause: str) -> ShardError:
         return ShardError(self._files[key[0]].path, *key, cause)
@@ -217,60 +215,49 @@ class ShardCache:
     # ------------------------------------------------------------ readers
 
     def _run(self) -> None:
-        while (found := self._next()) is not None:
-            held, base = found
+        while (entry := self._next()) is not None:
             count, error = 0, None
             try:
-                count = self._read(held, None if base is None or base.slot is None else base.slot.buffer)
+                count = self._read(entry)
             except Exception as caught:
                 error = caught
             with self._lock:
                 self._moved = time.monotonic()
-                if base is not None:
-                    self._unpin(base)
-                self._schedule.finish(held, count, error)
-                held.done.notify_all()
+                self._schedule.finish(entry, count, error)
+                entry.done.notify_all()
                 self._wake()
 
-    def _read(self, held: Held, base: Bytes | None) -> int:
-        if held.slot is None:
+    def _read(self, entry: Entry) -> int:
+        if entry.slot is None:
             buffer = aligned(self.layout.bytes)
-            held.slot = Slot(buffer, self.layout.shard(buffer))
-        return held.file.read_into(held.key[1], held.slot.buffer, lambda: self._stop(held), base)
+            entry.slot = Slot(buffer, self.layout.shard(buffer))
+        return entry.file.read_into(entry.key[1], entry.slot.buffer, lambda: self._stop(entry))
 
-    def _next(self) -> tuple[Held, Held | None] | None:
-        """What to read now, and in memory what it is stored as changes from; None: nothing ever again."""
+    def _next(self) -> Entry | None:
+        """The expert to read now; None: nothing ever again."""
         with self._lock:
             while not self._closed:
-                held = self._schedule.next()
-                if held is not None:
+                entry = self._schedule.next()
+                if entry is not None:
                     self._wake()  # there may be more
-                    return held, self._base(held)
+                    return entry
                 self._calm.notify_all()
                 self._idle += 1
                 self._work.wait()
                 self._idle -= 1
             return None
 
-    def _base(self, held: Held) -> Held | None:
-        entry = held.file.header.stored(held.key[1])
-        base = self._schedule.held.get((held.key[0], entry.of)) if isinstance(entry, Delta) else None
-        if base is None or base.state is not State.READY:
-            return None
-        base.pins += 1
-        return base
-
-    def _stop(self, held: Held) -> bool:
-        """Asked before each piece of a read. What nobody waits for makes way for what somebody does."""
+    def _stop(self, entry: Entry) -> bool:
+        """Whether to give up a read, asked before each piece: one that is awaited goes before one that is not."""
         self._moved = time.monotonic()
-        if self._schedule.urgent and not held.wanted:
+        if self._schedule.urgent and not entry.wanted:
             with self._lock:
-                while self._schedule.urgent and not (held.wanted or held.cancelled or self._closed):
+                while self._schedule.urgent and not (entry.wanted or entry.cancelled or self._closed):
                     self._calm.wait()
-        return held.cancelled or self._closed
+        return entry.cancelled or self._closed
 
     def _wake(self) -> None:
-        """After any change: those who may have something to do now."""
+        """Wake those who may have something to do after a change."""
         if self._idle and (self._schedule.asked or self._schedule.hinted):
             self._work.notify()
         self._calm.notify_all()
@@ -283,8 +270,8 @@ class ShardCache:
                 for key in dict.fromkeys(self._keys.values()):
                     self._schedule.request(self._add(key))
                 self._work.notify_all()
-                for held in list(self._schedule.held.values()):
-                    self._wait(held)
+                for entry in list(self._schedule.entries.values()):
+                    self._wait(entry)
                 self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)
         finally:
             self.close()  # the files too: nothing is read any more
@@ -294,34 +281,21 @@ class ShardCache:
             self._closed = True
             self._work.notify_all()
             self._calm.notify_all()
-            for held in self._schedule.held.values():
-                held.done.notify_all()
+            for entry in self._schedule.entries.values():
+                entry.done.notify_all()
         for thread in self._threads:
             thread.join(self._deadline)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
 
 
-def _shard(held: Held) -> Shard:
-    assert held.slot is not None
-    return held.slot.shard
+def _shard(entry: Entry) -> Shard:
+    assert entry.slot is not None
+    return entry.slot.shard
 
 
 def _sizes(files: Sequence[ShardFile]) -> tuple[int, int]:
-    """Experts with weights of their own, and the memory that each takes."""
-    headers = [file.header for file in files]
-    distinct = sum(len({h.stored(expert).expert for expert in h.by_expert}) for h in headers)
-    size = headers[0].layout.bytes
+    """Number of experts with weights of their own, and the memory that each takes."""
+    distinct = sum(len(file.header.stored) for file in files)
+    size = files[0].header.layout.bytes
     unit = HUGE if size >= HUGE else 1  # `aligned` takes whole huge pages
     return distinct, -(-size // unit) * unit
-
-
-def _layout(files: Sequence[ShardFile]) -> ExpertLayout:
-    if not files:
-        raise ConfigError("files = none, must be at least one layer")
-    layouts = {file.header.layout for file in files}
-    if len(layouts) > 1:
-        found = sorted((layout.d_model, layout.hidden) for layout in layouts)
-        raise ConfigError(f"widths of experts = {found}, must be the same")
-    if len({file.layer for file in files}) < len(files):
-        raise ConfigError(f"layers = {sorted(file.layer for file in files)}, must be different ones")
-    return files[0].header.layout

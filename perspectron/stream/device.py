@@ -1,5 +1,5 @@
-"""Experts on a device that has no room for all: each is copied there from the host's memory, into one of two buffers,
-while the device computes the layer before it (decisions.md §2).
+"""Experts on a device that has no room for all: each is copied from the host's memory into one of two buffers while
+the device computes the layer before it (decisions.md §2).
 
 On a GPU the copy runs on a stream of its own, out of pinned memory, and events keep the two streams in order; nothing
 makes the host wait but a cache that is about to overwrite what is being copied. On the CPU, for tests, it just copies.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perspectron.errors import BackendError
 from perspectron.stream.cache import ShardCache
-from perspectron.stream.format import Shard
+from perspectron.stream.expert_file import Shard
 
 BUFFERS = 2
 ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -41,7 +41,7 @@ class Pinned:
         self._kept: dict[int, Tensor] = {}
 
     def pin(self, host: Tensor) -> None:
-        """Once for each place. BackendError: the driver refuses."""
+        """Pin the memory of a tensor, once for each place. BackendError: the driver refuses."""
         place = host.data_ptr()
         if place in self._kept:
             return
@@ -55,7 +55,7 @@ class Pinned:
         self._kept[place] = host
 
     def release(self) -> None:
-        """Twice is fine. Nothing may be copying any more."""
+        """Unpin everything, once no copy is under way. Twice is fine."""
         while self._kept:
             self._runtime.cudaHostUnregister(self._kept.popitem()[0])
 
@@ -83,7 +83,7 @@ class DeviceExperts:
 
     @contextmanager
     def get(self, layer: int, expert: int) -> Iterator[Shard]:
-        """The weights on the device; as in a cache."""
+        """The weights on the device, which stay as they are until the context ends."""
         key = layer, expert
         slot = self._find(key) or self._fetch(key)
         assert slot is not None, "contexts of more experts are open than there are buffers"
@@ -99,7 +99,7 @@ class DeviceExperts:
                 slot.used = torch.cuda.current_stream(self.device).record_event()
 
     def hint(self, layer: int, expert: int) -> None:
-        """Copy it if the host has it, else have the host read it."""
+        """Copy an expert if the host has it, else have the host read it."""
         if self._find((layer, expert)) is not None:
             return
         if self._cache.holds(layer, expert):
@@ -108,7 +108,7 @@ class DeviceExperts:
             self._cache.hint(layer, expert)
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether it is on the device."""
+        """Whether the expert is on the device."""
         return self._find((layer, expert)) is not None
 
     def _find(self, key: tuple[int, int]) -> _Slot | None:

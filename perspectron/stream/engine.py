@@ -1,4 +1,4 @@
-"""A model that runs from an artifact: packed weights in memory, experts wherever there is room for them."""
+"""Model that runs from an artifact: packed weights in memory, experts in memory, in a cache or on a GPU."""
 
 import contextlib
 import math
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.device import free_memory, return_memory
 from perspectron.errors import ArtifactError, ConfigError, DataError
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
 from perspectron.files import sha256
+from perspectron.machine import free_memory, return_memory
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
@@ -25,10 +26,10 @@ from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header
 from perspectron.stream.cache import ExpertSource, ShardCache, needed
 from perspectron.stream.device import DeviceExperts
+from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.experts import PackedExperts
-from perspectron.stream.format import ExpertLayout
-from perspectron.stream.probe import Disk, probe
-from perspectron.stream.shards import Method, ShardFile
+from perspectron.stream.reader import Method, ShardFile
+from perspectron.stream.speed import Disk, probe
 from perspectron.stream.step import Step, step_of
 from perspectron.terms import Term
 
@@ -36,7 +37,7 @@ AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk h
 
 
 class StreamedModel(LanguageModel):
-    """The model that an artifact's header describes, for inference alone."""
+    """Model of an artifact's header, for inference alone."""
 
     cache: ShardCache | None = None
     digest = plan = ""
@@ -56,8 +57,8 @@ class StreamedModel(LanguageModel):
                 block.ffn = PackedExperts(header.model.d_model, block.config.ffn, layer)
                 self.routed.append(block.ffn)
         layers = tuple(ffn.layer for ffn in self.routed)
-        found = header.experts.layers if header.experts is not None else ()
-        require(layers == found, "experts.layers", found, f"those of the model, {layers}")
+        told = header.experts.layers if header.experts is not None else ()
+        require(layers == told, "experts.layers", told, f"those of the model, {layers}")
         with torch.device("meta"):
             self.state_bytes = LanguageModel(self.config).init_state(1, capacity=1).nbytes
 
@@ -79,7 +80,7 @@ class StreamedModel(LanguageModel):
         setattr(self.get_submodule(parent), own, made)
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
-        """Take experts from there; predict: hint what the next layers may want."""
+        """Take experts from `source`; predict: hint what the next layers may want."""
         self._step, self._looked = None, False
         for index, ffn in enumerate(self.routed):
             ffn.source = source
@@ -87,27 +88,37 @@ class StreamedModel(LanguageModel):
 
     def hidden(
         self,
-        ids_BT: Tensor,
+        ids_BT: Tensor | None = None,
         state: LMState | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        consume_state: bool = False,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """As of any model; one token of one conversation takes the shorter way, where there is one."""
-        if (
-            state is None
-            or ids_BT.shape != (1, 1)
-            or reset_BT is not None
-            or pad_BT is not None
-            or not self._steps(state)
-        ):
-            return super().hidden(ids_BT, state, reset_BT=reset_BT, pad_BT=pad_BT)
+        """What the head reads, as of any model; one token of each row takes the shorter way, where there is one."""
+        others = inputs_embeds is not None or reset_BT is not None
+        if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
+            return super().hidden(
+                ids_BT,
+                state,
+                inputs_embeds=inputs_embeds,
+                reset_BT=reset_BT,
+                pad_BT=pad_BT,
+                consume_state=consume_state,
+            )
         assert self._step is not None
-        x_D, state = self._step(self.embedding(ids_BT)[0, 0], state)
-        return self.norm(x_D)[None, None], state, {}
+        state = state if consume_state else state.fork()
+        pad_B = None if pad_BT is None else pad_BT[:, 0]
+        x_BD, state = self._step(self.embedding(ids_BT)[:, 0], state, pad_B)
+        return self.norm(x_BD)[:, None], state, {}
 
-    def _steps(self, state: LMState) -> bool:
-        if not torch.is_inference_mode_enabled() or self.training:
+    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
+        """None: a packed model is not trained."""
+        return {}
+
+    def _steps(self, ids_BT: Tensor, state: LMState) -> bool:
+        if not torch.is_inference_mode_enabled() or self.training or ids_BT.shape != (state.batch_size, 1):
             return False
         if not self._looked:
             self._step, self._looked = step_of(self), True
@@ -121,7 +132,7 @@ class StreamedModel(LanguageModel):
         return self
 
     def _place(self, cache: ShardCache) -> None:
-        """Have the experts where the model now is."""
+        """Take experts to the device that the model is on now."""
         if self._copies is not None and self._copies.device == self.device:
             return
         if self._copies is not None:
@@ -135,22 +146,28 @@ class StreamedModel(LanguageModel):
 
     @property
     def expert_bytes(self) -> int:
-        """Of one token: a shard of each routed layer."""
+        """Bytes of the shards that a token uses, one in each routed layer."""
         return len(self.routed) * self.header.experts.shard_bytes if self.header.experts is not None else 0
 
     @property
     def shared_bytes(self) -> int:
-        """Of all weights that are always in memory."""
+        """Bytes of all weights that are always in memory."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
+    def disk_reads(self) -> tuple[float, float]:
+        """Bytes of experts read from disk, and seconds waited for them, so far."""
+        if self.cache is None:
+            return 0.0, 0.0
+        return self.cache.counters.bytes_read, self.cache.counters.wait_seconds
+
     def fingerprint(self) -> str:
-        """Of the artifact's manifest, which has the digest of every file."""
+        """Digest of the artifact's manifest, which has the digest of every file."""
         return self.digest
 
     def open(
         self, folder: Path, cache_bytes: int | None, method: Method | None = None, *, verify: bool = False
     ) -> None:
-        """Take experts from the artifact's files: all into memory if they fit, else through a cache. verify: look at
+        """Take experts from the artifact's files: all into memory if they fit, else through a cache. verify: check
         every weight first."""
         assert self.header.experts is not None
         budget = self.budget(cache_bytes)
@@ -180,13 +197,13 @@ class StreamedModel(LanguageModel):
             self.plan += f"up to {_size(self.expert_bytes)} for a token"
 
     def budget(self, asked: int | None) -> int:
-        """Memory for experts: what is asked, or what is free but for a tenth and one conversation."""
+        """Bytes for experts: as asked, else the free memory less a tenth and one conversation."""
         if asked is not None:
             return asked
         return max(0, free_memory() * 9 // 10 - self.state_bytes)
 
     def line(self) -> str:
-        """What is in memory, what streams, and what a token costs."""
+        """One line on what is in memory, what streams, and what a token costs."""
         kinds = sorted(set(self.header.quant.values()))
         parts = [
             f"{self.config.name}: {', '.join(kinds) or 'float32'} layers, {_size(self.shared_bytes)} in memory"
@@ -202,13 +219,12 @@ class StreamedModel(LanguageModel):
 def load_artifact(
     folder: Path, *, cache_bytes: int | None = None, verify: bool = False, method: Method | None = None
 ) -> tuple[StreamedModel, Tokenizer]:
-    """The model of an artifact, ready to run on the CPU, and its tokenizer.
+    """Model of an artifact, ready to run on the CPU, and its tokenizer.
 
-    cache_bytes: memory for experts (default: what the machine has free, less a tenth and what a conversation needs).
-    Where all fit, all are read at once; else they come when they are wanted. verify: read every file first, and look
-    at every weight. method: of
-    reading experts (default: what is faster on this disk, where they stream).
-    ArtifactError: one that is missing, damaged or not what config.json says. ConfigError: a cache too small.
+    cache_bytes: memory for experts (default: the free memory less a tenth and one conversation); where all fit, all
+    are read at once, else when they are wanted. verify: read every file first, and check every weight. method: of
+    reading experts that stream (default: the faster one on this disk).
+    ArtifactError: it is missing, damaged or not what config.json says. ConfigError: the cache is too small.
     """
     return_memory()
     header = artifact.read_header(folder)
@@ -239,16 +255,16 @@ def load_artifact(
 
 def _fill(model: StreamedModel, weights: dict[str, torch.Tensor], path: Path) -> None:
     wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    if wanted != found:
-        name = min(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-        raise ArtifactError(f"{path}: {name} is {found.get(name)}, must be {wanted.get(name)}")
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    if wanted != stored:
+        name = min(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n))
+        raise ArtifactError(f"{path}: {name} is {stored.get(name)}, must be {wanted.get(name)}")
     model.load_state_dict(weights, assign=True)
     model.requires_grad_(False).eval()
 
 
 def _legal(model: StreamedModel, path: Path) -> None:
-    """ArtifactError unless all packed matrices in memory are possible ones."""
+    """Check the codes and scales of all packed matrices in memory. ArtifactError: one is not possible."""
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantEmbedding):
             try:
@@ -258,13 +274,13 @@ def _legal(model: StreamedModel, path: Path) -> None:
 
 
 def _check(file: ShardFile, layer: int, header: Header) -> None:
-    """ArtifactError unless the file is of this layer of this model."""
+    """Check that the file is of this layer of this model. ArtifactError: it is of another."""
     config = header.model.blocks[layer].ffn
     assert isinstance(config, RoutedConfig)
     wanted = layer, math.prod(config.torus), ExpertLayout(header.model.d_model, config.hidden)
-    found = file.layer, file.header.experts, file.header.layout
-    if found != wanted:
-        raise ArtifactError(f"{file.path}: layer, experts and widths are {found}, must be {wanted}")
+    stored = file.layer, file.header.experts, file.header.layout
+    if stored != wanted:
+        raise ArtifactError(f"{file.path}: layer, experts and widths are {stored}, must be {wanted}")
     assert header.experts is not None
     told = header.experts.count, header.experts.shard_bytes
     has = file.header.experts, file.header.layout.bytes

@@ -1,28 +1,26 @@
-"""Routed experts whose packed matrices come, one expert at a time, from wherever they are kept: memory, a cache over
+"""Routed layers whose experts are packed and come, one at a time, from wherever they are kept: memory, a cache over
 files, another device (decisions.md §2).
 
-Shapes: B batch, T time, N = B·T tokens, D model width, A axes of the torus, E experts.
+Shapes: B batch, T time, N = B·T tokens, n of them of one expert, D model width.
 """
 
 import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from perspectron.config import require
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.router import FixedRouter, Routed, RoutedConfig
 from perspectron.ops import packed
-from perspectron.routing import distance2
 from perspectron.stream.cache import ExpertSource
+from perspectron.stream.expert_file import Shard
 from perspectron.terms import Term
 
-WEIGHTS = ("gate_EFD", "up_EFD", "down_EDF", "base_gate_FD", "base_up_FD", "base_down_DF")
-TRAINING = ("load_E", "ternary_share_1")
 
-
-class PackedExperts(RoutedSwiGLU):
-    """As the layer it was made from, with ternary matrices and 8-bit activations; only for inference. What a token
-    gets depends on nothing but the token.
+class PackedExperts(Routed):
+    """The routed layer of an artifact: ternary matrices, 8-bit activations, inference alone. What a token gets depends
+    on nothing but the token.
 
     source: where the matrices come from, under the number `layer`. following: the next such layers. Their routers are
     run on what this layer reads, and what they would choose is hinted: the residual stream changes slowly, and a wrong
@@ -36,47 +34,18 @@ class PackedExperts(RoutedSwiGLU):
         super().__init__(d_model, config)
         self.layer = layer
         self.following = ()
-        for name in WEIGHTS:
-            if name in self._parameters:
-                delattr(self, name)
-        for name in TRAINING:
-            if name in self._buffers:
-                delattr(self, name)
-        self._router: tuple[Tensor, Tensor, Tensor] | None = None
+        self._fixed: FixedRouter | None = None
 
     def _apply(self, fn: object, recurse: bool = True) -> nn.Module:
-        self._router = None
+        self._fixed = None
         return super()._apply(fn, recurse)
 
-    def idle_parameters(self) -> int:
-        """None of them are parameters."""
-        return 0
-
     @property
-    def router(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W [A,D], b [A] and the experts' places [E,A] (a switch has none), as they are used."""
-        if self._router is None:
-            weight_AD, bias_A = self.direction(torch.float32)
-            place_EA = self.positions().float() if self.config.router == "torus" else weight_AD[:0]
-            self._router = (weight_AD.contiguous(), bias_A, place_EA.contiguous())
-        return self._router
-
-    def distances(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and power distances, as in `Choice`; token by token and from memory that begins a cache line, because
-        a product of several, or of others, may be rounded otherwise."""
-        weight_AD, bias_A, place_EA = self.router
-        x_ND = x_ND.float()
-        if len(x_ND) == 1:
-            out_NA = torch.mv(weight_AD, x_ND[0].clone()).add_(bias_A)[None]
-        else:
-            out_NA = torch.stack([torch.mv(weight_AD, x_D.clone()) for x_D in x_ND]).add_(bias_A)
-        if self.config.router == "switch":
-            query_NA, distance2_NE = out_NA[:, :0], -out_NA
-        else:
-            query_NA, distance2_NE = out_NA, distance2(out_NA, place_EA)
-        if self.config.bias_rate > 0:
-            distance2_NE = distance2_NE - self.bias_E
-        return query_NA, distance2_NE
+    def router(self) -> FixedRouter:
+        """The router, whose weights no longer change."""
+        if self._fixed is None:
+            self._fixed = self._router(FixedRouter)
+        return self._fixed
 
     def forward(
         self,
@@ -91,41 +60,49 @@ class PackedExperts(RoutedSwiGLU):
         x_ND = x_BTD.flatten(0, 1)
         gate_N = None
         if self.config.gate == "soft":
-            choices = [self.route(x_D[None]) for x_D in x_ND]
+            choices = [self.router.route(x_D[None]) for x_D in x_ND]
             expert_N, gate_N = (torch.cat(part) for part in list(zip(*choices, strict=True))[:2])
         else:
-            expert_N = self.distances(x_ND)[1].argmin(1)
+            expert_N = self.router.select(self.router.distances(x_ND))
         if pad_BT is not None:
             expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
-        y_ND = self._one(x_ND, int(expert_N)) if len(x_ND) == 1 else self._many(x_ND, expert_N)
+        y_ND = torch.zeros_like(x_ND)
+        for rows, shard in self.visit(expert_N.tolist(), lambda: self._guesses(x_ND)):
+            if len(rows) == len(x_ND):
+                y_ND = packed.swiglu(x_ND, shard.gate, shard.up, shard.down)
+            else:
+                row_n = torch.tensor(rows, device=x_ND.device)
+                y_nD = packed.swiglu(x_ND.index_select(0, row_n), shard.gate, shard.up, shard.down)
+                y_ND.index_copy_(0, row_n, y_nD)
         if gate_N is not None:
             y_ND = y_ND * gate_N.to(y_ND.dtype)[:, None]
         return y_ND.view_as(x_BTD), {}
 
-    def _one(self, x_1D: Tensor, expert: int) -> Tensor:
-        if expert < 0:
-            return torch.zeros_like(x_1D)
-        with self.source.get(self.layer, expert) as shard:
-            self._look_ahead(x_1D)
-            return packed.swiglu(x_1D, shard.gate, shard.up, shard.down)
+    def visit(
+        self, experts: list[int], guesses: Callable[[], list[list[int]]]
+    ) -> Iterator[tuple[list[int], Shard]]:
+        """The tokens of each expert and its matrices, which are there until the next are asked for.
 
-    def _many(self, x_ND: Tensor, expert_N: Tensor) -> Tensor:
-        """Expert by expert, those that are at hand first; while one computes, the next is fetched."""
-        y_ND = torch.zeros_like(x_ND)
-        ids = [e for e in expert_N.unique().tolist() if e >= 0]
-        ids.sort(key=lambda expert: not self.source.holds(self.layer, expert))
+        experts: of each token; −1: none. Experts that are at hand come first; while one computes, the next is fetched,
+        and during the last what `guesses` says the tokens may want in each of the following layers.
+        """
+        tokens: dict[int, list[int]] = {}
+        for token, expert in enumerate(experts):
+            if expert >= 0:
+                tokens.setdefault(expert, []).append(token)
+        ids = list(tokens)
+        if len(ids) > 1:
+            ids.sort(key=lambda expert: (not self.source.holds(self.layer, expert), expert))
         for expert, after in itertools.zip_longest(ids, ids[1:]):
-            row_n = (expert_N == expert).nonzero()[:, 0]
             with self.source.get(self.layer, expert) as shard:
                 if after is not None:
                     self.source.hint(self.layer, after)
-                else:
-                    self._look_ahead(x_ND)
-                y_nD = packed.swiglu(x_ND.index_select(0, row_n), shard.gate, shard.up, shard.down)
-            y_ND.index_copy_(0, row_n, y_nD)
-        return y_ND
+                elif self.following:
+                    for layer, wanted in zip(self.following, guesses(), strict=True):
+                        for guess in dict.fromkeys(wanted):
+                            self.source.hint(layer.layer, guess)
+                yield tokens[expert], shard
 
-    def _look_ahead(self, x_ND: Tensor) -> None:
-        for layer in self.following:
-            for expert in layer.distances(x_ND)[1].argmin(1).unique().tolist():
-                self.source.hint(layer.layer, expert)
+    def _guesses(self, x_ND: Tensor) -> list[list[int]]:
+        routers = [layer.router for layer in self.following]
+        return [router.select(router.distances(x_ND)).tolist() for router in routers]

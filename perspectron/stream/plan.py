@@ -1,50 +1,29 @@
-"""What a model needs where it runs compressed, and how fast it decodes there: from shapes and bandwidths alone.
+"""Memory that a model needs where it runs compressed, and its speed there: from shapes and bandwidths alone.
 
 Matrices are packed (`perspectron.ops.packing`); what is not a matrix stays float32.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
-from perspectron.block import Block
-from perspectron.census import group_of
+from perspectron.census import Part, footprint, packed_expert
 from perspectron.config import ModelConfig, one_of
-from perspectron.experts import RoutedSwiGLU
-from perspectron.ffn import TiedConfig
+from perspectron.experts.router import RoutedConfig
 from perspectron.model import LanguageModel
-from perspectron.ops.packing import sizes
-from perspectron.stream.format import ExpertLayout
+from perspectron.stream.expert_file import ExpertLayout
+from perspectron.stream.trace import missed, stack_distances
 
 SHARED = ("2bit", "4bit", "int8")
+USES = 1 << 17  # of random experts
 DEVICE_SLOTS = 2  # experts on a GPU: one computes while the other arrives
-NEGLIGIBLE = 1e-10  # a share of the uses
-
-
-def packed_bytes(format: str, shape: tuple[int, int]) -> int:
-    """Of a matrix with so many outputs and inputs: codes, and scales."""
-    codes, scales, dtype = sizes(format, shape)
-    return prod(codes) + prod(scales) * dtype.itemsize
 
 
 # ---------------------------------------------------------------- what a model needs
-
-
-@dataclass(frozen=True)
-class Part:
-    """bytes: held. read, written: of them, for one token."""
-
-    parameters: int
-    bytes: int
-    read: int
-    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,26 +91,27 @@ class Needs:
 def needs(
     config: ModelConfig, context: int, formats: str | Mapping[str, str] = "2bit", distinct: int = 0
 ) -> Needs:
-    """Of the model of `config`. formats: of each packed module, by its name; or one for all dense layers, with an int8
-    embedding. Experts are ternary; `distinct` of them in a layer have weights of their own (0: all). State is as
-    `init_state` gives it, with room for `context` tokens."""
+    """Bytes that a model needs for one conversation of `context` tokens.
+
+    formats: of the packed modules by name, as in an artifact's config.json; a single one is that of every dense layer,
+    routers excepted, with the embedding in int8. distinct: experts of a layer with weights of their own; 0: all.
+    ConfigError for a format that a dense layer cannot have.
+    """
     with torch.device("meta"):
         model = LanguageModel(config)
+        state = model.init_state(1, capacity=context)
     if isinstance(formats, str):
         formats = _everywhere(model, one_of(formats, SHARED, "shared"))
-    parts = dict[str, Part]()
-    blocks = list(model.blocks)
-    for name, parameter, stored, read in _stored(model, formats):
-        kind = group_of(name, parameter.ndim, blocks)
-        parts[kind] = _sum(parts.get(kind), Part(parameter.numel(), stored, read))
-    for name, buffer in model.named_buffers():
-        if name.endswith("bias_E"):
-            parts["router"] = _sum(parts["router"], Part(0, buffer.nbytes, buffer.nbytes))
+    counted = footprint(model, state, formats)
     experts = []
-    for index, block in enumerate(cast("list[Block]", blocks)):
-        if isinstance(ffn := model.ffn_of(block), RoutedSwiGLU):
-            experts.append(_experts(index, ffn, distinct or len(ffn.gate_EFD)))
-    return Needs(config.name, context, parts, _state(model, context), tuple(experts))
+    for layer, one in counted.experts.items():
+        routed = config.blocks[layer].ffn
+        assert isinstance(routed, RoutedConfig)
+        codes, scales = packed_expert(config.d_model, routed.hidden)
+        shard = ExpertLayout(config.d_model, routed.hidden).bytes
+        E = prod(routed.torus)
+        experts.append(ExpertLayer(layer, E, distinct or E, one.parameters, codes, scales, shard))
+    return Needs(config.name, context, counted.parts, counted.state, tuple(experts))
 
 
 def _everywhere(model: LanguageModel, format: str) -> dict[str, str]:
@@ -140,58 +120,6 @@ def _everywhere(model: LanguageModel, format: str) -> dict[str, str]:
     modules = model.named_modules()
     dense = {name: format for name, m in modules if isinstance(m, nn.Linear) and not name.endswith(routers)}
     return dense | {"embedding": "int8"}
-
-
-def _sum(one: Part | None, other: Part) -> Part:
-    if one is None:
-        return other
-    return Part(
-        one.parameters + other.parameters,
-        one.bytes + other.bytes,
-        one.read + other.read,
-        one.written + other.written,
-    )
-
-
-def _stored(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple[str, nn.Parameter, int, int]]:
-    """Every parameter but the experts': its name, the bytes it is stored in, and those that a token reads."""
-    users = Counter(block.ffn.block for block in model.config.blocks if isinstance(block.ffn, TiedConfig))
-    rows = {"positions"} if model.config.head is None else {"positions", "embedding"}  # a token reads one
-    for name, module in model.named_modules():
-        times = 1 + (users[int(name.split(".")[1])] if ".ffn" in name else 0)
-        for own, parameter in module.named_parameters(name, recurse=False):
-            if isinstance(module, RoutedSwiGLU) and not own.endswith("offset_EA"):
-                continue
-            stored = 4 * parameter.numel()
-            if name in formats and parameter.ndim == 2:
-                stored = packed_bytes(formats[name], (parameter.shape[0], parameter.shape[1]))
-            yield own, parameter, stored, stored // len(parameter) if name in rows else stored * times
-
-
-def _experts(layer: int, ffn: RoutedSwiGLU, distinct: int) -> ExpertLayer:
-    E, hidden, D = ffn.gate_EFD.shape
-    layout = ExpertLayout(D, hidden)
-    return ExpertLayer(
-        layer, E, distinct, 3 * hidden * D, layout.code_bytes, layout.scale_bytes, layout.bytes
-    )
-
-
-def _state(model: LanguageModel, context: int) -> dict[str, Part]:
-    """By kind of mixer. A tensor whose size depends on the context is a cache: a token reads all of it and writes one
-    place; the others are read and written whole."""
-    parts = dict[str, Part]()
-    roomy, empty = (model.init_state(1, capacity=capacity) for capacity in (context, 0))
-    kinds = ["-" if block.mixer is None else block.mixer.kind for block in model.config.blocks]
-    pairs = [
-        *zip(kinds, roomy.layers, empty.layers, strict=True),
-        ("positions", roomy.length_B, empty.length_B),
-    ]
-    for kind, large, small in pairs:
-        for tensor, other in zip(*(pytree.tree_leaves(state) for state in (large, small)), strict=True):
-            if isinstance(tensor, torch.Tensor):
-                written = tensor.nbytes if tensor.nbytes == other.nbytes else 0
-                parts[kind] = _sum(parts.get(kind), Part(0, tensor.nbytes, tensor.nbytes, written))
-    return parts
 
 
 # ---------------------------------------------------------------- where it goes
@@ -216,12 +144,13 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """From disk."""
+        """Whether experts are read from disk."""
         return self.slots < self.shards
 
 
 def place(needs: Needs, ram: int, vram: int | None = None) -> Placement:
-    """With a GPU, what every token uses stays on it with two experts, and RAM holds experts alone."""
+    """The placement in so much memory. With a GPU, what every token uses stays on it with two experts, and RAM holds
+    experts alone."""
     resident = needs.resident if vram is None else 0
     one = min(needs.shards, 1) * needs.slot
     slots = (ram - resident) // needs.slot if needs.slot else 0
@@ -262,8 +191,8 @@ class Case:
     def seconds(self, rates: Rates) -> dict[str, float]:
         """For a token, by resource."""
         pairs = {"memory": self.memory, "disk": self.disk, "pcie": self.pcie}
-        given = {name: getattr(rates, name) for name in pairs}
-        return {name: amount / given[name] for name, amount in pairs.items() if amount and given[name]}
+        known = {name: getattr(rates, name) for name in pairs}
+        return {name: amount / known[name] for name, amount in pairs.items() if amount and known[name]}
 
     def tokens_per_second(self, rates: Rates) -> tuple[float, float] | None:
         """At least, where nothing overlaps, and at most, where everything does; None where no rate is known."""
@@ -288,38 +217,11 @@ def bounds(needs: Needs, placement: Placement) -> list[Case]:
 
 
 def uniform_hit_rate(experts: Sequence[int], slots: int) -> float:
-    """Of a least recently used cache of `slots` shards, once it is full, when layers in turn ask for one of their
-    experts, each as likely as the others. Exact.
-
-    An expert comes back after g tokens with probability (1 − 1/E)^(g−1) / E. Since then each other layer drew g times,
-    its own g − 1 times from the rest; it is still there if fewer than `slots` distinct ones were drawn.
-    """
-    shards, layers = sum(experts), Counter(experts)
-    if slots >= shards:
+    """The hit rate of a full, least recently used cache of `slots` experts, when layers in turn ask for one of theirs,
+    each as likely as the others: counted in as many random uses as give it to within 0.005."""
+    if slots >= sum(experts):
         return 1.0
-    drawn = {E: np.eye(1, E + 1)[0] for E in layers}  # P(so many distinct of E) after g draws
-    others = {E: np.eye(1, E)[0] for E in layers}  # of the E − 1 others, after g − 1
-    total, left, g = 0.0, 1.0, 0
-    while left > NEGLIGIBLE:
-        g, left = g + 1, 0.0
-        drawn = {E: _draw(chance) for E, chance in drawn.items()}
-        others = {E: _draw(chance) for E, chance in others.items()} if g > 1 else others
-        waves = {E: np.fft.rfft(chance, shards) for E, chance in drawn.items()}
-        for E, count in layers.items():
-            wave = np.fft.rfft(others[E], shards)
-            for other, many in layers.items():
-                wave = wave * waves[other] ** (many - (other == E))
-            kept = np.fft.irfft(wave, shards)[:slots].sum().clip(0, 1)
-            back = (1 - 1 / E) ** (g - 1) * count / len(experts)
-            total += kept * back / E
-            left += kept * back
-    return float(total)
-
-
-def _draw(chance: np.ndarray) -> np.ndarray:
-    """How many distinct ones after one more draw."""
-    E = len(chance) - 1
-    if E == 0:
-        return chance
-    seen = np.arange(E + 1) / E
-    return chance * seen + np.append(0, (chance * (1 - seen))[:-1])
+    tokens = max(USES // len(experts), 20 * max(experts))
+    draws_TL = np.random.default_rng(0).integers(0, experts, (2 * tokens, len(experts)))
+    distances_N = stack_distances((draws_TL + np.cumsum((0, *experts[:-1]))).ravel())[tokens * len(experts) :]
+    return 1 - missed(distances_N, slots) / len(distances_N)

@@ -1,4 +1,4 @@
-"""Which expert is read next, and into which slot. There are no threads here: the cache calls it under its lock."""
+"""Order in which experts are read, and their slots. There are no threads here: the cache calls it under its lock."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -6,15 +6,16 @@ from enum import Enum
 from threading import Condition
 from typing import NamedTuple
 
-from perspectron.stream.format import Bytes, Shard
-from perspectron.stream.shards import Cancelled, ShardFile
+from perspectron.stream.expert_file import Shard
+from perspectron.stream.reader import Cancelled, ShardFile
+from perspectron.stream.tensors import Bytes
 
 HINTS = 256  # that wait at most; older ones are forgotten
 TRUST = 0.6  # of hints of late that came true, below which none is read: wrong ones displace what is used
 MEMORY = 1 / 64  # weight of the latest in it
 
 Key = tuple[int, int]
-"""(layer, expert), the expert one that is stored."""
+"""(layer, expert), the expert one with weights of its own."""
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Counters:
 
 
 class Slot(NamedTuple):
-    """Memory of one expert, and the views of it."""
+    """Memory of one expert, and its matrices as views."""
 
     buffer: Bytes
     shard: Shard
@@ -46,7 +47,7 @@ class State(Enum):
     FAILED = 3
 
 
-class Held:
+class Entry:
     """An expert in memory or on its way there. slot: None while it waits, or until the reader allocates one. pins:
     contexts that hold it. wanted: someone waits for it, or did. hinted: the turn it was hinted in, until it is asked
     for. done: told when it is READY or FAILED."""
@@ -62,7 +63,7 @@ class Held:
 
 
 class Schedule:
-    """held: all experts in memory or on their way, the least recently used first. urgent: whether someone waits
+    """entries: all experts in memory or on their way, the least recently used first. urgent: whether someone waits
     whom no reader serves yet. Only then do hinted reads stop: one reader does not keep a disk busy (2.1 GB/s, two 2.9).
 
     A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
@@ -72,10 +73,10 @@ class Schedule:
 
     def __init__(self, slots: int) -> None:
         self.slots, self.allocated = slots, 0
-        self.held: OrderedDict[Key, Held] = OrderedDict()
-        self.asked: deque[Held] = deque()
-        self.hinted: deque[Held] = deque()
-        self.reading: list[Held] = []
+        self.entries: OrderedDict[Key, Entry] = OrderedDict()
+        self.asked: deque[Entry] = deque()
+        self.hinted: deque[Entry] = deque()
+        self.reading: list[Entry] = []
         self.free: list[Slot] = []
         self.urgent = False
         self.counters = Counters()
@@ -83,111 +84,111 @@ class Schedule:
         self._turn, self._layer = 0, -1
         self._guessed: dict[Key, int] = {}  # the turn of each hint that may still come true, in order
 
-    def request(self, held: Held) -> None:
+    def request(self, entry: Entry) -> None:
         """Count a request, and have what is not in memory read before any hint."""
-        if held.key[0] != self._layer:
-            self._turn, self._layer = self._turn + 1, held.key[0]
-        self._judge(held.key)
-        self.counters.hits += held.state is State.READY
-        self.counters.misses += held.state is not State.READY
-        self.counters.useful += held.hinted is not None and held.state is not State.QUEUED
-        self.held.move_to_end(held.key)
-        if held.state is State.QUEUED and not held.wanted:
-            if held.hinted is not None:
-                self.hinted.remove(held)
-            self.asked.append(held)
-        held.wanted, held.cancelled, held.hinted = True, False, None
+        if entry.key[0] != self._layer:
+            self._turn, self._layer = self._turn + 1, entry.key[0]
+        self._judge(entry.key)
+        self.counters.hits += entry.state is State.READY
+        self.counters.misses += entry.state is not State.READY
+        self.counters.useful += entry.hinted is not None and entry.state is not State.QUEUED
+        self.entries.move_to_end(entry.key)
+        if entry.state is State.QUEUED and not entry.wanted:
+            if entry.hinted is not None:
+                self.hinted.remove(entry)
+            self.asked.append(entry)
+        entry.wanted, entry.cancelled, entry.hinted = True, False, None
         self._recount()
 
     def trusts(self, key: Key) -> bool:
         """Take note of a hint; whether to act on it."""
-        if key not in self.held:
+        if key not in self.entries:
             self._guessed.setdefault(key, self._turn)
         return self.trust >= TRUST
 
-    def hint(self, held: Held) -> None:
-        """Read it when nothing else is to be read."""
-        held.hinted = self._turn
-        self.hinted.append(held)
+    def hint(self, entry: Entry) -> None:
+        """Have it read when nothing else is to be read."""
+        entry.hinted = self._turn
+        self.hinted.append(entry)
         if len(self.hinted) > HINTS:
-            del self.held[self.hinted.popleft().key]
+            del self.entries[self.hinted.popleft().key]
 
-    def forget(self, held: Held) -> None:
-        """Nobody waits for it any more."""
-        if held.state is State.QUEUED and held.wanted:
-            self.asked.remove(held)
-            del self.held[held.key]
+    def forget(self, entry: Entry) -> None:
+        """Drop a request that nobody waits for any more."""
+        if entry.state is State.QUEUED and entry.wanted:
+            self.asked.remove(entry)
+            del self.entries[entry.key]
             self._recount()
 
-    def next(self) -> Held | None:
-        """What to read now, if there is something and a slot for it."""
+    def next(self) -> Entry | None:
+        """The expert to read now, if there is one and a slot for it."""
         while self.hinted and self._stale(self.hinted[0]):
-            del self.held[self.hinted.popleft().key]
-        found = None
+            del self.entries[self.hinted.popleft().key]
+        chosen = None
         if self.asked:
             if self._take_slot(self.asked[0]):
-                found = self.asked.popleft()
+                chosen = self.asked.popleft()
             else:
                 self.give_up_one()
         elif self.hinted and self._take_slot(self.hinted[0]):
-            found = self.hinted.popleft()
+            chosen = self.hinted.popleft()
             self.counters.prefetched += 1
-        if found is not None:
-            found.state = State.READING
-            self.reading.append(found)
+        if chosen is not None:
+            chosen.state = State.READING
+            self.reading.append(chosen)
             self._recount()
-        return found
+        return chosen
 
-    def finish(self, held: Held, count: int, error: Exception | None) -> None:
-        """A read of `count` bytes ended."""
-        self.reading.remove(held)
+    def finish(self, entry: Entry, count: int, error: Exception | None) -> None:
+        """Take note that a read of `count` bytes ended."""
+        self.reading.remove(entry)
         self.counters.bytes_read += count
         if error is None:
-            held.state = State.READY
-            self.held.move_to_end(held.key)
+            entry.state = State.READY
+            self.entries.move_to_end(entry.key)
         else:
-            if held.slot is None:
+            if entry.slot is None:
                 self.allocated -= 1
             else:
-                self.free.append(held.slot)
-            held.slot = None
-            self.counters.wasted += held.hinted is not None
-            if isinstance(error, Cancelled) and held.wanted:
-                held.state = State.QUEUED  # asked for after it was given up
-                self.asked.appendleft(held)
+                self.free.append(entry.slot)
+            entry.slot = None
+            self.counters.wasted += entry.hinted is not None
+            if isinstance(error, Cancelled) and entry.wanted:
+                entry.state = State.QUEUED  # asked for after it was given up
+                self.asked.appendleft(entry)
             else:
-                held.state, held.error = State.FAILED, error
-                del self.held[held.key]
+                entry.state, entry.error = State.FAILED, error
+                del self.entries[entry.key]
         self._recount()
 
     def give_up_one(self) -> None:
         """End a read that nobody waits for, for the sake of its slot and its reader."""
-        for held in self.reading:
-            if not held.wanted and not held.cancelled:
-                held.cancelled = True
+        for entry in self.reading:
+            if not entry.wanted and not entry.cancelled:
+                entry.cancelled = True
                 return
 
-    def _take_slot(self, held: Held) -> bool:
+    def _take_slot(self, entry: Entry) -> bool:
         """Give it a free slot, one that its reader allocates, or that of another expert."""
         if self.free:
-            held.slot = self.free.pop()
+            entry.slot = self.free.pop()
             return True
         if self.allocated < self.slots:
             self.allocated += 1
             return True
-        for other in self.held.values():
+        for other in self.entries.values():
             if other.state is not State.READY or other.pins:
                 continue
             unused = other.hinted is not None
-            if held.wanted or not unused or self._stale(other):
+            if entry.wanted or not unused or self._stale(other):
                 self.counters.wasted += unused
-                held.slot, other.slot = other.slot, None
-                del self.held[other.key]
+                entry.slot, other.slot = other.slot, None
+                del self.entries[other.key]
                 return True
         return False
 
-    def _stale(self, held: Held) -> bool:
-        return held.hinted is not None and self._turn > held.hinted + 1
+    def _stale(self, entry: Entry) -> bool:
+        return entry.hinted is not None and self._turn > entry.hinted + 1
 
     def _judge(self, asked: Key) -> None:
         """Count hints that came true, or can no more."""

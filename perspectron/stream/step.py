@@ -1,13 +1,18 @@
-"""One token through a packed Perspective model with two calls of the native library for each half of a layer.
+"""One token of each conversation through a packed Perspective model, with a call or two of the native library for
+each half of a layer.
 
 While weights stream through the caches, every small operation of torch finds its code and data evicted, and takes ten
 times as long as in a loop of its own: seven thousand of them cost as much as a gigabyte of weights. So decoding has a
-way of its own, which computes what the modules compute, up to rounding.
+way of its own, which computes what the modules compute, up to rounding, and the same whatever the other rows are.
 
-Shapes: D model width, K head width, E experts, A axes of the torus.
+`SUITED` says which configs it computes. It knows every field of theirs: one that is not listed there, as a new one,
+or that has another value makes the modules decode the model, and the log names it.
+
+Shapes: B rows of the batch, T of them that read a token, D model width, K head width, E experts, A axes of the torus.
 """
 
 import ctypes
+import dataclasses
 import itertools
 import logging
 import threading
@@ -19,10 +24,11 @@ from torch import Tensor, nn
 
 from perspectron import native
 from perspectron.block import Block
-from perspectron.config import SequentialConfig
-from perspectron.ffn import SwiGLU
-from perspectron.mixers.pdr import PDR, PDRState
-from perspectron.mixers.window_gqa import WindowGQA, WindowGQAState
+from perspectron.config import BlockConfig, ModelConfig, SequentialConfig
+from perspectron.experts.router import FixedRouter, RoutedConfig
+from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
+from perspectron.mixers.pdr import PDR, PDRConfig, PDRState
+from perspectron.mixers.window_gqa import WindowGQA, WindowGQAConfig, WindowGQAState
 from perspectron.model import LanguageModel
 from perspectron.native.library import load
 from perspectron.quant.linear import QuantLinear
@@ -30,6 +36,37 @@ from perspectron.state import LMState
 from perspectron.stream.experts import PackedExperts
 
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
+    return dict.fromkeys(names)
+
+
+SUITED: dict[type, dict[str, tuple[Any, ...] | None]] = {
+    ModelConfig: {
+        **_any("name", "vocab_size", "d_model", "blocks", "head", "embedding_std", "norm_eps"),
+        "positions": (0,),
+        "norm": ("rms",),
+    },
+    BlockConfig: _any("mixer", "ffn", "residual"),
+    SequentialConfig: {},
+    PDRConfig: {
+        **_any("rank", "scale", "out_norm"),
+        "renorm_every": (0,),
+        "gate_rank": (0,),
+        "fixed_decay": (False,),
+    },
+    WindowGQAConfig: _any("heads", "kv_heads", "window", "rope_base"),
+    SwiGLUConfig: _any("hidden"),
+    TiedConfig: _any("block"),
+    RoutedConfig: {
+        **_any("hidden", "torus", "experts", "nearest", "temperature", "router", "bias_rate", "offsets"),
+        "gate": ("none", "straight_through"),
+        # What matters in training alone, or is packed into the experts.
+        **_any("balance", "smooth", "delta", "diversity", "base", "ternary", "int8_activations"),
+    },
+}
+"""The values that each field of a config may have; None: any."""
 
 
 class _Linear(ctypes.Structure):
@@ -56,100 +93,120 @@ class _Gqa(ctypes.Structure):
     )
 
 
-class _Router(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("weight", "bias", "place", "handicap")),
-        *((name, _LONG) for name in ("axes", "experts", "width")),
-    )
-
-
 Half = Callable[[int, int, Any], None]
-"""Half a layer: from x to y, given as pointers, with the state of the layer."""
+"""Half a layer: from x [T,D] to y [T,D], given as pointers, with the state of the layer."""
 
 
-class _Unsuited(Exception):
+class Unsuited(Exception):
     """A part of the model that only the modules can run."""
+
+
+def check(config: object, where: str = "model") -> None:
+    """Unsuited, naming the field, unless `SUITED` has the config and all that it is made of."""
+    known = SUITED.get(type(config))
+    if known is None:
+        raise Unsuited(f"{where} is {type(config).__name__}")
+    for field in dataclasses.fields(cast(Any, config)):
+        value, name = getattr(config, field.name), f"{where}.{field.name}"
+        if field.name not in known or ((allowed := known[field.name]) is not None and value not in allowed):
+            raise Unsuited(f"{name} = {value!r}")
+        if isinstance(config, BlockConfig) and value is not None:
+            check(value, name)
+    if isinstance(config, ModelConfig):
+        for index, block in enumerate(config.blocks):
+            check(block, f"blocks[{index}]")
+            if block.mixer is None:
+                raise Unsuited(f"blocks[{index}].mixer = None")
 
 
 class Step:
     """Made once for a model; holds pointers into its tensors. One thread computes at a time: the scratch is one."""
 
     def __init__(self, model: LanguageModel) -> None:
+        check(model.config)
         self._library: Any = load().library
         self._keep: list[Tensor] = []
         self._width = model.config.d_model
         self._lock = threading.Lock()
         self._turned: tuple[float, int] | None = None  # rotary base and half width of a head
         self._halves: list[tuple[Half, Half | None]] = []
-        if model.config.positions > 0:
-            raise _Unsuited("learned positions")
         for i, block in enumerate(cast("list[Block]", model.blocks)):
             try:
                 self._halves.append((self._mixer(block), self._network(block, model.ffn_of(block))))
-            except _Unsuited as error:
-                raise _Unsuited(f"block {i}, {error}") from None
-        # Two in turns, and the normed one.
-        self._x = torch.empty(3, self._width, dtype=torch.float32, device="cpu")
+            except Unsuited as error:
+                raise Unsuited(f"blocks[{i}]: {error}") from None
+        self._x = torch.empty(0)
+        self._shapes = [
+            [
+                torch.Size((shape[1], block.mixer.config.window, shape[3])) if len(shape) == 4 else shape[1:]
+                for shape in (tensor.shape for tensor in self._tensors(layer))
+            ]
+            for block, layer in zip(
+                cast("list[Block]", model.blocks), model.init_state(1).layers, strict=True
+            )
+        ]
 
     def takes(self, state: LMState) -> bool:
-        """Whether the tensors of a state are such as the library can write into: its windows there, all contiguous."""
-        tensors: tuple[Tensor, ...]
-        for layer in state.layers:
-            if isinstance(layer, PDRState):
-                tensors, room = (layer.memory_BDR,), True
-            elif isinstance(layer, WindowGQAState):
-                tensors, room = (layer.k_BGWK, layer.v_BGWK), layer.k_BGWK.shape[2] > 0
-            else:
-                return False
-            if not room or not all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors):
-                return False
-        return True
+        """Whether the library can write into a state: the shapes are this model's, its windows are there, and all is
+        contiguous float32."""
+        layers = [self._tensors(layer) for layer in state.layers]
+        return [[tensor.shape[1:] for tensor in tensors] for tensors in layers] == self._shapes and all(
+            tensor.is_contiguous() and tensor.dtype == torch.float32 and len(tensor) == state.batch_size
+            for tensor in itertools.chain.from_iterable(layers)
+        )
 
-    def __call__(self, x_D: Tensor, state: LMState) -> tuple[Tensor, LMState]:
-        """What the last block gives [D], and the new state; the one handed in is used up."""
+    @staticmethod
+    def _tensors(layer: object) -> list[Tensor]:
+        if isinstance(layer, WindowGQAState):
+            return [layer.k_BGWK, layer.v_BGWK]
+        return [layer.memory_BDR] if isinstance(layer, PDRState) else []
+
+    def __call__(self, x_BD: Tensor, state: LMState, pad_B: Tensor | None = None) -> tuple[Tensor, LMState]:
+        """What the last block gives [B,D], and the new state; the one passed in is used up. A row of padding gives 0
+        and keeps its state."""
         with self._lock:
-            return self._run(x_D, state)
+            return self._run(x_BD, state, pad_B)
 
-    def _run(self, x_D: Tensor, state: LMState) -> tuple[Tensor, LMState]:
-        length = int(cast(PDRState, state.layers[0]).length_B)
-        lengths = torch.full((len(self._halves),), length + 1, dtype=torch.int64, device="cpu").split(1)
-        self._position = length
-        self._turn()
+    def _run(self, x_BD: Tensor, state: LMState, pad_B: Tensor | None) -> tuple[Tensor, LMState]:
+        B = len(x_BD)
+        reads_B = torch.ones(B, dtype=torch.int64, device="cpu") if pad_B is None else (~pad_B).long()
+        row_T = reads_B.nonzero()[:, 0]
+        T = self._tokens = len(row_T)
+        if T == 0:
+            return torch.zeros_like(x_BD), state
+        length_B = cast(PDRState, state.layers[0]).length_B
+        position_T = length_B.contiguous() if pad_B is None else length_B[row_T]
+        self._rows, self._positions = row_T.data_ptr(), position_T.data_ptr()
+        if self._turned is not None:  # the angles of the positions, as `ops.attention.rope` has them
+            angle_TK = position_T[:, None] * self._frequency
+            angles = torch.stack([angle_TK.cos(), angle_TK.sin()]).float()
+            self._cosine, self._sine = (part.data_ptr() for part in angles)
         self._threads = native.threads()
-        self._x[0] = x_D
-        start, pitch = self._x.data_ptr(), 4 * self._width
-        here, there = start, start + pitch
-        self._normed = start + 2 * pitch
+        if self._x.shape[1:2] != (T,):
+            # Two in turns, and the normed one.
+            self._x = torch.empty(3, T, self._width, dtype=torch.float32, device="cpu")
+            self._expert = (_LONG * T)()
+        self._x[0] = x_BD if pad_B is None else x_BD[row_T]
+        here, there, self._normed = (part.data_ptr() for part in self._x)
+        first = here
         for (mixer, network), layer in zip(self._halves, state.layers, strict=True):
             mixer(here, there, layer)
             if network is None:
                 here, there = there, here
             else:
                 network(there, here, None)
-        after = (_moved(layer, now) for layer, now in zip(state.layers, lengths, strict=True))
-        return self._x[(here - start) // pitch].clone(), LMState(tuple(after))
-
-    def _turn(self) -> None:
-        """The angles of the position, as `ops.attention.rope` has them."""
-        if self._turned is not None:
-            angle = self._position * self._frequency
-            self._angles = torch.stack([angle.cos(), angle.sin()]).float()
-            self._cosine = self._angles.data_ptr()
-            self._sine = self._cosine + 4 * len(angle)
+        y_TD = self._x[0 if here == first else 1]
+        y_BD = y_TD.clone() if pad_B is None else torch.zeros_like(x_BD).index_copy_(0, row_T, y_TD)
+        lengths = (length_B + reads_B).repeat(len(self._halves), 1)
+        after = (_moved(layer, now_B) for layer, now_B in zip(state.layers, lengths, strict=True))
+        return y_BD, LMState(tuple(after), None, state.model)
 
     # ------------------------------------------------------------ what a layer is made of
 
     def _mixer(self, block: Block) -> Half:
-        if not isinstance(block.config.residual, SequentialConfig):
-            raise _Unsuited("residual")
-        mixer, norm = block.mixer, block.mixer_norm
-        if isinstance(mixer, PDR) and mixer.config.renorm_every == 0:
-            if mixer.config.gate_rank or mixer.config.fixed_decay:
-                raise _Unsuited("a decay gate that is not one full matrix")
-            return self._pdr(mixer, norm)
-        if isinstance(mixer, WindowGQA):
-            return self._gqa(mixer, norm)
-        raise _Unsuited(f"mixer {type(mixer).__name__}")
+        if isinstance(block.mixer, PDR):
+            return self._pdr(block.mixer, block.mixer_norm)
+        return self._gqa(cast(WindowGQA, block.mixer), block.mixer_norm)
 
     def _pdr(self, mixer: PDR, norm: nn.Module) -> Half:
         rank = mixer.config.rank
@@ -161,7 +218,7 @@ class Step:
         call, reference = self._library.pspx_step_pdr, ctypes.byref(layer)
 
         def run(x: int, y: int, state: PDRState) -> None:
-            call(reference, x, state.memory_BDR.data_ptr(), y, self._threads)
+            call(reference, x, self._tokens, self._rows, state.memory_BDR.data_ptr(), y, self._threads)
 
         return run
 
@@ -169,7 +226,7 @@ class Step:
         config, half = mixer.config, mixer.width // 2
         turned = config.rope_base, half
         if self._turned not in (None, turned):
-            raise _Unsuited("heads of other width or rotation than those before")
+            raise Unsuited("heads of other width or rotation than those before")
         self._turned = turned
         exponent = -torch.arange(half, dtype=torch.float64, device="cpu") / half
         self._frequency = config.rope_base**exponent
@@ -180,8 +237,9 @@ class Step:
         call, reference = self._library.pspx_step_gqa, ctypes.byref(layer)
 
         def run(x: int, y: int, state: WindowGQAState) -> None:
-            keys, values = state.k_BGWK.data_ptr(), state.v_BGWK.data_ptr()
-            call(reference, x, keys, values, self._position, self._cosine, self._sine, y, self._threads)
+            rings = state.k_BGWK.data_ptr(), state.v_BGWK.data_ptr()
+            places = self._positions, self._cosine, self._sine
+            call(reference, x, self._tokens, self._rows, *rings, *places, y, self._threads)
 
         return run
 
@@ -191,85 +249,80 @@ class Step:
         norm = self._norm(block.ffn_norm)
         if isinstance(ffn, SwiGLU):
             return self._dense(ffn, norm)
-        if isinstance(ffn, PackedExperts) and ffn.config.gate != "soft":
-            return self._routed(ffn, norm)
-        raise _Unsuited(f"feed-forward network {type(ffn).__name__}")
+        return self._routed(cast(PackedExperts, ffn), norm)
 
     def _dense(self, ffn: SwiGLU, norm: tuple[int, float]) -> Half:
         parts = [self._linear(part) for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj)]
         if len({part.format for part in parts}) > 1:
-            raise _Unsuited("matrices of a SwiGLU in several formats")
+            raise Unsuited("matrices of a SwiGLU in several formats")
         pointers = list(itertools.chain.from_iterable((part.codes, part.scales) for part in parts))
         normalise, feed = self._library.pspx_norm, self._library.pspx_swiglu
         hidden, format, width = parts[0].rows, parts[0].format, self._width
 
         def run(x: int, y: int, state: None) -> None:
-            normalise(x, *norm, width, self._normed)
-            feed(self._normed, 1, width, hidden, *pointers, format, x, y, self._threads)
+            normed, T = self._normed, self._tokens
+            normalise(x, *norm, T, width, normed)
+            feed(normed, T, None, width, hidden, *pointers, format, x, y, self._threads)
 
         return run
 
     def _routed(self, ffn: PackedExperts, norm: tuple[int, float]) -> Half:
-        route, routers = (
-            self._library.pspx_route,
-            [ctypes.byref(self._router(one)) for one in (ffn, *ffn.following)],
-        )
+        routes = [self._route(one.router) for one in (ffn, *ffn.following)]
         normalise, feed = self._library.pspx_norm, self._library.pspx_swiglu
-        layer, source, width, hidden = ffn.layer, ffn.source, self._width, ffn.config.hidden
-        after = [one.layer for one in ffn.following]
-        format = native.FORMATS.index("ternary")
+        width, hidden, format = self._width, ffn.config.hidden, native.FORMATS.index("ternary")
 
         def run(x: int, y: int, state: None) -> None:
-            normed = self._normed
-            normalise(x, *norm, width, normed)
-            with source.get(layer, route(routers[0], normed)) as shard:
-                for router, following in zip(routers[1:], after, strict=True):
-                    source.hint(following, route(router, normed))
-                gate, up, down = shard
+            normed, T = self._normed, self._tokens
+            normalise(x, *norm, T, width, normed)
+            for rows, (gate, up, down) in ffn.visit(routes[0](), lambda: [route() for route in routes[1:]]):
+                n, where = len(rows), None if len(rows) == T else (_LONG * len(rows))(*rows)
                 feed(
-                    normed, 1, width, hidden,
+                    normed, n, where, width, hidden,
                     gate.codes.data_ptr(), gate.scales.data_ptr(), up.codes.data_ptr(), up.scales.data_ptr(),
                     down.codes.data_ptr(), down.scales.data_ptr(), format, x, y, self._threads,
                 )  # fmt: skip
 
         return run
 
+    def _route(self, router: FixedRouter) -> Callable[[], list[int]]:
+        """What gives the expert of each token of the normed ones."""
+        weight_AD, bias_A, place_EA, handicap_E = router.used
+        E, A, call = len(bias_A if place_EA is None else place_EA), len(bias_A), self._library.pspx_route
+        matrix = self._width, self._floats(weight_AD), self._floats(bias_A), A
+        places = (None if part is None else self._floats(part) for part in (place_EA, handicap_E))
+        arguments = (*matrix, *places, E, None, None)
+
+        def run() -> list[int]:
+            call(self._normed, self._tokens, *arguments, self._expert)
+            return list(self._expert)
+
+        return run
+
     # ------------------------------------------------------------ pointers
 
-    def _pointer(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
+    def _pointer(self, tensor: Tensor) -> int:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise _Unsuited("weights elsewhere than in the memory of the CPU")
+            raise Unsuited("weights elsewhere than in the memory of the CPU")
         self._keep.append(tensor)
         return tensor.data_ptr()
 
     def _floats(self, tensor: Tensor) -> int:
         if tensor.dtype != torch.float32:
-            raise _Unsuited(f"{tensor.dtype} weights")
-        return cast(int, self._pointer(tensor))
+            raise Unsuited(f"{tensor.dtype} weights")
+        return self._pointer(tensor)
 
     def _norm(self, module: nn.Module) -> tuple[int, float]:
         if not isinstance(module, nn.RMSNorm) or module.eps is None:
-            raise _Unsuited(f"norm {type(module).__name__}")
+            raise Unsuited(f"norm {type(module).__name__}")
         return self._floats(module.weight), module.eps
 
     def _linear(self, module: nn.Module) -> _Linear:
         if not isinstance(module, QuantLinear):
-            raise _Unsuited("a matrix that is not packed")
+            raise Unsuited("a matrix that is not packed")
         bias = None if module.bias is None else self._floats(module.bias)
         codes, scales = self._pointer(module.codes), self._pointer(module.scales)
         format = native.FORMATS.index(module.format)
         return _Linear(codes, scales, bias, format, module.out_features, module.in_features)
-
-    def _router(self, ffn: PackedExperts) -> _Router:
-        weight_AD, bias_A, place_EA = ffn.router
-        handicap = self._floats(ffn.bias_E) if ffn.config.bias_rate > 0 else None
-        switch = ffn.config.router == "switch"
-        place = None if switch else self._floats(place_EA)
-        experts = len(weight_AD) if switch else len(place_EA)
-        weight, bias = self._floats(weight_AD), self._floats(bias_A)
-        return _Router(weight, bias, place, handicap, len(weight_AD), experts, self._width)
 
 
 def step_of(model: LanguageModel) -> Step | None:
@@ -278,7 +331,7 @@ def step_of(model: LanguageModel) -> Step | None:
         return None
     try:
         return Step(model)
-    except _Unsuited as error:
+    except Unsuited as error:
         logging.getLogger("perspectron").info("%s is decoded module by module: %s", model.config.name, error)
         return None
 

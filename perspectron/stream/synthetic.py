@@ -1,4 +1,4 @@
-"""Artifacts of random weights, in full size: to measure what a model costs before there is one.
+"""Artifacts of random weights, in full size, to measure what a model costs before it is trained.
 
 Weights are drawn as bytes of their formats, so that the float model is never in memory. Scales are such that every
 matrix gives numbers of order one.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from perspectron.config import ModelConfig, require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import StorageError
-from perspectron.experts import RoutedConfig
+from perspectron.experts.router import RoutedConfig
 from perspectron.mixers.pdr import GATE_BIAS
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
@@ -29,9 +29,8 @@ from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
 from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, write
 from perspectron.stream.engine import StreamedModel
-from perspectron.stream.format import ExpertLayout, Shard
+from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
 from perspectron.stream.tensors import Spec
-from perspectron.stream.write import SameAs, write_layer
 
 PIECE = 1 << 24  # bytes drawn at once
 MARGIN = 1 << 20  # of an expert file: its header
@@ -46,7 +45,7 @@ class Draw(NamedTuple):
     format: str
     shape: tuple[int, int]
     gain: float = 1.0
-    """Of the product, in terms of what it reads."""
+    """Standard deviation of the product over that of what it reads."""
 
     def codes(self, seed: int | tuple[int, ...]) -> Iterator[NDArray[np.uint8]]:
         """Rows of bytes [·, S], all of them legal, some at a time."""
@@ -66,7 +65,7 @@ class Draw(NamedTuple):
             yield packing.pack_codes(torch.from_numpy(digits), self.format).numpy()
 
     def scales(self) -> Tensor:
-        """As the format keeps them."""
+        """Scales, as the format keeps them."""
         scale = self.gain / (SPREAD[self.format] * math.sqrt(self.shape[1]))
         _, shape, dtype = packing.sizes(self.format, self.shape)
         layout = LAYOUTS[self.format]
@@ -94,8 +93,8 @@ def synthesize(
     linear: str = "2bit",
     seed: int = 0,
 ) -> Header:
-    """Write an artifact of `config` whose weights are random; each routed layer has `experts` that are its own, and
-    the others are the same as these, in turns. tokenizer: called when it is sure that there is room.
+    """Write an artifact of `config` with random weights; each routed layer stores `experts` of its own, the others are
+    the same as these, in turns. tokenizer: called once it is sure that there is room.
 
     ConfigError: more experts than there are, or no routed layers. StorageError: no room on the disk.
     """
@@ -132,10 +131,10 @@ def _room(folder: Path, need: int) -> None:
 
 
 def _shared(header: Header, seed: int) -> dict[str, Spec]:
-    """All weights but the experts'."""
+    """Specs of all weights but the experts'."""
     with torch.device("meta"):
         model = StreamedModel(header)
-    found, writes = dict[str, Spec](), (2 * len(model.blocks)) ** -0.5
+    specs, writes = dict[str, Spec](), (2 * len(model.blocks)) ** -0.5
     for index, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, QuantLinear | QuantEmbedding):
             shape = module.packed.shape
@@ -144,19 +143,18 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
                 gain = header.model.embedding_std * math.sqrt(shape[1])
             draw = Draw(module.format, shape, gain)
             codes = module.codes
-            found[f"{name}.codes"] = Spec(
-                codes.dtype, tuple(codes.shape), partial(draw.codes, seed + 7919 * index)
-            )
-            found[f"{name}.scales"] = tensors.spec(draw.scales())
+            chunks = partial(draw.codes, seed + 7919 * index)
+            specs[f"{name}.codes"] = Spec(codes.dtype, tuple(codes.shape), chunks)
+            specs[f"{name}.scales"] = tensors.spec(draw.scales())
     random = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
-        if name not in found:
-            found[name] = tensors.spec(_small(name, tensor, random))
-    return found
+        if name not in specs:
+            specs[name] = tensors.spec(_small(name, tensor, random))
+    return specs
 
 
 def _small(name: str, tensor: Tensor, random: torch.Generator) -> Tensor:
-    """What is kept as it is: norms 1, a router whose queries fall anywhere, the decay's bias, else 0."""
+    """A tensor that is not packed: norms 1, a router whose queries fall anywhere, the decay's bias, else 0."""
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     if name.endswith("norm.weight"):
         made.fill_(1)
@@ -176,20 +174,16 @@ def _layer(
     assert isinstance(ffn, RoutedConfig)
     gains = (1.0, 1.0, (2 * len(config.blocks)) ** -0.5)
 
-    def shards() -> Iterator[tuple[int, Shard | SameAs]]:
-        for expert in range(math.prod(ffn.torus)):
-            if expert >= experts:
-                yield expert, SameAs(expert % experts)
-                continue
-            own = (seed, layer, expert)
-            parts = zip(layout.shapes, gains, range(3), strict=True)
-            yield expert, Shard(*(Draw("ternary", shape, gain).packed((*own, i)) for shape, gain, i in parts))
+    def shard(expert: int) -> Shard:
+        parts = enumerate(zip(layout.shapes, gains, strict=True))
+        return Shard(*(Draw("ternary", *part).packed((seed, layer, expert, i)) for i, part in parts))
 
-    write_layer(path, layer, layout, math.prod(ffn.torus), shards())
+    weights_of = [expert % experts for expert in range(math.prod(ffn.torus))]
+    write_layer(path, layer, layout, weights_of, map(shard, range(experts)))
 
 
 def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
-    """Any byte to one of the format; 13 of the ternary ones come twice as often."""
+    """Random bytes as bytes of the format; 13 of the ternary ones come twice as often."""
     if format == "ternary":
         return np.take(np.resize(TERNARY, 256), bytes_)
     return np.maximum(bytes_, 1) if format == "int8" else bytes_

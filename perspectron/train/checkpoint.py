@@ -4,11 +4,11 @@ RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (op
 and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest).
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from torch import Tensor
 from perspectron.config import ModelConfig, dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
+from perspectron.experts.ternary import SHARE
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
 from perspectron.model import LanguageModel
-from perspectron.quant.ternary import SHARE
-from perspectron.train.config import RunConfig
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import falls_at
 
 FORMAT = "perspectron-checkpoint-1"
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
@@ -32,7 +33,7 @@ MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoin
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: updates and tokens done, seconds spent, the loader's position, and the held-out
+    """The place of a run: updates and tokens done, seconds spent, the loader's position, and the held-out
     bits per byte at this step (None where it was not measured)."""
 
     step: int = 0
@@ -70,8 +71,8 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     progress: Progress,
 ) -> Path:
-    """Write a checkpoint and drop those that are neither among the last `keep` nor the best. Without an optimizer
-    it holds the weights alone, and training cannot go on from it."""
+    """Write a checkpoint and drop those that are neither among the last `keep`, nor the best, nor the last before a
+    constant rate falls. Without an optimizer it holds the weights alone, and training cannot go on from it."""
     path = path_of(run, progress.step)
     with atomic(path) as temporary:
         temporary.mkdir()
@@ -89,7 +90,7 @@ def save(
         }
         index["digest"] = _digest(index)
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _prune(run, config.train.keep)
+    _prune(run, config.train)
     return path
 
 
@@ -116,20 +117,26 @@ def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> d
     return tensors
 
 
-def _prune(run: Path, keep: int) -> None:
-    found = found_in(run)
-    for checkpoint in found[:-keep]:
-        if checkpoint is not _best(found):  # hidden first: a kill must not leave half of one in sight
+def _prune(run: Path, train: TrainConfig) -> None:
+    there = found_in(run)
+    stay = [*there[-train.keep :], _best(there), *extendable(there, train)[-1:]]
+    for checkpoint in there:
+        if checkpoint not in stay:  # hidden first: a kill must not leave half of one in sight
             hidden = checkpoint.path.with_name(f".{checkpoint.path.name}.old.tmp")
             remove(hidden)
             os.replace(checkpoint.path, hidden)
             remove(hidden)
 
 
-def _best(found: list[Checkpoint]) -> Checkpoint:
+def extendable(there: list[Checkpoint], train: TrainConfig) -> list[Checkpoint]:
+    """Those that a run with more steps would have come to as well: from before a constant rate fell."""
+    return [c for c in there if c.progress.step <= falls_at(train.steps, train.optim)]
+
+
+def _best(there: list[Checkpoint]) -> Checkpoint:
     """The lowest held-out loss; the newest where none was measured."""
-    measured = [(c.progress.heldout, i) for i, c in enumerate(found) if c.progress.heldout is not None]
-    return found[min(measured)[1]] if measured else found[-1]
+    measured = [(c.progress.heldout, i) for i, c in enumerate(there) if c.progress.heldout is not None]
+    return there[min(measured)[1]] if measured else there[-1]
 
 
 def paths(run: Path) -> list[Path]:
@@ -155,20 +162,54 @@ def read(path: Path) -> Checkpoint:
 
 def found_in(run: Path) -> list[Checkpoint]:
     """The checkpoints of a run whose index reads, oldest first; their contents are not verified yet."""
-    found = []
-    for path in paths(run):
-        with contextlib.suppress(CheckpointError):
-            found.append(read(path))
-    return found
+    return _readable(paths(run))[0]
 
 
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint to damaged-step-…, so that no newer or better one is dropped for its sake."""
+def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
+    there, errors = [], []
+    for path in folders:
+        try:
+            there.append(read(path))
+        except CheckpointError as error:
+            errors.append(error)
+    return there, errors
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint to {why}-step-…, so that it is none of its run any more but can still be looked at."""
     try:
-        remove(path.with_name(f"damaged-{path.name}"))
-        path.rename(path.with_name(f"damaged-{path.name}"))
+        remove(path.with_name(f"{why}-{path.name}"))
+        path.rename(path.with_name(f"{why}-{path.name}"))
     except OSError as error:
         raise StorageError(f"{path}: not renamed ({error.strerror})") from error
+
+
+def resume(
+    run: Path,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    optimizer: torch.optim.Optimizer,
+    ended: Sequence[Path] = (),
+) -> tuple[Checkpoint | None, CheckpointError | None]:
+    """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
+    their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
+    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies."""
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in reversed([path for path in paths(run) if path not in ended]):
+        try:
+            newest = read(path)
+            restore(newest, model, tokenizer, optimizer)
+        except CheckpointError as error:
+            damaged.append((path, error))
+            continue
+        for bad, _ in damaged:
+            set_aside(bad, "damaged")
+        for path in ended:
+            set_aside(path, "ended")
+        return newest, damaged[0][1] if damaged else None
+    if damaged:
+        raise damaged[0][1]
+    return None, None
 
 
 def verify(checkpoint: Checkpoint) -> None:
@@ -193,16 +234,15 @@ def restore(
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
     if load(ModelConfig, checkpoint.config["model"], f"{checkpoint.path / INDEX}: model") != model.config:
-        raise CheckpointError(f"{checkpoint.path}: of another model config than the run's config.json")
-    if checkpoint.tokenizer != tokenizer.fingerprint:
-        raise CheckpointError(
-            f"{checkpoint.path}: of tokenizer {checkpoint.tokenizer[:12]}, not {tokenizer.fingerprint[:12]}"
-        )
+        raise CheckpointError(f"{checkpoint.path}: has another model config than the run's config.json")
+    _check_tokenizer(checkpoint.path, checkpoint.tokenizer, tokenizer)
     _fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
     if optimizer is None:
         return
     if TRAINING not in checkpoint.files:
-        raise CheckpointError(f"{checkpoint.path}: holds the weights alone, training cannot go on from it")
+        raise CheckpointError(
+            f"{checkpoint.path}: holds the weights alone, training cannot go on from it; start a new run with --init"
+        )
     tensors = _tensors(checkpoint.path / TRAINING)
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and torch.cuda.is_available():
@@ -215,23 +255,30 @@ def restore(
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Give `model` the weights that `load_run` finds; how far experts are converted stays its own.
+    """Give `model` the weights that `load_run` returns; how far experts are converted stays its own.
     CheckpointError when they are of other shapes or names, or of another tokenizer."""
     source, its = load_run(run)
-    if its.fingerprint != tokenizer.fingerprint:
-        raise CheckpointError(f"{run}: of tokenizer {its.fingerprint[:12]}, not {tokenizer.fingerprint[:12]}")
+    _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
     own = {name: value for name, value in model.state_dict().items() if name.endswith(SHARE)}
     _fill(model, weights | own, run)
 
 
-def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
+def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
+    if fingerprint != tokenizer.fingerprint:
         raise CheckpointError(
-            f"{path}: weights of another model ({str(error).splitlines()[-1].strip()})"
-        ) from None
+            f"{path}: trained with tokenizer {fingerprint[:12]}, the one here is {tokenizer.fingerprint[:12]}"
+        )
+
+
+def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
+    """Load the tensors; CheckpointError that names the first which does not fit."""
+    own = model.state_dict()
+    for name in own | tensors:
+        here, there = (list(side[name].shape) if name in side else "missing" for side in (own, tensors))
+        if here != there:
+            raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
+    model.load_state_dict(tensors)
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -242,8 +289,11 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_config(run: Path) -> RunConfig:
-    """The resolved config of a run; CheckpointError when there is none."""
-    return load(RunConfig, read_json(run / "config.json", CheckpointError), f"{run / 'config.json'}")
+    """The resolved config of a run; CheckpointError when there is none. One that 0.1 wrote names no order of the
+    windows: it keeps the first."""
+    values = read_json(run / "config.json", CheckpointError)
+    values = {"order": 1} | values if isinstance(values, dict) else values
+    return load(RunConfig, values, f"{run / 'config.json'}")
 
 
 def save_config(run: Path, config: RunConfig) -> None:
@@ -262,33 +312,21 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     A damaged checkpoint gives a warning, and the newest one that verifies is taken. CheckpointError when the
     run, its config or its tokenizer is missing or damaged, or no checkpoint verifies.
     """
-    chosen = [run] if (run / INDEX).exists() else paths(run)
+    there, errors = _readable([run] if (run / INDEX).exists() else paths(run))
     run = run_of(run)
     config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.to_empty(device="cpu")
-    found, failed = _readable(chosen)
-    if found:
-        found.append(found.pop(found.index(_best(found))))
-    while found:
+    if there:  # the best last, where the first is taken from
+        there.append(there.pop(there.index(_best(there))))
+    for checkpoint in reversed(there):
         try:
-            restore(found[-1], model, tokenizer)
+            restore(checkpoint, model, tokenizer)
         except CheckpointError as error:
-            failed.append(error)
-            found.pop()
-        else:
-            if failed:
-                warnings.warn(f"{failed[0]}; using {found[-1].path.name}", stacklevel=2)
-            return model, tokenizer
-    raise failed[0] if failed else CheckpointError(f"{folder(run)}: no checkpoint in it")
-
-
-def _readable(chosen: list[Path]) -> tuple[list[Checkpoint], list[CheckpointError]]:
-    found, failed = [], []
-    for path in chosen:
-        try:
-            found.append(read(path))
-        except CheckpointError as error:
-            failed.append(error)
-    return found, failed
+            errors.append(error)
+            continue
+        if errors:
+            warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
+        return model, tokenizer
+    raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")

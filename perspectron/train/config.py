@@ -1,15 +1,16 @@
-"""What a training run is: the model and how it is trained. Saved, resolved, with every run."""
+"""The config of a training run: its model and how it is trained. Saved, resolved, with every run."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from perspectron.config import ModelConfig, one_of, require
-from perspectron.optim import OptimConfig
+from perspectron.data.shuffle import ORDER
+from perspectron.train.optim import OptimConfig
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained: on `steps` updates of batch_size × seq_len × accumulate tokens each."""
+    """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
     """ "stdlib", a text file, a folder, a .jsonl or .jsonl.gz, or a folder written by `tokenize`."""
@@ -22,9 +23,12 @@ class TrainConfig:
     seq_len: int = 512
     """Tokens in a window."""
     accumulate: int = 1
-    """Batches whose gradients make one update."""
+    """Batches whose gradients make one update, every target with the same weight: as one batch of all their rows, but
+    for the losses of experts and of DRM that are not means over tokens. These are taken of each batch alone and
+    averaged: balance; condition, metric_u_target, dim_variance, active_fraction; and smooth, stability and recurrence,
+    means over pairs or documents, of which batches differ in number. (Routing biases follow the whole update.)"""
     seed: int = 0
-    """Of the weights and of the order of the windows."""
+    """Seed of the weights and of the order of the windows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast; "auto" takes bfloat16 where it measures faster on this model and machine."""
     device: str = "auto"
@@ -40,7 +44,7 @@ class TrainConfig:
     save_every: int = 250
     """Steps between checkpoints; 0 is only at the end and at a new best."""
     keep: int = 2
-    """Newest checkpoints kept, beside the best."""
+    """Newest checkpoints kept, beside the best and the last before a constant rate falls."""
     init: str = ""
     """Folder of a run whose weights to start from, in place of new ones."""
     only: tuple[str, ...] = ()
@@ -52,9 +56,9 @@ class TrainConfig:
     teacher: str = ""
     """Folder of a run to learn from beside the text (distillation by forward KL)."""
     teacher_weight: float = 1.0
-    """Of what the teacher says against what the text says."""
+    """Weight of the teacher's probabilities beside the text's next token."""
     teacher_temperature: float = 1.0
-    """Over which both models' probabilities are compared."""
+    """Temperature at which both models' probabilities are compared."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
@@ -71,37 +75,45 @@ class TrainConfig:
         require(self.teacher_weight >= 0, "teacher_weight", self.teacher_weight, "≥ 0")
         require(self.teacher_temperature > 0, "teacher_temperature", self.teacher_temperature, "> 0")
 
+    @property
+    def ternary_between(self) -> tuple[float, float]:
+        """Updates from which and until which experts become ternary. Rounded, as the shares of a run that was given
+        more steps are not exact to the last bit."""
+        return round(self.ternary_from * self.steps, 6), round(self.ternary_until * self.steps, 6)
+
 
 @dataclass(frozen=True)
 class StagedConfig:
     """The staged recipe: the steps' shares of its stages, what is left being the router's, and how they go."""
 
     dense_share: float = 0.25
-    """Of the steps: one network that all experts will start from."""
+    """Share of the steps for one network that all experts will start from."""
     differentiate_share: float = 0.35
-    """Of the steps: experts, copies of it at first, go apart."""
+    """Share of the steps in which experts, copies of it at first, go apart."""
     ternary_share: float = 0.3
-    """Of the steps: their matrices become ternary."""
+    """Share of the steps in which their matrices become ternary."""
     distill: float = 0.0
     """Weight of learning from the float experts while they become ternary, and while the router follows them."""
 
     def __post_init__(self) -> None:
         for name in ("dense_share", "differentiate_share", "ternary_share"):
             require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
-        given = self.dense_share + self.differentiate_share + self.ternary_share
-        require(given < 1, "dense_share + differentiate_share + ternary_share", given, "< 1")
+        total = self.dense_share + self.differentiate_share + self.ternary_share
+        require(total < 1, "dense_share + differentiate_share + ternary_share", total, "< 1")
         require(self.distill >= 0, "distill", self.distill, "≥ 0")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """recipe: by stages; the model is then that of the last one."""
+    """A model and how it is trained. recipe: by stages; the model is then that of the last one. order: which shuffle of
+    the windows it reads (`perspectron.data.shuffle`)."""
 
     model: ModelConfig
     train: TrainConfig
     recipe: StagedConfig | None = None
+    order: int = ORDER
 
     def __post_init__(self) -> None:
         for name in ("init", "only", "teacher") if self.recipe else ():
-            given = getattr(self.train, name)
-            require(not given, name, given, "left out with a recipe, whose stages each have their own")
+            value = getattr(self.train, name)
+            require(not value, name, value, "left out with a recipe, whose stages each have their own")

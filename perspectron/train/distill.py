@@ -29,7 +29,7 @@ class Teacher:
         self.weight, self.temperature = weight, temperature
 
     def term(self, student_BTV: Tensor, ids_BT: Tensor, targets_BT: Tensor, reset_BT: Tensor | None) -> Term:
-        """What the student's loss has beside it."""
+        """The term that the student's loss gets for one batch."""
         with torch.no_grad():
             teacher_BTV = self.model(ids_BT, reset_BT=reset_BT).logits
         counted_BT = targets_BT != IGNORE

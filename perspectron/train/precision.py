@@ -1,4 +1,4 @@
-"""Which precision to train in: measured, not assumed."""
+"""Precision of a training: measured, not assumed."""
 
 import time
 from typing import Literal

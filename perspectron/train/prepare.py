@@ -58,7 +58,7 @@ def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -
 
 def _summary(corpus: Corpus, shards: Shards) -> str:
     skipped = corpus.skipped_count
-    train, held = shards.split("train"), shards.split("heldout")
+    train, rest = shards.split("train"), shards.split("heldout")
     read = f"{corpus.source}: {train.documents} documents, {train.text_bytes / 1e6:.1f} MB to train on, "
-    read += f"{held.text_bytes / 1e6:.2f} MB held out"
+    read += f"{rest.text_bytes / 1e6:.2f} MB held out"
     return read + (f"; {skipped} unreadable, the first {corpus.skipped[0]}" if skipped else "")

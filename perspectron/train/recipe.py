@@ -20,18 +20,19 @@ from perspectron.block import Block
 from perspectron.config import ModelConfig, require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import CheckpointError
-from perspectron.eval.perplexity import heldout
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.align import arrange, distances
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.experts.torus import hops
 from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.files import read_json, write_json
 from perspectron.model import LanguageModel, build
-from perspectron.routing import hops
 from perspectron.train import checkpoint
-from perspectron.train.align import arrange, distances
 from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw
+from perspectron.train.expert_stats import delta, experts_of, loads, mean, numbers, use
+from perspectron.train.heldout import heldout
 from perspectron.train.loop import CURVE, Trainer, read_metrics
-from perspectron.train.measure import delta, experts_of, loads, mean, numbers, use
 
 Row = dict[str, Any]
 ROWS, STAGES = "stages.json", "stages"
@@ -55,30 +56,24 @@ def plan(run: Path, config: RunConfig) -> list[Stage]:
     """The stages of a recipe in order. ConfigError when the model has no experts or a stage would have no step."""
     recipe, steps, model = config.recipe, config.train.steps, config.model
     assert recipe is not None
-    require(
-        bool(routed_in(model)), "recipe", "staged", f"of a model with experts, which {model.name} has not"
-    )
-    for ffn in routed_in(model):
-        require(
-            ffn.router == "torus",
-            "router",
-            ffn.router,
-            "'torus' in the staged recipe, which sets experts on it",
-        )
+    layers = routed_in(model)
+    require(bool(layers), "recipe", "staged", f"left out: {model.name} has no experts")
+    for ffn in layers:
+        torus = "'torus' in the staged recipe, which sets experts on it"
+        require(ffn.router == "torus", "router", ffn.router, torus)
         require(ffn.gate != "none", "gate", ffn.gate, "one that lets the router learn in the staged recipe")
     shares = (recipe.dense_share, recipe.differentiate_share, recipe.ternary_share)
     ends = [0, *(round(share * steps) for share in itertools.accumulate(shares)), steps]
     dense, differentiate, ternary, router = (end - start for start, end in itertools.pairwise(ends))
-    require(
-        min(dense, differentiate, ternary, router) >= 1, "steps", steps, "enough for each stage to have one"
-    )
+    shortest = min(dense, differentiate, ternary, router)
+    require(shortest >= 1, "steps", steps, "enough for each stage to have one")
     float_model = with_experts(model, ternary=False, int8_activations=False)
     last = with_experts(model, ternary=True)
-    float_run = run / STAGES / "3-differentiate"
-    teacher = (
-        {"teacher": str(float_run.resolve()), "teacher_weight": recipe.distill} if recipe.distill else {}
-    )
-    only = ROUTER if all(ffn.offsets for ffn in routed_in(model)) else ROUTER[:1]
+    teacher: dict[str, Any] = {}
+    if recipe.distill:
+        float_run = run / STAGES / "3-differentiate"
+        teacher = {"teacher": str(float_run.resolve()), "teacher_weight": recipe.distill}
+    only = ROUTER if all(ffn.offsets for ffn in layers) else ROUTER[:1]
     return [
         Stage(1, "dense", dense, seed_of(model), {}),
         Stage(2, "clone", 0, float_model, {}),
@@ -169,24 +164,19 @@ def _finish(run: Path, config: RunConfig, tokenizer: Tokenizer, stages: list[Sta
 
 
 def _config(config: RunConfig, stage: Stage, folder: Path, before: Path | None) -> RunConfig:
-    """Of the stage's own run. Each reads the text in an order of its own, so that none sees only its beginning; a
-    dtype that was settled stays."""
+    """Config of the stage's own run. Each stage reads the text in an order of its own, so that none sees only its
+    beginning; a dtype that was settled stays."""
     train = config.train
     if (folder / "config.json").is_file():
         train = replace(train, dtype=checkpoint.load_config(folder).train.dtype)
     optim = replace(train.optim, warmup=min(train.optim.warmup, stage.steps // 5))
     init = "" if before is None else str(before.resolve())
-    changes: dict[str, Any] = {
-        "steps": stage.steps,
-        "seed": train.seed + stage.number - 1,
-        "init": init,
-        "optim": optim,
-    }
-    return RunConfig(stage.model, replace(train, **changes | stage.train))
+    train = replace(train, steps=stage.steps, seed=train.seed + stage.number - 1, init=init, optim=optim)
+    return replace(config, model=stage.model, train=replace(train, **stage.train), recipe=None)
 
 
 def transform(stage: Stage, before: Path, seed: int) -> LanguageModel:
-    """What "clone" and "align" make of the run before them; a router that is new is drawn from `seed`."""
+    """The model that "clone" and "align" make of the run before them; a router that is new is drawn from `seed`."""
     model, _ = checkpoint.load_run(before)
     if stage.name == "clone":
         return clone(model, stage.model, seed)
@@ -228,11 +218,11 @@ def align(ffn: RoutedSwiGLU) -> None:
 
 
 def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> Row:
-    """How the run in a stage's folder ended: held-out loss; of each layer of experts how even their use is (Gini),
-    the share of them reached and how unlike neighbours are; and the means of these."""
+    """Measurements of a finished stage: held-out loss; for each layer of experts how even their use is (Gini), the
+    share of them reached and how unlike neighbours are; and the means of these."""
     model, _ = checkpoint.load_run(folder)
     train = config.train
-    with loads(model) as found:
+    with loads(model) as load_by_layer:
         result = heldout(
             model,
             shards.split("heldout"),
@@ -242,7 +232,7 @@ def measure(folder: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shard
             limit_tokens=train.eval_tokens or None,
             spread=True,
         )
-    layers: dict[str, dict[str, float]] = use(found)
+    layers: dict[str, dict[str, float]] = use(load_by_layer)
     for name, ffn in experts_of(model).items():
         layers[name]["delta"] = delta(ffn)
     return {

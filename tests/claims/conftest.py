@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from perspectron.claims.results import ABLATED, COMPARISONS
+from claims.results import ABLATED, COMPARISONS
 from perspectron.compare.ablations import ABLATIONS
 from perspectron.compare.results import VERSION
-from perspectron.designs import DESIGNS
 from perspectron.eval.recall import SOLVED
+from perspectron.presets import DESIGNS
 
 SEEDS = (0, 1, 2)
 PLAN = {"params": 2_000_000, "tokens": 3_000_320, "data": "stdlib", "seeds": list(SEEDS)}
@@ -27,7 +27,7 @@ GATES = {
     },
     "drm": {"drm_active": [6.0], "drm_outside": [0.02]},
 }
-ARMS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr", "needle: perspective")
+ARMS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr", "needle: window 32")
 
 
 def cell(seed, bits, status="finished", **more):

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.claims.claim import Claim, Found, at_most, digits, judge, stated, worded
-from perspectron.claims.results import Missing, Results
+from claims.claim import Claim, Evidence, at_most, digits, judge, stated, worded
+from claims.results import Missing, Results
 
 HERE = Results(Path(__file__).parent)
 
 
 def verdict(claimed, *values, condition=None, **found):
-    claim = Claim("x", "§1", "text", claimed, lambda _: Found(values, **found), condition)
+    claim = Claim("x", "§1", "text", claimed, lambda _: Evidence(values, **found), condition)
     return judge(claim, HERE).judged
 
 
@@ -84,7 +84,7 @@ def test_a_condition_is_tried_only_where_the_claim_fails():
 
 
 def test_at_what_size_stands_beside_a_condition():
-    small = Found((60,), proviso="of small models")
+    small = Evidence((60,), proviso="of small models")
     assert verdict("60", 40, condition=("in FP16", lambda _: small)) == (
         "holds with a condition: in FP16, of small models"
     )

@@ -4,9 +4,9 @@ from math import inf
 
 import pytest
 
-from perspectron.claims.claim import Claim, judge, worded
-from perspectron.claims.measures import trained
-from perspectron.claims.results import Results
+from claims.claim import Claim, judge, worded
+from claims.measures import trained
+from claims.results import Results
 from perspectron.eval.recall import SOLVED
 from tests.claims.conftest import SEEDS, bins, cell, comparison, recalled, recalls
 

@@ -171,4 +171,9 @@ def test_a_mistake_is_one_line(run, arguments, words, capsys):
 def test_the_harness_says_what_it_needs(monkeypatch, capsys):
     monkeypatch.setattr("perspectron.cli.harness.find_spec", lambda _: None)
     assert main(["lm-eval", "--tasks", "x"]) == 2
-    assert "must be installed: pip install 'perspectron[eval]'" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.err == "perspectron: error: lm-eval is not installed; pip install 'perspectron[eval]'\n"
+    assert main(["lm-eval", "--help"]) == 0
+    said = capsys.readouterr()
+    assert "usage: perspectron lm-eval" in said.out and "pip install 'perspectron[eval]'" in said.out
+    assert said.err == ""

@@ -23,7 +23,7 @@ DESIGNS = {
     "adr pre-norm": ("adr-tiny", {"norm": "pre", "share_heads": True}),
     "lens": ("lens-tiny", {"anneal": 0.01, "anneal_after": 10}),
     "drm": ("drm-104k", {"geometry_interval": 4, "bptt": 16, "gate_top_k": 3, "risk": True}),
-    "transformer": ("transformer-tiny", {"kv_heads": 1}),
+    "transformer": ("transformer-tiny", {}),
     "gpt2": ("gpt2-tiny", {}),
     "gla": ("gla-tiny", {}),
     "ssd": ("ssd-tiny", {"head_dim": 16, "state": 8}),
@@ -47,7 +47,7 @@ def run_of(tmp_path_factory, text):
     def run(design: str) -> Path:
         if design not in made:
             preset, own = DESIGNS[design]
-            known = presets.PRESETS[preset].sizes
+            known = presets.sizes(preset)
             sizes = {key: value for key, value in SIZES.items() if key in known} | own
             out = tmp_path_factory.mktemp("runs") / design.replace(" ", "-")
             command = ["train", "--preset", preset, "--data", str(text), "--out", str(out)]

@@ -12,11 +12,11 @@ from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, rematch
 from perspectron.config import ModelConfig
-from perspectron.designs import small
 from perspectron.errors import ConfigError
 from perspectron.mixers.pdr import PDR
 from perspectron.mixers.window_gqa import WindowGQA
 from perspectron.model import LanguageModel
+from perspectron.presets import small
 
 V, T = 64, 24
 CASES = [(design, name) for design, ablations in ABLATIONS.items() for name in ablations]

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import perspectron
+from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
-from perspectron.compare.plan import read
+from perspectron.compare.plan import Settings, data_of, read
 from perspectron.compare.run import Cell
-from perspectron.data import open_shards
+from perspectron.data import Tokenizer, open_shards
 from perspectron.errors import CheckpointError
 from perspectron.train import checkpoint
 
@@ -66,9 +68,45 @@ def test_it_trains_measures_and_reports(whole):
         assert cell["curve"][-1]["tokens"] == STEPS * 128
         assert cell["curve"][0]["heldout_bits_per_byte"] > cell["heldout_bits_per_byte"]
         assert 0 <= cell["suites"]["calibration"]["ece"] <= 1
-    page = (whole / "report.html").read_text()
-    assert all(name in page and name in (whole / "report.md").read_text() for name in cells(found))
+    page = (whole / "results.html").read_text()
+    assert all(name in page for name in cells(found))
     assert 0 < found["compressors"]["gzip -9"] < 8
+
+
+def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):
+    alone = shutil.copy(whole / "results.json", tmp_path / "mine.json")
+    assert main(["compare", "--report", str(alone)]) == 0
+    assert (tmp_path / "mine.html").read_bytes() == (whole / "results.html").read_bytes()
+    capsys.readouterr()
+    other = tmp_path / "other.json"
+    other.write_text('{"version": 1}')
+    for arguments, words in (
+        (["--report", str(tmp_path / "none.json")], "none.json"),
+        (["--report", str(other)], "the results are not those of `compare` or `ablate`"),
+        (["--report", str(alone), "--tokens", "1M"], "must be alone"),
+    ):
+        assert main(["compare", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
+
+
+def test_cells_read_in_the_order_of_those_that_were_begun_before(tmp_path, monkeypatch):
+    """0.1 named no order of the windows; seeds are paired by it."""
+    settings = Settings(("transformer",), params=1000, tokens=10000, vocab_size=300)
+    plan = SimpleNamespace(
+        settings=settings, arms={"transformer": SimpleNamespace(model=presets.get("transformer-tiny"))}
+    )
+    Tokenizer.train(["some text"], 270).save(data_of(tmp_path, settings) / "tokenizer.json")
+    monkeypatch.setattr(run.pool, "work", lambda *given, **how: None)
+    wanted = [Cell("transformer", seed, 1e-3, 9, tmp_path / str(seed), 1) for seed in (0, 1, 2)]
+    orders = []
+    for begun in (1, 3):
+        run.train(tmp_path, plan, wanted[:begun], 1)
+        config = json.loads((tmp_path / "0" / "config.json").read_text())
+        orders += [checkpoint.load_config(cell.folder).order for cell in wanted[:begun]]
+        config.pop("order", None)
+        (tmp_path / "0" / "config.json").write_text(json.dumps(config))
+    assert orders == [2, 1, 1, 1]
 
 
 def test_what_is_done_is_not_done_again(whole, capsys):
@@ -232,7 +270,7 @@ def test_a_training_whose_numbers_run_away_is_reported_not_hidden(whole, tmp_pat
         assert cell["status"] == "diverged", name
         assert "not finite" in cell["why"] or "is nan" in cell["why"] or "is inf" in cell["why"]
         assert cell["heldout_bits_per_byte"] is None
-    assert "diverged" in (out / "report.md").read_text()
+    assert "diverged" in (out / "results.html").read_text()
     assert main(["compare", "--resume", str(out)]) == 0
 
 
@@ -277,13 +315,13 @@ def test_a_pause_does_not_slow_a_cell(tmp_path):
         for i, rate in enumerate(rates)
     ]
     (tmp_path / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
-    assert run.spent(cell)["tokens_per_second"] == 1000.0
-    assert run.spent(cell)["seconds"] == 50.1
+    history = run.history(cell, 2.0)
+    assert history["tokens_per_second"] == 1000.0 and history["seconds"] == 50.1
 
 
 def test_every_commit_that_went_on_is_named(whole, tmp_path, monkeypatch):
     for name, jobs in (("aaaaaaa", 2), ("aaaaaaa", 1), ("bbbbbbb", 1), ("aaaaaaa", 1)):
-        monkeypatch.setattr(results, "commit", lambda name=name: name)
+        monkeypatch.setattr(results.machine, "commit", lambda name=name: name)
         results.note_conditions(tmp_path, read(whole), jobs)
     kept = json.loads((tmp_path / results.CONDITIONS).read_text())
     assert (kept["commit"], kept["jobs"]) == ("aaaaaaa, bbbbbbb", 2)

@@ -263,7 +263,7 @@ def refusals(root: Path) -> list[tuple[str, str]]:
     return [
         ("missing", "no such file or folder"),
         ("empty_folder", r"no text in it \(0 files"),
-        ("empty_file", "not UTF-8 text"),
+        ("empty_file", "empty, there is no text in it"),
         ("binary", "not UTF-8 text"),
         ("only_binary", r"no text in it \(1 files"),
         ("none.jsonl", "no record with text"),

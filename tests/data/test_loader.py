@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
+from perspectron.data.shuffle import shuffle
 from perspectron.errors import DataError
 
 
@@ -115,6 +116,7 @@ def test_a_state_of_other_data_is_refused(shards: Shards) -> None:
     for name, message in [
         ("seed", "seed is 10, this loader has 9"),
         ("seq_len", "seq_len is 17, this loader has 16"),
+        ("order", "order is 3, this loader has 2"),
         ("windows", f"windows is {loader.windows + 1}, this loader has {loader.windows}"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -123,13 +125,73 @@ def test_a_state_of_other_data_is_refused(shards: Shards) -> None:
         ({"epoch": -1}, "epoch: -1 is below 0"),
         ({"cursor": loader.windows + 1}, f"cursor {loader.windows + 1} is not between 0 and"),
         ({"cursor": -1}, "cursor -1 is not between"),
-        ({"extra": 1}, "keys are cursor, epoch, extra"),
+        ({"extra": 1}, "keys are cursor, epoch, extra, order"),
     ]:
         with pytest.raises(DataError, match=message):
             loader.load_state_dict(state | change)
     with pytest.raises(DataError, match="keys are"):
         loader.load_state_dict({})
     assert loader.state_dict() == state
+
+
+def test_a_state_of_before_goes_on_in_the_order_of_before(shards: Shards) -> None:
+    """It names no order: that of a table, as all had it then."""
+    split = shards.split("train")
+    loader = Loader(split, batch_size=4, seq_len=16, seed=9, order=1)
+    state = loader.state_dict() | {"cursor": 8}
+    del state["order"]
+    loader.load_state_dict(state)
+    window = np.random.Generator(np.random.PCG64([9, 0])).permutation(loader.windows)[8]
+    assert np.array_equal(loader.next_batch().ids_BT[0], split.read(window * 16, window * 16 + 16))
+    with pytest.raises(DataError, match="order is 1, this loader has 2"):
+        Loader(split, batch_size=4, seq_len=16, seed=9).load_state_dict(state)
+
+
+# Ranks
+
+
+def together(
+    split, world_size: int, state: dict[str, int] | None, batches: int
+) -> tuple[list, dict[str, int]]:
+    """The rows that all ranks read in order, and where each of them stands then."""
+    loaders = [
+        Loader(split, batch_size=12, seq_len=16, seed=9, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    found = []
+    for loader in loaders if state else ():
+        loader.load_state_dict(state)
+    for _ in range(batches):
+        parts = [loader.next_batch() for loader in loaders]
+        assert all(part.ids_BT.shape == (12 // world_size, 16) for part in parts)
+        assert all(part.targets == 12 // world_size * 16 for part in parts)
+        found.append(
+            [torch.cat([getattr(part, name) for part in parts]) for name in ("ids_BT", "targets_BT")]
+        )
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    return found, states[0]
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (4, 3), (3, 4), (12, 1), (1, 12)], ids=str)
+def test_ranks_read_together_what_one_reads_and_others_go_on(shards: Shards, ranks: tuple[int, int]) -> None:
+    split = shards.split("train")
+    half = Loader(split, batch_size=12, seq_len=16, seed=9).windows // 12 + 2  # over an epoch's end
+    expected, end = together(split, 1, None, 2 * half)
+    first, state = together(split, ranks[0], None, half)
+    second, last = together(split, ranks[1], state, half)
+    assert last == end
+    for ours, theirs in zip(first + second, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_ranks_that_do_not_fit_are_refused(shards: Shards) -> None:
+    split = shards.split("train")
+    with pytest.raises(DataError, match=r"^batch_size: 8 rows cannot be shared evenly by 3 ranks"):
+        Loader(split, batch_size=8, seq_len=16, seed=0, rank=1, world_size=3)
+    for rank in (-1, 2):
+        with pytest.raises(DataError, match=rf"^rank: {rank} is not between 0 and 1, of 2 ranks"):
+            Loader(split, batch_size=8, seq_len=16, seed=0, rank=rank, world_size=2)
 
 
 # Resets
@@ -159,7 +221,7 @@ def test_loader_marks_resets_too(shards: Shards) -> None:
     split = shards.split("train")
     loader = Loader(split, batch_size=1, seq_len=16, seed=0)
     seen = 0
-    for window in np.random.Generator(np.random.PCG64([0, 0])).permutation(loader.windows):
+    for window in shuffle(loader.windows, 0, 0)(np.arange(loader.windows)):
         reset = expected_reset(shards, int(window) * 16, (1, 16), 16)
         assert same(loader.next_batch().reset_BT, reset)
         seen += reset is not None

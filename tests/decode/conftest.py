@@ -1,5 +1,5 @@
 import copy
-from collections.abc import Iterator
+import dataclasses
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
+from perspectron.decode.session import Piece, Session
 from perspectron.model import LanguageModel, build, init
+from perspectron.state import LMState
 
 VOCAB = 300
 SIZES = {
@@ -19,25 +21,55 @@ DESIGNS = ["perspective-tiny", "transformer-tiny"]
 
 def make(design: str) -> LanguageModel:
     """Random weights, the embedding large enough for logits that prefer some tokens to others."""
-    model = build(presets.get(design, **SIZES), seed=3)
+    own = {key: size for key, size in SIZES.items() if key in presets.sizes(design)}
+    model = build(presets.get(design, **own), seed=5)
     with torch.no_grad():
         model.embedding.weight.mul_(12)
     return model
 
 
+def drain(session: Session) -> list[Piece]:
+    """All pieces of all rows, to the end."""
+    pieces = []
+    while session.active:
+        pieces += session.step()
+    return pieces
+
+
 class Scripted(LanguageModel):
-    """A model that reads as it should, but says what it is told: `scripts` are the ids of each row."""
+    """A model that reads as it should, but says what it is told: script i in the i-th row that begins.
+
+    The place in the script travels with the state, in `length_B`, and to the head in the first channel.
+    """
 
     def __init__(self, config: ModelConfig, scripts: list[list[int]]) -> None:
         super().__init__(config)
         init(self, 3)
-        self.scripts: list[Iterator[int]] = [iter(script) for script in scripts]
+        assert config.positions == 0
+        self.scripts, self.begun = scripts, 0
+
+    def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
+        state = super().init_state(batch_size, capacity=capacity)
+        first, self.begun = self.begun, self.begun + batch_size
+        return dataclasses.replace(state, length_B=1000 * torch.arange(first, self.begun))
+
+    def placed(self, x, length_B, reset_BT=None, pad_BT=None):
+        return x, length_B + int(x.shape[1] == 1)
+
+    def hidden(self, *args, **kwargs):
+        x_BTD, state, aux = super().hidden(*args, **kwargs)
+        x_BTD = x_BTD.clone()
+        x_BTD[:, :, 0] = state.length_B[:, None]
+        return x_BTD, state, aux
 
     def head(self, hidden: Tensor) -> Tensor:
-        logits_BV = torch.zeros(hidden.shape[0], self.config.vocab_size)
-        for row, script in enumerate(self.scripts):
-            logits_BV[row, next(script, 0)] = 100
-        return logits_BV.view(*hidden.shape[:-1], -1)
+        places = hidden[..., 0].long().flatten().tolist()
+        logits_NV = torch.zeros(len(places), self.config.vocab_size)
+        for row, place in enumerate(places):
+            script, at = divmod(place, 1000)
+            said = self.scripts[script] if script < len(self.scripts) else []
+            logits_NV[row, said[at] if at < len(said) else 0] = 100
+        return logits_NV.view(*hidden.shape[:-1], -1)
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,15 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import Conversation, generate, prefill
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import generate
+from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from perspectron.errors import ConfigError, NonFiniteError, StateError
-from perspectron.model import LanguageModel, TokenEmbedding
+from perspectron.model import LanguageModel, TokenEmbedding, init
 from perspectron.state import save_state
-from tests.decode.conftest import SIZES, VOCAB, Scripted, make
+from tests.decode.conftest import SIZES, VOCAB, Scripted, drain, make
 
 PROMPTS = ["The cat", " sat on the mat, and then the cat sat; 123 times 😀!", "R"]
 SAMPLED = SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, seed=15)
@@ -48,11 +51,23 @@ def test_batch_is_each_prompt_alone(
     batch = generate(model, tokenizer, PROMPTS, max_tokens=30, sampling=sampling)
     assert len(set(batch.texts)) == 3
     for row, prompt in enumerate(PROMPTS):
-        seeded = dataclasses.replace(sampling, seed=sampling.seed + row)
-        alone = generate(model, tokenizer, [prompt], max_tokens=30, sampling=seeded)
-        assert (alone.ids, alone.texts) == ([batch.ids[row]], [batch.texts[row]])
-        by_ids = generate(model, tokenizer, [tokenizer.encode(prompt)], max_tokens=30, sampling=seeded)
-        assert by_ids.ids == alone.ids
+        for same in (prompt, tokenizer.encode(prompt)):
+            session = Session(model, tokenizer)
+            session.add(same, max_tokens=30, sampling=sampling, stream=row)
+            pieces = drain(session)
+            assert [piece.id for piece in pieces] == batch.ids[row]
+            assert "".join(piece.text for piece in pieces) == batch.texts[row]
+
+
+def test_rows_of_one_prompt_draw_apart_and_not_as_other_seeds_do(
+    perspective: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    """Rows of 4 seeds, all from one prompt: once, row i at seed s drew what row 0 at seed s + i did."""
+    ids = []
+    for seed in range(4):
+        sampling = dataclasses.replace(SAMPLED, seed=seed)
+        ids += generate(perspective, tokenizer, ["The cat"] * 4, max_tokens=12, sampling=sampling).ids
+    assert len({tuple(row) for row in ids}) == 16
 
 
 def test_greedy_is_argmax_of_the_whole_forward(model: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -296,8 +311,18 @@ def test_loading_what_is_no_conversation(
 
 
 def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
+    class Nine(LanguageModel):
+        def head(self, hidden):
+            return (
+                torch.nn.functional.one_hot(torch.tensor(9), VOCAB)
+                .float()
+                .mul(100)
+                .expand(*hidden.shape[:-1], -1)
+            )
+
     sizes = {"vocab_size": VOCAB, "d_model": 16, "layers": 1, "heads": 2, "hidden": 16, "positions": 32}
-    model = Scripted(presets.get("gpt2-tiny", **sizes), [[9] * 99])
+    model = Nine(presets.get("gpt2-tiny", **sizes))
+    init(model, 3)
     prompt = [1, 2, 3, 4]  # and the end-of-text token before it: five positions
     assert generate(model, tokenizer, [prompt], max_tokens=28).ids == [[9] * 28]
     with pytest.raises(

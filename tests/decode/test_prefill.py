@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import END_OF_TEXT_ID, prefill
+from perspectron.decode.reading import END_OF_TEXT_ID, prefill
 from perspectron.errors import ConfigError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState

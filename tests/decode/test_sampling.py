@@ -123,7 +123,7 @@ def test_draws_have_the_distribution_over_counts_and_over_rows() -> None:
     assert chi_square(pairs, joint) < 76.8  # one draw tells nothing of the next: 35 degrees of freedom, 6e-5
 
 
-def test_draw_depends_on_seed_plus_row_and_count_alone() -> None:
+def test_draw_depends_on_seed_stream_and_count_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     logits, config = torch.randn(5, 200, generator=generator), SamplingConfig(temperature=1.5, seed=40)
     drawn = [3, 0, 900, 3, 2**40]
@@ -132,12 +132,35 @@ def test_draw_depends_on_seed_plus_row_and_count_alone() -> None:
     torch.manual_seed(1)
     torch.rand(3)
     for row in range(5):
-        alone = dataclasses.replace(config, seed=40 + row)
-        assert sample(logits[row : row + 1], [[]], drawn[row], alone).item() == whole[row]
+        alone = sample(logits[row : row + 1], [[]], drawn[row], config, [row])
+        assert alone.item() == whole[row]
     flat = torch.zeros(1, 2**16)
-    pairs = [(seed, count) for seed in (0, 1, 2, 2**64 - 1) for count in (0, 1, 2)]
-    draws = {sample(flat, [[]], count, SamplingConfig(seed=seed)).item() for seed, count in pairs}
-    assert len(draws) == len(pairs)
+    seeds, counts, streams = (0, 1, 2, 2**64 - 1), (0, 1, 2), (0, 1, 2, 2**64 - 1)
+    draws = {
+        sample(flat, [[]], count, SamplingConfig(seed=seed), [stream]).item()
+        for seed, count, stream in itertools.product(seeds, counts, streams)
+    }
+    assert len(draws) == 48, "no stream of one seed is a stream of another"
+
+
+def test_rows_may_have_settings_of_their_own() -> None:
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(1))
+    configs = [
+        SamplingConfig(temperature=temperature, top_k=top_k, repetition_penalty=penalty, seed=seed)
+        for temperature, top_k, penalty, seed in [
+            (0, 0, 1, 1), (1, 0, 1, 1), (1, 0, 1, 2), (2, 5, 1, 1), (0, 0, 9, 1), (1, 0, 1, 1),
+        ]
+    ]  # fmt: skip
+    recent, streams = [[row, int(logits[row].argmax())] for row in range(6)], [0, 3, 3, 3, 0, 9]
+    whole = sample(logits, recent, [4] * 6, configs, streams)
+    for row in range(6):
+        alone = sample(logits[row : row + 1], [recent[row]], 4, configs[row], [streams[row]])
+        assert alone.item() == whole[row]
+    assert whole[0] == logits[0].argmax() and whole[4] != logits[4].argmax()
+    with pytest.raises(ConfigError, match="config has 5 rows, must be as many as logits has, 6"):
+        sample(logits, recent, 0, configs[:5])
+    with pytest.raises(ConfigError, match="streams has 1 rows"):
+        sample(logits, recent, 0, PLAIN, [0])
 
 
 def test_draws_stay_the_same_in_every_version() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from perspectron import build, designs
+from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.eval.subject import Subject
 from perspectron.model import LanguageModel
+from perspectron.opening import Folder, Opened
 
 VOCAB = 300
 
@@ -34,7 +35,7 @@ def text(tmp_path_factory) -> tuple[Tokenizer, Split]:
 
 def model_of(design: str, seq_len: int = 64, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """Small, of a design, its predictions far from uniform."""
-    model = build(designs.small(design, vocab_size=VOCAB, d_model=32, seq_len=seq_len), seed=1).to(dtype)
+    model = build(presets.small(design, vocab_size=VOCAB, d_model=32, seq_len=seq_len), seed=1).to(dtype)
     with torch.no_grad():
         model.embedding.weight.mul_(20)
     return model
@@ -47,7 +48,8 @@ def subject(text) -> Callable[..., Subject]:
         fields = {"seq_len": 64} | fields
         if isinstance(model, str):
             model = model_of(model, fields["seq_len"], dtype)
-        return Subject(run=Path("run"), model=model, tokenizer=text[0], split=text[1], **fields)
+        folder = Folder(Path("run"), model.config, dtype=fields.pop("dtype", None))
+        return Subject(Opened(folder, model, text[0]), text[1], **fields)
 
     return subject
 

@@ -7,12 +7,12 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import build
+from perspectron.census import touched
 from perspectron.config import ModelConfig
-from perspectron.designs import DESIGNS, small
 from perspectron.eval import contexts
 from perspectron.eval.contexts import Pool, Stepper, decode_model, filled, measure
-from perspectron.eval.cost import touched
 from perspectron.eval.timing import take_turns
+from perspectron.presets import DESIGNS, small
 
 CPU = torch.device("cpu")
 V, SHORT, LONG = 64, 160, 640

@@ -10,13 +10,13 @@ import torch
 from perspectron import build
 from perspectron.census import census
 from perspectron.config import ModelConfig
-from perspectron.designs import DESIGNS, small
 from perspectron.errors import ConfigError
 from perspectron.eval import contexts, cost_suite, training
 from perspectron.eval.cost_suite import QUICK, Options, compare_costs, lines
 from perspectron.eval.subject import Subject
 from perspectron.eval.training import Setting, peaks
-from perspectron.stream.engine import StreamedModel
+from perspectron.opening import Folder, Opened
+from perspectron.presets import DESIGNS, small
 
 TINY = Options(contexts=(16, 128), rounds=2, visit=1, seconds=0, batch_size=2, seq_len=16, dtype="bfloat16")
 
@@ -26,7 +26,8 @@ def config_of(design: str, **sizes: int) -> ModelConfig:
 
 
 def subject_of(config: ModelConfig) -> Subject:
-    return Subject(Path("runs/mine"), build(config), None, None, seq_len=16, dtype=torch.bfloat16)
+    folder = Folder(Path("runs/mine"), config, dtype=torch.bfloat16)
+    return Subject(Opened(folder, build(config), None), None, seq_len=16)
 
 
 @pytest.fixture
@@ -146,7 +147,8 @@ def test_refused_settings(change, says):
 def test_refused_subjects():
     with pytest.raises(ConfigError, match="designs = "):
         compare_costs({}, TINY)
-    artifact = StreamedModel.__new__(StreamedModel)
+    subject = subject_of(config_of("gla"))
+    packed = replace(subject.opened, folder=replace(subject.opened.folder, quant={}))
     with pytest.raises(ConfigError) as error:
-        cost_suite.measure(replace(subject_of(config_of("gla")), model=artifact), TINY)
+        cost_suite.measure(replace(subject, opened=packed), TINY)
     assert "must be a run" in str(error.value) and "\n" not in str(error.value)

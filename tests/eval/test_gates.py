@@ -8,11 +8,11 @@ import torch
 
 from perspectron import presets
 from perspectron.compare.ablations import ABLATIONS, ablate
-from perspectron.designs import small
 from perspectron.eval.gates import gates
 from perspectron.mixers.adr import ADRConfig
 from perspectron.model import build
 from perspectron.ops.attention import places
+from perspectron.presets import small
 
 IDS = torch.randint(0, 250, (2, 24), generator=torch.Generator().manual_seed(1))
 

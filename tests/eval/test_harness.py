@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from perspectron import designs
+from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.decode import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError
 from perspectron.eval import harness
 from perspectron.eval.harness import Answers
-from perspectron.eval.perplexity import heldout
+from perspectron.train.heldout import heldout
 
 PAIRS = [
     ("The quick brown", " fox"),
@@ -47,7 +47,7 @@ def plain(asked: Answers, ids: list[int], scored: int) -> tuple[float, bool]:
     return nats, bool((log_p_TV.argmax(1) == targets)[-scored:].all())
 
 
-@pytest.mark.parametrize("design", designs.DESIGNS)
+@pytest.mark.parametrize("design", presets.DESIGNS)
 def test_a_batch_of_unequal_lengths_is_each_alone(subject, design, monkeypatch):
     asked = answers(subject, design)
     together = asked.log_likelihoods(PAIRS)

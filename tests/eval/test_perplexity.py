@@ -13,7 +13,8 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.errors import DataError
-from perspectron.eval.perplexity import Heldout, compressors, heldout
+from perspectron.eval.perplexity import compressors
+from perspectron.train.heldout import Heldout, heldout
 
 MODELS = ("perspective-tiny", "transformer-tiny")
 
@@ -36,7 +37,8 @@ def data(tmp_path_factory) -> tuple[Tokenizer, Split]:
 def small(name: str, dtype: torch.dtype = torch.float32):
     """A model whose predictions are far from uniform."""
     sizes = {"d_model": 32, "layers": 4, "hidden": 32, "rank": 8, "heads": 2, "kv_heads": 1, "window": 16}
-    model = build(presets.get(name, **sizes, vocab_size=300), seed=1).to(dtype)
+    own = {key: size for key, size in sizes.items() if key in presets.sizes(name)}
+    model = build(presets.get(name, **own, vocab_size=300), seed=1).to(dtype)
     with torch.no_grad():
         model.embedding.weight.mul_(20)
     return model

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from perspectron import designs
+from perspectron import presets
 from perspectron.errors import ConfigError, DataError
 from perspectron.eval import position, reading
 from perspectron.eval.position import Options, measure
 from perspectron.eval.reading import longest, nats, span, stretches
 
 
-@pytest.mark.parametrize("design", designs.DESIGNS)
+@pytest.mark.parametrize("design", presets.DESIGNS)
 def test_in_chunks_as_in_one_pass(subject, design, monkeypatch):
     subject = subject(design, model_dtype=torch.float64)
     ids_NT = stretches(subject.split, 60, 3)
@@ -60,14 +60,18 @@ def test_bins_are_those_of_plain_counting(subject):
 
 
 class Repeating:
-    """A split of 12 documents in which every token is the one 100 tokens ago."""
+    """A split of 12 documents of 600 tokens in which every token is the one `period` tokens ago."""
 
     name = "heldout"
     starts, tokens = np.arange(12) * 600, 12 * 600
 
+    def __init__(self, period=100):
+        self.period = period
+
     def read(self, start, stop):
-        blocks = np.random.Generator(np.random.PCG64(0)).integers(1, 257, (12, 1, 100))
-        return np.tile(blocks, (1, 6, 1)).reshape(-1)[start:stop]
+        blocks = np.random.Generator(np.random.PCG64(0)).integers(1, 257, (12, 1, self.period))
+        whole = np.tile(blocks, (1, -(-600 // self.period), 1)).reshape(12, -1)[:, :600]
+        return whole.reshape(-1)[start:stop]
 
 
 class Long(Repeating):
@@ -96,6 +100,19 @@ def test_more_context_gains_where_it_holds_what_is_needed(subject, periodic):
     assert gain["low"] <= gain["bits_per_byte"] <= gain["high"]
     assert found["past"]["128"]["bits_per_byte"] == pytest.approx(0, abs=1e-6)
     assert found["why"] == {"512": "stretches of 512 tokens, 1024 are needed"}
+
+
+@pytest.mark.parametrize(("period", "targets"), [(32, 0), (33, 1), (47, 15), (48, 16)])
+def test_a_context_holds_exactly_as_many_tokens_as_it_says(subject, periodic, period, targets):
+    """16 targets are read again after 32 tokens: of one with a period of 33 the first target gains, of one with 32
+    none does, and only a period of 48 lies before what the last target sees."""
+    subject = subject(periodic(period))
+    object.__setattr__(subject, "split", Repeating(period))
+    gain = measure(subject, Options(tokens=0, stretches=12, contexts=(32,)))["past"]["32"]
+    ids_NT = stretches(Repeating(period), 512, 12)
+    text_bytes = int(reading.byte_counts(subject.tokenizer, ids_NT[:, -16:]).sum())
+    expected = math.log2(0.9 * 300) * 12 * targets / text_bytes
+    assert gain["bits_per_byte"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])

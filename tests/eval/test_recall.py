@@ -3,10 +3,11 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from perspectron import build, designs
+from perspectron import build, presets
 from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.data.loader import IGNORE
 from perspectron.errors import ConfigError
@@ -17,6 +18,7 @@ from perspectron.eval.tasks import MQAR, Needle, SelectiveCopy
 from perspectron.eval.tracking import Parity
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.opening import Folder, Opened
 
 EASY = SelectiveCopy(8, letters=1, kinds=4)
 
@@ -158,7 +160,7 @@ def test_options_load_as_the_command_line_gives_them():
 
 
 @pytest.mark.parametrize("profile", recall.PROFILES)
-@pytest.mark.parametrize("design", designs.DESIGNS)
+@pytest.mark.parametrize("design", presets.DESIGNS)
 def test_every_design_can_read_every_setting_at_twice_its_length(design, profile):
     for setting in recall.PROFILES[profile].settings:
         config = config_for(design, setting.task)
@@ -228,17 +230,27 @@ def test_the_small_perspective_model_is_what_the_profile_says():
     assert config_for("perspective", task, 64, 4).blocks[3].mixer.window == task.length // 2
 
 
+def subject_in(folder: Path, **known: object) -> Subject:
+    model = build(presets.small("gla", vocab_size=16))
+    return Subject(Opened(Folder(folder, model.config, **known), model, None), None, 8)
+
+
 def test_what_was_done_before_a_stop_is_not_done_again(trained, tmp_path, monkeypatch):
     checkpoint = tmp_path / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
-    subject = Subject(checkpoint, build(designs.small("gla", vocab_size=16)), None, None, 8)
+    subject = subject_in(tmp_path)
 
-    def stop(text):
+    write = recall.write_json
+
+    def stop(path, value):
+        write(path, value)
         raise KeyboardInterrupt
 
     kept = tmp_path / "recall-quick.json"
+    monkeypatch.setattr(recall, "write_json", stop)
     with pytest.raises(KeyboardInterrupt):
-        recall.recall("gla", Options(), kept, stop, device=subject.model.device)
+        recall.recall("gla", Options(), kept, device=subject.model.device)
+    monkeypatch.setattr(recall, "write_json", write)
     before = len(trained)
     assert {length for length, _, _ in trained} == {16}
     result = recall.measure(subject)
@@ -254,5 +266,5 @@ def test_what_was_done_before_a_stop_is_not_done_again(trained, tmp_path, monkey
 
 
 def test_an_artifact_is_left_as_it_is(trained, tmp_path):
-    recall.measure(Subject(tmp_path, build(designs.small("gla", vocab_size=16)), None, None, 8))
+    recall.measure(subject_in(tmp_path, quant={}))
     assert not list(tmp_path.iterdir())

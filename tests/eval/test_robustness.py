@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from perspectron import designs
+from perspectron import presets
 from perspectron.errors import ConfigError
 from perspectron.eval import robustness
 from perspectron.eval.reading import byte_counts, nats, stretches
@@ -42,7 +42,7 @@ def test_corruption_is_as_much_as_asked_and_grows():
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("design", designs.DESIGNS)
+@pytest.mark.parametrize("design", presets.DESIGNS)
 def test_a_state_from_disk_goes_on_to_the_bit(subject, design, dtype):
     found = measure(subject(design, dtype=dtype), Options(tokens=256, windows=(), shares=()))
     assert found["resumed_equal"] is True

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import random
-import xml.etree.ElementTree as ET
 from dataclasses import astuple, replace
 
 import pytest
@@ -12,12 +10,12 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
-from perspectron.eval import routes, torus
+from perspectron.eval import routes
 from perspectron.eval.routes import Measures, Rates, Routes, measure, summary, trace
+from perspectron.experts.torus import cells, hops, lattice
 from perspectron.ffn import TiedConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import experts
-from perspectron.routing import cells, hops, lattice
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.synthetic import synthesize
 
@@ -208,147 +206,3 @@ def test_traces_join_in_rows_and_in_line():
     assert below.expert_BT.tolist() == [parts[0][0].expert_BT[0].tolist(), parts[1][0].expert_BT[0].tolist()]
     assert torch.equal(line.query_BTA, torch.cat([part[0].query_BTA for part in parts], 1))
     assert (line.layer, line.torus) == (3, (4, 2))
-
-
-# ---------------------------------------------------------------- kinds of text
-
-CODE = "def f(x):\n    return [y + 1 for y in x]\n"
-PROSE = "The tree stood (as ever) by the river, and nobody had asked it why.\nIt was old.\n"
-NUMBERS = "12.5, 3.25, 1999\n7, 18, 4e-3\n"
-
-
-@pytest.mark.parametrize(("text", "kind"), [(CODE, "code"), (PROSE, "prose"), (NUMBERS, "numbers")])
-def test_kinds_of_paragraphs(text, kind):
-    assert routes.kind_of(text) == kind
-
-
-def test_kinds_have_their_bounds():
-    assert routes.kind_of("123 abcdefg") == "numbers"
-    assert routes.kind_of("123 abcdefgh") == "prose"
-    assert routes.kind_of("x" * 19 + "=") == "code"
-    assert routes.kind_of("x" * 20 + "=") == "prose"
-    assert routes.kind_of(" \n") == "prose"
-
-
-def test_paragraphs_are_the_whole_text():
-    draw = random.Random(0)
-    for _ in range(300):
-        text = "".join(draw.choices(["a", "1", " ", "\n", "\n\n", "\r\n", "=", "ü"], k=draw.randrange(30)))
-        pieces = routes.paragraphs(text)
-        assert "".join(pieces) == text
-        assert all(pieces)
-    assert routes.paragraphs("a\nb\n\nc\n \t\nd") == ["a\nb\n\n", "c\n \t\n", "d"]
-
-
-class Bytes:
-    """A tokenizer of fixed pieces: id i stands for i bytes."""
-
-    def byte_counts(self):
-        return torch.arange(10).numpy()
-
-
-def test_a_token_has_the_kind_of_where_it_begins():
-    text = "größer\n\n1 2 3\n\nx=y"  # 8 + 2, 5 + 2, 3 bytes
-    ids = [3, 6, 4, 1, 3, 1, 1, 1]  # begin at 0, 3, 9, 13, 14, 17, 18, 19
-    expected = ["prose"] * 3 + ["numbers"] * 2 + ["code"] * 3
-    assert routes.kinds(text, ids, Bytes()) == expected
-
-
-def test_the_longest_run_by_trying_all():
-    draw = random.Random(1)
-    for _ in range(200):
-        T, limit = draw.randrange(1, 12), draw.randrange(1, 6)
-        wanted = [draw.random() < 0.7 for _ in range(T)]
-        resets = [draw.random() < 0.2 for _ in range(T)]
-        best = (0, 0)
-        for start, stop in itertools.combinations(range(T + 1), 2):
-            if all(wanted[start:stop]) and not any(resets[start + 1 : stop]) and stop - start <= limit:
-                best = max(best, (start, stop), key=lambda run: (run[1] - run[0], -run[0]))
-        assert routes.longest_run(wanted, resets, limit) == best
-
-
-# ---------------------------------------------------------------- drawing
-
-
-def test_segments_go_the_shorter_way_round_and_stay_in_the_square():
-    draw = random.Random(2)
-    wrapped = 0
-    for _ in range(200):
-        start, stop = ((draw.random(), draw.random()) for _ in "ab")
-        pieces = torus.segments(start, stop)
-        wrapped += len(pieces) > 1
-        shorter = math.dist(
-            (0, 0), [min(abs(a - b), 1 - abs(a - b)) for a, b in zip(start, stop, strict=True)]
-        )
-        assert sum(math.dist(*piece) for piece in pieces) == pytest.approx(shorter)
-        assert pieces[0][0] == pytest.approx(start)
-        assert pieces[-1][1] == pytest.approx(stop)
-        for x in itertools.chain(*itertools.chain(*pieces)):
-            assert -1e-9 <= x <= 1 + 1e-9
-        for (_, end), (begin, _) in itertools.pairwise(pieces):
-            apart = [abs(a - b) for a, b in zip(end, begin, strict=True)]
-            assert all(a == pytest.approx(0) or a == pytest.approx(1) for a in apart)
-    assert wrapped > 50
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.mark.parametrize("shape", [(6,), (4, 4), (1, 3), (4, 4, 2), (2, 2, 2, 3)], ids=str)
-def test_a_drawing_has_every_expert_and_every_query(shape, tmp_path):
-    layers = [random_routes(shape, 1, 30, seed) for seed in (0, 1)]
-    measures = [measure(layer) for layer in layers]
-    torus.draw(layers, measures, {"prose": (2, 12), "a<b": (20, 30)}, tmp_path / "routes.svg")
-    text = (tmp_path / "routes.svg").read_text()
-    root = ET.fromstring(text)
-    assert len(list(root.iter(f"{SVG}svg"))) == 1 + 2 * math.prod(shape[2:])
-    experts = math.prod(shape)
-    tips = [rect.find(f"{SVG}title").text for rect in root.iter(f"{SVG}rect") if rect.get("class") == "cell"]
-    shares = [[f"expert {e}: {m.load[e] / 30:.2%}" for e in range(experts)] for m in measures]
-    assert sorted(tips) == sorted(shares[0] + shares[1])
-    for rect in root.iter(f"{SVG}rect"):
-        if rect.get("class") == "cell":
-            expert = int(rect.find(f"{SVG}title").text.split(":")[0].split()[1])
-            x, y, wide, high = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
-            middle = [(x + wide / 2) / torus.SIDE, 1 - (y + high / 2) / torus.SIDE]
-            assert middle[: len(shape)] == pytest.approx(lattice(shape)[expert, :2].tolist(), abs=1e-3)
-    assert len(list(root.iter(f"{SVG}circle"))) == 2 * 20
-    words = ["".join(element.itertext()) for element in root.iter(f"{SVG}text")]
-    assert any("prose (10 tokens) · a<b (10 tokens)" in line for line in words)
-    assert sum(line == "x" for line in words) == 2 * math.prod(shape[2:])
-    for layer in measures:
-        assert any(f"Gini {layer.gini:.2f}, same {layer.rates.same:.0%}" in line for line in words)
-
-
-def test_a_query_lies_in_the_drawing_where_it_is_on_the_torus(tmp_path):
-    """y upwards; in the slice of its third axis."""
-    query_BTA = torch.tensor([[[0.25, 0.75, 0.6], [0.95, 0.5, 0.7], [0.05, 0.5, 0.7], [0.5, 0.5, 0.2]]])
-    expert_BT = torch.zeros(1, 4, dtype=torch.int64)
-    layer = Routes(0, "torus", (4, 4, 2), expert_BT, query_BTA, expert_BT)
-    torus.draw([layer], [measure(layer)], {"text": (0, 4)}, tmp_path / "routes.svg")
-    squares = list(ET.parse(tmp_path / "routes.svg").getroot().iter(f"{SVG}svg"))[1:]
-
-    def points(square):
-        found = [(float(c.get("cx")), float(c.get("cy"))) for c in square.iter(f"{SVG}circle")]
-        return [(x / torus.SIDE, 1 - y / torus.SIDE) for x, y in found]
-
-    assert points(squares[0]) == [pytest.approx((0.5, 0.5), abs=1e-3)]
-    expected = [(0.25, 0.75), (0.95, 0.5), (0.05, 0.5)]
-    assert [pytest.approx(point, abs=1e-3) for point in expected] == points(squares[1])
-    assert list(squares[0].iter(f"{SVG}path")) == []
-    (way,) = squares[1].iter(f"{SVG}path")
-    assert way.get("d").count("M") == 3  # it leaves the square on the left (0.25 to 0.95) and on the right
-    assert way.get("d").endswith("L240.0,120.0M0.0,120.0L12.0,120.0")
-
-
-def test_both_schemes_colour_what_is_drawn(tmp_path):
-    layer = random_routes((4, 4), 1, 60)
-    runs = {name: (i * 10, i * 10 + 10) for i, name in enumerate("abcdef")}
-    torus.draw([layer], [measure(layer)], runs, tmp_path / "routes.svg")
-    text = (tmp_path / "routes.svg").read_text()
-    light, dark = torus.STYLE.split("@media (prefers-color-scheme: dark)")
-    used = {name for element in ET.fromstring(text).iter() for name in (element.get("class") or "").split()}
-    coloured = used - {"title", "small", "way"}
-    assert {"w0", "p3", "back", "cell", "share", "start"} <= coloured
-    for name in coloured:
-        assert f".{name} {{" in light and f".{name} {{" in dark, name

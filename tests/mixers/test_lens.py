@@ -271,7 +271,7 @@ def test_a_step_copies_no_cache():
         state = module(tokens(2, 300), empty(module, 2, 600))[1]
         known = state.k_BHSK, state.v_BHSV
         with Largest(*known, *module.parameters()) as seen:
-            state = module(tokens(2, 1, seed=5), state)[1]
+            state = module(tokens(2, 1, seed=5), state, consume_state=True)[1]
     assert state.k_BHSK is known[0] and state.used == 301
     assert 0 < seen.elements <= 2 * H * 301, "scores, at most"
 

@@ -1,4 +1,4 @@
-"""The library as a whole: threads, fork, buffers that end at a page nobody may read, CRC-32C, the loader."""
+"""The library as a whole: threads, fork, buffers that end at a page nobody may read, the loader."""
 
 import ctypes
 import logging
@@ -57,7 +57,6 @@ def test_nothing_is_read_past_the_end(isa, use_isa):
     ]
     native.pdr_scan(*map(guarded, tensors), guarded(torch.empty(1, 3, 5)))
     native.read(guarded(torch.ones(1001, dtype=torch.uint8)), 1)
-    native.crc32c(guarded(torch.ones(1001, dtype=torch.uint8)))
 
 
 @needed
@@ -182,35 +181,6 @@ def test_a_forked_child_starts_threads_of_its_own_and_exit_is_quiet():
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-
-
-@needed
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 12287, 12288, 12289, 100001])
-def test_crc32c(size):
-    def plain(data, crc=0):
-        crc ^= 0xFFFFFFFF
-        for byte in data:
-            crc ^= byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        return crc ^ 0xFFFFFFFF
-
-    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    buffer = torch.from_numpy(data)
-    whole = native.crc32c(buffer)
-    if size < 20000:
-        assert whole == plain(data.tobytes())
-    assert native.crc32c(buffer[size // 3 :], native.crc32c(buffer[: size // 3])) == whole
-    if size:
-        other = buffer.clone()
-        other[size // 2] ^= 1
-        assert native.crc32c(other) != whole
-
-
-@needed
-def test_crc32c_of_the_standard():
-    assert native.crc32c(torch.frombuffer(bytearray(b"123456789"), dtype=torch.uint8)) == 0xE3069283
-    assert native.crc32c(torch.zeros(32, dtype=torch.uint8)) == 0x8A9136AA
 
 
 @needed

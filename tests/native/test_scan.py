@@ -73,24 +73,27 @@ def test_padding_is_the_identity_and_a_gate_of_zero_forgets():
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_writes_into_the_state(contiguous):
+def test_writes_into_a_state_to_be_consumed(contiguous):
     tensors = inputs(2)
     state = tensors[4] if contiguous else tensors[4].mT.contiguous().mT
     before = state.clone()
     with torch.inference_mode():
-        _, after = pdr.scan(*tensors[:4], state, backend="native")
+        pdr.scan(*tensors[:4], state, backend="native")
+        assert torch.equal(state, before)
+        _, after = pdr.scan(*tensors[:4], state, backend="native", consume_state=True)
     assert after.data_ptr() == state.data_ptr()
     exact = pdr.scan(*(x.double() for x in (*tensors[:4], before)), backend="reference")
     close([after], exact[1:])
 
 
-def test_auto_takes_it_in_inference_only(monkeypatch):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_auto_takes_it_where_gradients_are_off(mode, monkeypatch):
     calls = []
     monkeypatch.setattr(native, "pdr_scan", lambda *x, kernel=native.pdr_scan: (calls.append(1), kernel(*x)))
     tensors = inputs(5)
     expected = pdr.scan(*tensors)
     assert not calls
-    with torch.inference_mode():
+    with mode():
         found = pdr.scan(*tensors)
         pdr.scan(*tensors, backend="torch")
         pdr.scan(*(x.double() for x in tensors))
@@ -123,7 +126,7 @@ def test_autograd_sees_that_the_state_is_no_more_what_it_was():
     state = tensors[4].requires_grad_()
     loss = (state * state).sum()
     with torch.inference_mode():
-        pdr.scan(*tensors[:4], state.detach(), backend="native")
+        pdr.scan(*tensors[:4], state.detach(), backend="native", consume_state=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -135,7 +138,7 @@ def test_an_expanded_state_is_not_written(T, backend):
     expanded = state[:1].expand(2, -1, -1)
     exact = pdr.scan(*(x.double() for x in (*tensors, expanded)), backend="reference")
     with torch.inference_mode():
-        close(pdr.scan(*tensors, expanded, backend=backend), exact)
+        close(pdr.scan(*tensors, expanded, backend=backend, consume_state=True), exact)
     assert torch.equal(expanded[0], inputs(T)[4][0])
 
 

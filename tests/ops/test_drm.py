@@ -25,6 +25,7 @@ VARIANTS = {
     "rank 0": {"rank": 0},
     "not naturalised": {"strength": 0.0},
     "not squashed": {"squash": False, "radius": 1.0},
+    "not clipped": {"squash": False, "clip": False, "radius": 1.0},
     "far from the edge": {"radius": 30.0},
     "long directions": {"normalise": False},
     "top-k": {"top_k": 2},
@@ -239,6 +240,15 @@ def out_of_span(strength: float) -> Tensor:
 def test_only_the_naturalised_velocity_leaves_the_span_of_the_directions():
     assert out_of_span(0.0).max() < 1e-12
     assert out_of_span(0.5).min() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_without_a_clip_nothing_holds_the_state(backend):
+    law, w = BASE._replace(dt=100.0, squash=False, clip=False), weights()
+    e, state = inputs(law, 30)
+    z_BTS, _, trace = drm.scan(e, state, w, law, backend=backend)
+    assert torch.linalg.vector_norm(z_BTS, dim=-1).max() > 100 * law.radius
+    torch.testing.assert_close(z_BTS, trace.before_BTS + law.dt * trace.v_BTS, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("squash", [True, False])

@@ -97,7 +97,7 @@ def test_what_is_not_there_is_an_error_not_a_silent_zero(G, A):
     (gradient,) = torch.autograd.grad(loss(tensors[0]), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(gradient.square().sum() + tensors[0].sum(), tensors[0])
-    with pytest.raises(RuntimeError, match="jvp"):
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(loss, (tensors[0],), (tensors[0],))
     close(torch.func.grad(loss)(tensors[0].detach()), gradient.detach(), 1e-12)
 
@@ -114,11 +114,11 @@ def test_split_anywhere(split, G, A):
 
 
 @every_kind
-def test_one_token_in_inference_mode_writes_into_the_state(G, A):
+def test_one_token_writes_into_a_state_to_be_consumed(G, A):
     *tensors, state = inputs(1, G, A)
     expected = gla.scan(*tensors, state)
     with torch.inference_mode():
-        o, after = gla.scan(*tensors, state)
+        o, after = gla.scan(*tensors, state, consume_state=True)
     assert after.data_ptr() == state.data_ptr()
     close(o, expected[0], 1e-12)
     close(state, expected[1], 1e-12)
@@ -129,11 +129,8 @@ def test_one_token_in_inference_mode_writes_into_the_state(G, A):
 def test_else_the_state_handed_in_stays(T, G, A):
     *tensors, state = inputs(T, G, A)
     kept = state.clone()
-    with torch.no_grad():
-        gla.scan(*tensors, state)
-    assert torch.equal(state, kept)
-    if T > 1:
-        with torch.inference_mode():
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
             close(gla.scan(*tensors, state)[0], gla.scan(*tensors, kept, backend="reference")[0], 1e-12)
         assert torch.equal(state, kept)
 
@@ -220,3 +217,28 @@ def test_bad_calls_say_what_is_wrong():
             gla.scan(*wrong, state)
     with pytest.raises(ValueError, match="state has shape"):
         gla.scan(q, k, v, gate, state[:1])
+    with pytest.raises(ValueError, match=r"gates go from .* to 1.5, must be in \[0, 1\]"):
+        gla.scan(q, k, v, gate.detach().index_fill(2, torch.tensor(1), 1.5), state)
+
+
+@every_kind
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("T", [0, 1, 5, 70])
+def test_no_rows_give_no_rows(T, G, A, mode):
+    *tensors, state = (x[:0] for x in inputs(T, G, A))
+    with mode():
+        o, after = gla.scan(*tensors, state)
+    assert o.shape == tensors[2].shape and after.shape == state.shape
+
+
+@every_kind
+@pytest.mark.parametrize("T", [1, 5])
+def test_an_expanded_state_is_not_written(T, G, A):
+    *tensors, state = inputs(T, G, A)
+    kept, expanded = state[:1].clone(), state[:1].expand_as(state)
+    expected = gla.scan(*tensors, expanded, backend="reference")
+    with torch.inference_mode():
+        found = gla.scan(*tensors, expanded, consume_state=True)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 1e-12)
+    assert torch.equal(expanded[:1], kept)

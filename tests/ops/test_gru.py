@@ -146,18 +146,18 @@ def test_in_inference_mode_values_are_the_same(backend, raw):
 
 @every_mask
 @pytest.mark.parametrize("R", [1, 2])
-def test_a_step_in_inference_mode_writes_into_the_state(masked, R):
+def test_a_step_writes_into_a_state_to_be_consumed(masked, R):
     tensors = inputs(1, R=R)
     for masks_ in (masks(masked, 1), {name: ~mask for name, mask in masks(masked, 1).items()}):
         expected = scan(tensors, raw=True, backend="reference", **masks_)
         with torch.inference_mode():
             state = tensors[5].clone()
-            found = scan([*tensors[:5], state], raw=True, **masks_)
+            found = scan([*tensors[:5], state], raw=True, consume_state=True, **masks_)
         assert found[2].data_ptr() == state.data_ptr() != found[0].data_ptr()
         close(list(found), list(expected), 1e-14)
         with torch.inference_mode():
             kept = state.clone()
-            scan([*tensors[:5], state], backend="torch", **masks_)
+            scan([*tensors[:5], state], backend="torch", consume_state=True, **masks_)
         assert torch.equal(state, kept), "who asks for the loop gets the loop"
 
 
@@ -181,11 +181,12 @@ def test_without_gradients_only_memories_are_as_long_as_the_input():
 
 
 @pytest.mark.parametrize("backend", gru.BACKENDS)
-def test_outside_inference_mode_the_state_stays_and_the_last_is_its_own(backend):
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_state_stays_and_the_last_is_its_own(backend, mode):
     for T in (1, 40):
         tensors = inputs(T, B=1, scale=0.5)
         kept = tensors[5].clone()
-        with torch.no_grad():
+        with mode():
             *_, last = scan(tensors, backend=backend)
         assert torch.equal(tensors[5], kept) and not torch.equal(last, kept)
         assert last.untyped_storage().nbytes() == last.nbytes

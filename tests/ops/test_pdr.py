@@ -97,14 +97,30 @@ def test_split_anywhere(split):
     torch.testing.assert_close(last, end, rtol=1e-12, atol=1e-12)
 
 
-def test_one_token_in_inference_mode_writes_into_the_state():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+def test_one_token_writes_into_a_state_to_be_consumed(mode):
     q, k, v, gamma, state = inputs(1)
     expected = pdr.scan(q, k, v, gamma, state)
-    with torch.inference_mode():
-        o, after = pdr.scan(q, k, v, gamma, state)
+    with mode():
+        o, after = pdr.scan(q, k, v, gamma, state, consume_state=True)
     assert after.data_ptr() == state.data_ptr()
     torch.testing.assert_close(o, expected[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_forward_mode_under_no_grad_keeps_its_tangents(T):
+    tensors = inputs(T, dtype=torch.float32)
+
+    def without_graph(*primals):
+        with torch.no_grad():
+            return pdr.scan(*primals)
+
+    tangents = tuple(torch.ones_like(x) for x in tensors)
+    _, found = torch.func.jvp(without_graph, tuple(tensors), tangents)
+    _, expected = torch.func.jvp(pdr.scan, tuple(tensors), tangents)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) and a.abs().max() > 0
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
@@ -113,7 +129,7 @@ def test_native_gives_the_same_bits_however_the_sequence_is_cut():
     exact, end = pdr.scan(*(x.double() for x in (q, k, v, gamma, state)), backend="reference")
     with torch.inference_mode():
         copy = state.clone()
-        whole, after = pdr.scan(q, k, v, gamma, copy, backend="native")
+        whole, after = pdr.scan(q, k, v, gamma, copy, backend="native", consume_state=True)
         assert after.data_ptr() == copy.data_ptr()
         steps = []
         for t in range(70):
@@ -180,3 +196,29 @@ def test_bad_calls_say_what_is_wrong():
         pdr.scan(tensors[0][:, :2], *tensors[1:])
     with pytest.raises(ValueError, match="state has shape"):
         pdr.scan(*tensors[:4], tensors[4][:1])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize(
+    ("gate", "said"), [(1.5, "to 1.5"), (-0.25, "from -0.25"), (torch.nan, "nan"), (torch.inf, "to inf")]
+)
+def test_gates_outside_of_0_and_1_are_refused(mode, backend, T, gate, said):
+    q, k, v, gamma, state = inputs(T)
+    gamma[1, -1, 2] = gate
+    with mode():
+        with pytest.raises(ValueError, match=rf"gates go .*{said}.*must be in \[0, 1\]"):
+            pdr.scan(q, k, v, gamma, state, backend=backend)
+        pdr.scan(q, k, v, gamma, state, backend=backend, checked=False)
+        gamma[1, -1, 2] = 1.0
+        pdr.scan(q, k, v, gamma, state, backend=backend)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("T", [0, 1, 5, 70])
+def test_no_rows_give_no_rows(T, mode):
+    *tensors, state = (x[:0] for x in inputs(T, dtype=torch.float32))
+    with mode():
+        o, after = pdr.scan(*tensors, state)
+    assert o.shape == tensors[2].shape and after.shape == state.shape

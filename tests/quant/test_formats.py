@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from perspectron.errors import DataError
+from perspectron.experts.ternary import ternary
 from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameters, unpack
 from perspectron.quant import formats
 from perspectron.quant.formats import quantise
-from perspectron.quant.ternary import ternary
 
 FORMATS = list(LAYOUTS)
 every_format = pytest.mark.parametrize("format", FORMATS)

@@ -10,7 +10,6 @@ from perspectron.quant.formats import decode, encode, grid, quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 
 every_format = pytest.mark.parametrize("format", FORMATS)
-any_order = pytest.mark.parametrize("act_order", [False, True])
 
 
 def layer(N, K, T=600, seed=0) -> tuple[Tensor, Tensor]:
@@ -28,14 +27,12 @@ def seen(x) -> Hessian:
     return hessian
 
 
-def oracle(weight_NK, x_TK, format, damping, act_order) -> tuple[Tensor, list[Tensor]]:
+def oracle(weight_NK, x_TK, format, damping) -> tuple[Tensor, list[Tensor]]:
     """(codes, scales and offsets of the groups): the inverse is shrunk by each column that is done."""
     weight, x = weight_NK.double(), x_TK.double()
     H = x.T @ x
-    diagonal = H.diagonal().clone()
-    inverse = (H + torch.eye(len(H)) * damping * diagonal.mean()).inverse()
+    inverse = (H + torch.eye(len(H)) * damping * H.diagonal().mean()).inverse()
     K, zero = weight.shape[1], LAYOUTS[format].zero
-    order = diagonal.argsort(descending=True, stable=True).tolist() if act_order else list(range(K))
 
     def done(inverse, k):
         return inverse - torch.outer(inverse[:, k], inverse[k]) / inverse[k, k]
@@ -43,12 +40,8 @@ def oracle(weight_NK, x_TK, format, damping, act_order) -> tuple[Tensor, list[Te
     groups = {}
     if zero is not None:
         groups = dict.fromkeys(range(-(-K // GROUP)), ((weight.abs().amax(1) / 127).float(), None))
-    elif act_order:
-        for g in range(-(-K // GROUP)):
-            here = slice(g * GROUP, g * GROUP + GROUP)
-            groups[g] = grid(weight[:, here].float(), format, diagonal[here].float())
     codes = torch.empty(weight.shape, dtype=torch.uint8)
-    for k in order:
+    for k in range(K):
         if k // GROUP not in groups:
             ahead, importance = inverse, []
             for j in range(k, min(k + GROUP, K)):
@@ -65,12 +58,11 @@ def oracle(weight_NK, x_TK, format, damping, act_order) -> tuple[Tensor, list[Te
 
 
 @every_format
-@any_order
 @pytest.mark.parametrize("K", [70, 300])
-def test_it_is_the_plain_loop(format, act_order, K):
+def test_it_is_the_plain_loop(format, K):
     weight, x = layer(24, K)
-    whole = gptq(weight, seen(x), format, damping=0.02, act_order=act_order)
-    codes, groups = oracle(weight, x, format, 0.02, act_order)
+    whole = gptq(weight, seen(x), format, damping=0.02)
+    codes, groups = oracle(weight, x, format, 0.02)
     assert (unpack(whole) == codes).float().mean() > 0.999
     check(whole)
     if format == "int8":
@@ -81,11 +73,10 @@ def test_it_is_the_plain_loop(format, act_order, K):
 
 
 @every_format
-@any_order
-def test_it_beats_the_nearest(format, act_order):
+def test_it_beats_the_nearest(format):
     weight, x = layer(64, 300)
     hessian = seen(x)
-    nearest, own = quantise(weight, format), gptq(weight, hessian, format, act_order=act_order)
+    nearest, own = quantise(weight, format), gptq(weight, hessian, format)
     assert hessian.error(weight, own) < 0.85 * hessian.error(weight, nearest)
     exact = x @ weight.T
     off = [float((x @ dequantise(whole).T - exact).norm() / exact.norm()) for whole in (own, nearest)]
@@ -102,18 +93,17 @@ def test_inputs_that_have_nothing_in_common_leave_the_nearest(format):
 
 
 @every_format
-@any_order
-def test_columns_that_read_nothing(format, act_order):
+def test_columns_that_read_nothing(format):
     weight, x = layer(16, 200)
     dead = torch.zeros(200, dtype=torch.bool)
     dead[[0, 5, 128, 130, 199]] = True
     x[:, dead] = 0
     hessian = seen(x)
-    whole = gptq(weight, hessian, format, act_order=act_order)
+    whole = gptq(weight, hessian, format)
     off = (dequantise(whole) - weight).abs()
     assert off[:, dead].amax() < weight.abs().amax() / LAYOUTS[format].highest * 2.5
     assert hessian.error(weight, whole) < hessian.error(weight, quantise(weight, format))
-    nothing = gptq(weight, Hessian(200), format, act_order=act_order)
+    nothing = gptq(weight, Hessian(200), format)
     assert (dequantise(nothing) - weight).norm() < 1.05 * (
         dequantise(quantise(weight, format)) - weight
     ).norm()

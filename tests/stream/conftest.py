@@ -1,21 +1,17 @@
 """Small expert files whose experts are all different."""
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from perspectron.stream import CloseTo, ExpertLayout, SameAs, Shard, ShardFile, write_layer
-from perspectron.stream.crc import crc32c
-from perspectron.stream.delta import BAD, STEPPED, TRIT
-from perspectron.stream.format import MAGIC, PREFIX, VERSION, Bytes, Header, page
-from perspectron.stream.parse import parse
-from perspectron.stream.shards import aligned
+from perspectron.stream.expert_file import ExpertLayout, Header, parse, write_layer
+from perspectron.stream.reader import ShardFile
+from perspectron.stream.tensors import Bytes, aligned
 
-LEGAL = np.flatnonzero(TRIT[:, 0] != BAD).astype(np.uint8)
+LEGAL = np.array([84 * t4 + low for t4 in range(3) for low in range(81)], np.uint8)
 
 
 class Lab:
@@ -27,46 +23,24 @@ class Lab:
     def expert(self, layer: int, expert: int) -> Bytes:
         """Random codes and scales that only (layer, expert) give, as they stand in the file."""
         rng = np.random.default_rng([layer, expert])
-        buffer = aligned(self.layout.bytes)
-        buffer[: self.layout.code_bytes] = LEGAL[rng.integers(0, len(LEGAL), self.layout.code_bytes)]
-        return self._scales(buffer, rng)
-
-    def near(self, base: Bytes, share: float, seed: int) -> Bytes:
-        """`base` with this share of its trits changed, and other scales."""
-        rng = np.random.default_rng(seed)
-        buffer = aligned(self.layout.bytes)
-        buffer[:] = base
-        for position in np.flatnonzero(rng.random(self.layout.trits) < share).tolist():
-            byte, row = divmod(position, 5)
-            buffer[byte] = STEPPED[row, rng.integers(0, 2), buffer[byte]]
-        return self._scales(buffer, rng)
-
-    def _scales(self, buffer: Bytes, rng: np.random.Generator) -> Bytes:
-        start, count = self.layout.code_bytes, self.layout.scale_bytes
+        buffer, start, count = self.buffer(), self.layout.code_bytes, self.layout.scale_bytes
+        buffer[:start] = LEGAL[rng.integers(0, len(LEGAL), start)]
         buffer[start : start + count] = rng.random(count // 4, dtype=np.float32).view(np.uint8)
         return buffer
 
+    def layer(self, path: Path, layer: int, weights_of: list[int]) -> dict[int, Bytes]:
+        """Write a layer; every expert's bytes."""
+        stored = {expert: self.expert(layer, expert) for expert in sorted(set(weights_of))}
+        write_layer(path, layer, self.layout, weights_of, map(self.layout.shard, stored.values()))
+        return {expert: stored[of] for expert, of in enumerate(weights_of)}
+
     def plain(self, path: Path, layer: int, experts: int) -> dict[int, Bytes]:
-        """A layer of experts that are stored in full."""
-        found = {expert: self.expert(layer, expert) for expert in range(experts)}
-        shards = ((expert, self.layout.shard(buffer)) for expert, buffer in found.items())
-        write_layer(path, layer, self.layout, experts, shards)
-        return found
+        """A layer of experts that are all stored."""
+        return self.layer(path, layer, list(range(experts)))
 
     def mixed(self, path: Path, layer: int) -> dict[int, Bytes]:
-        """Six experts: 0 and 3 in full, 1 and 2 close to 0, 4 the same as 3 and 5 as 0."""
-        found = {expert: self.expert(layer, expert) for expert in (0, 3)}
-        found |= {expert: self.near(found[0], 0.02 * expert, 10 * layer + expert) for expert in (1, 2)}
-        shards: list[tuple[int, Shard | SameAs | CloseTo]] = [
-            (4, SameAs(3)),
-            (0, self.layout.shard(found[0])),
-            (1, CloseTo(0, self.layout.shard(found[1]))),
-            (2, CloseTo(0, self.layout.shard(found[2]))),
-            (3, self.layout.shard(found[3])),
-            (5, SameAs(0)),
-        ]
-        write_layer(path, layer, self.layout, 6, shards, delta_share=1.0)
-        return found | {4: found[3], 5: found[0]}
+        """Six experts: 0 to 3 are stored, 4 is the same as 3, and 5 as 0."""
+        return self.layer(path, layer, [0, 1, 2, 3, 3, 0])
 
     def open(self, path: Path, **options: Any) -> ShardFile:
         """Without pauses between retries."""
@@ -86,20 +60,18 @@ class Image:
 
     def __init__(self, whole: bytes) -> None:
         self.whole = whole
-        length = PREFIX.unpack(whole[: PREFIX.size])[2]
-        self.value = json.loads(whole[PREFIX.size : PREFIX.size + length])
-        self.tail = whole[page(PREFIX.size + length) :]
+        length = int.from_bytes(whole[:8], "little")
+        self.value = json.loads(whole[8 : 8 + length])
+        self.head, self.tail = whole[: 8 + length], whole[8 + length :]
 
     def text(self) -> bytes:
         return json.dumps(self.value, separators=(",", ":")).encode()
 
-    def build(self, text: bytes | None = None, version: int = VERSION, magic: bytes = MAGIC) -> bytes:
-        """With this JSON and right CRCs."""
+    def build(self, text: bytes | None = None) -> bytes:
+        """The file with this JSON."""
         text = self.text() if text is None else text
-        start = struct.pack("<8s3I", magic, version, len(text), crc32c(text))
-        return (start + struct.pack("<I", crc32c(start)) + text).ljust(
-            page(PREFIX.size + len(text)), b"\0"
-        ) + self.tail
+        text += b" " * (-(8 + len(text)) % 4096)
+        return len(text).to_bytes(8, "little") + text + self.tail
 
     @staticmethod
     def parse(whole: bytes) -> Header:

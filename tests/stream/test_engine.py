@@ -18,25 +18,28 @@ import torch
 
 import perspectron
 from perspectron import native, presets
+from perspectron.census import touched
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import Conversation, generate
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ArtifactError, BackendError, ConfigError, ShardError, StateError, StorageError
-from perspectron.eval.cost import bench, touched
+from perspectron.eval.cost import bench
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
-from perspectron.quant.convert import QuantConfig, convert
+from perspectron.quant.convert import convert
 from perspectron.stream import tensors
 from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
 from perspectron.stream.device import DeviceExperts, Pinned
 from perspectron.stream.engine import StreamedModel, load_artifact
-from perspectron.stream.probe import probe
-from perspectron.stream.shards import ShardFile, aligned, pread
+from perspectron.stream.expert_file import write_layer
+from perspectron.stream.reader import ShardFile, pread
+from perspectron.stream.speed import probe
 from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
-from perspectron.stream.write import write_layer
+from perspectron.stream.tensors import aligned
 
 SIZES = {
     "d_model": 64,
@@ -59,19 +62,14 @@ def tokenizer() -> Tokenizer:
 
 
 def built(**changes) -> LanguageModel:
-    model = perspectron.build(presets.get("perspective-tiny", **SIZES | changes))
-    with torch.no_grad():  # neighbours that are alike, so that deltas are worth it
-        for name, weight in model.named_parameters():
-            if name.endswith(("_EFD", "_EDF")):
-                weight[1:] = weight[:1] + 0.02 * weight[1:]
-    return model
+    return perspectron.build(presets.get("perspective-tiny", **SIZES | changes))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["full", "deltas"])
-def folder(request, tmp_path_factory, tokenizer) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
     model, out = built(), tmp_path_factory.mktemp("artifacts") / "tiny"
-    convert(model, QuantConfig(linear="2bit"))
-    save_artifact(model, tokenizer, out, deltas=request.param)
+    convert(model, "2bit")
+    save_artifact(model, tokenizer, out)
     return out
 
 
@@ -219,18 +217,6 @@ def test_a_model_that_is_moved_to_where_it_is_keeps_its_copies(full, monkeypatch
     assert len(made) == 1 and len(closed) == 1 and model.routed[0].source is model.cache
 
 
-def test_deltas_change_nothing(tmp_path, tokenizer):
-    found = []
-    for deltas in (False, True):
-        model = built()
-        convert(model)
-        save_artifact(model, tokenizer, tmp_path / str(deltas), deltas=deltas)
-        loaded, _ = load_artifact(tmp_path / str(deltas))
-        found.append((logits(loaded, ids(), 10), (tmp_path / str(deltas) / layer_file(0)).stat().st_size))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[1][1] < found[0][1]
-
-
 def test_close_to_the_packed_model_in_memory(tmp_path, tokenizer):
     model = built()
     convert(model)
@@ -271,7 +257,7 @@ def test_the_short_way_of_a_token_is_that_of_the_modules(full):
 
 def loaded_from(config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> StreamedModel:
     model = perspectron.build(config)
-    convert(model, QuantConfig(linear="int8"))
+    convert(model, "int8")
     save_artifact(model, tokenizer, folder)
     return load_artifact(folder)[0]
 
@@ -289,7 +275,10 @@ def with_two_widths_of_heads(config: ModelConfig) -> ModelConfig:
 @pytest.mark.skipif(not native.available(), reason="no native library")
 @pytest.mark.parametrize(
     ("change", "cause"),
-    [(with_positions, "learned positions"), (with_two_widths_of_heads, r"block \d+, heads of other width")],
+    [
+        (with_positions, "model.positions = 64"),
+        (with_two_widths_of_heads, r"blocks.\d+.: heads of other width"),
+    ],
 )
 def test_what_the_short_way_cannot_do_the_modules_do_and_the_log_says_so(
     tmp_path, tokenizer, caplog, change, cause
@@ -325,11 +314,11 @@ def test_the_short_way_does_not_heed_the_default_dtype(full):
         model, _ = load_artifact(full)
         with torch.inference_mode():
             state = model(ids()[:, :3]).state
-            assert model._steps(state)
+            assert model._steps(ids()[:, :1], state)
             try:
                 torch.set_default_dtype(dtype)
                 for t in range(3):
-                    x_D, state = step_of(model)(torch.arange(64, dtype=torch.float32) + t, state)
+                    x_D, state = step_of(model)(torch.arange(64, dtype=torch.float32)[None] + t, state)
             finally:
                 torch.set_default_dtype(before)
         found.append(x_D)
@@ -366,7 +355,7 @@ def test_the_short_way_has_the_same_bits_on_every_instruction_set(full, isa):
 )
 def test_kinds_of_experts(tmp_path, tokenizer, changes):
     model = built(**changes)
-    convert(model, QuantConfig(linear="int8"))
+    convert(model, "int8")
     save_artifact(model, tokenizer, tmp_path / "a")
     loaded, _ = load_artifact(tmp_path / "a", cache_bytes=slots(tmp_path / "a", 3))
     assert_alike(logits(loaded, ids(), 20), logits(loaded, ids(), 40))
@@ -379,7 +368,7 @@ def test_kinds_of_experts(tmp_path, tokenizer, changes):
 def test_every_design(tmp_path, tokenizer, design, linear):
     name = {"drm": "drm-104k", "perspective": "perspective-tiny-dense"}.get(design, f"{design}-tiny")
     model = perspectron.build(presets.get(name, vocab_size=300))
-    convert(model, QuantConfig(linear=linear), ids(16, 4))
+    convert(model, linear, ids(16, 4))
     save_artifact(model, tokenizer, tmp_path / "a")
     loaded, again = perspectron.load(tmp_path / "a", verify=True)
     assert again.fingerprint == tokenizer.fingerprint
@@ -465,13 +454,12 @@ def test_a_disk_is_not_probed_where_nothing_streams(full, monkeypatch):
     assert load_artifact(full)[0].cache.resident
 
 
-def test_a_disk_that_opens_files_for_direct_reads_but_does_not_read_them(full, tmp_path, monkeypatch):
+def test_a_disk_that_opens_files_for_direct_reads_but_does_not_read_them(full, monkeypatch):
     def read(fd: int, buffer: memoryview, offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return pread(fd, buffer, offset)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         ShardFile.__init__, "__kwdefaults__", ShardFile.__init__.__kwdefaults__ | {"read": read}
     )
@@ -495,7 +483,7 @@ def broken(folder: Path, tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", SHARED, "experts/layer-001.experts"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", SHARED, "experts/layer-001.safetensors"])
 def test_a_missing_file_is_named(full, tmp_path, name):
     copy = broken(full, tmp_path)
     (copy / name).unlink()
@@ -630,8 +618,8 @@ def test_codes_that_cannot_be_are_found_behind_right_sums(full, tmp_path, monkey
             file.read_into(expert, buffers[-1])
     layout.shard(buffers[4]).gate.codes.fill_(255)
     path.unlink()
-    monkeypatch.setattr("perspectron.stream.write.check", lambda *_: None)
-    write_layer(path, 1, layout, 6, ((expert, layout.shard(one)) for expert, one in enumerate(buffers)))
+    monkeypatch.setattr("perspectron.stream.expert_file.check", lambda *_: None)
+    write_layer(path, 1, layout, range(6), map(layout.shard, buffers))
     register(copy, layer_file(1))
     with pytest.raises(ShardError, match=r"layer-001.*expert 4: gate: .* no ternary codes"):
         load_artifact(copy, verify=True, cache_bytes=slots(full, 2))

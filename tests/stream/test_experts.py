@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from perspectron.errors import ConfigError
-from perspectron.experts import RoutedConfig, RoutedSwiGLU
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.experts.ternary import trits
 from perspectron.ops import packing
-from perspectron.quant.ternary import trits
+from perspectron.stream.expert_file import Shard
 from perspectron.stream.experts import PackedExperts
-from perspectron.stream.format import Shard
 
 D, F = 24, 20
 CONFIG = RoutedConfig(F, (3, 2), ternary=True, int8_activations=True)
@@ -84,7 +85,7 @@ def test_as_the_float_layer(changes):
     with torch.inference_mode():
         expected, _ = module(x)
         found, terms = layer(x)
-        ours, theirs = layer.route(x.flatten(0, 1)), module.route(x.flatten(0, 1))
+        ours, theirs = layer.router.route(x.flatten(0, 1)), module.router.route(x.flatten(0, 1))
     assert terms == {}
     assert torch.equal(ours.expert_N, theirs.expert_N)
     assert len(ours.expert_N.unique()) > 2
@@ -136,7 +137,7 @@ def test_hints_what_the_next_layer_may_want():
     x = rows(1)[:1]
     with torch.inference_mode():
         layer(x)
-        guess = int(after.route(x[0]).expert_N)
+        guess = int(after.router.route(x[0]).expert_N)
     assert hinted == [(5, guess)]
     assert len(list(layer.children())) == 1
 

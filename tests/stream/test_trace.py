@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from perspectron.errors import ConfigError, DataError, PerspectronError
 from perspectron.stream.plan import uniform_hit_rate
-from perspectron.stream.trace import COLD, Trace, belady, load, reuse, save, stack_distances
+from perspectron.stream.trace import COLD, Trace, load, missed, save, stack_distances
 
 KEYS = st.lists(st.integers(0, 9), max_size=60).map(lambda keys: np.array(keys, np.int64))
 
@@ -26,24 +26,6 @@ def lru(keys, slots: int) -> list[bool]:
         if len(held) > slots:
             held.popitem(last=False)
     return hits
-
-
-def least_misses(keys: list[int], slots: int) -> int:
-    """Over every way to keep, by dynamic programming over what is held."""
-    states = {frozenset(): 0}
-    for key in keys:
-        following = dict[frozenset, int]()
-        for held, missed in states.items():
-            if key in held:
-                choices = [(held, missed)]
-            elif len(held) < slots:
-                choices = [(held | {key}, missed + 1)]
-            else:
-                choices = [(held - {out} | {key}, missed + 1) for out in held]
-            for state, count in choices:
-                following[state] = min(count, following.get(state, count))
-        states = following
-    return min(states.values())
 
 
 def random_trace(T: int = 40, experts: tuple[int, ...] = (4, 8, 4), right: float = 0.5) -> Trace:
@@ -67,40 +49,19 @@ def test_distances_tell_every_caches_hits(keys_N, slots):
     assert ((distance_N != COLD) & (distance_N < slots)).tolist() == lru(keys_N.tolist(), slots)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 4))
-def test_no_cache_misses_less_than_beladys(keys, slots):
-    assert belady(np.array(keys), slots) == least_misses(keys, slots)
-
-
 def test_a_trace_is_used_token_after_token_and_layer_after_layer():
     """The same id in another layer is another expert."""
     trace = random_trace()
     keys = [(layer, e) for row in trace.chosen_TL.tolist() for layer, e in enumerate(row)]
-    found = reuse(trace)
     for slots in range(1, trace.shards + 1):
-        assert found.missed(slots) == found.read(slots) == lru(keys, slots).count(False)
+        assert missed(stack_distances(trace.keys_N), slots) == lru(keys, slots).count(False)
 
 
-@pytest.mark.parametrize("slots", range(1, 17))
-def test_guesses_are_read_between_a_layer_and_the_next(slots):
-    trace, uses = random_trace(), []
-    for chosen, guessed in zip(trace.chosen_TL.tolist(), trace.guessed_TL.tolist(), strict=True):
-        for layer, expert in enumerate(chosen):
-            uses.append((True, (layer, expert)))
-            if layer + 1 < len(chosen):
-                uses.append((False, (layer + 1, guessed[layer + 1])))
-    hits = lru([key for _, key in uses], slots)
-    found = reuse(trace, guess=True)
-    assert found.read(slots) == hits.count(False)
-    assert found.missed(slots) == sum(asked and not hit for (asked, _), hit in zip(uses, hits, strict=True))
-
-
-def test_right_guesses_miss_once_a_token():
-    """The first layer's expert cannot be guessed; what was guessed right is there even in one slot."""
-    trace = random_trace(right=1.0)
-    assert trace.guessed_right_L().tolist() == [1, 1]
-    assert reuse(trace, guess=True).missed(1) == reuse(trace).missed(1) * 1 / 3 == trace.tokens
-    assert reuse(trace, guess=True).read(5) == reuse(trace).read(5)
+def test_the_share_of_right_guesses_leaves_the_first_layer_out():
+    trace = random_trace()
+    right = [(trace.chosen_TL[:, layer] == trace.guessed_TL[:, layer]).mean() for layer in (1, 2)]
+    assert trace.guessed_right_L().tolist() == pytest.approx(right)
+    assert random_trace(right=1.0).guessed_right_L().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +71,7 @@ def test_uniform_routing_hits_as_often_as_counted(experts, slots):
     draw = np.random.default_rng(1)
     chosen_TL = draw.integers(0, experts, (40_000, len(experts)))
     trace = Trace("m", tuple(range(len(experts))), experts, chosen_TL, chosen_TL)
-    hits = 1 - reuse(trace).missed(slots) / chosen_TL.size
+    hits = 1 - missed(stack_distances(trace.keys_N), slots) / chosen_TL.size
     assert uniform_hit_rate(experts, slots) == pytest.approx(hits, abs=0.006)
 
 
@@ -118,8 +79,8 @@ def test_uniform_routing_at_the_ends():
     rates = [uniform_hit_rate((4, 4), slots) for slots in range(9)]
     assert rates[0] == rates[1] == 0 and rates[8] == 1
     assert all(one <= other for one, other in pairwise(rates))
-    assert uniform_hit_rate((4,), 1) == pytest.approx(1 / 4)  # the same again
-    assert uniform_hit_rate([128] * 60, 60) == pytest.approx(1 / 128)
+    assert uniform_hit_rate((4,), 1) == pytest.approx(1 / 4, abs=0.005)  # the same again
+    assert uniform_hit_rate([128] * 60, 60) == pytest.approx(1 / 128, abs=0.005)
     assert uniform_hit_rate([128] * 60, 59) == 0
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
-from perspectron.optim import OptimConfig
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.optim import OptimConfig
 
 SIZES = {
     "d_model": 32, "layers": 4, "hidden": 32, "rank": 8, "heads": 2, "kv_heads": 1, "window": 16,
@@ -26,7 +26,8 @@ TIMINGS = ("seconds", "tokens_per_second")
 
 
 def small(name: str = "perspective-tiny", **overrides: Any) -> ModelConfig:
-    return presets.get(name, **SIZES | overrides)
+    own = {key: size for key, size in SIZES.items() if key in presets.sizes(name)}
+    return presets.get(name, **own | overrides)
 
 
 @dataclass
@@ -50,10 +51,10 @@ class Runs:
     def trainer(self, run: Path, model: str | ModelConfig = PLAIN, **train: Any) -> Trainer:
         return self.start(run, self.config(model, **train))
 
-    def start(self, run: Path, config: RunConfig) -> Trainer:
+    def start(self, run: Path, config: RunConfig, **options: Any) -> Trainer:
         run.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(run / "tokenizer.json")
-        return Trainer(run, config, self.tokenizer, self.shards)
+        return Trainer(run, config, self.tokenizer, self.shards, **options)
 
     @staticmethod
     def outcome(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:

@@ -18,8 +18,8 @@ import perspectron
 from perspectron import files
 from perspectron.data import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
-from perspectron.eval.perplexity import Heldout
 from perspectron.train import checkpoint, loop
+from perspectron.train.heldout import Heldout
 
 FILES = (checkpoint.MODEL, checkpoint.TRAINING, checkpoint.INDEX)
 
@@ -255,14 +255,14 @@ def test_a_checkpoint_of_another_model_is_refused(run, runs, sizes):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError) as error:
         runs.trainer(run, model=runs.small(**sizes), steps=8)
-    assert "of another model config" in one_line(error)
+    assert "another model config" in one_line(error)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_config_of_another_model_is_refused(run, runs):
     config = checkpoint.load_config(run)
     checkpoint.save_config(run, dataclasses.replace(config, model=runs.small(d_model=16)))
-    with pytest.raises(CheckpointError, match="of another model config"):
+    with pytest.raises(CheckpointError, match="another model config"):
         checkpoint.load_run(run)
 
 
@@ -275,13 +275,13 @@ def test_a_config_whose_weights_fit_is_refused_too(run, runs, change):
     else:
         changed = dataclasses.replace(config.model, **change)
     checkpoint.save_config(run, dataclasses.replace(config, model=changed))
-    with pytest.raises(CheckpointError, match="of another model config"):
+    with pytest.raises(CheckpointError, match="another model config"):
         checkpoint.load_run(run)
 
 
 def test_another_tokenizer_is_refused(run):
     Tokenizer.train(["something else entirely"], 270).save(run / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="of tokenizer"):
+    with pytest.raises(CheckpointError, match="with tokenizer"):
         checkpoint.load_run(run)
 
 

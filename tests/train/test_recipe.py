@@ -16,14 +16,14 @@ import perspectron
 from perspectron.cli.main import main
 from perspectron.config import dump
 from perspectron.errors import ConfigError
+from perspectron.experts.align import distances
+from perspectron.experts.ternary import trits
 from perspectron.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model import build
-from perspectron.quant.ternary import trits
 from perspectron.train import checkpoint
-from perspectron.train.align import distances
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
+from perspectron.train.expert_stats import delta, experts_of, loads, matrices, numbers
 from perspectron.train.loop import read_metrics
-from perspectron.train.measure import delta, experts_of, loads, matrices, numbers
 from perspectron.train.recipe import clone, plan, routed_in, seed_of, staged, with_experts
 
 NAMES = ["dense", "clone", "differentiate", "ternary", "align", "router"]
@@ -216,7 +216,7 @@ def test_killed_again_and_again(runs, tmp_path, whole):
     arguments = [tmp_path / "run", runs.data, tmp_path / "config.json", "6"]
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *arguments],
-        env=environment, capture_output=True, text=True, timeout=110, check=False,
+        env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)

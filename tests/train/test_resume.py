@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 import perspectron
 from perspectron import presets
 from perspectron.config import dump
+from perspectron.errors import CheckpointError, ConfigError
 from perspectron.train import checkpoint
-from perspectron.train.loop import read_metrics
+from perspectron.train.extend import extend
+from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.optim import OptimConfig
 
 EXPERTS = presets.get(
     "perspective-tiny", vocab_size=300, d_model=32, hidden=32, rank=8, heads=2, kv_heads=1, window=16, torus=[3, 2],
@@ -62,7 +65,7 @@ def drive(run: Path, runs, config, kills: int) -> dict:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -210,3 +213,115 @@ def test_twenty_kills(runs, tmp_path):
     assert_same_on_disk(tmp_path / "run", tmp_path / "whole", config)
     assert list((tmp_path / "run").rglob("*.tmp")) == []
     assert math.isfinite(whole.best)
+
+
+# More steps
+
+
+CONSTANT = OptimConfig(lr=3e-3, warmup=3, schedule="constant", cooldown=0.3)
+TERNARY = EXPERTS, {"ternary_from": 0.2, "ternary_until": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("model", "shares"), [("perspective-tiny-dense", {}), TERNARY], ids=["dense", "ternary"]
+)
+@pytest.mark.parametrize("until", [5, 10], ids=["on its way", "finished"])
+def test_a_run_given_more_steps_is_one_that_had_them(runs, tmp_path, model, shares, until):
+    """The rate had fallen from step 8 on; the longer run never did so there."""
+    short, long = tmp_path / "short", tmp_path / "long"
+    runs.trainer(short, model, steps=10, optim=CONSTANT, **shares, keep=1, save_every=1).fit(until=until)
+    config, ended = extend(short, 20)
+    grown = runs.start(short, config, ended=ended)
+    assert checkpoint.load_config(short).train.steps == 20
+    assert grown.progress.step == min(until, 8)
+    ended = [path.name for path in checkpoint.folder(short).glob("ended-*")]
+    assert ended == (["ended-step-00000010"] if until == 10 else [])
+    grown.fit()
+    halves = {name: share / 2 for name, share in shares.items()}
+    whole = runs.trainer(long, model, steps=20, optim=CONSTANT, **halves, keep=1, save_every=1)
+    whole.fit()
+    ours, theirs = (trainer.model.state_dict() for trainer in (grown, whole))
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    rates = [[line["lr"] for line in read_metrics(run) if "lr" in line] for run in (short, long)]
+    assert rates[0] == rates[1]
+    assert len(rates[0]) == 20
+
+
+def test_more_steps_change_nothing_before_an_older_checkpoint_is_read(runs, tmp_path, flip):
+    runs.trainer(tmp_path, steps=10, optim=CONSTANT, keep=9, save_every=4, eval_every=0).fit()
+    paths = checkpoint.paths(tmp_path)
+    assert [path.name[-2:] for path in paths] == ["04", "08", "10"]
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+    config, ended = extend(tmp_path, 20)
+    assert (config.train.steps, ended, files()) == (20, [paths[2]], before)
+    for path in paths[:2]:
+        flip(path / "model.safetensors", -1, 0)
+    before = files()
+    with pytest.raises(CheckpointError, match=r"step-00000008/model.safetensors: damaged"):
+        runs.start(tmp_path, config, ended=ended)
+    assert files() == before
+    flip(paths[0] / "model.safetensors", -1, 0)  # whole again
+    assert runs.start(tmp_path, config, ended=ended).progress.step == 4
+    names = {path.name for path in checkpoint.folder(tmp_path).iterdir()}
+    assert names == {"step-00000004", "damaged-step-00000008", "ended-step-00000010"}
+
+
+def test_experts_become_ternary_at_the_same_updates_with_more_steps(runs, tmp_path):
+    """7/10 of 10 steps are 7, but 7/30 of 30 are a little less."""
+    shares = {"ternary_from": 0.3, "ternary_until": 0.7}
+    short = runs.trainer(tmp_path, steps=10, optim=CONSTANT, **shares)
+    short.fit(until=1)
+    for steps in (30, 70):
+        config, _ = extend(tmp_path, steps)
+        assert config.train.ternary_between == short.config.train.ternary_between == (3.0, 7.0)
+
+
+def test_the_checkpoint_before_the_fall_is_kept_without_being_due(runs, tmp_path):
+    trainer = runs.trainer(tmp_path, steps=10, optim=CONSTANT, keep=1, save_every=0, eval_every=0)
+    trainer.fit()
+    assert [path.name for path in checkpoint.paths(tmp_path)] == ["step-00000008", "step-00000010"]
+
+
+def test_a_run_that_cannot_have_more_steps_says_what_to_do(runs, tmp_path):
+    cosine, constant = tmp_path / "cosine", tmp_path / "constant"
+    runs.trainer(cosine, steps=2).fit()
+    with pytest.raises(ConfigError, match=r"a cosine schedule ends .*, 2; start a new run .* --init"):
+        extend(cosine, 20)
+    runs.trainer(constant, steps=10, optim=CONSTANT, keep=1).fit()
+    for steps in (9, 10):
+        with pytest.raises(ConfigError, match=f"steps = {steps}, must be above the 10 that the run has"):
+            extend(constant, steps)
+    for path in checkpoint.paths(constant)[:-1]:
+        checkpoint.set_aside(path, "lost")
+    with pytest.raises(CheckpointError, match="no checkpoint is left from before its rate fell, at step 8"):
+        extend(constant, 20)
+    assert checkpoint.load_config(constant).train.steps == 10
+
+
+# Seams
+
+
+class Sharded(Trainer):
+    """Parameters replaced between building and resuming, as those of a rank are by FSDP2."""
+
+    def wrap(self):
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module._parameters[name] = torch.nn.Parameter(parameter.detach() * 0 + parameter.detach())
+        super().wrap()
+
+
+def test_parameters_may_be_replaced_before_a_run_is_resumed(runs, tmp_path):
+    whole = runs.trainer(tmp_path / "whole")
+    whole.fit()
+    runs.tokenizer.save(tmp_path / "parts" / "tokenizer.json")
+    for until in (7, 14):
+        config = runs.config()
+        parts = Sharded(tmp_path / "parts", config, runs.tokenizer, runs.shards)
+        assert parts.progress.step == until - 7
+        parts.fit(until=until)
+    runs.assert_same(runs.outcome(parts), runs.outcome(whole))

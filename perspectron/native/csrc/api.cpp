@@ -13,8 +13,6 @@
 
 namespace perspectron {
 
-uint32_t crc32c(const uint8_t* p, int64_t n, uint32_t value);
-
 namespace {
 
 std::atomic<bool> poison{false};
@@ -185,8 +183,8 @@ API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes,
   });
 }
 
-// residual: null, or what is added to the result.
-API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint8_t* gate_codes,
+// rows: null, or which row of x, residual and y each token is. residual: null, or what is added to the result.
+API void pspx_swiglu(const float* x, int64_t T, const int64_t* rows, int64_t D, int64_t F, const uint8_t* gate_codes,
                      const void* gate_scales, const uint8_t* up_codes, const void* up_scales, const uint8_t* down_codes,
                      const void* down_scales, int format, const float* residual, float* y, int threads) {
   const Kernels& k = kernels();
@@ -194,15 +192,17 @@ API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint
   const Matrix down = matrix(down_codes, down_scales, format, D, F);
   threads = useful(threads, 3 * bytes_of(gate), T);
   static thread_local Buffer hiddens;
-  float* hidden = static_cast<float*>(hiddens.of(size_t(2 * T * F) * sizeof(float)));
-  float* other = hidden + T * F;
+  float* hidden = static_cast<float*>(hiddens.of(size_t(2 * T * F + (rows != nullptr) * T * D) * sizeof(float)));
+  float *other = hidden + T * F, *out = rows == nullptr ? y : other + T * F;
   const Tokens tokens = tokens_in_scratch(0, T, D), inner = tokens_in_scratch(1, T, F);
-  Claims ready = token_claims(T), rows(gate.blocks(), grain(k, gate, T, threads));
-  Claims inner_ready = token_claims(T), inner_rows(down.blocks(), grain(k, down, T, threads));
+  Claims ready = token_claims(T), blocks(gate.blocks(), grain(k, gate, T, threads));
+  Claims inner_ready = token_claims(T), inner_blocks(down.blocks(), grain(k, down, T, threads));
+  const auto place = [&](int64_t t) { return (rows == nullptr ? t : rows[t]) * D; };
   parallel(threads, [&](Team& team) {
-    quantise_all(k, x, tokens, ready);
+    for (int64_t first, last; ready.next(first, last);)
+      for (int64_t t = first; t < last; t++) k.quantise(x + place(t), tokens, t);
     team.barrier();
-    for (int64_t first, last; rows.next(first, last);) {
+    for (int64_t first, last; blocks.next(first, last);) {
       k.multiply(gate, tokens, first, last, hidden, F);
       k.multiply(up, tokens, first, last, other, F);
       const int64_t row = first * ROWS[format], end = last * ROWS[format] < F ? last * ROWS[format] : F;
@@ -211,10 +211,14 @@ API void pspx_swiglu(const float* x, int64_t T, int64_t D, int64_t F, const uint
     team.barrier();
     quantise_all(k, hidden, inner, inner_ready);
     team.barrier();
-    for (int64_t first, last; inner_rows.next(first, last);) {
-      k.multiply(down, inner, first, last, y, D);
+    for (int64_t first, last; inner_blocks.next(first, last);) {
+      k.multiply(down, inner, first, last, out, D);
       const int64_t row = first * ROWS[format], end = last * ROWS[format] < D ? last * ROWS[format] : D;
-      for (int64_t t = 0; residual != nullptr && t < T; t++) k.add(y + t * D + row, residual + t * D + row, end - row);
+      for (int64_t t = 0; t < T; t++) {
+        float* into = y + place(t) + row;
+        if (rows != nullptr) std::memcpy(into, out + t * D + row, size_t(end - row) * sizeof(float));
+        if (residual != nullptr) k.add(into, residual + place(t) + row, end - row);
+      }
     }
   });
 }
@@ -229,8 +233,6 @@ API void pspx_scan(const float* q, const float* k, const float* v, const float* 
     for (int64_t first, last; claims.next(first, last);) with.scan(all, first, last);
   });
 }
-
-API uint32_t pspx_crc32c(const uint8_t* p, int64_t n, uint32_t value) { return crc32c(p, n, value); }
 
 API uint64_t pspx_read(const uint8_t* p, int64_t n, int threads) {
   const Kernels& k = kernels();

@@ -1,0 +1,100 @@
+"""Results that took long, from the files that benchmarks and comparisons wrote: one JSON object each."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from perspectron.config import require
+from perspectron.errors import DataError
+from perspectron.files import read_json
+
+COMMANDS = {
+    "decode": "python benchmarks/decode.py --contexts 1024 8192 65536 --repeats 6 --pairs 200",
+    "kernels": "python benchmarks/systems.py --kernels",
+    "layer_times": "python benchmarks/layer_times.py",
+    "full_size": "python benchmarks/full_size.py --experts 1 --threads 2",
+    "recall": "python benchmarks/recall.py",
+}
+COMPARE = (
+    "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "
+    "--out runs/reference"
+)
+ABLATED = ("perspective", "adr", "lens", "drm")
+COMPARISONS = ("compare", *(f"ablate-{design}" for design in ABLATED))
+DIRTY = "with changes"
+"""Stands behind the commit of what was measured with uncommitted changes."""
+VERSION = 1
+"""Of a comparison's results.json."""
+
+
+class Missing(Exception):
+    """The command that would measure it."""
+
+
+def command(name: str) -> str:
+    """What writes the results of this name, and keeps them in results."""
+    if name in COMMANDS:
+        return f"{COMMANDS[name]} --json results/{name}.json"
+    if name == "compare":
+        return f"{COMPARE} && cp runs/reference/results.json results/compare.json"
+    design = name.removeprefix("ablate-")
+    made = f"perspectron ablate runs/reference/cells/{design}/0 --tokens 500k --seeds 3 --jobs 2 --out runs/{name}"
+    return f"{made} && cp runs/{name}/results.json results/{name}.json"
+
+
+class Results:
+    """The files of a folder, by name; others than these that lie there are none of ours. ConfigError: no folder."""
+
+    def __init__(self, folder: Path) -> None:
+        require(folder.is_dir(), "results", str(folder), "a folder that is there")
+        self.folder = folder
+        self.asked: set[str] = set()
+        """Names that `get` was asked for."""
+
+    @cached_property
+    def _read(self) -> dict[str, dict[str, Any]]:
+        paths = {name: self.path(name) for name in sorted((*COMMANDS, *COMPARISONS))}
+        return {name: self._checked(name, path) for name, path in paths.items() if path.is_file()}
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _checked(self, name: str, path: Path) -> dict[str, Any]:
+        kept: Any = read_json(path, DataError)
+        keys = ("plan", "designs") if name in COMPARISONS else ("results",)
+        if not isinstance(kept, dict) or not all(isinstance(kept.get(key), dict) for key in keys):
+            what = "a comparison, its results.json" if name in COMPARISONS else "a benchmark"
+            raise DataError(f"{path}: not the results of {what}; written by `{command(name)}`")
+        if name in COMPARISONS and kept.get("version") != VERSION:
+            raise DataError(f"{path}: version {kept.get('version')!r}, must be {VERSION}; measure it again")
+        return kept
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Missing where there is no such file."""
+        self.asked.add(name)
+        if name not in self._read:
+            raise Missing(f"`{command(name)}`")
+        return self._read[name]
+
+    def commits(self, name: str) -> list[str]:
+        """Commits at which a file was measured; arms that were added later have their own. Empty: no such file."""
+        kept = self._read.get(name, {})
+        measured = [kept.get("conditions", {}), *kept.get("results", {}).get("arms", {}).values()]
+        return list(dict.fromkeys(str(each["commit"]) for each in measured if each.get("commit")))
+
+    def uncommitted(self, name: str) -> bool:
+        """Whether any of it was measured with changes to its commit."""
+        return any(DIRTY in commit for commit in self.commits(name))
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return iter(self._read.items())
+
+    def median(self, name: str, *path: str) -> float:
+        """Of a spread that stands at `path` in a benchmark's results; DataError where it does not."""
+        kept: Any = self.get(name)["results"]
+        for key in path:
+            if not isinstance(kept, dict) or key not in kept:
+                raise DataError(f"{self.path(name)}: has no {'/'.join(path)}; measured by another version?")
+            kept = kept[key]
+        return float(kept["median"] if isinstance(kept, dict) else kept)

@@ -1,1 +1,0 @@
-"""What is found for claims: counted from built models, tried on small ones, read from trained ones."""

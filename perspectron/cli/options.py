@@ -1,0 +1,118 @@
+"""Options as a user types them (sizes like 24G, rates like 3G/s, KEY=VALUE, the folder of a model), and the answer of a
+command: a JSON object, or tables and lines."""
+
+import json
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perspectron.config import require
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from perspectron.opening import Opened
+
+POWERS = "KMGT"
+LARGEST = 2**62
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
+BOUND = "a size like 24G, 512M or 1.5GiB"
+
+
+def size(text: str, field: str) -> int:
+    """Bytes of "24G", "512M", "1.5GiB" or "4096": K, M, G and T are powers of 1000, KiB, MiB and so on of 1024;
+    lower case is the same.
+
+    ConfigError, naming the field, for anything else, and for less than one byte.
+    """
+    return _parse(text, text, field, BOUND)
+
+
+def count(text: str, field: str) -> int:
+    """The number that "5M", "20M" or "1500000" stands for. ConfigError, naming the field, for anything else."""
+    bound = "a number like 5M or 20M"
+    require(not text.strip().upper().endswith(("B", "I")), field, text, bound)
+    return _parse(text, text, field, bound)
+
+
+def rate(text: str, field: str) -> int:
+    """Bytes per second of "3G/s" or "800MiB/s"; ConfigError for anything else."""
+    amount, slash, second = text.strip().partition("/")
+    bound = "a rate like 3G/s or 800M/s"
+    require(slash == "/" and second == "s", field, text, bound)
+    return _parse(amount, text, field, bound)
+
+
+def _parse(amount: str, text: str, field: str, bound: str) -> int:
+    match = _SIZE.fullmatch(amount.strip())
+    require(match is not None, field, text, bound)
+    assert match is not None
+    number, prefix, binary = match.groups()
+    value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix.upper()) + 1 if prefix else 0)
+    require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 to 2⁶²")
+    return round(value)
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
+    key, equals, value = text.partition("=")
+    require(equals == "=" and key != "", "set", text, "KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def resolved(data: str) -> str:
+    """A corpus or a run by its full path, so that a run goes on from any folder."""
+    return data if data in ("stdlib", "") else str(Path(data).resolve())
+
+
+def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
+    """The model of a folder, as `opening.open_model` has it; cache: memory for experts, as typed.
+
+    For an artifact, a line on standard error says what of it is in memory and what streams, and torch is left one
+    thread: its own operations between the kernels, which have the others, are too small to share.
+    """
+    import torch
+
+    from perspectron import native, opening
+
+    opened = opening.open_model(
+        path, cache_bytes=None if cache is None else size(cache, "cache"), verify=verify
+    )
+    if opened.line:
+        print(f"perspectron: {opened.line}", file=sys.stderr)
+        if native.available() and torch.get_num_threads() > 1:
+            native.set_threads(torch.get_num_threads())
+            torch.set_num_threads(1)
+    return opened
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+    """Table for a terminal: the first column to the left, the others, numbers, to the right, and none of them cut."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left")
+    for index, name in enumerate(head):
+        made.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
+    """Print one JSON object, or tables and lines for people; the exit code 0."""
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps(fields))
+    else:
+        console = Console(highlight=False, markup=False, emoji=False)
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, str))
+    return 0

@@ -1,0 +1,89 @@
+"""Charts of a comparison: losses against what was spent, time and state of a token against the context."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from perspectron.compare.report.numbers import context, known, short, size
+from perspectron.compare.report.summary import LOSS, Row
+from perspectron.plot import Chart, Line, draw
+
+BITS = "held-out bits per byte"
+START = 0.2  # share of a training from which its losses are drawn: before it, all of them fall steeply
+Styles = dict[str, int]
+
+
+def styles(names: Sequence[str], reference: str) -> Styles:
+    """Style 0 for the reference, the others in turn."""
+    others = [name for name in names if name != reference]
+    return {reference: 0} | {name: 1 + i % 8 for i, name in enumerate(others)}
+
+
+def _figures(slug: str, charts: Sequence[Chart]) -> list[str]:
+    """Charts of the lines that have points, each as <svg>; none of a chart without such lines."""
+    charts = [replace(chart, lines=[line for line in chart.lines if line.points]) for chart in charts]
+    drawn = [chart for chart in charts if chart.lines]
+    return [draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(drawn)]
+
+
+def losses(rows: Sequence[Row], style: Styles) -> list[str]:
+    """Loss against tokens, FLOPs and seconds. Seconds are tokens by the speeds that the cost suite measured in turns,
+    where it did: the clock of a cell also counts what ran beside it, and pauses."""
+    in_turns = all(row.cost for row in rows if row.finished)
+
+    def seconds(row: Row, line: dict[str, Any]) -> float | None:
+        return line["tokens"] / row.speed if in_turns and row.speed else known(line.get("seconds"))
+
+    clock = "seconds of training" + (", by speeds measured in turns" if in_turns else "")
+    axes: tuple[tuple[str, str, Callable[[Row, dict[str, Any]], float | None]], ...] = (
+        ("Loss against tokens", "tokens trained on", lambda _, line: known(line.get("tokens"))),
+        ("Loss against FLOPs", "training FLOPs", lambda _, line: known(line.get("flops"))),
+        ("Loss against seconds", clock, seconds),
+    )
+    charts = []
+    for title, x, of in axes:
+        lines = [_curve(row, style[row.name], of) for row in rows if row.finished]
+        charts.append(Chart(title, f"{x} (log)", BITS, lines, log_x=True, x_text=short))
+    return _figures("loss", charts)
+
+
+def _curve(row: Row, style: int, of: Callable[[Row, dict[str, Any]], float | None]) -> Line:
+    """Mean over the finished seeds at the steps that they share; band from the lowest to the highest."""
+    threads = []
+    for cell in row.finished:
+        points = {line["step"]: (of(row, line), known(line.get(LOSS))) for line in cell.get("curve", [])}
+        late = {step: at for step, at in points.items() if step >= START * max(points) and at[0]}
+        threads.append({step: (x, y) for step, (x, y) in late.items() if x is not None and y is not None})
+    keys = sorted(set.intersection(*map(set, threads))) if threads else []
+    columns = [[thread[key] for thread in threads] for key in keys]
+    means = [(math.fsum(x for x, _ in c) / len(c), math.fsum(y for _, y in c) / len(c)) for c in columns]
+    spans = [(min(y for _, y in c), max(y for _, y in c)) for c in columns] if len(threads) > 1 else []
+    return Line(row.name, means, style, spans)
+
+
+def cost(rows: Sequence[Row], style: Styles) -> list[str]:
+    """Time and state of a token against the context."""
+    kinds: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+        ("decode_ms", "Decoding a token", "milliseconds per token (log)", short),
+        ("state_bytes", "State or cache", "bytes of a sequence (log)", size),
+    )
+    charts = []
+    for key, title, y, text in kinds:
+        lines = []
+        for row in rows:
+            values = {at: value for at, value in measured(row.cost.get(key)).items() if value > 0}
+            ranges = row.cost.get(f"{key}_spread") or {}
+            spans = [ranges.get(str(at)) for at in values]
+            bands = [(span["low"], span["high"]) for span in spans if span] if all(spans) else []
+            lines.append(Line(row.name, list(values.items()), style[row.name], bands))
+        ticks = sorted({x for line in lines for x, _ in line.points})
+        x = "context, tokens (log)"
+        charts.append(Chart(title, x, y, lines, True, True, ticks=ticks, x_text=context, y_text=text))
+    return _figures("cost", charts)
+
+
+def measured(values: dict[str, Any] | None) -> dict[int, float]:
+    """Values of a {"1024": x} by their context, in its order, without those that are none."""
+    numbers = {int(at): value for at, raw in (values or {}).items() if (value := known(raw)) is not None}
+    return dict(sorted(numbers.items()))

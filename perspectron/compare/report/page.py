@@ -1,0 +1,177 @@
+"""Page of a comparison: measured figures of every design, with intervals.
+
+Whether a claim holds is not said here; `python -m claims` judges it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perspectron.compare.report import figures, tables
+from perspectron.compare.report.numbers import fixed, grouped, short
+from perspectron.compare.report.summary import Row, leader, ranked
+from perspectron.compare.report.tables import Table
+from perspectron.errors import ConfigError
+from perspectron.plot import variables
+from perspectron.stats import LEVEL
+
+VERSION = 1
+"""Version of results.json."""
+CONDITIONS = {
+    "machine": "machine", "jobs": "trainings at once", "threads": "threads per training", "dtype": "number format",
+    "torch": "torch", "commit": "commit", "started": "started",
+}  # fmt: skip
+MATCHES = {
+    "tokens": "equal parameters and tokens",
+    "flops": "equal parameters and training FLOPs",
+    "time": "equal parameters and training time",
+}
+ALLOWS = {"flops": "as many as equal FLOPs allow", "time": "as many as equal time allows"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Part of the page. facts: names and values. code: a command."""
+
+    slug: str
+    title: str
+    note: str = ""
+    figures: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    facts: Sequence[tuple[str, str]] = ()
+    code: str = ""
+
+
+def html(results: dict[str, Any]) -> str:
+    """The page: no script, nothing fetched, light or dark as the reader's system is, and printable.
+
+    ConfigError for what is not the results of a comparison.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    parts = ("plan", "conditions", "designs")
+    whole = isinstance(results, dict) and results.get("version") == VERSION and all(map(results.get, parts))
+    if not whole:
+        raise ConfigError(
+            f"the results are not those of `compare` or `ablate` in version {VERSION}; use their results.json"
+        )
+    loader = PackageLoader("perspectron.compare.report", ".")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    plan, rows, noun = results["plan"], ranked(results), _noun(results)
+    title = f"Comparison of {len(rows)} {noun}{'s' * (len(rows) != 1)} at {short(plan['params'])} parameters"
+    template = environment.get_template("page.html.j2")
+    return template.render(
+        title=title,
+        lede=_lede(plan, rows, noun),
+        sections=sections(results),
+        light=variables(0),
+        dark=variables(1),
+    )
+
+
+def sections(results: dict[str, Any]) -> list[Section]:
+    """Everything that was measured; a suite that was not run has no section."""
+    plan, rows, noun = results["plan"], ranked(results), _noun(results)
+    style = figures.styles(list(results["designs"]), plan["reference"])
+    parts = [
+        _conditions(plan, results["conditions"]),
+        _ranking(rows, results, noun),
+        Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style)),
+        _suite("position", "Loss by place in the context", rows, [], tables.position(rows, noun)),
+        _suite("recall", "Recall", rows, [], tables.recall(rows, noun), _recall_note(rows)),
+        _suite("cost", "Cost", rows, figures.cost(rows, style), tables.costs(rows, noun), _cost_note(rows)),
+        _suite("calibration", "Calibration", rows, [], tables.calibration(rows, noun),
+               "With one seed the interval is of bootstrapped windows of text."),
+        _suite("robustness", "Robustness", rows, [], tables.robustness(rows, noun)),
+        Section("trainings", "Trainings", "", (), [*tables.rates(rows, noun), tables.cells(rows, noun)]),
+    ]  # fmt: skip
+    return [part for part in parts if part.figures or part.tables or part.facts]
+
+
+def _noun(results: dict[str, Any]) -> str:
+    return "arm" if results.get("kind") == "ablations" else "design"
+
+
+def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
+    others = f" ({plan['reference']}; the others {ALLOWS[plan['match']]})" if plan["match"] in ALLOWS else ""
+    seeds = len(plan["seeds"])
+    text = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}{others}, {seeds} seed{'s' * (seeds != 1)}, at "
+    text += f"{MATCHES[plan['match']]}; held-out loss in bits per byte. "
+    best = leader(rows)
+    if best is None or best.mean is None:
+        return text + f"No {noun} has finished all of its seeds."
+    return text + f"Lowest mean of those that finished all seeds: {best.name}, {fixed(best.mean)}."
+
+
+def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
+    heldout = f"{grouped(plan.get('heldout_tokens'))} tokens, {grouped(plan.get('heldout_bytes'))} bytes"
+    facts = [
+        ("text", str(plan["data"])),
+        ("training tokens there are", grouped(plan.get("train_tokens"))),
+        ("held out", heldout),
+        ("vocabulary", grouped(plan.get("vocab_size"))),
+        ("context in training", f"{grouped(plan.get('seq_len'))} tokens"),
+        ("batch", f"{grouped(plan.get('batch_size'))} windows"),
+        ("seeds", ", ".join(map(str, plan["seeds"]))),
+        ("matched", MATCHES[plan["match"]]),
+    ]
+    facts += [
+        (name, str(conditions[key])) for key, name in CONDITIONS.items() if conditions.get(key) is not None
+    ]
+    return Section("conditions", "Conditions", facts=facts, code=str(conditions.get("command", "")))
+
+
+def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str) -> Section:
+    plan = results["plan"]
+    table = tables.ranking(rows, plan["reference"], results.get("compressors", {}), noun)
+    note = "Complete ones first, by mean; those with a seed that diverged or is missing have no rank. "
+    if len(plan["seeds"]) == 1:
+        note += "One seed has no interval, and a small difference may be chance."
+    else:
+        note += (
+            f"Small figures are {LEVEL:.0%} intervals (Student's t over seeds). A difference is paired by seed, with "
+            "the p value of a paired t test; both assume normal differences, and nothing is corrected for the number "
+            "of comparisons. Seeds vary the training; another text or size is not covered."
+        )
+    return Section("ranking", "Ranking", note, tables=[table])
+
+
+def _loss_note(plan: dict[str, Any]) -> str:
+    note = "Mean over the seeds that finished; band: lowest to highest seed. "
+    note += f"Drawn from {figures.START:.0%} of each training on. "
+    if plan["curve_tokens"] < plan["heldout_tokens"]:
+        note += f"During training {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
+    return note
+
+
+def _recall_note(rows: Sequence[Row]) -> str:
+    options: dict[str, Any] = next((row.recall["options"] for row in rows if "options" in row.recall), {})
+    size = f"{options.get('layers')} layers of width {options.get('d_model')}"
+    return f"Models of {size}, trained from scratch on each task; profile {options.get('profile')}."
+
+
+def _cost_note(rows: Sequence[Row]) -> str:
+    """What times at long contexts are of, and what was not measured."""
+    notes = [f"{row.name}: {how}." for row in rows if (how := row.cost.get("positions"))]
+    notes += [
+        f"{row.name}, {what}: not measured, {why}." for row in rows for what, why in tables.skipped(row)
+    ]
+    return " ".join(["All designs took turns in one run. Small figures: range of the measurements.", *notes])
+
+
+def _suite(
+    slug: str,
+    title: str,
+    rows: Sequence[Row],
+    drawn: Sequence[str],
+    listed: Sequence[Table],
+    note: str = "",
+) -> Section:
+    """Section of one suite, which names those that lack it; empty where nothing was measured."""
+    if not drawn and not listed:
+        return Section(slug, title)
+    lacking = [row.name for row in rows if not (row.entry.get("suites", {}).get(slug) or row.suite(slug))]
+    missing = f"Not measured: {', '.join(lacking)}." if lacking else ""
+    return Section(slug, title, " ".join(filter(None, (note, missing))), drawn, listed)

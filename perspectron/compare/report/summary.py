@@ -1,0 +1,103 @@
+"""Designs of a comparison over their seeds: mean loss, rank and differences.
+
+A cell that diverged or is missing has no loss; its design keeps the mean of its other seeds and is ranked behind every
+design that finished all seeds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perspectron.compare.report.numbers import known
+from perspectron.stats import Paired, paired
+
+LOSS = "heldout_bits_per_byte"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A seed without a loss: "diverged" or "missing", and why."""
+
+    seed: int
+    status: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A design, its entry in the results, and the held-out bits per byte of each seed that finished."""
+
+    name: str
+    entry: dict[str, Any]
+    losses: dict[int, float]
+    faults: tuple[Fault, ...]
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        return list(self.entry.get("cells", []))
+
+    @property
+    def finished(self) -> list[dict[str, Any]]:
+        return [cell for cell in self.cells if cell["seed"] in self.losses]
+
+    @property
+    def mean(self) -> float | None:
+        return math.fsum(self.losses.values()) / len(self.losses) if self.losses else None
+
+    def average(self, field: str) -> float | None:
+        """Mean of a field over the finished cells that have it."""
+        values = [value for cell in self.finished if (value := known(cell.get(field))) is not None]
+        return math.fsum(values) / len(values) if values else None
+
+    def against(self, other: "Row") -> Paired | None:
+        """This design's loss less the other's, over the seeds that both finished; above zero is worse."""
+        seeds = [seed for seed in self.losses if seed in other.losses]
+        return paired([self.losses[seed] for seed in seeds], [other.losses[seed] for seed in seeds])
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """Results of the cost suite, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("cost") or {})
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second of training: by the cost suite, in which all took turns, else by the cells' own clocks,
+        which also count what ran beside them."""
+        measured = known(self.cost.get("train_tokens_per_second"))
+        return self.average("tokens_per_second") if measured is None else measured
+
+    @property
+    def recall(self) -> dict[str, Any]:
+        """Results of the recall suite, empty where it was not run."""
+        return dict(self.entry.get("suites", {}).get("recall") or {})
+
+    def suite(self, name: str) -> list[dict[str, Any]]:
+        """Results of a suite, of the finished cells that have them."""
+        return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]
+
+
+def ranked(results: dict[str, Any]) -> list[Row]:
+    """Complete designs by their mean loss, then those with faults by theirs, then those without any loss; equals in
+    the order of the results."""
+    rows = [_row(name, entry, results["plan"]["seeds"]) for name, entry in results["designs"].items()]
+    return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
+
+
+def leader(rows: Sequence[Row]) -> Row | None:
+    """The complete design with the lowest mean, None where no design is complete."""
+    return rows[0] if rows and not rows[0].faults else None
+
+
+def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:
+    cells = {cell["seed"]: cell for cell in entry.get("cells", [])}
+    losses, faults = dict[int, float](), list[Fault]()
+    for seed in [*seeds, *(seed for seed in cells if seed not in seeds)]:
+        cell = cells.get(seed, {"status": "missing", "why": "it has not been run"})
+        loss = known(cell.get(LOSS))
+        if cell["status"] == "finished" and loss is not None:
+            losses[seed] = loss
+        else:
+            status = "without a loss" if cell["status"] == "finished" else cell["status"]
+            faults.append(Fault(seed, status, cell.get("why") or ""))
+    return Row(name, entry, losses, tuple(faults))

@@ -1,0 +1,301 @@
+"""Tables of a comparison: every figure is a mean over seeds, with its interval beneath it."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perspectron.compare.report.figures import measured
+from perspectron.compare.report.numbers import (
+    NONE,
+    context,
+    fixed,
+    grouped,
+    known,
+    percent,
+    probability,
+    rate,
+    short,
+    signed,
+    size,
+)
+from perspectron.compare.report.summary import Row, leader
+from perspectron.stats import interval
+
+Text = Callable[[Any], str]
+Setting = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """note: smaller, beneath the text. kind: "best", "bad" or "quiet"."""
+
+    text: str
+    note: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of a row is its head. words: columns of text, which are set from the left."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    words: Sequence[int] = (0,)
+
+
+def _some(table: Table) -> list[Table]:
+    """The table, if it has a row."""
+    return [table] if table.rows else []
+
+
+def estimate(values: Sequence[Any], text: Text = fixed, kind: str = "") -> Cell:
+    """Mean over seeds and its interval; a dash where a seed has no value, for the mean of the others would flatter."""
+    numbers = [number for value in values if (number := known(value)) is not None]
+    if not numbers or len(numbers) < len(values):
+        return Cell(NONE)
+    span = interval(numbers)
+    return Cell(text(statistics.fmean(numbers)), f"{text(span[0])} to {text(span[1])}" if span else "", kind)
+
+
+def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
+    """A measurement and the range in which its repetitions lie."""
+    return Cell(text(value), f"{text(spread['low'])} to {text(spread['high'])}" if spread else "")
+
+
+def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], noun: str) -> Table:
+    """Every arm by rank, then the compressors, which have a loss and nothing else."""
+    best, other = leader(rows), next(row for row in rows if row.name == reference)
+    states = {row.name: states_of(row) for row in rows}
+    contexts = {at for sizes in states.values() for at in sizes}
+    ends = sorted({min(contexts), max(contexts)}) if contexts else []
+    head = [noun, "rank", "bits per byte", f"against {reference}", "parameters", "tokens", "learning rate"]
+    head += ["training tokens/s", *(f"state at {context(end)}" for end in ends)]
+    body, place = list[list[Cell]](), 0
+    for row in rows:
+        place += not row.faults
+        kind = "best" if best is not None and row.name == best.name else ""
+        faults = "; ".join(f"seed {fault.seed} {fault.status}" for fault in row.faults)
+        parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
+        body.append([
+            Cell(row.name, faults), Cell(NONE if row.faults else str(place)),
+            estimate(list(row.losses.values()), kind=kind), _difference(row, other),
+            Cell(short(parameters, 4), f"{short(active)} active" if active not in (None, parameters) else ""),
+            Cell(short(row.average("tokens"))), Cell(rate(row.entry.get("lr"))), Cell(short(row.speed)),
+            *(Cell(size(states[row.name].get(end))) for end in ends),
+        ])  # fmt: skip
+    for compressor, bits in compressors.items():
+        number = known(bits)
+        gap = NONE if number is None or other.mean is None else signed(number - other.mean)
+        cells = [Cell(compressor, "compressor"), Cell(""), Cell(fixed(bits)), Cell(gap)]
+        body.append([*cells, *[Cell("")] * (len(head) - 4)])
+    return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
+
+
+def states_of(row: Row) -> dict[int, float]:
+    """State bytes by context: as the cost suite measured them, else as they are counted."""
+    return measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
+
+
+def _difference(row: Row, other: Row) -> Cell:
+    """Paired difference to the reference; above zero is worse."""
+    pair = None if row.name == other.name else row.against(other)
+    if pair is None:
+        return Cell(NONE, "" if row.name == other.name else "no seed in common", "quiet")
+    if pair.low is None:
+        return Cell(signed(pair.mean), "one seed, no test")
+    note = f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
+    return Cell(signed(pair.mean), note)
+
+
+def position(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Bits per byte in each bin of places."""
+    bins = {
+        row.name: [{line["to"]: line for line in suite["bins"]} for suite in row.suite("position")]
+        for row in rows
+    }
+    ends = sorted({end for suites in bins.values() for suite in suites for end in suite})
+    body = [
+        [
+            Cell(name),
+            *(estimate([suite.get(end, {}).get("bits_per_byte") for suite in suites]) for end in ends),
+        ]
+        for name, suites in bins.items()
+        if suites
+    ]
+    caption = "Bits per byte by place in the context, mean over seeds"
+    return _some(Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body))
+
+
+def recall(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Accuracy in each setting of each task, and past the length of training where it was measured."""
+    result = []
+    for name, tasks in tasks_of(rows).items():
+        settings = settings_of(tasks.values())
+        varied, places = varied_of(settings)
+        lines = {
+            design: {tuple(line["sizes"].items()): line for line in task["settings"]}
+            for design, task in tasks.items()
+        }
+        past = any("beyond" in line for by_setting in lines.values() for line in by_setting.values())
+        body = []
+        for design, by_setting in lines.items():
+            cells = [estimate(by_setting.get(at, {}).get("accuracy", []), percent) for at in settings]
+            longer = [estimate(by_setting.get(at, {}).get("beyond", []), percent) for at in settings if past]
+            body.append([Cell(design), *cells, *longer])
+        task = next(iter(tasks.values()))
+        chance = [
+            Cell(percent(line.get("chance", task.get("chance"))), kind="quiet") for line in task["settings"]
+        ]
+        chance += [Cell("")] * (len(settings) * (1 + past) - len(chance))
+        body.append([Cell("chance", kind="quiet"), *chance])
+        theory = f" ({task['theory']})" if task.get("theory") else ""
+        head = [noun, *places, *(f"{place}, past its length" for place in places if past)]
+        result.append(Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", head, body))
+    return result
+
+
+def tasks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Results by task and design."""
+    tasks = dict[str, dict[str, Any]]()
+    for row in rows:
+        for name, task in row.recall.get("tasks", {}).items():
+            tasks.setdefault(name, {})[row.name] = task
+    return tasks
+
+
+def settings_of(tasks: Any) -> list[Setting]:
+    """Settings of one task, in their order."""
+    return list(dict.fromkeys(tuple(line["sizes"].items()) for task in tasks for line in task["settings"]))
+
+
+def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
+    """Names of the sizes that differ between settings, and each setting by its values of them."""
+    keys = list(dict.fromkeys(key for setting in settings for key, _ in setting))
+    differ = [key for key in keys if len({str(dict(setting).get(key)) for setting in settings}) > 1]
+    varied = differ or keys[:1]
+    names = ["/".join(_value(dict(setting).get(key)) for key in varied) for setting in settings]
+    return " / ".join(key.replace("_", " ") for key in varied) or "setting", names
+
+
+def _value(value: Any) -> str:
+    return context(value) if known(value) is not None or value is None else str(value)
+
+
+def costs(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Speed and memory of training, time and state of decoding at each context."""
+    costs = {row.name: row.cost for row in rows if row.cost}
+    times = {name: measured(cost.get("decode_ms")) for name, cost in costs.items()}
+    states = {name: measured(cost.get("state_bytes")) for name, cost in costs.items()}
+    contexts = sorted({at for values in (*times.values(), *states.values()) for at in values})
+    head = [noun, "training tokens/s", "peak memory in training"]
+    head += [f"ms per token at {context(at)}" for at in contexts] + [
+        f"state at {context(at)}" for at in contexts
+    ]
+    body = []
+    for name, cost in costs.items():
+        speed, speeds = cost.get("train_tokens_per_second"), cost.get("train_tokens_per_second_spread") or {}
+        spread = next((spread for spread in speeds.values() if spread["median"] == speed), None)
+        ranges = cost.get("decode_ms_spread") or {}
+        line = [Cell(name), ranged(speed, spread, short), Cell(size(cost.get("train_peak_bytes")))]
+        line += [ranged(times[name].get(at), ranges.get(str(at)), short) for at in contexts]
+        body.append([*line, *(Cell(size(states[name].get(at))) for at in contexts)])
+    return _some(Table("Cost, medians of one run in which all took turns", head, body))
+
+
+def skipped(row: Row) -> list[tuple[str, str]]:
+    """What the cost suite did not measure of a design, and why."""
+    reasons = row.cost.get("skipped") or {}
+    return [(f"at {context(int(what))}" if what.isdigit() else what, why) for what, why in reasons.items()]
+
+
+def calibration(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Calibration errors beside those of a model whose confidences are exactly right."""
+    body = []
+    for row in rows:
+        if suites := row.suite("calibration"):
+            ece = estimate([suite.get("ece") for suite in suites])
+            if len(suites) == 1 and known(suites[0].get("ece_low")) is not None:
+                ece = ranged(
+                    suites[0]["ece"], {"low": suites[0]["ece_low"], "high": suites[0]["ece_high"]}, fixed
+                )
+            columns = [
+                estimate([suite.get(name) for suite in suites]) for name in ("ece_calibrated", "brier")
+            ]
+            tokens = grouped(statistics.fmean(suite.get("tokens", 0) for suite in suites))
+            body.append([Cell(row.name), ece, *columns, Cell(tokens)])
+    head = [noun, "ECE", "ECE if calibrated", "Brier score", "tokens"]
+    return _some(Table("Calibration, mean over seeds; lower is better", head, body))
+
+
+def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Loss read whole, resumed from disk, and after a harmed context."""
+    suites = {row.name: suites for row in rows if (suites := row.suite("robustness"))}
+    harmed = {name: [_harmed(suite) for suite in each] for name, each in suites.items()}
+    harms = list(dict.fromkeys(harm for each in harmed.values() for suite in each for harm in suite))
+    body = []
+    for name, each in suites.items():
+        equal = [suite.get("resumed_equal") for suite in each]
+        same = "yes" if all(equal) else f"no, in {sum(not value for value in equal)} of {len(equal)}"
+        losses = [
+            estimate([suite.get(key) for suite in each], lambda v: fixed(v, 4))
+            for key in ("whole", "resumed")
+        ]
+        after = [estimate([suite.get(harm) for suite in harmed[name]]) for harm in harms]
+        body.append([Cell(name), *losses, Cell(same, kind="" if all(equal) else "bad"), *after])
+    caption = "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds"
+    return _some(Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body))
+
+
+def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
+    """Bits per byte by what was done to the context."""
+    harms = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
+    harms |= {f"shuffled: {name.replace('_', ' ')}": harm for name, harm in suite.get("shuffled", {}).items()}
+    harms |= {f"{percent(harm['share'], 0)} corrupted": harm for harm in suite.get("corrupted", [])}
+    bits = {
+        name: harm.get("bits_per_byte") if isinstance(harm, dict) else harm for name, harm in harms.items()
+    }
+    return {name: value for name, value in bits.items() if value is not None}
+
+
+def rates(rows: Sequence[Row], noun: str) -> list[Table]:
+    """Loss of each learning rate tried; none where a single rate was asked for."""
+    tried = {row.name: {known(line["lr"]): line for line in row.entry.get("rates", [])} for row in rows}
+    columns = sorted({lr for lines in tried.values() for lr in lines if lr is not None})
+    body = []
+    for row in rows if columns else ():
+        cells = [_tried(tried[row.name].get(lr), lr == known(row.entry.get("lr"))) for lr in columns]
+        body.append([Cell(row.name), *cells])
+    caption = "Held-out bits per byte after a short training; the chosen rate is strong"
+    return _some(Table(caption, [noun, *map(rate, columns)], body))
+
+
+def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
+    if line is None:
+        return Cell("not tried", kind="quiet")
+    if known(line.get("heldout_bits_per_byte")) is None:
+        return Cell("no loss", str(line.get("why") or ""), "bad")
+    return Cell(fixed(line["heldout_bits_per_byte"]), kind="best" if chosen else "")
+
+
+def cells(rows: Sequence[Row], noun: str) -> Table:
+    """Every training of the plan, those without a loss too."""
+    body = []
+    for row in rows:
+        by_seed = {cell["seed"]: cell for cell in row.cells}
+        faults = {fault.seed: fault for fault in row.faults}
+        for seed in sorted({*by_seed, *faults}):
+            cell, fault = by_seed.get(seed, {}), faults.get(seed)
+            status = Cell(fault.status, fault.why, "bad") if fault else Cell("finished")
+            numbers = [
+                fixed(row.losses.get(seed), 4),
+                grouped(cell.get("steps")),
+                grouped(cell.get("tokens")),
+            ]
+            numbers += [short(cell.get("seconds")), short(cell.get("tokens_per_second"))]
+            numbers.append(str(cell.get("losses_sha256") or NONE)[:12])
+            body.append([Cell(row.name), Cell(str(seed)), status, *map(Cell, numbers)])
+    head = [noun, "seed", "status", "held-out bits per byte", "steps", "tokens", "seconds", "tokens/s"]
+    caption = "Every training; equal digests mean equal training losses"
+    return Table(caption, [*head, "losses, SHA-256"], body, (0, 2))

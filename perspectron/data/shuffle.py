@@ -1,0 +1,59 @@
+"""Permutations of the windows of a text, each fixed by (seed, epoch) alone.
+
+Order 2 computes any part of a permutation when it is asked for and keeps no table, so that a trillion tokens cost no
+memory and a rank no time before its first row. Order 1, of 0.1, is a table; runs of that time go on with it.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perspectron.errors import DataError
+
+Indices = NDArray[np.int64]
+ORDERS = (1, 2)
+ORDER = 2
+"""The order of new runs."""
+ROUNDS = 8
+
+
+def shuffle(n: int, seed: int, epoch: int, order: int = ORDER) -> Callable[[Indices], Indices]:
+    """A permutation of 0 … n − 1, as a function of any of these numbers [N]. DataError for an unknown order."""
+    if order == 1:
+        table: Indices = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
+        return lambda index: table[index]
+    if order == 2:
+        keys = np.frombuffer(hashlib.blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
+        return lambda index: _feistel(index, n, keys)
+    raise DataError(
+        f"order: {order} is not one of {', '.join(map(str, ORDERS))}; it may be of a newer version"
+    )
+
+
+def _feistel(index: Indices, n: int, keys: NDArray[np.uint64]) -> Indices:
+    """Feistel network with addition in place of XOR, so that the halves may have any size: a · b ≥ n with a and b near
+    √n. Each round adds to one half a number that depends on the other alone, which is undone by taking it away: it is
+    a bijection of 0 … ab − 1. What leaves 0 … n − 1 is put in again until it is back, which keeps it one of n numbers,
+    and happens to about one in √n at most."""
+    a = math.isqrt(n - 1) + 1
+    b = -(-n // a)
+    result = index.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        high, low = np.divmod(result[outside], np.uint64(b))
+        for i in range(0, ROUNDS, 2):
+            high = (high + _mixed(low ^ keys[i]) % np.uint64(a)) % np.uint64(a)
+            low = (low + _mixed(high ^ keys[i + 1]) % np.uint64(b)) % np.uint64(b)
+        result[outside] = high * np.uint64(b) + low
+        outside[outside] = result[outside] >= n
+    return result.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64: every bit of the result depends on every bit of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,88 @@
+"""Reading prompts of any lengths as one batch, in chunks.
+
+Shapes: B batch, T time, D model width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.errors import ConfigError
+from perspectron.model import LanguageModel
+from perspectron.state import LMState
+
+END_OF_TEXT_ID = 0
+"""The id that stands before every document. Models are trained to remember nothing across it."""
+
+
+@torch.inference_mode()
+def prefill(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], state: LMState | None = None, *, chunk: int = 512
+) -> tuple[Tensor, LMState]:
+    """Read a batch of prompts of any lengths ≥ 1 after `state`, which is used up: (the logits [B,V] after each
+    row's last token, the new state).
+
+    `chunk` tokens at a time, so that memory beyond the state does not grow with the prompt. An end-of-text
+    token starts a document: nothing before it is remembered, as in training.
+    ConfigError: no prompts, a prompt of no tokens, ids outside the model's vocabulary, a state of another
+    batch size.
+    """
+    require(chunk >= 1, "chunk", chunk, "≥ 1")
+    require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
+    for row, ids in enumerate(prompts):
+        check_ids(ids, model.config.vocab_size, row)
+    B = len(prompts)
+    if state is not None and state.batch_size != B:
+        raise ConfigError(f"prompts: {B} given, must be as many as the state has rows, {state.batch_size}")
+    fresh = state is None
+    state = model.init_state(B) if state is None else state.to(model.device)  # a loaded one is on the CPU
+    last_BD = torch.zeros(B, model.config.d_model, dtype=model.dtype, device=model.device)
+    for start in range(0, max(map(len, prompts)), chunk):
+        parts = [prompt[start : start + chunk] for prompt in prompts]
+        here_BD, state = read(model, parts, state, fresh=[fresh and start == 0] * B)
+        read_B1 = torch.tensor([[len(part) > 0] for part in parts], device=model.device)
+        last_BD = torch.where(read_B1, here_BD, last_BD)
+    return model.head(last_BD), state
+
+
+def read(
+    model: LanguageModel, parts: Sequence[Sequence[int]], state: LMState, *, fresh: Sequence[bool]
+) -> tuple[Tensor, LMState]:
+    """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (what the head reads
+    [B,D] after each row's last token, the new state).
+
+    fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing.
+    """
+    B, T, device = len(parts), max(map(len, parts)), model.device
+    length_B = torch.tensor([len(part) for part in parts])
+    ids_BT = torch.tensor([[*part, *[END_OF_TEXT_ID] * (T - len(part))] for part in parts])
+    pad_BT = torch.arange(T) >= length_B[:, None]
+    reset_BT = (ids_BT == END_OF_TEXT_ID) & ~pad_BT
+    reset_BT[:, 0] &= ~torch.tensor(fresh)
+    reset, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
+    hidden_BTD, state, _ = model.hidden(
+        ids_BT.to(device), state, reset_BT=reset, pad_BT=pad, consume_state=True
+    )
+    return hidden_BTD[torch.arange(B, device=device), length_B.to(device) - 1], state
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:
+    """ConfigError for no tokens, or an id outside the vocabulary."""
+    if len(ids) == 0:
+        raise ConfigError(f"prompt has no tokens, must be ≥ 1 (row {row})")
+    for id in (min(ids), max(ids)):
+        require(0 <= id < vocab_size, f"prompt: token id (row {row})", id, f"≥ 0 and < {vocab_size}")
+
+
+def check_room(positions: int, length: int, unread: Sequence[int], max_tokens: int, row: int) -> None:
+    """ConfigError for a text that would run off a table of learned positions; length: tokens of the document so far."""
+    if positions == 0:
+        return
+    ids = list(unread)
+    if END_OF_TEXT_ID in ids:
+        length, ids = 0, ids[len(ids) - 1 - ids[::-1].index(END_OF_TEXT_ID) :]
+    left = positions - length - len(ids) + 1
+    require(max_tokens <= left, "max_tokens", max_tokens,
+            f"≤ {max(left, 0)}, what row {row} has left of positions = {positions}")  # fmt: skip

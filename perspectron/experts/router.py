@@ -1,0 +1,276 @@
+"""The router: which expert a token goes to (decisions.md §2, seeds/topology.md §2.1).
+
+A token asks for a place z = W x + b on a torus, and the expert that stands nearest by power distance d² − w takes it;
+or, of a switch, the expert with the largest logit. `select` also answers what it would be from another viewpoint.
+
+Shapes: N tokens, D model width, E experts, A axes of the torus.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron import native
+from perspectron.config import FFNConfig, one_of, require
+from perspectron.errors import ConfigError
+from perspectron.experts.torus import distance2, lattice
+
+SPREAD = (
+    0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
+)
+OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay neighbours
+
+View = Literal["nearest", "second", "antipode", "random"]
+VIEWS: tuple[View, ...] = ("nearest", "second", "antipode", "random")
+SEEDS = 2**128  # Philox takes a key of so many bits
+
+
+@dataclass(frozen=True)
+class RoutedConfig(FFNConfig):
+    """hidden: F of each expert. torus: experts per axis of the lattice they stand on. experts: how many, which must
+    fill the lattice; 0 is as many as it has.
+
+    gate: what the chosen expert's output is multiplied with. "none": nothing, and the router does not learn from
+    the task; "straight_through": g / g, which is 1 and has the gradient of log g; "soft": g. g is the softmax of
+    −d²/τ over the `nearest` experts, τ = temperature · (side of a cell)². router: "torus", or "switch", a plain
+    linear layer with a logit for each expert, whose softmax is g.
+
+    balance, smooth, delta, diversity: weights of the losses in `perspectron.experts.torus`. bias_rate: how far an
+    update moves the biases w of the power diagram (argmin d² − w), in terms of τ; 0: there are none. offsets: experts
+    move from their cell's centre. base: the experts' weights are a shared part and few own differences.
+    ternary: experts' matrices are −s, 0, s as far as the recipe has come. int8_activations: what they read, too.
+    """
+
+    kind = "routed"
+    hidden: int
+    torus: tuple[int, ...]
+    experts: int = 0
+    gate: Literal["none", "straight_through", "soft"] = "straight_through"
+    nearest: int = 8
+    temperature: float = 0.5
+    router: Literal["torus", "switch"] = "torus"
+    balance: float = 0.01
+    bias_rate: float = 0.05
+    smooth: float = 0.005
+    delta: float = 0.001
+    diversity: float = 0.0
+    offsets: bool = True
+    base: bool = False
+    ternary: bool = False
+    int8_activations: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+        require(len(self.torus) > 0 and min(self.torus) >= 1, "torus", self.torus, "one or more lengths ≥ 1")
+        E = math.prod(self.torus)
+        require(self.experts in (0, E), "experts", self.experts, f"the {E} that fill a torus of {self.torus}")
+        one_of(self.gate, ("none", "straight_through", "soft"), "gate")
+        one_of(self.router, ("torus", "switch"), "router")
+        require(self.nearest >= 1, "nearest", self.nearest, "≥ 1")
+        require(self.temperature > 0, "temperature", self.temperature, "> 0")
+        for name in ("balance", "bias_rate", "smooth", "delta", "diversity"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+
+    @property
+    def tau(self) -> float:
+        """τ of the softmax over −d²/τ; 1 for a switch."""
+        if self.router == "switch":
+            return 1.0
+        axes = sum(n > 1 for n in self.torus)
+        return self.temperature * math.prod(self.torus) ** (-2 / max(axes, 1))
+
+
+class Distances(NamedTuple):
+    """Queries on the torus, not wrapped [N,A] (a switch has none: A = 0), and power distances d² − w [N,E], the least
+    of which is chosen (of a switch: −logit − w)."""
+
+    query_NA: Tensor
+    distance2_NE: Tensor
+
+
+class Choice(NamedTuple):
+    """The expert of each token, the probability g of that one, and the `Distances` it was chosen by."""
+
+    expert_N: Tensor
+    gate_N: Tensor
+    query_NA: Tensor
+    distance2_NE: Tensor
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router over the parameters of the layer that has it; made anew where they may have changed.
+
+    weight_AD, bias_A: W and b as they are stored (of a switch: a row for each expert). offset_EA: how far experts
+    stand from the centres of their cells, before tanh. handicap_E: w. None: there are none.
+    """
+
+    config: RoutedConfig
+    weight_AD: Tensor
+    bias_A: Tensor
+    offset_EA: Tensor | None
+    handicap_E: Tensor | None
+
+    def positions(self) -> Tensor:
+        """Where the experts stand [E,A], each less than half a cell from the centre of its own; at least float32."""
+        place_EA = lattice(self.config.torus).to(self.weight_AD.device, wider(self.weight_AD.dtype))
+        if self.offset_EA is None:
+            return place_EA
+        return place_EA + OFFSET * self.offset_EA.to(place_EA).tanh() / place_EA.new_tensor(self.config.torus)
+
+    def direction(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W and b as they are used. On a torus the rows of W have one length, and learn a direction."""
+        weight_AD, bias_A = self.weight_AD.to(dtype), self.bias_A.to(dtype)
+        if self.config.router == "torus":
+            weight_AD = SPREAD * F.normalize(weight_AD, dim=1)
+        return weight_AD, bias_A
+
+    def distances(self, x_ND: Tensor) -> Distances:
+        """Queries and power distances of tokens, in at least float32."""
+        dtype = wider(x_ND.dtype)
+        out_NA = F.linear(x_ND.to(dtype), *self.direction(dtype))
+        if self.config.router == "switch":
+            return Distances(out_NA[:, :0], self._powered(-out_NA))
+        return self._around(out_NA, self.positions().to(dtype))
+
+    def route(self, x_ND: Tensor) -> Choice:
+        """The expert of each token, in at least float32 also under autocast. Ties go to the lowest id."""
+        device = x_ND.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.route(x_ND)
+        distances = self.distances(x_ND)
+        expert_N = self.select(distances)
+        logit_NE = distances.distance2_NE / -self.config.tau
+        E, k = logit_NE.shape[1], self.config.nearest
+        near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
+        gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
+        return Choice(expert_N, gate_N, *distances)
+
+    def select(
+        self,
+        distances: Distances,
+        view: View = "nearest",
+        *,
+        seed: int | None = None,
+        position_N: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The expert of each token [N], seen from one of `VIEWS`; ties go to the lowest id.
+
+        "nearest": what the model was trained with. "second": the next nearest. "antipode": the nearest to the query
+        half a turn away on every axis of more than one cell. "random": any, drawn by (seed, position) alone, so that
+        it does not depend on the batch; position_N: of each token, by default its row.
+        ConfigError: another view, no seed for "random", "second" of one expert, "antipode" of a switch.
+        """
+        one_of(view, VIEWS, "view")
+        distance2_NE = distances.distance2_NE
+        E = distance2_NE.shape[1]
+        if view == "second":
+            require(E >= 2, "view", view, "another one where there is one expert")
+            distance2_NE = distance2_NE.scatter(1, distance2_NE.argmin(1, keepdim=True), math.inf)
+        elif view == "antipode":
+            if self.config.router == "switch":
+                raise ConfigError(
+                    "view = 'antipode', must be another one for a switch: its experts stand nowhere"
+                )
+            away_A = distances.query_NA.new_tensor([0.5 * (n > 1) for n in self.config.torus])
+            place_EA = self.positions().to(distance2_NE.dtype)
+            distance2_NE = self._around(distances.query_NA + away_A, place_EA).distance2_NE
+        elif view == "random":
+            if seed is None or not 0 <= seed < SEEDS:
+                raise ConfigError(f"seed = {seed}, must be in 0 … 2^128 − 1 for view = 'random'")
+            counts = range(len(distance2_NE)) if position_N is None else position_N
+            if len(counts) != len(distance2_NE):
+                raise ConfigError(
+                    f"position_N has {len(counts)} numbers, must have one for each of {len(distance2_NE)} tokens"
+                )
+            return torch.tensor([_drawn(seed, count, E) for count in counts], device=distance2_NE.device)
+        return distance2_NE.argmin(1)
+
+    def _around(self, query_NA: Tensor, place_EA: Tensor) -> Distances:
+        return Distances(query_NA, self._powered(distance2(query_NA, place_EA)))
+
+    def _powered(self, distance2_NE: Tensor) -> Tensor:
+        if self.handicap_E is None:
+            return distance2_NE
+        return distance2_NE - self.handicap_E.to(distance2_NE.dtype)
+
+
+R = TypeVar("R", bound=Router)
+
+
+class FixedRouter(Router):
+    """A router that does not learn. A token's distances depend on that token alone, to the last bit: the kernel
+    that decodes token by token measures them, and where it cannot run, torch does, one token at a time."""
+
+    @cached_property
+    def used(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """W, b, the experts' places [E,A] (None: a switch) and w, as they are used: float32, contiguous."""
+        weight_AD, bias_A = self.direction(torch.float32)
+        place_EA = None if self.config.router == "switch" else self.positions().float().contiguous()
+        handicap_E = None if self.handicap_E is None else self.handicap_E.float()
+        return weight_AD.contiguous(), bias_A, place_EA, handicap_E
+
+    def distances(self, x_ND: Tensor) -> Distances:
+        """Queries and power distances of tokens, in float32."""
+        weight_AD, bias_A, place_EA, _ = self.used
+        x_ND = x_ND.float()
+        if x_ND.device.type == "cpu" and native.wanted():
+            query_NA, distance2_NE, _ = native.route(x_ND.contiguous(), *self.used)
+            return Distances(query_NA[:, :0] if place_EA is None else query_NA, distance2_NE)
+        # A product of several tokens, or of memory that begins elsewhere in a cache line, may be rounded otherwise.
+        out_NA = torch.stack([torch.mv(weight_AD, x_D.clone()) for x_D in x_ND]).add_(bias_A)
+        if place_EA is None:
+            return Distances(out_NA[:, :0], self._powered(-out_NA))
+        return self._around(out_NA, place_EA)
+
+
+class Routed(nn.Module):
+    """A layer that has a router, whose parameters it holds under the names that checkpoints know."""
+
+    bias_E: Tensor
+
+    def __init__(self, d_model: int, config: RoutedConfig) -> None:
+        super().__init__()
+        self.config = config
+        E, axes = math.prod(config.torus), len(config.torus)
+        self.route_proj = nn.Linear(d_model, E if config.router == "switch" else axes)
+        if config.offsets and config.router == "torus":
+            self.offset_EA = nn.Parameter(torch.empty(E, axes))
+        if config.bias_rate > 0:
+            self.register_buffer("bias_E", torch.empty(E))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Positions at the centres, queries about a random place, no expert preferred."""
+        if self.config.router == "torus":
+            self.route_proj.bias.uniform_(0, 1, generator=generator)
+        for start in (getattr(self, "offset_EA", None), getattr(self, "bias_E", None)):
+            if start is not None:
+                start.zero_()
+
+    @property
+    def router(self) -> Router:
+        """The router as its parameters now are."""
+        return self._router(Router)
+
+    def _router(self, kind: type[R]) -> R:
+        offset_EA, handicap_E = getattr(self, "offset_EA", None), getattr(self, "bias_E", None)
+        return kind(self.config, self.route_proj.weight, self.route_proj.bias, offset_EA, handicap_E)
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """At least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _drawn(seed: int, count: int, E: int) -> int:
+    """⌊E u⌋, u the `count`-th number of the Philox generator with this key, which has no stream to keep a place in."""
+    raw = int(np.random.Philox(key=seed, counter=[0, count, 0, 0]).random_raw(1)[0])
+    return raw * E >> 64

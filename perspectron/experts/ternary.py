@@ -1,0 +1,110 @@
+"""Ternary-aware training: matrices of −s, 0 and s, one scale s each, and activations of 8 bits (decisions.md §2).
+
+The forward pass sees rounded values, the backward pass sees the identity (straight through), so that the float
+weights behind go on learning. Nothing is kept for the backward pass.
+
+Shapes: any leading dimensions, then O × I, a matrix.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHARE = "ternary_share_1"
+"""Name of the buffers [1] that hold how far a module's matrices are converted."""
+
+
+def trits(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, s): T = clip(round(W / s), −1, 1), in W's dtype; s = mean |W| of each matrix [..., 1, 1]."""
+    scale_11 = _scale(weight_OI)
+    return torch.div(weight_OI, scale_11).round_().clamp(-1, 1), scale_11
+
+
+def ternary(weight_OI: Tensor, share: Tensor | float = 1.0) -> Tensor:
+    """(1 − share)·W + share·s·T of each matrix; exactly W at share 0 and s·T at share 1.
+
+    share: one number in [0, 1], or a tensor of one. The gradient reaches W as it is, and the share not at all.
+    """
+    result: Tensor = _Ternary.apply(weight_OI, share)
+    return result
+
+
+def int8(x_I: Tensor) -> Tensor:
+    """Each vector in whole steps of max |x| / 127, straight through."""
+    result: Tensor = _Int8.apply(x_I)
+    return result
+
+
+def stats(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(fraction of zeros, s) of each matrix, [...] each."""
+    trits_OI, scale_11 = trits(weight_OI.detach())
+    return (trits_OI == 0).float().mean((-2, -1)), scale_11.squeeze(-1).squeeze(-1)
+
+
+def share_at(step: int, start: float, end: float) -> float:
+    """Share at the update that follows `step` others: 0 before `start`, in a straight line to 1 at `end` updates."""
+    done = step + 1
+    return 1.0 if done >= end else 0.0 if done <= start else (done - start) / (end - start)
+
+
+def set_share(model: nn.Module, share: float) -> None:
+    """Set how far every module that has a share is converted."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(SHARE):
+            buffer.fill_(share)
+
+
+def converted(model: nn.Module) -> bool:
+    """Whether no conversion is under way: every share, if there is one, is 1."""
+    return all(bool(buffer == 1) for name, buffer in model.named_buffers() if name.endswith(SHARE))
+
+
+def _scale(weight_OI: Tensor) -> Tensor:
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    # A norm needs no copy of |W|, and in float32 at least its sum does not stop growing.
+    total_11 = torch.linalg.vector_norm(weight_OI, 1, (-2, -1), keepdim=True, dtype=wide)
+    mean_11 = total_11 / (weight_OI.shape[-1] * weight_OI.shape[-2])
+    return _not_zero(mean_11.to(weight_OI.dtype))
+
+
+def _not_zero(scale: Tensor) -> Tensor:
+    """A scale to divide by: never 0, so that a matrix or a token of zeros gives zeros."""
+    return scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The gradient of the result is that of the first argument, forwards and backwards."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.others = len(inputs) - 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], *(None,) * ctx.others
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].clone()
+
+
+class _Ternary(_StraightThrough):
+    @staticmethod
+    def forward(weight_OI: Tensor, share: Tensor | float) -> Tensor:
+        trits_OI, scale_11 = trits(weight_OI)
+        rounded_OI = trits_OI.mul_(scale_11)
+        if isinstance(share, Tensor):
+            share = share.to(weight_OI.dtype)
+        # lerp is exact at both ends: it counts from the nearer one.
+        return torch.lerp(weight_OI, rounded_OI, share)
+
+
+class _Int8(_StraightThrough):
+    @staticmethod
+    def forward(x_I: Tensor) -> Tensor:
+        wide_I = x_I.to(torch.promote_types(x_I.dtype, torch.float32))
+        step_1 = _not_zero(wide_I.abs().amax(-1, keepdim=True) / 127)
+        return torch.div(wide_I, step_1).round_().mul_(step_1).to(x_I.dtype)

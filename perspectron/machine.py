@@ -1,0 +1,72 @@
+"""The machine that this runs on: its devices, processor and free memory, and the commit of the program."""
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from perspectron.errors import ConfigError
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one. ConfigError when it is not there."""
+    there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name == "auto":
+        name = "cuda" if len(there) > 1 else "cpu"
+    if (f"{name}:0" if name == "cuda" else name) not in there:
+        raise ConfigError(f"device = {name!r}, must be one that this machine has: auto, {', '.join(there)}")
+    return torch.device(name)
+
+
+def processor() -> str:
+    """The GPU, or the name of the processor and how many cores this process may use."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def commit() -> str:
+    """The commit of the checkout that runs, and whether the program differs from it; the version where it is installed
+    without one."""
+    package = import_module("perspectron")  # which imports this module's layer, to the import contract
+    here = Path(str(package.__file__)).resolve().parents[1]
+
+    def git(*arguments: str) -> list[str]:
+        with suppress(OSError):
+            command = ["git", "-C", str(here), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+        return []
+
+    top, *head = git("rev-parse", "--show-toplevel", "--short=12", "HEAD") or [""]
+    if not head or Path(top) != here:
+        return f"version {package.__version__}"
+    changed = any(git("status", "--porcelain", "--", "perspectron", "benchmarks"))
+    return head[0] + (" with changes" if changed else "")
+
+
+def free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def return_memory() -> None:
+    """Have large blocks given back to the system when they are freed. The C library keeps them once it has seen one
+    freed, and pieces of what a prompt took stay for good: 80 MB in full size."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD

@@ -1,0 +1,148 @@
+"""What operations share before and around their numbers: the choice of a backend and the log of it, autocast, whether
+gradients are on, who may write into a state, and errors in the place of derivatives that are not there."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from perspectron.errors import BackendError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def known(backend: str, backends: tuple[str, ...]) -> None:
+    """Raise BackendError for a backend that is not among them."""
+    if backend not in backends:
+        raise BackendError(f"backend = {backend!r}, must be one of {', '.join(backends)}")
+
+
+def say(message: str, *args: str) -> None:
+    """Write a line of the log, once for each message; not while a compiler traces, which would take it into its
+    graph."""
+    if not torch.compiler.is_compiling():
+        _say(message, *args)
+
+
+@functools.cache
+def _say(message: str, *args: str) -> None:
+    logging.getLogger("perspectron").info(message, *args)
+
+
+def watched(*tensors: Tensor) -> bool:
+    """Whether something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
+    functional transform), so that code that reads their memory cannot be used."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if _get_current_dispatch_mode() is not None:
+        return True
+    return any(type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+
+
+def widest(*tensors: Tensor) -> torch.dtype:
+    """The dtype to compute in: float32, or float64 if any tensor is."""
+    return functools.reduce(torch.promote_types, {x.dtype for x in tensors}, torch.float32)
+
+
+def check_gates(gate: Tensor) -> None:
+    """Raise ValueError unless all gates are in [0, 1]; where something watches, which sees no values, nothing is
+    checked."""
+    if gate.numel() == 0 or gate.is_meta or watched(gate.detach()):
+        return
+    low, high = (float(end) for end in gate.detach().aminmax())
+    if not (low >= 0 and high <= 1):  # as NaN is not
+        raise ValueError(f"gates go from {low:g} to {high:g}, must be in [0, 1]")
+
+
+# ---------------------------------------------------------------- autocast
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """The context without autocast on x's device."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Decorate an operation: autocast does not reach inside. (The meta device has none, and asking it raises.)"""
+
+    @functools.wraps(op)
+    def run(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            return op(x, *args, **kwargs)
+        with full_precision(x):
+            return op(x, *args, **kwargs)
+
+    return run
+
+
+# ---------------------------------------------------------------- states that are overwritten
+
+
+def gradients_off() -> bool:
+    """Whether nothing differentiates: no graph is recorded, and no forward mode is under way (which `no_grad` leaves
+    on). Only then may an operation write into what it was given."""
+    forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    return not torch.is_grad_enabled() and not forward_mode
+
+
+def check_consumed(consume_state: bool) -> None:
+    """Raise ValueError where a state is to be used up though a graph may still need it."""
+    if consume_state and not gradients_off():
+        raise ValueError("consume_state = True needs torch.no_grad() or inference_mode(): gradients are on")
+
+
+def owned(state: Tensor, consume_state: bool) -> Tensor:
+    """The state to write into: itself if it is to be used up, else a contiguous copy. A state that was expanded, whose
+    places share memory, and one made in inference mode but read outside of it, cannot be written and are copied too."""
+    shared = any(n > 1 and stride == 0 for n, stride in zip(state.shape, state.stride(), strict=True))
+    frozen = state.is_inference() and not torch.is_inference_mode_enabled()
+    if consume_state and not shared and not frozen:
+        return state
+    return state.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- derivatives that are not there
+
+
+def refuse(message: str) -> Any:
+    """A `backward` or `jvp` of an autograd.Function that raises RuntimeError."""
+
+    def raises(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(message)
+
+    return staticmethod(raises)
+
+
+def once(op: str, backward: Callable[..., tuple[Any, ...]], *inputs: Any) -> tuple[Any, ...]:
+    """The gradients `backward(*inputs)` of an operation, without autocast, of which there is no second derivative.
+
+    They are computed in an autograd.Function of their own, so that differentiating them is an error: torch's
+    `once_differentiable` gives a silent 0 where the same input is also reached another way.
+    """
+    gradients: tuple[Any, ...] = _Once.apply(op, backward, *inputs)
+    return gradients
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(op: str, backward: Callable[..., tuple[Any, ...]], *inputs: Any) -> tuple[Any, ...]:
+        with full_precision(next(x for x in inputs if isinstance(x, Tensor))):
+            return backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.op} is differentiable once; for more, take its reference, if it has one")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.op} is differentiable once; for more, take its reference, if it has one")

@@ -1,0 +1,22 @@
+"""Named models: designs, each a function of its sizes, and presets, designs at certain sizes.
+
+`designs.py` has them all. A design is reached by its own name too, at the sizes that its function has by default: by
+`get`, and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget (`fit.py`).
+"""
+
+from perspectron.presets import designs as designs
+from perspectron.presets.fit import TOLERANCE, small, solve
+from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes
+
+__all__ = [
+    "DESIGNS",
+    "PRESETS",
+    "RENAMED",
+    "TOLERANCE",
+    "design_of",
+    "get",
+    "names",
+    "sizes",
+    "small",
+    "solve",
+]

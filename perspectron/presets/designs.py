@@ -1,0 +1,371 @@
+"""The designs, each a function of its sizes, and below it the sizes that have a name. docs/add-a-mixer.md adds one."""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields, replace
+from functools import partial
+from typing import Literal
+
+from perspectron.config import (
+    BlockConfig,
+    FFNConfig,
+    Law5Config,
+    ModelConfig,
+    NoResidualConfig,
+    ResidualConfig,
+    RouteGatedConfig,
+    SequentialConfig,
+    require,
+)
+from perspectron.experts.router import RoutedConfig
+from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfig
+from perspectron.mixers.adr import ADRConfig
+from perspectron.mixers.attention import AttentionConfig
+from perspectron.mixers.drm import DRMConfig, Risk
+from perspectron.mixers.gla import GLAConfig
+from perspectron.mixers.lens import LensConfig
+from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.ssd import SSDConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model import EmitterConfig, LinearHeadConfig
+from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
+
+LAYER_NORM_EPS = 1e-5  # GPT-2's
+TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
+
+
+def stack(name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig) -> ModelConfig:
+    """`layers` times the same block, RMSNorm, a tied head."""
+    require(layers >= 1, "layers", layers, "≥ 1")
+    return ModelConfig(name, vocab_size, d_model, (block,) * layers)
+
+
+# ---------------------------------------------------------------- Perspective
+
+
+@design("three layers of Perspective Decay Recurrence, then one of windowed attention", TOPOLOGY)
+def perspective(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 472,
+    pdr: PDRConfig = PDRConfig(rank=32),
+    gqa: WindowGQAConfig = WindowGQAConfig(heads=4, kv_heads=2, window=128),
+    ffn: Literal["dense", "routed", "seed"] = "dense",
+    routed: RoutedConfig = RoutedConfig(hidden=472, torus=(4, 2)),
+) -> ModelConfig:
+    """Blocks of four: three PDR layers, then windowed GQA (decisions.md §2).
+
+    ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in the PDR layers, each as large; "seed",
+    the PDR layers use the network of the next GQA layer, which leaves what the routed model shares. hidden: of every
+    network, of experts too.
+    """
+    for field in fields(routed):
+        value, unused = getattr(routed, field.name), f"left out where ffn is {ffn!r}"
+        plain = field.default is MISSING or value == field.default
+        require(ffn == "routed" or plain, field.name, value, unused)
+    require(layers >= 1, "layers", layers, "≥ 1")
+    dense = SwiGLUConfig(hidden)
+    blocks = []
+    for layer in range(layers):
+        networks = {
+            "dense": dense,
+            "routed": replace(routed, hidden=hidden),
+            "seed": TiedConfig(layer // 4 * 4 + 3),
+        }
+        blocks.append(BlockConfig(gqa, dense) if layer % 4 == 3 else BlockConfig(pdr, networks[ffn]))
+    return ModelConfig(name, vocab_size, d_model, tuple(blocks))
+
+
+preset("perspective-tiny", "3 PDR layers with 8 experts each, 1 windowed GQA", perspective, ffn="routed")
+preset(
+    "perspective-166m", "6 PDR layers with 16 experts each, 2 windowed GQA, width 384; 20 M active",
+    perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64),
+    gqa=WindowGQAConfig(6, 2, 512), ffn="routed", routed=RoutedConfig(1408, (4, 4)),
+)  # fmt: skip
+preset(
+    "perspective-1.9b", "9 PDR layers with 32 experts each, 3 windowed GQA, width 768; 125 M active",
+    perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128),
+    gqa=WindowGQAConfig(12, 3, 512), ffn="routed", routed=RoutedConfig(2816, (4, 4, 2)),
+)  # fmt: skip
+preset("perspective-tiny-dense", "the quickstart's model: 3 PDR layers, 1 windowed GQA", perspective)
+preset(
+    "perspective-20m-dense", "6 PDR and 2 windowed GQA layers of width 384", perspective,
+    vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64), gqa=WindowGQAConfig(6, 2, 512),
+    routed=RoutedConfig(1408, (4, 4)),
+)  # fmt: skip
+preset(
+    "perspective-125m-dense", "9 PDR and 3 windowed GQA layers of width 768", perspective,
+    vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128), gqa=WindowGQAConfig(12, 3, 512),
+    routed=RoutedConfig(2816, (4, 4, 2)),
+)  # fmt: skip
+preset(
+    "perspective-1t-dense", "the 6.83 B that all experts share", perspective,
+    vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256), gqa=WindowGQAConfig(32, 8, 512),
+    ffn="seed",
+)  # fmt: skip
+preset(
+    "perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", perspective,
+    vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256), gqa=WindowGQAConfig(32, 8, 512),
+    ffn="routed", routed=RoutedConfig(11008, (8, 4, 4)),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- ADR
+
+
+@design("attention to recurrent memories of keys and values", "seeds/adr.md")
+def adr(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 336,
+    positions: int = 1024,
+    halflife: tuple[float, ...] = (4.0, 128.0),
+    emit: Literal["state", "raw"] = "state",
+    share_heads: bool = False,
+    cold_start: bool = False,
+    norm: Literal["post", "pre"] = "post",
+    solver: Literal["sequential", "newton"] = "sequential",
+    tied: bool = True,
+) -> ModelConfig:
+    """GPT-2 whose keys and values are memories (decisions.md §4).
+
+    halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors. norm:
+    "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
+    """
+    require(len(halflife) == 2 and min(halflife) > 0, "halflife", list(halflife), "two numbers of tokens > 0")
+    require(layers >= 1, "layers", layers, "≥ 1")
+    first, last = halflife
+    residual = Law5Config() if norm == "post" else SequentialConfig()
+    blocks = []
+    for layer in range(layers):
+        tokens = first * (last / first) ** (layer / max(1, layers - 1))
+        mixer = ADRConfig(heads, 0.5 ** (1 / tokens), emit, share_heads, cold_start, solver=solver)
+        blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
+    return ModelConfig(
+        name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
+        positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS,
+    )  # fmt: skip
+
+
+preset(
+    "adr-demo", "4 layers of width 256, as in the document", adr,
+    vocab_size=50257, d_model=256, hidden=1024, tied=False,
+)  # fmt: skip
+preset("adr-tiny", "memories in attention, as large as perspective-tiny-dense", adr)
+preset(
+    "adr-20m", "memories in attention, as large as perspective-20m-dense", adr,
+    vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1496,
+)  # fmt: skip
+preset(
+    "adr-124m", "memories in attention, as large as GPT-2 124M", adr,
+    vocab_size=50257, d_model=768, layers=12, heads=12, hidden=2680,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- Lens
+
+
+@design("GPT-2 with lenses, a route gate and context", "seeds/lens.md")
+def lens(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    positions: int = 1024,
+    mixer: LensConfig = LensConfig(heads=4),
+    mlp: ContextMLPConfig = ContextMLPConfig(hidden=216, activation="gelu_tanh"),
+    route: bool = True,
+    route_scale: float = 1.0,
+    anneal: float = 0.0,
+    anneal_after: int = 0,
+) -> ModelConfig:
+    """GPT-2 with lenses; each part can be switched off, and without all of them it is GPT-2.
+
+    mixer: the lenses, and whether their mixture is learned. mlp: the network, which with `context` reads what
+    attention gave. route: the gate between attention and network; `RouteGatedConfig` has its other sizes.
+    """
+    discover, unused = mixer.discoverability or not mixer.disc_scale, "left out where discoverability is off"
+    require(discover, "disc_scale", mixer.disc_scale, unused)
+    for key, value in {"anneal": anneal, "anneal_after": anneal_after}.items():
+        require(route or not value, key, value, "left out where route is off")
+    ffn: FFNConfig = mlp if mlp.context else MLPConfig(mlp.hidden, mlp.activation)
+    residual: ResidualConfig = SequentialConfig()
+    if route:
+        residual = RouteGatedConfig(route_scale, anneal, anneal_after)
+    return _gpt2(name, vocab_size, d_model, layers, positions, BlockConfig(mixer, ffn, residual))
+
+
+preset("lens-tiny", "GPT-2 with lenses, width 128", lens)
+preset(
+    "lens-20m", "GPT-2 with lenses, width 384", lens, vocab_size=8192, d_model=384, layers=8,
+    mixer=LensConfig(6), mlp=ContextMLPConfig(752, activation="gelu_tanh"),
+)  # fmt: skip
+preset(
+    "lens-gpt2-124m", "GPT-2 124M with every lens: 209.4 M", lens, vocab_size=50257, d_model=768, layers=12,
+    mixer=LensConfig(12), mlp=ContextMLPConfig(3072, activation="gelu_tanh"),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- DRM
+
+
+def _widths(_: Shape) -> Iterable[Sizes]:
+    """One block of any width, by itself about 30 S² weights."""
+    for width in range(16, 1 << 14, 16):
+        yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
+
+
+@design("one state that moves by a learned metric", "seeds/drm.md", knob="emitter", variants=_widths)
+def drm(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 256,
+    mixer: DRMConfig = DRMConfig(directions=16, rank=8, hidden=256, d_token=192, dt=1.0),
+    emitter: int = 256,
+    stability: float = 0.0,
+    risk: bool = False,
+) -> ModelConfig:
+    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
+    mixer = replace(mixer, risk=Risk() if risk else None)
+    block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
+    return ModelConfig(name, vocab_size, d_model, (block,), head, embedding_std=1.0)
+
+
+preset(
+    "drm-104k", "the emitter on bytes: 64 coordinates, 8 directions", drm, vocab_size=257, d_model=64, emitter=64,
+    mixer=DRMConfig(directions=8, rank=4, hidden=64, d_token=24, dt=1.0),
+)  # fmt: skip
+preset("drm-3m", "256 coordinates, 16 directions", drm)
+preset(
+    "drm-37m", "1024 coordinates, 32 directions on factorised bases", drm, vocab_size=8192, d_model=1024, emitter=1152,
+    mixer=DRMConfig(32, 16, 1024, 768, direction_basis=256, metric_basis=256, dt=1.0),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- baselines
+
+
+@design("GPT-2: learned positions, GELU", BASELINE)
+def gpt2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 536,
+    positions: int = 1024,
+) -> ModelConfig:
+    """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
+    mixer = AttentionConfig(heads, rope_base=None, bias=True)
+    block = BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh"))
+    return _gpt2(name, vocab_size, d_model, layers, positions, block)
+
+
+def _gpt2(
+    name: str, vocab_size: int, d_model: int, layers: int, positions: int, block: BlockConfig
+) -> ModelConfig:
+    plain = stack(name, vocab_size, d_model, layers, block)
+    return replace(plain, positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS)
+
+
+@design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
+def transformer(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 448,
+) -> ModelConfig:
+    """A modern transformer: full attention with RoPE and a SwiGLU in every layer."""
+    block = BlockConfig(AttentionConfig(heads), SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block)
+
+
+@design("gated linear attention", BASELINE)
+def gla(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 440,
+    mixer: GLAConfig = GLAConfig(heads=4),
+) -> ModelConfig:
+    """Gated linear attention with SwiGLU, as published."""
+    return stack(name, vocab_size, d_model, layers, BlockConfig(mixer, SwiGLUConfig(hidden)))
+
+
+def _depths(shape: Shape) -> Iterable[Sizes]:
+    """Two mixers where others have a mixer and a network, give or take two."""
+    return [{"layers": n} for n in range(max(1, 2 * shape.layers - 2), 2 * shape.layers + 3)]
+
+
+@design("Mamba-2: a stack of state-space mixers", BASELINE, knob="state", variants=_depths)
+def ssd(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 8,
+    mixer: SSDConfig = SSDConfig(head_dim=32, state=64),
+) -> ModelConfig:
+    """Mamba-2: a stack of mixers, without feed-forward networks."""
+    return stack(name, vocab_size, d_model, layers, BlockConfig(mixer, None))
+
+
+DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
+    make=partial(perspective, ffn="routed"),
+    about="the same with 8 experts a PDR layer; its active parameters match",
+)
+
+preset("transformer-tiny", "full attention, as large as perspective-tiny-dense", transformer)
+preset(
+    "transformer-20m", "full attention, as large as perspective-20m-dense", transformer,
+    vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1304,
+)  # fmt: skip
+preset(
+    "transformer-125m", "full attention, as large as perspective-125m-dense", transformer,
+    vocab_size=32768, d_model=768, layers=12, heads=12, hidden=2592,
+)  # fmt: skip
+preset("gpt2-tiny", "GPT-2 as large as perspective-tiny-dense", gpt2)
+preset(
+    "gpt2-20m", "GPT-2 as large as perspective-20m-dense", gpt2,
+    vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1888,
+)  # fmt: skip
+preset(
+    "gpt2-125m", "GPT-2 as large as perspective-125m-dense", gpt2,
+    vocab_size=32768, d_model=768, layers=12, heads=12, hidden=3840,
+)  # fmt: skip
+preset(
+    "gpt2-124m", "GPT-2 as published: its weights fit", gpt2,
+    vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072,
+)  # fmt: skip
+preset("gla-tiny", "gated linear attention, as large as perspective-tiny-dense", gla)
+preset(
+    "gla-20m", "gated linear attention, as large as perspective-20m-dense", gla,
+    vocab_size=8192, d_model=384, layers=8, hidden=1296, mixer=GLAConfig(6),
+)  # fmt: skip
+preset(
+    "gla-125m", "gated linear attention, as large as perspective-125m-dense", gla,
+    vocab_size=32768, d_model=768, layers=12, hidden=2584, mixer=GLAConfig(12),
+)  # fmt: skip
+preset("ssd-tiny", "Mamba-2, as large as perspective-tiny-dense", ssd)
+preset(
+    "ssd-20m", "Mamba-2, as large as perspective-20m-dense", ssd,
+    vocab_size=8192, d_model=384, layers=17, mixer=SSDConfig(64, 128),
+)  # fmt: skip
+preset(
+    "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
+    vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""Designs at any number of parameters: what `compare` trains.
+
+Only the budget is given. Width and depth follow from it, the same for all designs that have layers; one size that
+reaches every layer, the knob, is then turned until the parameters match.
+"""
+
+import math
+
+from perspectron.census import active_parameters
+from perspectron.config import ModelConfig, one_of, require
+from perspectron.presets.table import DESIGNS, Design, Shape, Sizes, made, sizes_of
+
+HEAD_WIDTH = 32
+TOLERANCE = 0.02  # of the parameters
+DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters
+PER_LAYER = 14  # weights over d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
+LEAST = 8  # of a knob
+
+
+def solve(design: str, params: int, *, vocab_size: int, seq_len: int) -> ModelConfig:
+    """The design at `params` parameters, within 2%; of experts, those that a token uses count.
+
+    ConfigError for an unknown design, and for a budget that its embedding and least layers exceed.
+    """
+    require(params >= 1, "params", params, "≥ 1")
+    config, least = _fit(design, _shape(params, vocab_size, seq_len), params)
+    reached = active_parameters(config)
+    bound = (
+        f"about {least:,} or more for {design} with a vocabulary of {vocab_size:,}: its embedding alone has"
+    )
+    bound += f" {vocab_size * config.d_token:,}"
+    require(abs(reached - params) <= TOLERANCE * params, "params", params, bound)
+    return config
+
+
+def small(
+    design: str, *, vocab_size: int, d_model: int = 64, layers: int = 2, seq_len: int = 256
+) -> ModelConfig:
+    """The design as large as a small transformer with a SwiGLU of 8/3 of its width, as near as its sizes allow."""
+    shape = Shape(vocab_size, seq_len, d_model, layers)
+    wide = {"hidden": 8 * d_model // 3 // 8 * 8}
+    transformer = DESIGNS["transformer"]
+    other = made(transformer.make, "transformer", _shared(transformer, shape) | wide)
+    return _fit(design, shape, active_parameters(other))[0]
+
+
+def _shape(params: int, vocab_size: int, seq_len: int) -> Shape:
+    """The width, a multiple of the head width, and the depth whose plain layers come nearest to the budget."""
+    layers = next(depth for below, depth in DEPTHS if params < below)
+    widths = range(HEAD_WIDTH, HEAD_WIDTH * 256 + 1, HEAD_WIDTH)
+    cost = {d: vocab_size * d + layers * PER_LAYER * d * d for d in widths}
+    return Shape(vocab_size, seq_len, min(widths, key=lambda d: abs(math.log(cost[d] / params))), layers)
+
+
+def _shared(design: Design, shape: Shape) -> dict[str, int]:
+    """The sizes that follow from the shape, of those that the design has: a quarter as many heads for keys and values,
+    and a window that text goes past (seeds/topology.md)."""
+    vocab_size, seq_len, d_model, layers = shape
+    heads = d_model // HEAD_WIDTH
+    follow = {
+        "vocab_size": vocab_size, "d_model": d_model, "layers": layers, "positions": seq_len, "heads": heads,
+        "kv_heads": max(k for k in range(1, heads + 1) if heads % k == 0 and (k == 1 or 4 * k <= heads)),
+        "head_dim": HEAD_WIDTH, "window": max(1, min(512, seq_len // 2)), "rank": max(32, d_model // 48 * 8),
+    }  # fmt: skip
+    return {key: value for key, value in follow.items() if key in sizes_of(design.make)}
+
+
+def _fit(name: str, shape: Shape, params: int) -> tuple[ModelConfig, int]:
+    """(the design as near to `params` as its knob comes, the fewest parameters that it could have)."""
+    design = DESIGNS[one_of(name, DESIGNS, "design")]
+    sizes = _nearest(design, shape, params)
+
+    def turned(knob: int) -> ModelConfig:
+        return made(design.make, name, {**sizes, design.knob: knob})
+
+    count = {k: active_parameters(turned(k)) for k in (LEAST, 2 * LEAST)}
+    slope = (count[2 * LEAST] - count[LEAST]) / LEAST
+    turns = round((params - count[LEAST]) / slope / design.step)
+    return turned(max(LEAST, LEAST + turns * design.step)), count[LEAST]
+
+
+def _nearest(design: Design, shape: Shape, params: int) -> Sizes:
+    """The variant nearest to the budget with its knob at the default."""
+    best: tuple[float, Sizes] = (math.inf, {})
+    for variant in design.variants(shape):
+        sizes = _shared(design, shape) | dict(variant)
+        distance = abs(active_parameters(made(design.make, "", sizes)) - params)
+        if distance >= best[0]:
+            break  # variants grow
+        best = (distance, sizes)
+    return best[1]

@@ -1,0 +1,188 @@
+"""The tables of designs and presets: how an entry is made, and how a config is made from it by name."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
+
+from perspectron.config import ModelConfig, load, one_of
+from perspectron.errors import ConfigError
+
+Sizes = Mapping[str, Any]
+Make = Callable[..., ModelConfig]
+"""Takes the model's name, and sizes as keywords that all have a default. A keyword whose default is a config is a part
+of the model: each field of it is a size too."""
+P = ParamSpec("P")
+M = TypeVar("M", bound=Make)
+
+
+class Shape(NamedTuple):
+    """What the designs of a comparison share. d_model: width of those with layers."""
+
+    vocab_size: int
+    seq_len: int
+    d_model: int
+    layers: int
+
+
+class Design(NamedTuple):
+    """An entry of DESIGNS; `design` describes the fields."""
+
+    make: Make
+    about: str
+    source: str
+    knob: str
+    step: int
+    variants: Callable[[Shape], Iterable[Sizes]]
+
+
+class Preset(NamedTuple):
+    """about: one line. design: the name of its design."""
+
+    make: Make
+    about: str
+    design: str
+
+    @property
+    def source(self) -> str:
+        return DESIGNS[self.design].source
+
+
+class Size(NamedTuple):
+    """hint: its type. path: the keyword, and where that is a part the field in it."""
+
+    default: Any
+    hint: Any
+    path: tuple[str, ...]
+
+
+DESIGNS: dict[str, Design] = {}
+PRESETS: dict[str, Preset] = {}
+RENAMED = {
+    "perspective-20m": ("perspective-166m", "20 M are active of 166 M"),
+    "perspective-125m": ("perspective-1.9b", "125 M are active of 1.9 B"),
+}
+"""Presets of 0.1 that said how many parameters are active: (name now, why). Runs keep the old name in their config."""
+
+
+def _same(_: Shape) -> Iterable[Sizes]:
+    return [{}]
+
+
+def design(
+    about: str,
+    source: str,
+    *,
+    knob: str = "hidden",
+    step: int = 4,
+    variants: Callable[[Shape], Iterable[Sizes]] = _same,
+) -> Callable[[M], M]:
+    """Decorator: enter a function as a design under its own name.
+
+    about: one line. source: where it is described. knob: the size that is solved for, in steps of `step`, when a
+    comparison asks for so many parameters. variants: sizes to choose from before, in the order of growing models.
+    """
+
+    def enter(make: M) -> M:
+        DESIGNS[make.__name__] = Design(make, about, source, knob, step, variants)
+        return make
+
+    return enter
+
+
+def preset(
+    name: str,
+    about: str,
+    make: Callable[Concatenate[str, P], ModelConfig],
+    *args: P.args,
+    **own: P.kwargs,
+) -> None:
+    """Enter a design with these sizes as a preset."""
+    assert not args, "sizes have names"
+    PRESETS[name] = Preset(partial(make, **own), about, make.__name__)
+
+
+def names() -> list[str]:
+    """The presets there are."""
+    return list(PRESETS)
+
+
+def get(name: str, **overrides: Any) -> ModelConfig:
+    """The config of a preset, or of a design at its default sizes, with some sizes replaced.
+
+    ConfigError, naming the key, for an unknown name or key, a value of the wrong type or out of bounds.
+    """
+    return made(_make(name), name, overrides)
+
+
+def sizes(name: str) -> dict[str, Any]:
+    """The sizes of a preset or a design that `get` can replace, and what they are by default."""
+    return {key: size.default for key, size in sizes_of(_make(name)).items()}
+
+
+def design_of(config: ModelConfig) -> str:
+    """The design of a model, by its name, which is that of a preset or of a design. ConfigError when it is neither."""
+    name, _ = RENAMED.get(config.name, (config.name, ""))
+    if name in PRESETS:
+        name = PRESETS[name].design
+        if name == "perspective" and any(getattr(block.ffn, "torus", None) for block in config.blocks):
+            name = "perspective-experts"
+    return str(one_of(name, DESIGNS, "model name"))
+
+
+def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
+    """What `make` gives under this name with some of its sizes replaced."""
+    known, changes = sizes_of(make), {}
+    for key, value in overrides.items():
+        size = known[one_of(key, known, f"{name}: key")]
+        changes[size.path] = load(size.hint, value, key)
+    parts = {path[0] for path in changes if len(path) > 1}
+    defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
+    keywords = {path[0]: value for path, value in changes.items() if len(path) == 1}
+    keywords |= {part: _changed(defaults[part], _inside(part, changes)) for part in parts}
+    return make(name, **keywords)
+
+
+@cache
+def sizes_of(make: Make) -> dict[str, Size]:
+    """By key. A keyword comes before a field of a part that is called the same."""
+    _, *parameters = inspect.signature(make).parameters.values()
+    flat = [p for p in parameters if not is_dataclass(p.default)]
+    found = {p.name: Size(p.default, p.annotation, (p.name,)) for p in flat}
+    for part in parameters:
+        if is_dataclass(part.default):
+            for size in _fields(part.default, (part.name,)):
+                found.setdefault(size.path[-1], size)
+    return found
+
+
+def _fields(part: Any, path: tuple[str, ...]) -> Iterable[Size]:
+    hints = get_type_hints(type(part))
+    for field in fields(part):
+        value, own = getattr(part, field.name), (*path, field.name)
+        if is_dataclass(value):
+            yield from _fields(value, own)
+        else:
+            yield Size(value, hints[field.name], own)
+
+
+def _changed(part: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+    """The part with all changes at once, so that its own checks see them together."""
+    flat = {path[0]: value for path, value in changes.items() if len(path) == 1}
+    inner = {path[0] for path in changes if len(path) > 1}
+    return replace(
+        part, **flat, **{key: _changed(getattr(part, key), _inside(key, changes)) for key in inner}
+    )
+
+
+def _inside(part: str, changes: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
+    return {path[1:]: value for path, value in changes.items() if path[0] == part and len(path) > 1}
+
+
+def _make(name: str) -> Make:
+    if name in RENAMED:
+        now, why = RENAMED[name]
+        raise ConfigError(f"{name} is now {now}: {why}")
+    table = PRESETS if name in PRESETS else DESIGNS
+    return table[one_of(name, [*PRESETS, *DESIGNS] if name not in table else table, "preset")].make

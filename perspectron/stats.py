@@ -1,0 +1,96 @@
+"""Student's t intervals, paired tests and the bootstrap, by scipy, which is imported when one of them is asked for."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.95
+"""Probability with which an interval covers the true value, if its assumptions hold."""
+RESAMPLINGS = 1000
+
+Floats = NDArray[np.float64]
+Span = tuple[float, float]
+
+
+class Paired(NamedTuple):
+    """Mean of n differences a − b, each of one seed.
+
+    other: the mean of b. low, high: Student's interval of the mean difference; p: two-sided paired t test. Both assume
+    that the differences are normal, and are None for a single seed.
+    """
+
+    n: int
+    mean: float
+    other: float
+    low: float | None
+    high: float | None
+    p: float | None
+
+    @property
+    def sure(self) -> bool:
+        """Zero lies outside the interval."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def student(mean: float, error: float, freedom: int) -> Span:
+    """Interval of a mean with this standard error, of so many degrees of freedom."""
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
+    return mean - half, mean + half
+
+
+def interval(values: Sequence[float]) -> Span | None:
+    """Student's interval of the mean of independent values; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return student(statistics.fmean(values), error, len(values) - 1)
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
+    """Values of the same seeds in the same order, compared; None where there are none.
+
+    Differences that are all equal have no spread: the interval is their value, and p is 0, or 1 where they are zero.
+    """
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} and {len(b)} values are not pairs")
+    if not a:
+        return None
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    n, mean, other = len(a), statistics.fmean(differences), statistics.fmean(b)
+    if (span := interval(differences)) is None:
+        return Paired(n, mean, other, None, None, None)
+    error = statistics.stdev(differences) / math.sqrt(n)
+    from scipy.stats import t
+
+    p = 2 * float(t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
+    return Paired(n, mean, other, *span, p)
+
+
+def bootstrap(statistic: Callable[[NDArray[np.int64]], Floats], count: int, seed: int) -> Floats:
+    """A statistic of RESAMPLINGS draws [R] of `count` things, with replacement.
+
+    statistic: from the numbers of the things drawn, [..., count], to its values [...].
+    """
+    from scipy.stats import bootstrap as resample
+
+    def vectorized(index: NDArray[np.int64], axis: int) -> Floats:
+        return statistic(np.moveaxis(index, axis, -1))
+
+    result: Any = resample(
+        (np.arange(count),), vectorized, n_resamples=RESAMPLINGS, batch=100, method="percentile",
+        rng=np.random.Generator(np.random.PCG64(seed)),
+    )  # fmt: skip
+    values: Floats = result.bootstrap_distribution
+    return values
+
+
+def middle(values: Floats) -> Span:
+    """The middle 95% of what resamplings gave."""
+    low, high = np.quantile(values, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return float(low), float(high)

@@ -1,0 +1,251 @@
+"""Expert file of a routed layer: safetensors with the packed matrices of its experts, each expert on whole pages.
+
+    u64      bytes of the header, little-endian
+    header   JSON, padded with blanks to a page of 4096 bytes
+    experts  those with weights of their own, in order, without a gap, to the end of the file
+
+Expert 5 is the tensors 5.gate.codes, 5.up.codes, 5.down.codes (ternary, see `perspectron.ops.packing`), 5.gate.scales,
+5.up.scales, 5.down.scales and 5.padding, which are zeros up to the next page.
+
+Metadata: format, layer, d_model, hidden; weights_of, for each expert the one whose weights it has (itself, or an
+earlier one); xxh3_64, the digest of every tensor in file order; header, the digest of the metadata before it. The whole
+header follows from them, so a file is refused if a single byte of its header differs from what `dump` makes of them.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+from perspectron.errors import ArtifactError
+from perspectron.files import atomic
+from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
+from perspectron.stream import tensors
+from perspectron.stream.tensors import PAGE, Bytes
+
+FORMAT = "perspectron-experts-2"
+CODES = "ternary"
+MATRICES = ("gate", "up", "down")
+PARTS = (*(f"{name}.codes" for name in MATRICES), *(f"{name}.scales" for name in MATRICES), "padding")
+MAX_HEADER = 2 << 20
+MAX_LAYER = 65535
+MAX_EXPERTS = 65536
+
+
+class Shard(NamedTuple):
+    """One expert: gate and up [hidden, d_model], down [d_model, hidden]."""
+
+    gate: Packed
+    up: Packed
+    down: Packed
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Places of the parts of an expert of these widths within its bytes."""
+
+    d_model: int
+    hidden: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return (self.hidden, self.d_model), (self.hidden, self.d_model), (self.d_model, self.hidden)
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+        """Name, dtype and shape of each of PARTS."""
+        packed = [sizes(CODES, shape) for shape in self.shapes]
+        shapes = [(torch.uint8, codes) for codes, _, _ in packed] + [
+            (kind, scale) for _, scale, kind in packed
+        ]
+        used = sum(np.prod(shape, dtype=int).item() * dtype.itemsize for dtype, shape in shapes)
+        shapes.append((torch.uint8, (-used % PAGE,)))
+        return tuple((name, *pair) for name, pair in zip(PARTS, shapes, strict=True))
+
+    @cached_property
+    def parts(self) -> tuple[slice, ...]:
+        """Bytes of each of PARTS."""
+        lengths = [np.prod(shape, dtype=int).item() * dtype.itemsize for _, dtype, shape in self.tensors]
+        return tuple(slice(*pair) for pair in pairwise(np.cumsum([0, *lengths]).tolist()))
+
+    @cached_property
+    def code_bytes(self) -> int:
+        """Bytes of all codes; the scales follow them."""
+        return self.parts[2].stop
+
+    @cached_property
+    def scale_bytes(self) -> int:
+        return self.parts[5].stop - self.code_bytes
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of the expert with its padding: whole pages."""
+        return self.parts[-1].stop
+
+    def shard(self, buffer: Bytes | Tensor) -> Shard:
+        """Views of `buffer` [bytes]."""
+        memory = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
+        views = [
+            memory[part].view(dtype).view(shape)
+            for part, (_, dtype, shape) in zip(self.parts[:-1], self.tensors, strict=False)
+        ]
+        return Shard(*(Packed(views[i], views[i + 3], CODES, shape) for i, shape in enumerate(self.shapes)))
+
+
+@dataclass(frozen=True)
+class Header:
+    """weights_of: for each expert, the one whose weights it has: itself or an earlier one. digests: xxh3_64 of every
+    part of the stored experts, in file order, as 16 hexadecimal digits. start: where the first of them begins.
+    ValueError: values that no file has."""
+
+    layer: int
+    layout: ExpertLayout
+    weights_of: tuple[int, ...]
+    digests: tuple[str, ...]
+    start: int
+
+    def __post_init__(self) -> None:
+        _within("layer", self.layer, 0, MAX_LAYER)
+        _within("number of experts", self.experts, 1, MAX_EXPERTS)
+        _within("d_model", self.layout.d_model, 1, MAX_COLUMNS)
+        _within("hidden", self.layout.hidden, 1, MAX_COLUMNS)
+        for expert, of in enumerate(self.weights_of):
+            if not 0 <= of <= expert or self.weights_of[of] != of:
+                raise ValueError(
+                    f"expert {expert} has the weights of {of}, must be itself or one stored before it"
+                )
+        _within("number of digests", len(self.digests), *[len(PARTS) * len(self.stored)] * 2)
+
+    @property
+    def experts(self) -> int:
+        return len(self.weights_of)
+
+    @cached_property
+    def stored(self) -> dict[int, int]:
+        """Experts with weights of their own, in file order, and their places in it."""
+        own = (expert for expert, of in enumerate(self.weights_of) if of == expert)
+        return {expert: place for place, expert in enumerate(own)}
+
+    @property
+    def end(self) -> int:
+        """Bytes of the file."""
+        return self.start + len(self.stored) * self.layout.bytes
+
+    def offset(self, expert: int) -> int:
+        """Where the weights of `expert` begin."""
+        return self.start + self.stored[self.weights_of[expert]] * self.layout.bytes
+
+    def digests_of(self, expert: int) -> tuple[str, ...]:
+        """Digests of PARTS."""
+        first = self.stored[self.weights_of[expert]] * len(PARTS)
+        return self.digests[first : first + len(PARTS)]
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} = {value}, must be in {least} … {most}")
+
+
+def dump(header: Header) -> bytes:
+    """The bytes of the file before its first expert."""
+    fields = {
+        "format": FORMAT,
+        "layer": str(header.layer),
+        "d_model": str(header.layout.d_model),
+        "hidden": str(header.layout.hidden),
+        "weights_of": " ".join(map(str, header.weights_of)),
+        "xxh3_64": " ".join(header.digests),
+    }
+    fields["header"] = xxh3_64(json.dumps(fields).encode()).hexdigest()
+    entries = (
+        (f"{expert}.{name}", dtype, shape)
+        for expert in header.stored
+        for name, dtype, shape in header.layout.tensors
+    )
+    return tensors.header(entries, fields)
+
+
+def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
+    """Header of a file of `size` bytes. read(offset, count) gives its bytes, fewer only past its end.
+
+    Nothing is allocated by what the file claims but its header, of 2 MiB at most. ArtifactError, one line that begins
+    with `name`, for anything that is not as `write_layer` writes it.
+    """
+    try:
+        first = read(0, 8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(MAX_HEADER, size - 8):
+            raise ValueError(f"header of {length} bytes in a file of {size}, must be at most {MAX_HEADER}")
+        text = read(8, length)
+        fields = json.loads(text.decode())["__metadata__"]
+        if not all(isinstance(value, str) for value in fields.values()):
+            raise ValueError("metadata that are no strings")
+        if fields["format"] != FORMAT:
+            raise ValueError(f"format = {fields['format'][:40]!r}, must be {FORMAT!r}")
+        layout = ExpertLayout(int(fields["d_model"]), int(fields["hidden"]))
+        weights_of = tuple(map(int, fields["weights_of"].split()))
+        digests = tuple(fields["xxh3_64"].split())
+        header = Header(int(fields["layer"]), layout, weights_of, digests, 8 + length)
+        if dump(header) != first + text:
+            raise ValueError("header does not follow from its metadata")
+        if size != header.end:
+            raise ValueError(f"{size} bytes, must be {header.end}")
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        cause = " ".join(f"{error}".encode("utf-8", "backslashreplace").decode().split())[:200]
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ArtifactError(f"{name}: no expert file, or a damaged one ({kind}{cause})") from None
+    return header
+
+
+def write_layer(
+    path: Path, layer: int, layout: ExpertLayout, weights_of: Sequence[int], shards: Iterable[Shard]
+) -> Header:
+    """Write a layer's file, one expert in memory at a time; it appears whole or not at all.
+
+    weights_of: for each expert, the one whose weights it has (itself or an earlier one); shards: those with weights of
+    their own, in order. ArtifactError: shards that are not the layer's. DataError: weights that are not ternary or not
+    finite. StorageError: not written.
+    """
+    try:
+        blank = Header(layer, layout, tuple(weights_of), ("0" * 16,) * len(PARTS) * len(set(weights_of)), 0)
+        start = len(dump(blank))
+        if start > MAX_HEADER:
+            raise ValueError(f"header of {start} bytes, must be at most {MAX_HEADER}: too many experts")
+    except ValueError as error:
+        raise ArtifactError(f"{path}: {error}") from None
+    digests, source = list[str](), iter(shards)
+    with atomic(path) as temporary, temporary.open("wb") as file:
+        file.seek(start)
+        for expert in blank.stored:
+            shard = next(source, None)
+            if shard is None:
+                raise ArtifactError(f"{path}: fewer shards than the {len(blank.stored)} experts to store")
+            for part in _parts(shard, layout, f"{path}: expert {expert}"):
+                digests.append(xxh3_64(part.data).hexdigest())
+                file.write(part.data)
+        if next(source, None) is not None:
+            raise ArtifactError(f"{path}: more shards than the {len(blank.stored)} experts to store")
+        header = replace(blank, digests=tuple(digests), start=start)
+        file.seek(0)
+        file.write(dump(header))
+    return header
+
+
+def _parts(shard: Shard, layout: ExpertLayout, name: str) -> list[Bytes]:
+    """Bytes of each of PARTS, checked."""
+    for matrix_name, matrix, shape in zip(MATRICES, shard, layout.shapes, strict=True):
+        if (matrix.format, tuple(matrix.shape)) != (CODES, shape):
+            kind = f"{matrix.format} {tuple(matrix.shape)}"
+            raise ArtifactError(f"{name}: {matrix_name} is {kind}, must be {CODES} {shape}")
+        check(matrix, f"{name}: {matrix_name}")
+    padding = torch.zeros(layout.tensors[-1][2], dtype=torch.uint8)
+    ordered = [*(matrix.codes for matrix in shard), *(matrix.scales for matrix in shard), padding]
+    return [tensor.contiguous().flatten().view(torch.uint8).numpy() for tensor in ordered]

@@ -1,0 +1,84 @@
+"""Bytes per second measured here: of memory, of a disk in each way of reading it, of copies to a GPU."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from perspectron import native
+from perspectron.errors import ArtifactError, ConfigError
+from perspectron.stream.reader import PIECE, Method, ShardFile
+from perspectron.stream.tensors import aligned
+
+BUFFER = 256 << 20
+TRIES = 6
+LEAST = 32 << 20  # bytes of a file that is large enough to tell how fast its disk is
+SPAN = 64 << 20  # bytes of a file to read
+TURNS = 3
+METHODS: tuple[Method, ...] = ("direct", "buffered")
+
+
+def memory(device: torch.device | str = "cpu") -> float:
+    """Reading a buffer that no cache holds, on all threads."""
+    data = torch.ones(BUFFER // 8, dtype=torch.int64, device=device)
+    bytes_N = data.view(torch.uint8)
+    ours = data.device.type == "cpu" and native.available()
+    return _best(lambda: native.read(bytes_N, native.threads()) if ours else data.sum(), data.device)
+
+
+def pcie() -> float:
+    """Copying from pinned memory to a GPU; there must be one."""
+    device = torch.device("cuda")
+    there = torch.empty(BUFFER, dtype=torch.uint8, device=device)
+    here = torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True)
+    return _best(lambda: there.copy_(here, non_blocking=True), device)
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    def seconds() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    return BUFFER / min(seconds() for _ in range(TRIES))
+
+
+class Disk(NamedTuple):
+    """The faster method of reading a disk: past the page cache or through it; no way is the faster on every disk.
+
+    bytes_per_second: of each method that the disk has."""
+
+    method: Method
+    bytes_per_second: dict[Method, float]
+
+    def __str__(self) -> str:
+        rates = sorted(self.bytes_per_second.items(), key=lambda item: item[0] != self.method)
+        return ", not ".join(f"{method} {rate / 1e9:.2f} GB/s" for method, rate in rates) or self.method
+
+
+def disk(path: Path) -> float | None:
+    """Reading an expert file in the way that is faster on its disk; None if it is too small to tell. ArtifactError:
+    it cannot be read."""
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    return None if path.stat().st_size < LEAST else max(probe(path).bytes_per_second.values())
+
+
+def probe(path: Path) -> Disk:
+    """The faster method for the disk that holds `path`, an expert file: the best of some turns taken alternately.
+
+    ArtifactError: the file is missing or malformed.
+    """
+    rates: dict[Method, float] = {}
+    size = min(path.stat().st_size, SPAN) // PIECE * PIECE or path.stat().st_size
+    buffer = aligned(min(size, PIECE))
+    for _ in range(TURNS):
+        for method in METHODS:
+            with contextlib.suppress(ConfigError), ShardFile(path, method) as file:
+                rates[method] = max(rates.get(method, 0.0), file.rate(buffer, size))
+    return Disk(max(rates, key=lambda method: rates[method]), rates)

@@ -1,0 +1,38 @@
+"""Streams of random numbers for initial values, each of its own name.
+
+A process that makes only a part of a model, a block or some experts, draws the numbers that the whole model has there.
+"""
+
+import hashlib
+import json
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORDS = 624  # 32-bit words of a Mersenne Twister's state
+START = 24  # bytes before them in what `torch.Generator.get_state` gives; each takes eight
+
+
+def stream(seed: int, *name: str | int) -> torch.Generator:
+    """Generator on the CPU whose numbers depend on (seed, name) alone.
+
+    Torch keeps 32 bits of a seed, too few to tell the thousands of parts of many models apart, so the whole state of
+    the generator comes from a hash. Its `initial_seed` comes from the same hash, to derive further streams from.
+    """
+    digest = hashlib.shake_256(json.dumps([seed, *name]).encode()).digest(8 + 4 * WORDS)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    state = generator.get_state()
+    words = np.frombuffer(digest, "<u4", offset=8).astype(np.int64)
+    state[START : START + 8 * WORDS] = torch.from_numpy(words).view(torch.uint8)
+    return generator.set_state(state)
+
+
+def normal_slices(weight: Tensor, std: float, generator: torch.Generator, name: str, first: int = 0) -> None:
+    """Fill weight[0], weight[1], … with N(0, std²), each from a stream of its own.
+
+    Slice i depends on the generator's `initial_seed`, on `name` and on first + i, so that a process which holds some
+    experts of many can draw its own.
+    """
+    for index, part in enumerate(weight):
+        part.normal_(0, std, generator=stream(generator.initial_seed(), name, first + index))

@@ -1,0 +1,96 @@
+"""Statistics of a model's experts: how evenly they are used, how unlike neighbours are, what part of them is zero.
+
+Shapes: E experts, N tokens, M numbers of an expert.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.experts import ternary
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.torus import gini, neighbour_pairs
+from perspectron.model import LanguageModel
+from perspectron.ops.experts import load
+
+
+def experts_of(model: LanguageModel) -> dict[str, RoutedSwiGLU]:
+    """Layers of experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, RoutedSwiGLU)}
+
+
+@contextlib.contextmanager
+def loads(model: LanguageModel) -> Iterator[dict[str, Tensor]]:
+    """Tokens that each expert gets [E], by layer, of all that the model reads meanwhile."""
+    layers = experts_of(model)
+    found = {name: torch.zeros(len(ffn.gate_EFD), dtype=torch.int64) for name, ffn in layers.items()}
+    hooks = []
+    for name, ffn in layers.items():
+
+        def count(module: RoutedSwiGLU, inputs: tuple[Tensor, ...], name: str = name) -> None:
+            expert_N = module.router.route(inputs[0].flatten(0, 1)).expert_N
+            found[name] += load(expert_N, len(found[name])).cpu()
+
+        hooks.append(ffn.register_forward_pre_hook(count))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def numbers(ffn: RoutedSwiGLU) -> Tensor:
+    """All weights of every expert as they are used [E,M]."""
+    with torch.no_grad():
+        return torch.cat([weight.flatten(1) for weight in ffn.weights()], 1)
+
+
+def delta(ffn: RoutedSwiGLU) -> float:
+    """Mean over lattice neighbours of Σ|difference|, in terms of an expert's mean Σ|weight|; 0 without neighbours."""
+    weight_EM = numbers(ffn)
+    total, pairs = 0.0, 0
+    for one, other in neighbour_pairs(weight_EM, ffn.config.torus):
+        total += float((one - other).abs().sum())
+        pairs += one.numel() // weight_EM.shape[1]
+    return total / max(pairs, 1) / (float(weight_EM.abs().sum()) / len(weight_EM))
+
+
+def use(load_by_layer: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Gini coefficient of each layer's load, and the share of experts that it reaches."""
+    return {
+        name: {"gini": float(gini(load_E)), "reach": float((load_E > 0).double().mean())}
+        for name, load_E in load_by_layer.items()
+    }
+
+
+@torch.no_grad()
+def matrices(model: LanguageModel) -> dict[str, dict[str, list[float]]]:
+    """Fraction of zeros and scale of each matrix that is, or becomes, ternary: by its name a number per expert."""
+    found = {}
+    for name, ffn in experts_of(model).items():
+        if not ffn.config.ternary:
+            continue
+        share_1 = ffn.ternary_share_1.clone()
+        ffn.ternary_share_1.zero_()  # the weights behind, of which zeros and scale are made
+        for which, weight in zip(("gate", "up", "down"), ffn.weights(), strict=True):
+            zeros_E, scale_E = ternary.stats(weight)
+            found[f"{name}.{which}"] = {"zeros": zeros_E.tolist(), "scale": scale_E.tolist()}
+        ffn.ternary_share_1.copy_(share_1)
+    return found
+
+
+def means(matrix: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    """The statistics of `matrices`, each a mean over experts."""
+    return {
+        name: {what: sum(values) / len(values) for what, values in both.items()}
+        for name, both in matrix.items()
+    }
+
+
+def mean(layers: dict[str, dict[str, Any]], what: str) -> float | None:
+    """Mean of one statistic over layers; None where no layer has it."""
+    values = [layer[what] for layer in layers.values() if what in layer]
+    return sum(values) / len(values) if values else None

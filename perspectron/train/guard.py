@@ -1,0 +1,51 @@
+"""Guards of a run: signals that end it in order, and where numbers stopped being finite."""
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:
+    """The name of the innermost module that first gives a non-finite output, or "the loss itself"."""
+    names: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: object, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if not names and isinstance(first, Tensor) and not first.isfinite().all():
+                names.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return names[0] if names else "the loss itself"
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM; a second one acts at once."""
+    caught: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, catch)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,67 @@
+"""Loss on held-out text, in nats, bits per byte and perplexity."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from perspectron.data.loader import IGNORE, windows
+from perspectron.data.shards import Split
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """bits_per_byte: total surprise over the UTF-8 bytes predicted; perplexity: per token; what was read."""
+
+    bits_per_byte: float
+    perplexity: float
+    tokens: int
+    text_bytes: int
+
+
+def heldout(
+    model: LanguageModel,
+    split: Split,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    batch_size: int = 8,
+    limit_tokens: int | None = None,
+    carry: bool = False,
+    spread: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Heldout:
+    """The loss over a split, or its first `limit_tokens`, or with `spread` so many from all over it; deterministic.
+
+    Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same
+    context; with `carry` the state goes on from window to window (batch size 1) and only a document's start
+    empties it. `dtype`: autocast to it.
+    """
+    counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
+    device = model.device
+    nats, tokens, text_bytes, state = 0.0, 0, 0, None
+    with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        for batch in windows(
+            split,
+            seq_len=seq_len,
+            batch_size=1 if carry else batch_size,
+            limit_tokens=limit_tokens,
+            spread=spread,
+        ):
+            ids, targets = batch.ids_BT.to(device), batch.targets_BT.to(device)
+            reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else batch.reset_BT
+            reset = None if reset is None else reset.to(device)
+            hidden, after, _ = model.hidden(ids, state, reset_BT=reset, consume_state=True)
+            losses = F.cross_entropy(
+                model.head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="none"
+            )
+            nats += losses.double().sum().item()
+            tokens += batch.targets
+            text_bytes += int(counts_V[batch.targets_BT[batch.targets_BT != IGNORE]].sum())
+            state = after if carry else None
+    bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
+    return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), tokens, text_bytes)

@@ -1,0 +1,92 @@
+"""AdamW with decay on matrices only, and the learning-rate schedules."""
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from perspectron.config import one_of, require
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Fall of the rate after the warm-up: along a cosine, or none until the last `cooldown` of the steps; such a run
+    can be given more steps later."""
+    warmup: int = 50
+    """Steps of linear rise."""
+    final: float = 0.1
+    """Share of the peak at the end."""
+    cooldown: float = 0.2
+    """Share of the steps in which a constant rate falls."""
+    weight_decay: float = 0.1
+    """Decay of matrices; norms and biases have none."""
+    beta1: float = 0.9
+    """Share of the running mean of gradients that an update keeps."""
+    beta2: float = 0.95
+    """Share of the running mean of their squares that an update keeps."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 is no limit."""
+
+    def __post_init__(self) -> None:
+        one_of(self.schedule, ("cosine", "constant"), "schedule")
+        require(self.lr > 0, "lr", self.lr, "> 0")
+        require(self.warmup >= 0, "warmup", self.warmup, "≥ 0")
+        require(0 <= self.final <= 1, "final", self.final, "in [0, 1]")
+        require(0 <= self.cooldown <= 1, "cooldown", self.cooldown, "in [0, 1]")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "≥ 0")
+        require(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
+        require(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
+        require(self.clip >= 0, "clip", self.clip, "≥ 0")
+
+
+def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """One group of matrices, which decay, and one of vectors (norms, biases), which do not; none of what is frozen. A
+    module names in `no_decay` those of its parameters that are vectors of a head each, stacked."""
+    stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in stacked]
+    vectors = [p for p in trained if p.ndim < 2 or id(p) in stacked]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def freeze(model: nn.Module, only: tuple[str, ...]) -> None:
+    """Let only the parameters learn whose names match one of these patterns; all, without a pattern. ConfigError for a
+    pattern that matches no name."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in only:
+        known = bool(fnmatch.filter(names, pattern))
+        require(known, "only", pattern, "the name of a parameter, or a pattern")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only))
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """Learning rate of the step-th update (0-based) of `steps`."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    if config.schedule == "cosine":
+        done = (step - config.warmup) / max(1, steps - config.warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    else:
+        fall = min(1.0, (steps - step) / max(1.0, config.cooldown * steps))
+    return config.lr * (config.final + (1 - config.final) * max(0.0, fall))
+
+
+def falls_at(steps: int, config: OptimConfig) -> int:
+    """Updates of `steps` that have a rate which does not depend on `steps`: those before a constant rate falls. After
+    them a run can still be given more. 0 of a cosine."""
+    if config.schedule == "cosine":
+        return 0
+    return math.floor(steps - max(1.0, config.cooldown * steps)) + 1

@@ -1,0 +1,121 @@
+"""Every command as a user runs it: in a process of its own, from an empty folder, with the package that is installed.
+
+Where none is (a checkout on PYTHONPATH), it is that of the checkout.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli.main import COMMANDS
+
+SILENT = ("train", "compare", "ablate")  # they say what they do on standard error
+ROOT = Path(__file__).parents[2]
+QUIET = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+SIZES = "d_model=32 layers=4 hidden=32 rank=8 heads=2 kv_heads=1 window=16 vocab_size=300 torus=[2,2]"
+LENS = "d_model=32 layers=3 heads=2 hidden=32 vocab_size=300"
+STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
+COMPARE = (
+    "--tokens 640 --seeds 1 --seq-len 32 --batch-size 4 --rates 0.004 --dtype float32 --suites calibration"
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Without PYTHONPATH, if the package is found without it."""
+    plain = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | QUIET
+    command = [sys.executable, "-c", "import perspectron.cli.main"]
+    found = subprocess.run(command, cwd=tmp_path_factory.mktemp("empty"), env=plain, capture_output=True)
+    return plain if found.returncode == 0 else plain | {"PYTHONPATH": str(ROOT)}
+
+
+DRIVER = """
+import contextlib, io, json, sys
+from perspectron.cli.main import main
+for arguments in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(arguments)
+    print(json.dumps([code, out.getvalue()]), flush=True)
+    assert code == 0, arguments
+"""
+
+
+def run(environment: dict[str, str], folder: Path, commands: list[tuple[str, ...]]) -> list[str]:
+    """What each command writes. AssertionError, with what was said, when one fails.
+
+    They run one after the other in one process, which imports torch once.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        cwd=folder,
+        env=environment,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line)[1] for line in done.stdout.splitlines()]
+
+
+def test_every_command_from_an_empty_folder(tmp_path, environment):
+    (tmp_path / "text").mkdir()
+    for i in range(6):
+        words = f"the cat sat on mat number {i}, and the dog sat on the log. " * 60
+        (tmp_path / "text" / f"{i}.txt").write_text(words)
+    train, sizes = ("train", "--data", "text", *STEPS.split()), SIZES.split()
+    trace = ("--text", "text/0.txt", "--tokens", "64")
+    cost = ("--suite", "cost", "--set", "contexts=[16]", "rounds=1", "visit=1", "seconds=0", "batch_size=2")
+    speeds = ("--bandwidth", "9G/s", "--disk", "1G/s")
+    commands = [
+        (*train, "--preset", "perspective-tiny", "--out", "routed", "--set", *sizes, "ffn=routed"),
+        (*train, "--preset", "lens-tiny", "--out", "lens", "--set", *LENS.split()),
+        ("quickstart", "--out", "tour", "--data", "text", "--steps", "2"),
+        ("tokenize", "text", "--out", "corpus", "--vocab-size", "280"),
+        ("quantize", "routed", "--out", "packed", "--calibrate", "none"),
+        ("synthesize", "perspective-tiny", "--experts", "2", "--data", "text", "--out", "random", "--set", *sizes),
+        *(("generate", folder, "the cat", "--max-tokens", "4") for folder in ("routed", "packed", "random")),
+        ("generate", "packed", "--bench", "--max-tokens", "3"),
+        *(("eval", folder) for folder in ("routed", "packed")),
+        ("eval", "routed", *cost),
+        ("trace", "routed", *trace),
+        ("plan", "packed", "--ram", "1G", "--trace", "routed/trace.json", *speeds),
+        ("routes", "packed", *trace),
+        ("prune-attention", "lens", "--blocks", "1", "--context", "64"),
+        *(("inspect", model) for model in ("perspective-1t", "lens-gpt2-124m", "routed", "packed")),
+        ("list",),
+        ("compare", "--designs", "transformer,ssd", "--params", "120k", "--data", "text", "--out", "compared",
+         "--vocab-size", "300", *COMPARE.split()),
+        ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
+        ("lm-eval", "--help"),
+    ]  # fmt: skip
+    said = run(environment, tmp_path, commands)
+    assert {name for name, *_ in commands} == set(COMMANDS)
+    assert all(text for text, (name, *_) in zip(said, commands, strict=True) if name not in SILENT)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list"]])
+def test_answers_that_do_not_wait_for_torch(arguments, tmp_path, environment):
+    """In 0.4 s of a processor that is not busy; the bound here is generous."""
+    program = (
+        "import sys, time; from perspectron.cli.main import main; code = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules;"
+        "assert time.process_time() < 1, time.process_time(); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_overview_says_what_a_command_says_of_itself(name):
+    where, about = COMMANDS[name]
+    module, _, attribute = where.partition(":")
+    command = getattr(import_module(f"perspectron.cli.{module}"), attribute)
+    if isinstance(command, type):
+        assert about == command.__doc__.splitlines()[0]

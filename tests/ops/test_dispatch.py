@@ -1,0 +1,161 @@
+"""What operations share: autocast, the log, states that are overwritten, and derivatives that are not there."""
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from perspectron.errors import BackendError
+from perspectron.ops import conv, dispatch, drm, drm_law, experts, gla, gru, pdr, tiled
+
+draw = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+
+LAW = drm_law.Law(2, 1, 0.1, 3.0, True, 0.5, 0.3, 1e-4, 0.0, 1.0, 0, renorm=False, normalise=True, interval=1)
+
+
+def drm_scan(e_BTE: Tensor, z_BS: Tensor) -> Tensor:
+    S, H, N = 4, 6, 2
+    shapes = [(S,), (3 * H, S), (3 * H,), (H, 3), (2, H, H), (2 * H,), (N * S + N, H), (N * S + N,)]
+    weights = drm_law.Weights(*(normal(*s) for s in [*shapes, (2 * S, H), (2 * S,), (N, H), (N,)]))
+    state = drm_law.State(z_BS, z_BS.new_zeros(2, 0), torch.zeros(2, dtype=torch.int64))
+    return drm.scan(e_BTE, state, weights, LAW)[0]
+
+
+def gru_scan(x_BTGRD: Tensor, h_BGRD: Tensor) -> Tensor:
+    cells = gru.Cells(normal(1, 4, 12), normal(1, 4, 12), normal(1, 12), normal(1, 12))
+    return gru.scan(x_BTGRD, cells, 0.9, h_BGRD)[0]
+
+
+def swiglu(x_ND: Tensor, gate_EFD: Tensor) -> Tensor:
+    return experts.swiglu(x_ND, torch.tensor([0, 1, 0]), gate_EFD, normal(2, 5, 4), normal(2, 4, 5))[0]
+
+
+ONCE = {
+    "pdr.scan": (lambda q, v: pdr.scan(q, q, v, v.sigmoid())[0], [(2, 3, 4), (2, 3, 5)]),
+    "gla.scan": (lambda q, v: gla.scan(q, q, v, q.sigmoid())[0], [(2, 1, 3, 4), (2, 1, 3, 5)]),
+    "gru.scan": (gru_scan, [(2, 3, 1, 1, 4), (2, 1, 1, 4)]),
+    "drm.scan": (drm_scan, [(2, 3, 3), (2, 4)]),
+    "conv.convolve": (
+        lambda u, w: conv.convolve(u, normal(2, 3, 5), w, normal(5), None, None)[0],
+        [(2, 6, 5), (5, 1, 4)],
+    ),
+    "tiled.attend": (lambda q, v: tiled.attend(q, q, v, 0.5), [(2, 3, 4), (2, 3, 5)]),
+    "experts.swiglu": (swiglu, [(3, 4), (2, 5, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_second_derivative_is_an_error_also_where_the_input_is_reached_another_way(name):
+    op, shapes = ONCE[name]
+    inputs = [normal(*shape).requires_grad_() for shape in shapes]
+    loss = op(*inputs).square().sum() + sum(x.pow(3).sum() for x in inputs)
+    gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+    for gradient, x in zip(gradients, inputs, strict=True):
+        with pytest.raises(RuntimeError, match=rf"{name} is differentiable once"):
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+
+
+@pytest.mark.parametrize("name", ["gla.scan", "gru.scan", "drm.scan"])
+def test_forward_mode_where_there_is_none_is_an_error(name):
+    op, shapes = ONCE[name]
+    message = f"{name} has no forward-mode derivative; use backend='reference'"
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+        op(*(forward_ad.make_dual(x, x) for x in (normal(*shape) for shape in shapes)))
+
+
+# ---------------------------------------------------------------- around the numbers
+
+
+def test_autocast_does_not_reach_inside():
+    @dispatch.in_full_precision
+    def product(x: Tensor, *, twice: bool) -> Tensor:
+        """Of x and itself."""
+        return (x @ x) * (2 if twice else 1)
+
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        found = product(x, twice=True)
+        assert found.dtype == torch.float32 and found[0, 0] == 4
+        assert product(x.to("meta"), twice=False).is_meta
+        assert (x @ x).dtype == torch.bfloat16, "it is on again afterwards"
+    assert product.__doc__ == "Of x and itself."
+
+
+def test_a_line_is_said_once_and_never_to_a_compiler(caplog):
+    def op(x: Tensor) -> Tensor:
+        dispatch.say("test: auto runs the loop on %s", x.device.type)
+        return x + 1
+
+    with caplog.at_level(logging.INFO, "perspectron"):
+        torch.compile(op, backend="eager", fullgraph=True)(torch.ones(2))
+        assert not caplog.messages
+        for _ in range(2):
+            op(torch.ones(2))
+        op(torch.ones(2, device="meta"))
+    assert caplog.messages == [f"test: auto runs the loop on {device}" for device in ("cpu", "meta")]
+
+
+def test_an_unknown_backend_is_named_with_those_there_are():
+    dispatch.known("b", ("a", "b"))
+    with pytest.raises(BackendError, match="backend = 'c', must be one of a, b"):
+        dispatch.known("c", ("a", "b"))
+
+
+def test_it_computes_in_float32_or_float64():
+    half, single, double = (
+        torch.ones(1, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    )
+    assert dispatch.widest(half) == dispatch.widest(half, single) == torch.float32
+    assert dispatch.widest(half, double) == torch.float64
+
+
+def test_what_is_watched_is_seen():
+    seen = []
+
+    def op(x: Tensor) -> Tensor:
+        seen.append(dispatch.watched(x))
+        return x + 1
+
+    op(torch.ones(2))
+    make_fx(op)(torch.ones(2))
+    torch.func.vmap(op)(torch.ones(2))
+    op(torch.nn.Parameter(torch.ones(2)))
+    assert seen == [False, True, True, True]
+
+
+# ---------------------------------------------------------------- states that are overwritten
+
+
+def test_gradients_are_off_where_neither_mode_is_on():
+    assert not dispatch.gradients_off()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert dispatch.gradients_off()
+            dispatch.check_consumed(True)
+    with forward_ad.dual_level(), torch.no_grad():
+        assert not dispatch.gradients_off()
+        with pytest.raises(ValueError, match="consume_state = True needs"):
+            dispatch.check_consumed(True)
+    dispatch.check_consumed(False)
+
+
+def test_a_state_is_owned_if_it_is_given_up_and_can_be_written():
+    state = torch.ones(3, 2)
+    assert dispatch.owned(state, True) is state
+    assert dispatch.owned(state[:, :1], True).data_ptr() == state.data_ptr()
+    with torch.inference_mode():
+        frozen = torch.ones(3, 2)
+        assert dispatch.owned(frozen, True) is frozen
+    for tensor, consumed in ((state, False), (state[:1].expand(3, 2), True), (frozen, True)):
+        own = dispatch.owned(tensor, consumed)
+        own += 1
+        assert tensor.eq(1).all() and own.eq(2).all() and own.is_contiguous()

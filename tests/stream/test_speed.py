@@ -1,0 +1,32 @@
+"""Disks probed, and files that are too small to tell."""
+
+from pathlib import Path
+
+import pytest
+
+from perspectron.errors import ArtifactError
+from perspectron.stream import speed
+from perspectron.stream.reader import ShardFile
+from perspectron.stream.speed import probe
+
+
+def test_the_faster_method_is_taken(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "layer-3"
+    lab.mixed(path, 3)
+    monkeypatch.setattr(ShardFile, "rate", lambda file, *_: {"direct": 2.0, "buffered": 3.0}[file.method])
+    found = probe(path)
+    assert found.method == "buffered" and found.bytes_per_second["buffered"] == 3.0
+    assert str(found).startswith("buffered ") and str(found).count("buffered") == 1
+    with pytest.raises(ArtifactError):
+        probe(tmp_path)
+
+
+def test_the_speed_of_a_disk(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "layer-3"
+    lab.mixed(path, 3)
+    assert speed.disk(path) is None
+    monkeypatch.setattr(speed, "LEAST", 1)
+    rate = speed.disk(path)
+    assert rate is not None and rate > 0
+    with pytest.raises(ArtifactError, match="none: no such file"):
+        speed.disk(tmp_path / "none")

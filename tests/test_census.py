@@ -1,0 +1,52 @@
+"""Bytes of a token, against what can be counted by hand."""
+
+import pytest
+import torch
+
+from perspectron import build, presets
+from perspectron.census import touched
+from perspectron.model import LanguageModel
+from perspectron.state import LMState
+
+W, LAYERS, D, F, E = 8, 4, 32, 24, 6  # three PDR layers with experts, one of attention
+
+
+def tiny(**changes: object) -> LanguageModel:
+    sizes = {"d_model": D, "hidden": F, "rank": 8, "heads": 4, "kv_heads": 2, "window": W, "vocab_size": 300}
+    return build(presets.get("perspective-tiny", **sizes, torus=[3, 2], layers=LAYERS, **changes))
+
+
+@torch.inference_mode()
+def after(model: LanguageModel, tokens: int, rows: int = 1) -> LMState:
+    """In two steps, so that a cache has grown."""
+    ids_BT = torch.randint(300, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    state = model(ids_BT[:, :1]).state
+    return state if tokens == 1 else model(ids_BT[:, 1:], state).state
+
+
+@pytest.mark.parametrize("tokens", [1, 5, W, W + 1, 3 * W])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_attention_reads_what_its_window_holds(tokens, rows):
+    model = tiny()
+    found = touched(model, after(model, tokens, rows))
+    assert found.caches == rows * min(tokens, W) * 2 * 2 * (D // 4) * 4
+    assert found.state == 2 * rows * (3 * (D * 8 * 4 + 8) + 8)  # memories and lengths, read and written
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_full_attention_reads_all_tokens_so_far(tokens):
+    model = build(presets.get("gpt2-tiny"))
+    layers, D = len(model.blocks), model.config.d_model
+    assert touched(model, after(model, tokens)).caches == layers * tokens * 2 * D * 4
+
+
+def test_a_run_reads_one_expert_of_each_layer():
+    model = tiny()
+    found = touched(model, after(model, 3))
+    assert found.experts == 3 * 3 * F * D * 4
+    parameters = sum(p.numel() for p in model.parameters())
+    idle = sum(m.idle_parameters() for m in model.modules() if hasattr(m, "idle_parameters"))
+    assert idle == (E - 1) * found.experts // 4
+    buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("bias_E"))
+    looked_up = model.embedding.weight.nbytes if model.config.head is not None else 0
+    assert found.experts + found.shared + found.head == 4 * (parameters - idle) + buffers - looked_up

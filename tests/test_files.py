@@ -1,0 +1,52 @@
+"""Names, JSON and what else is read from a folder that somebody else wrote."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from perspectron.errors import ArtifactError
+from perspectron.files import read_json, safe_join
+
+
+def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "in").symlink_to("sub")
+    (folder / "ring").symlink_to("ring")
+    assert safe_join(folder, "a.experts") == folder / "a.experts"
+    assert safe_join(folder, "in/b") == folder / "in" / "b"
+    names = [
+        "",
+        "/etc/passwd",
+        "..",
+        "../a",
+        "sub/../../a",
+        "./a",
+        "a//b",
+        "a/",
+        "a\\b",
+        "..\\a",
+        "a\0b",
+        "out/a",
+        "out",
+    ]
+    for name in [*names, "ring", "x" * 5000, "\ud800", None, 3, ["a"], b"a"]:
+        with pytest.raises(ArtifactError, match="name"):
+            safe_join(folder, name)
+
+
+def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
+    limit = 16 << 20
+    (tmp_path / "levels").write_text("[" * 100_000)
+    (tmp_path / "long").write_text(" " * limit + "1")
+    (tmp_path / "fits").write_text(" " * (limit - 1) + "1")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    whys = {"levels": "too many levels", "long": "more than 16777216 bytes", "zeros": "not a file"}
+    for name, why in (whys | {"pipe": "not a file", ".": "JSON", "none": "no such file"}).items():
+        with pytest.raises(ArtifactError, match=why):
+            read_json(tmp_path / name, ArtifactError)
+    assert read_json(tmp_path / "fits", ArtifactError) == 1
+    assert read_json(tmp_path / "long", ArtifactError, limit + 1) == 1

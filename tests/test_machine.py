@@ -1,0 +1,39 @@
+"""What a machine says of itself, and which program ran."""
+
+import subprocess
+
+import perspectron
+from perspectron import machine
+
+
+def test_the_commit_that_ran(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", *identity, "-C", str(tmp_path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    package = tmp_path / "perspectron"
+    package.mkdir()
+    (package / "__init__.py").write_text("1\n")
+    monkeypatch.setattr(perspectron, "__file__", str(package / "__init__.py"))
+    assert machine.commit() == f"version {perspectron.__version__}"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert machine.commit() == head
+    (package / "__init__.py").write_text("2\n")
+    assert machine.commit() == f"{head} with changes"
+
+
+def test_a_checkout_that_holds_the_installed_package_is_not_its_own(tmp_path, monkeypatch):
+    """A virtual environment inside somebody's repository."""
+    package = tmp_path / "venv" / "perspectron"
+    package.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(perspectron, "__file__", str(package / "__init__.py"))
+    assert machine.commit() == f"version {perspectron.__version__}"
+
+
+def test_the_processor_and_its_cores():
+    assert "core" in machine.processor() or machine.torch.cuda.is_available()

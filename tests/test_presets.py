@@ -1,0 +1,117 @@
+"""Presets by name, and designs at any size: parameters match, for every design, over three orders of magnitude."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.census import active_parameters
+from perspectron.config import BlockConfig, ModelConfig, dump, load
+from perspectron.errors import ConfigError
+from perspectron.ffn import SwiGLUConfig
+from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model import build
+from perspectron.presets import fit, table
+from perspectron.presets.designs import stack
+
+DESIGNS = list(presets.DESIGNS)
+BUDGETS = [(300_000, 512, 128), (1_000_000, 1024, 256), (5_000_000, 4096, 512), (100_000_000, 16384, 512)]
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize(("params", "vocab_size", "seq_len"), BUDGETS)
+def test_parameters_match_within_two_percent(design, params, vocab_size, seq_len):
+    config = presets.solve(design, params, vocab_size=vocab_size, seq_len=seq_len)
+    assert abs(active_parameters(config) / params - 1) <= 0.02
+    assert config.name == design == presets.design_of(config)
+    assert config.vocab_size == vocab_size
+    assert config.positions in (0, seq_len)
+
+
+def test_layers_share_width_and_depth():
+    models = [presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256) for name in DESIGNS]
+    layered = [m for m in models if m.name not in ("drm", "ssd")]
+    assert {m.d_model for m in layered} == {160}
+    assert {len(m.blocks) for m in layered} == {4}
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_small_models_run_and_are_alike(design):
+    config = presets.small(design, vocab_size=64, seq_len=32)
+    assert abs(active_parameters(config) / 101_696 - 1) < 0.1
+    ids = torch.arange(32)[None] % 64
+    assert build(config)(ids, targets=ids).loss.isfinite()
+
+
+@pytest.mark.parametrize("preset", presets.names())
+def test_every_preset_is_of_a_design(preset):
+    design = presets.design_of(presets.get(preset))
+    assert preset.startswith(design.removesuffix("-experts"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("perspective-20m", "perspective-166m"), ("perspective-125m", "perspective-1.9b")]
+)
+def test_an_old_name_says_the_new_one(old, new):
+    with pytest.raises(ConfigError) as caught:
+        presets.get(old)
+    assert str(caught.value).startswith(f"{old} is now {new}: ") and "active of" in str(caught.value)
+    assert old not in presets.names()
+
+
+@pytest.mark.parametrize("old", presets.RENAMED)
+def test_a_run_of_before_keeps_its_name(old):
+    """The name in a config is hashed into saved states: it is never changed."""
+    config = dataclasses.replace(presets.get(presets.RENAMED[old][0]), name=old)
+    assert load(ModelConfig, dump(config)) == config
+    assert presets.design_of(config) == "perspective-experts"
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_design_is_a_preset_at_its_default_sizes(design):
+    config = presets.get(design)
+    assert config.name == design == presets.design_of(config)
+    assert presets.get(design, vocab_size=77).vocab_size == 77
+
+
+def test_a_design_entered_by_one_function_is_trained_and_compared_by_name(monkeypatch):
+    monkeypatch.setattr(table, "DESIGNS", dict(table.DESIGNS))
+    monkeypatch.setattr(fit, "DESIGNS", table.DESIGNS)
+
+    @table.design("one window after another", "seeds/topology.md §2.2")
+    def windows(
+        name: str, *, vocab_size: int = 64, d_model: int = 32, layers: int = 2, hidden: int = 40,
+        gqa: WindowGQAConfig = WindowGQAConfig(heads=2, kv_heads=1, window=8),
+    ) -> ModelConfig:  # fmt: skip
+        return stack(name, vocab_size, d_model, layers, BlockConfig(gqa, SwiGLUConfig(hidden)))
+
+    assert presets.get("windows", window=4, layers=3).blocks[2].mixer == WindowGQAConfig(2, 1, 4)
+    config = presets.solve("windows", 1_000_000, vocab_size=1024, seq_len=256)
+    assert abs(active_parameters(config) / 1_000_000 - 1) <= 0.02
+    assert config.blocks[0].mixer == WindowGQAConfig(config.d_model // 32, 1, 128)
+    with pytest.raises(
+        ConfigError, match="windows: key = 'rank', must be one of vocab_size, d_model, layers, hidden"
+    ):
+        presets.get("windows", rank=4)
+
+
+def test_a_keyword_comes_before_a_field_of_the_same_name():
+    assert presets.get("perspective-tiny", hidden=96).blocks[0].ffn.hidden == 96
+    assert presets.get("perspective-tiny-dense", hidden=96).blocks[0].ffn.hidden == 96
+
+
+def test_a_name_of_ones_own_is_of_no_design():
+    config = dataclasses.replace(presets.get("gpt2-tiny"), name="mine")
+    with pytest.raises(ConfigError, match="model name = 'mine', must be one of perspective"):
+        presets.design_of(config)
+
+
+def test_a_budget_below_the_embedding_says_what_would_do():
+    with pytest.raises(ConfigError, match=r"params = 50000, must be about 1,070,304 or more for gpt2"):
+        presets.solve("gpt2", 50_000, vocab_size=32768, seq_len=64)
+
+
+def test_an_unknown_design_lists_those_there_are():
+    with pytest.raises(ConfigError, match="design = 'rwkv', must be one of perspective, adr"):
+        presets.solve("rwkv", 1_000_000, vocab_size=512, seq_len=64)
