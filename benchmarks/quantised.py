@@ -7,6 +7,7 @@ ternary with 8-bit activations, all in memory or by way of a cache of two for ea
 the nearest at 2 bits, and what streams gives the bits of what is in memory.
 """
 
+import asyncio
 import copy
 import tempfile
 import time
@@ -122,7 +123,7 @@ def main() -> None:
     sizes, data, steps, count = SIZES, args.data, args.steps, args.windows
     batch: dict[str, Any] = {"batch_size": 8, "seq_len": 128, "eval_tokens": 65536}
     if args.quick:
-        sizes, data, steps, count = QUICK, str(common.ROOT / "perspectron"), 3, 4
+        sizes, data, steps, count = QUICK, str(Path(asyncio.__file__).parent), 60, 4
         batch = {"batch_size": 2, "seq_len": 16, "eval_tokens": 256}
     optim = OptimConfig(lr=2e-3, warmup=max(1, steps // 20))
     config = TrainConfig(

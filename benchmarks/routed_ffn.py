@@ -23,7 +23,7 @@ from perspectron.experts.torus import gini
 from perspectron.ffn import SwiGLU, SwiGLUConfig
 from perspectron.ops.experts import load
 
-TESTS = ("tests/test_experts.py", "tests/test_routing.py")
+TESTS = ("tests/experts/test_layer.py", "tests/experts/test_router.py", "tests/experts/test_torus.py")
 BAR = 1.25
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from perspectron import native, presets
 from perspectron.data import Tokenizer
-from perspectron.decode.generate import prefill
+from perspectron.decode.reading import prefill
 from perspectron.eval.timing import Spread, take_turns
 from perspectron.model import LanguageModel
 from perspectron.stream.engine import StreamedModel, load_artifact

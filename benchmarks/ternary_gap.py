@@ -23,7 +23,7 @@ from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 
-TESTS = ("tests/quant/test_ternary.py",)
+TESTS = ("tests/experts/test_ternary.py",)
 GATE = 1.10
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,

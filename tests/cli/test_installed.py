@@ -39,7 +39,10 @@ import contextlib, io, json, sys
 from perspectron.cli.main import main
 for arguments in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as stop:  # help
+            code = stop.code or 0
     print(json.dumps([code, out.getvalue()]), flush=True)
     assert code == 0, arguments
 """
