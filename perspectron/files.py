@@ -1,14 +1,20 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files that are read without believing them."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
+import re
+import secrets
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -17,11 +23,23 @@ from torch import Tensor
 from perspectron.errors import ArtifactError, PerspectronError, StorageError
 
 MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
+MAX_DIGITS = 19  # of a number without fraction: what 64 bits hold
+LOCK = ".lock"
+PAUSE = 0.5  # seconds between tries to lock a folder
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file to read its bytes. OSError for anything else: a pipe is refused, not waited for."""
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(0, "not a regular file", str(path))
+    return file
 
 
 def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    """Hex SHA-256 of a file's bytes. OSError: not a regular file, or not readable."""
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -38,13 +56,15 @@ def sync(path: Path) -> None:
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; whatever file or folder stands there at the end is renamed onto it.
 
-    On any error the temporary is removed and what stood at `path` before is untouched.
-    Raises StorageError for an OSError (full disk, read-only folder).
+    On any error the temporary is removed and what stood at `path` before is untouched. Any number of threads and
+    processes may write one path: the last to end wins, and no file is ever a mixture.
+    Raises StorageError for an OSError (full disk, read-only folder), and before anything is written where `path` is
+    neither a regular file nor a folder: a link is not followed and a device not replaced.
     """
-    temporary, aside = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old.tmp"))
+    temporary, aside = temporary_beside(path), temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
+        _refuse_special(path)
         yield temporary
         for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
             sync(part)
@@ -55,10 +75,95 @@ def atomic(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
     finally:
-        if aside.is_dir() and not path.exists():
-            os.replace(aside, path)
+        with contextlib.suppress(OSError):  # the error above is the one to tell
+            if aside.is_dir() and not path.exists():
+                os.replace(aside, path)
         remove(aside)
         remove(temporary)
+
+
+def _refuse_special(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kind = "a link" if stat.S_ISLNK(mode) else "not a regular file"
+            raise StorageError(f"{path}: not written (it is {kind}; name a file or remove it first)")
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for what is written or put away on the way to `path`, which tells whose it is."""
+    return path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}.tmp")
+
+
+_TEMPORARY = re.compile(r"\.(\d+)-[0-9a-f]{16}\.tmp|\..*\.(\d+)(?:\.old)?\.tmp")  # the second: of 0.1
+
+
+def sweep(folder: Path) -> None:
+    """Delete what `atomic` left in a folder when its process was killed. What a living process writes stays, as do
+    files of other names."""
+    for leftover in folder.glob(".*.tmp"):
+        name = _TEMPORARY.fullmatch(leftover.name)
+        if name is not None and not _alive(int(name[1] or name[2])):
+            remove(leftover)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[int]:
+    """Keep a folder to this process and to those that inherit the descriptor yielded; the kernel frees it when the
+    last of them ends, however that is. Within one process it may be locked again.
+
+    StorageError: another process still has it after `patience` seconds, or nothing can be written there.
+    """
+    path = folder.resolve() / name
+    with _LOCKS:
+        descriptor, count = _held.get(path) or (_lock(folder, path, patience), 0)
+        _held[path] = (descriptor, count + 1)
+    try:
+        yield descriptor
+    finally:
+        with _LOCKS:
+            descriptor, count = _held.pop(path)
+            if count > 1:
+                _held[path] = (descriptor, count - 1)
+            else:
+                os.close(descriptor)
+
+
+_LOCKS = threading.RLock()
+_held: dict[Path, tuple[int, int]] = {}  # descriptor of each lock of this process, and how often it was taken
+
+
+def _lock(folder: Path, path: Path, patience: float) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise StorageError(f"{folder}: not a folder to write in ({error.strerror})") from None
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(min(PAUSE, patience))
+                continue
+            os.close(descriptor)
+            raise StorageError(
+                f"{folder}: another process works in it; wait until that ends, or choose another folder"
+            ) from None
+        except OSError:  # a disk without locks: nothing to keep it by
+            return descriptor
 
 
 def remove(path: Path) -> None:
@@ -94,28 +199,67 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, error: type[PerspectronError], limit: int = MAX_JSON) -> Any:
-    """Read JSON. What is missing, malformed, no file or over `limit` bytes raises `error` with one line that names
-    it."""
+    """Read JSON as `parse_json` does. What is missing, malformed, no file or over `limit` bytes raises `error` with
+    one line that names it."""
     try:
-        return json.loads(_text(path, limit))
+        return parse_json(read_text(path, limit))
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
-    except RecursionError:
-        raise error(f"{path}: unreadable JSON (too many levels)") from None
     except (OSError, ValueError) as cause:
-        raise error(f"{path}: unreadable JSON ({cause})") from None
+        why = cause.strerror if isinstance(cause, OSError) else cause
+        raise error(f"{path}: unreadable JSON ({why})") from None
 
 
-def _text(path: Path, limit: int) -> str:
-    with open(
-        os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb"
-    ) as file:  # a pipe must not block
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a file")
+def read_text(path: Path, limit: int = MAX_JSON) -> str:
+    """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8."""
+    with open_file(path) as file:
         text = file.read(limit + 1)
     if len(text) > limit:
         raise ValueError(f"more than {limit} bytes")
     return text.decode()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON to the letter. ValueError for what Python's reader lets pass: NaN and Infinity, numbers beyond 64 bits or
+    beyond float64, a key twice in one object, thousands of levels."""
+    try:
+        return json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+            object_pairs_hook=_object,
+        )
+    except RecursionError:
+        raise ValueError("too many levels") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS + 1 or not -(2**63) <= (number := int(digits)) < 2**63:
+        raise ValueError(
+            f"{digits[:24]}… is beyond 64 bits" if len(digits) > 24 else f"{digits} is beyond 64 bits"
+        )
+    return number
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:24]} is beyond float64")
+    return number
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {twice[:80]!r} stands twice")
+    return fields
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic, save_tensors
+from perspectron.files import atomic, open_file, parse_json, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound=type[Any])
 FORMAT = "perspectron-state-2"
+MOST_TOKENS = 1 << 62
+"""No document has as many: counts stay below, so that adding to them cannot overflow."""
 
 
 def register(cls: T) -> T:
@@ -33,8 +35,12 @@ def register(cls: T) -> T:
 class Ragged:
     """Base of a part of a state whose rows may differ in shape, such as a cache with room for more tokens or fewer.
 
-    Every other part is selected and stacked tensor by tensor, along its first dimension.
+    Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
+    is 0 in the empty state of a batch without room.
     """
+
+    def room(self) -> None:
+        """StateError unless what it counts fits into the room it has."""
 
     def select(self, rows_N: Tensor) -> Self:
         """These rows, as a copy."""
@@ -168,7 +174,7 @@ class Stateful(Protocol):
 
     config: ModelConfig
 
-    def init_state(self, batch_size: int) -> LMState: ...
+    def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState: ...
     def fingerprint(self) -> str: ...
 
 
@@ -200,25 +206,81 @@ def save_state(
 def load_state(path: Path | str, model: Stateful) -> LMState:
     """Read a state saved by `save_state`, on the CPU.
 
-    StateError when the file is missing or damaged, or was saved by another model (other config or weights).
+    StateError when the file is missing or damaged, was saved by another model (other config or weights), or is not
+    what this model's own states are: every tensor has the shape and the type that `init_state` gives, every count is
+    one that there can be.
     """
-    header, tensors = _read(Path(path))
+    path = Path(path)
+    header, tensors = _read(path)
     if header["model"] != model.fingerprint():
         raise StateError(
             f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
             "load it with the config and the weights that it was saved with"
         )
-    numbers = json.loads(header["numbers"])
+    numbers = _json(path, header, "numbers")
+    start = model.init_state(1)
+    rooms = (pytree.tree_leaves(model.init_state(1, capacity=capacity)) for capacity in (2, 3))
+    known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
+    wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
+    if other := set(wanted) ^ (set(tensors) | set(numbers)):
+        name = min(other)
+        raise StateError(
+            f"{path}: {'lacks' if name in wanted else 'has'} {name[:80]}, must have what the model's states have"
+        )
+    rows = {len(tensor) for tensor in tensors.values() if tensor.ndim} or {0}
+    if len(rows) > 1 or min(rows) < 1:
+        raise StateError(
+            f"{path}: tensors of {', '.join(map(str, sorted(rows)))} rows, must be of as many, 1 or more"
+        )
 
     def leaf(where: pytree.KeyPath, _: object) -> Tensor | int:
         name = _name(where)
-        if name not in tensors and name not in numbers:
-            raise StateError(f"{path}: lacks {name}")
-        return tensors[name] if name in tensors else numbers[name]
+        value = tensors[name] if name in tensors else numbers[name]
+        _check_leaf(f"{path}: {name}", value, *wanted[name])
+        return value
 
-    start = model.init_state(1)
     loaded: LMState = pytree.tree_map_with_path(leaf, start)
+    try:
+        _check_counts(loaded, model.config.positions)
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
     return dataclasses.replace(loaded, model=start.model)
+
+
+def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> None:
+    """StateError unless a leaf is of the kind that the model's states have: an empty one, and one with room for 2 and
+    for 3 tokens. A dimension in which those two differ may have any size; what room does not change, one of theirs."""
+    if not isinstance(empty, Tensor):
+        if type(value) is not int or not 0 <= value < MOST_TOKENS:
+            raise StateError(f"{name} = {str(value)[:40]}, must be a whole number from 0 to 2⁶²")
+        return
+    if not isinstance(value, Tensor) or value.dtype != empty.dtype or value.ndim != empty.ndim:
+        raise StateError(f"{name} is {_kind(value)}, must be {_kind(empty)}")
+    for size, *sizes in zip(*(x.shape[1:] for x in (value, empty, roomy, roomier)), strict=True):
+        if size not in sizes and sizes[1] == sizes[2]:
+            raise StateError(f"{name} is {_kind(value)}, must be {_kind(roomy)} in all but its rows")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+
+
+def _check_counts(state: LMState, positions: int) -> None:
+    """StateError unless every count of tokens is one that there can be, the same in all layers, and fits its room."""
+    leaves = [(_name(where), leaf) for where, leaf in pytree.tree_leaves_with_path(state)]
+    lengths = [(name, leaf) for name, leaf in leaves if name.endswith("length_B")]
+    most = positions if state.length_B is not None else MOST_TOKENS - 1
+    for name, length_B in lengths:
+        least, greatest = (int(x) for x in length_B.aminmax())
+        if least < 0 or greatest > most:
+            raise StateError(f"{name} holds {least if least < 0 else greatest}, must be from 0 to {most}")
+        if not torch.equal(length_B, lengths[0][1]):
+            raise StateError(
+                f"{name} is another than {lengths[0][0]}, must be the same: tokens of the document"
+            )
+    for part in pytree.tree_leaves(state, is_leaf=_is_ragged):
+        if isinstance(part, Ragged):
+            part.room()
 
 
 def _name(where: pytree.KeyPath) -> str:
@@ -228,12 +290,23 @@ def _name(where: pytree.KeyPath) -> str:
 
 def load_extra(path: Path | str) -> dict[str, Any]:
     """The `extra` that was saved with a state."""
-    extra: dict[str, Any] = json.loads(_read(Path(path))[0]["extra"])
-    return extra
+    return _json(Path(path), _read(Path(path))[0], "extra")
+
+
+def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
+    """The object in a field of the header. StateError: it is missing or none."""
+    try:
+        value = parse_json(header.get(field, ""))
+    except ValueError as error:
+        raise StateError(f"{path}: {field} is unreadable JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise StateError(f"{path}: {field} is {str(value)[:40]}, must be an object")
+    return value
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
+        open_file(path).close()  # before a library that would wait for a pipe
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -241,8 +314,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise StateError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         raise StateError(f"{path}: not a saved state ({error})") from None
-    if header.get("format") != FORMAT:
-        raise StateError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}")
+    if header.get("format") != FORMAT or "model" not in header:
+        raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
     digest = header.pop("digest", None)
     if _digest(header, tensors) != digest:
         raise StateError(f"{path}: damaged, its contents do not match its digest")

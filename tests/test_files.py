@@ -44,8 +44,8 @@ def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
     (tmp_path / "fits").write_text(" " * (limit - 1) + "1")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "pipe")
-    whys = {"levels": "too many levels", "long": "more than 16777216 bytes", "zeros": "not a file"}
-    for name, why in (whys | {"pipe": "not a file", ".": "JSON", "none": "no such file"}).items():
+    whys = {"levels": "too many levels", "long": "more than 16777216 bytes", "zeros": "not a regular file"}
+    for name, why in (whys | {"pipe": "not a regular file", ".": "JSON", "none": "no such file"}).items():
         with pytest.raises(ArtifactError, match=why):
             read_json(tmp_path / name, ArtifactError)
     assert read_json(tmp_path / "fits", ArtifactError) == 1

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import perspectron
+import perspectron.state as state_module
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import StateError, StorageError
 from perspectron.ffn import SwiGLUConfig
@@ -437,3 +439,103 @@ def test_rows_are_chosen_by_their_numbers(rows):
     state = perspectron.build("drm-104k").init_state(2)
     with pytest.raises(StateError, match="give their numbers"):
         state.select(rows)
+
+
+def forged(path: Path, change) -> Path:
+    """The file with other metadata and tensors, and a digest that fits them."""
+    with safe_open(path, framework="pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    header.pop("digest")
+    save_file(tensors, path, header | {"digest": state_module._digest(header, tensors)})
+    return path
+
+
+def put(name: str, value: torch.Tensor):
+    return lambda header, tensors: tensors.update({name: value})
+
+
+def numbers(text: str):
+    return lambda header, tensors: header.update(numbers=text)
+
+
+KINDS = {entry.small.kind: i for i, entry in enumerate(MIXERS.values())}
+PDR, RING, CACHE, DRM = (f"layers[{KINDS[kind]}]" for kind in ("pdr", "window_gqa", "attention", "drm"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (put(f"{PDR}.memory_BDR", torch.zeros(4, dtype=torch.uint8)), "memory_BDR|rows"),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 1)), r"memory_BDR is torch.float32 \(2, 1\), must be"),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 5)), r"memory_BDR is .* must be torch.float32 \(1, 16, 4\)"),
+        (put(f"{PDR}.memory_BDR", torch.zeros(2, 16, 4, dtype=torch.float64)), "memory_BDR is torch.float64"),
+        (put(f"{PDR}.memory_BDR", torch.zeros(3, 16, 4)), "rows"),
+        (put(f"{PDR}.length_B", torch.full((2,), -7)), "length_B holds -7, must be from 0"),
+        (put(f"{PDR}.length_B", torch.full((2,), 1 << 62)), "length_B holds"),
+        (put(f"{PDR}.length_B", torch.full((2,), 21)), "must be the same"),
+        (put(f"{PDR}.length_B", torch.full((2,), 20, dtype=torch.int32)), "length_B is torch.int32"),
+        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 1, 4)), "k_BGWK is"),
+        (put(f"{RING}.k_BGWK", torch.zeros(2, 2, 0, 4)), "a ring of 0 keys and 8 values"),
+        (put(f"{CACHE}.k_BHSK", torch.zeros(2, 2, 3, 8)), "a cache with 3 keys and 20 values"),
+        (put(f"{DRM}.z_BD", torch.zeros(2, 8)), "z_BD is"),
+        (put("layers[99].memory", torch.zeros(2)), "has layers"),
+        (lambda header, tensors: tensors.pop(f"{DRM}.z_BD"), "lacks layers.*z_BD"),
+        (numbers("{}"), "lacks layers.*used"),
+        (numbers("[]"), "numbers is .*, must be an object"),
+        (numbers('{"a": 1, "a": 2}'), "stands twice"),
+        (numbers('{"a": NaN}'), "NaN is not JSON"),
+        (numbers("[" * 100_000), "too many levels"),
+        (lambda header, tensors: header.pop("numbers"), "numbers is unreadable"),
+        (lambda header, tensors: header.pop("model"), "format"),
+        (lambda header, tensors: tensors.update({n: t[:0] for n, t in tensors.items()}), "0 rows"),
+        *(
+            (
+                lambda header, tensors, value=value: header.update(
+                    numbers=json.dumps({k: value for k in json.loads(header["numbers"])})
+                ),
+                why,
+            )
+            for value, why in ((-1, "used = -1"), (True, "used = True"), (2**62, "used ="), (19, "19 of them used"),
+                               (21, "21 of them used"), ("20", "used = 20"), (20.0, "used = 20.0"))
+        ),
+    ],
+)  # fmt: skip
+def test_a_state_that_was_forged_is_refused(model, path, change, why):
+    """Whoever passes a state on can write any digest: it has to be what the model's own states are."""
+    with pytest.raises(StateError, match=why) as caught:
+        perspectron.load_state(forged(path, change), model)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_forged_state_may_hold_other_than_it_does_is_numbers(model, path):
+    """Other numbers in the tensors are another memory, which no check can tell."""
+    forged(path, put(f"{PDR}.memory_BDR", torch.ones(2, 16, 4)))
+    assert continued(model, perspectron.load_state(path, model)).isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_states_of_any_rows_and_room_load(model, tmp_path, rows):
+    for name, T, capacity in (("empty", 0, 0), ("roomy", 0, 50), ("short", 3, 0), ("long", 30, 70)):
+        state = model.init_state(rows, capacity=capacity)
+        if T:
+            with torch.inference_mode():
+                state = model(ids(T)[:1].expand(rows, T), state).state
+        perspectron.save_state(tmp_path / name, state, model)
+        loaded = perspectron.load_state(tmp_path / name, model)
+        assert [leaf.shape for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, torch.Tensor)] == [
+            leaf.shape for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)
+        ]
+
+
+def test_a_state_made_under_autocast_loads(model, tmp_path):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        state = model(ids(12)).state
+    perspectron.save_state(tmp_path / "bf16", state, model)
+    perspectron.load_state(tmp_path / "bf16", model)
+
+
+def test_a_pipe_is_refused_at_once(model, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", model)

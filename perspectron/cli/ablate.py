@@ -9,11 +9,11 @@ from rich.console import Console
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish, listed
 from perspectron.cli.options import count, resolved
-from perspectron.compare import pool
 from perspectron.compare.ablations import ABLATIONS, ablate
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import one_of, require
 from perspectron.eval.suites import OF_TEXT
+from perspectron.files import locked
 from perspectron.presets import DESIGNS, design_of
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
@@ -57,7 +57,7 @@ class Ablate:
             about = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].about
             made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        with pool.alone(self.out):
+        with locked(self.out):
             settings = self.settings(config, tuple(made))
             what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))
         return finish(self.out, what, self.jobs, console)

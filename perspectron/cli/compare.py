@@ -30,7 +30,7 @@ from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
-from perspectron.files import read_json
+from perspectron.files import locked, read_json
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 
@@ -109,7 +109,7 @@ class Compare:
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
-        with pool.alone(folder):
+        with locked(folder):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
 
@@ -140,7 +140,7 @@ def listed(names: str) -> tuple[str, ...]:
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     """Do what is left of a plan, and return the exit code."""
     try:
-        with pool.alone(folder):
+        with locked(folder):
             console.print(_summary(what))
             results.note_conditions(folder, what, jobs)
             rates, tried = run.choose_rates(

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import signal
 import subprocess
@@ -13,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from perspectron.errors import ConfigError
+from perspectron.files import locked
 
-LOG, LOCK = "log.txt", ".lock"
+LOG = "log.txt"
 PAUSE = 0.5  # seconds between looks
 PATIENCE = 60.0  # seconds for a process that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -46,36 +45,6 @@ class StoppedBy(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-
-@contextlib.contextmanager
-def alone(folder: Path, patience: float = 0.0) -> Iterator[int]:
-    """Lock a folder; the kernel unlocks it when the last process with the lock ends.
-
-    ConfigError when another process still has the lock after `patience` seconds.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(f"out = '{folder}', must be a folder to write in ({error.strerror})") from None
-    until = time.monotonic() + patience
-    try:
-        while not _locked(descriptor):
-            if time.monotonic() >= until:
-                raise ConfigError(f"out = '{folder}', must be a folder that no other process works in")
-            time.sleep(PAUSE)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def work(
@@ -116,7 +85,7 @@ class _Running:
     def __init__(self, job: Job, threads: int) -> None:
         self.job, self.start = job, time.perf_counter()
         self.lock = contextlib.ExitStack()
-        lock = self.lock.enter_context(alone(job.folder, PATIENCE))
+        lock = self.lock.enter_context(locked(job.folder, patience=PATIENCE))
         path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # this package, from any folder
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

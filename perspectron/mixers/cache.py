@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.errors import StateError
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
 
@@ -29,6 +30,14 @@ class Cache(Ragged):
     def ring(self) -> tuple[Tensor, Tensor]:
         """The slots that may be filled."""
         return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
+
+    def room(self) -> None:
+        K, V, longest = self.k_BHSK.shape[2], self.v_BHSV.shape[2], int(self.length_B.max())
+        if not (longest <= self.used <= K == V):
+            raise StateError(
+                f"a cache with {K} keys and {V} values, {self.used} of them used, after {longest} tokens; "
+                "must have as many keys as values, and no fewer than are used"
+            )
 
     def select(self, rows_N: Tensor) -> "Cache":
         """These rows, in as many slots as the longest of them fills."""

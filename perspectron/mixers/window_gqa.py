@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, require
+from perspectron.errors import StateError
 from perspectron.mixers.reset import ends_at_resets
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
@@ -46,6 +47,15 @@ class WindowGQAState(Ragged):
     k_BGWK: Tensor
     v_BGWK: Tensor
     length_B: Tensor
+
+    def room(self) -> None:
+        if self.k_BGWK.shape[2] != self.v_BGWK.shape[2] or (
+            self.k_BGWK.shape[2] == 0 and self.length_B.any()
+        ):
+            raise StateError(
+                f"a ring of {self.k_BGWK.shape[2]} keys and {self.v_BGWK.shape[2]} values after "
+                f"{int(self.length_B.max())} tokens, must have the window's"
+            )
 
     @classmethod
     def stack(cls, parts: Sequence["WindowGQAState"]) -> "WindowGQAState":

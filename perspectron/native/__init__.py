@@ -39,6 +39,7 @@ FORMATS = ("ternary", "2bit", "4bit", "int8")
 ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
 MOST_COLUMNS = 65536
 """K must not exceed it: with more, a sum could leave 32 bits."""
+MOST_THREADS = 1024
 Pair = tuple[Tensor, Tensor]
 _threads: int | None = None
 
@@ -63,7 +64,7 @@ def wanted() -> bool:
 
 def threads() -> int:
     """Number of threads a kernel runs on: that of `set_threads`, else as many as torch has."""
-    return _threads or torch.get_num_threads()
+    return _threads or min(torch.get_num_threads(), MOST_THREADS)
 
 
 def set_threads(count: int | None) -> None:
@@ -71,7 +72,7 @@ def set_threads(count: int | None) -> None:
     torch are faster on one thread, while kernels want all."""
     global _threads
     if count is not None:
-        _at_least_one("threads", count)
+        _some_threads(count)
     _threads = count
 
 
@@ -186,7 +187,8 @@ def pdr_scan(
     """S = γ S + v kᵀ, o = S q over T tokens in float32; writes o and, in place, the state."""
     B, T, R = q_BTR.shape
     D = v_BTD.shape[2]
-    _at_least_one("R", R)
+    if R < 1:
+        raise ValueError("R = 0, must be ≥ 1")
     for tensor, shape in (
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, o_BTD)),
@@ -203,13 +205,13 @@ def pdr_scan(
 def read(buffer: Tensor, threads: int) -> int:
     """Load every byte of a uint8 tensor, for measuring how fast that can be; returns something made of them."""
     _check(buffer, torch.uint8)
-    _at_least_one("threads", threads)
+    _some_threads(threads)
     return int(_library().pspx_read(buffer.data_ptr(), buffer.numel(), threads))
 
 
 def peak(threads: int) -> float:
     """int8 multiply-adds a second of the instruction set in use, operands in registers."""
-    _at_least_one("threads", threads)
+    _some_threads(threads)
     return float(_library().pspx_peak(threads))
 
 
@@ -232,9 +234,9 @@ def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 # C trusts what it is given, so the checks are no asserts: python -O would leave those out.
 
 
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} = {value}, must be ≥ 1")
+def _some_threads(count: int) -> None:
+    if not 1 <= count <= MOST_THREADS:
+        raise ValueError(f"threads = {count}, must be from 1 to {MOST_THREADS}")
 
 
 def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> None:

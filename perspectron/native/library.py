@@ -30,8 +30,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         None,
     ),
     "pspx_norm": ([_POINTER, _POINTER, ctypes.c_double, _LONG, _LONG, _POINTER], None),
-    "pspx_step_pdr": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 3, _INT], None),
-    "pspx_step_gqa": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 7, _INT], None),
+    "pspx_step_pdr": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 2, _LONG, _POINTER, _INT], _INT),
+    "pspx_step_gqa": ([_POINTER, _POINTER, _LONG, *[_POINTER] * 3, _LONG, *[_POINTER] * 4, _INT], _INT),
     "pspx_route": (
         [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *[_POINTER] * 3],
         None,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from perspectron import native
 from perspectron.block import Block
 from perspectron.config import BlockConfig, ModelConfig, SequentialConfig
+from perspectron.errors import StateError
 from perspectron.experts.router import FixedRouter, RoutedConfig
 from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.mixers.pdr import PDR, PDRConfig, PDRState
@@ -150,6 +151,9 @@ class Step:
         """Whether the library can write into a state: the shapes are this model's, its windows are there, and all is
         contiguous float32."""
         layers = [self._tensors(layer) for layer in state.layers]
+        length_B = cast(PDRState, state.layers[0]).length_B
+        if length_B.shape != (state.batch_size,) or length_B.dtype != torch.int64:
+            return False
         return [[tensor.shape[1:] for tensor in tensors] for tensors in layers] == self._shapes and all(
             tensor.is_contiguous() and tensor.dtype == torch.float32 and len(tensor) == state.batch_size
             for tensor in itertools.chain.from_iterable(layers)
@@ -218,7 +222,8 @@ class Step:
         call, reference = self._library.pspx_step_pdr, ctypes.byref(layer)
 
         def run(x: int, y: int, state: PDRState) -> None:
-            call(reference, x, self._tokens, self._rows, state.memory_BDR.data_ptr(), y, self._threads)
+            memory = state.memory_BDR.data_ptr(), len(state.memory_BDR)
+            _done(call(reference, x, self._tokens, self._rows, *memory, y, self._threads))
 
         return run
 
@@ -237,9 +242,9 @@ class Step:
         call, reference = self._library.pspx_step_gqa, ctypes.byref(layer)
 
         def run(x: int, y: int, state: WindowGQAState) -> None:
-            rings = state.k_BGWK.data_ptr(), state.v_BGWK.data_ptr()
+            rings = state.k_BGWK.data_ptr(), state.v_BGWK.data_ptr(), len(state.k_BGWK)
             places = self._positions, self._cosine, self._sine
-            call(reference, x, self._tokens, self._rows, *rings, *places, y, self._threads)
+            _done(call(reference, x, self._tokens, self._rows, *rings, *places, y, self._threads))
 
         return run
 
@@ -334,6 +339,13 @@ def step_of(model: LanguageModel) -> Step | None:
     except Unsuited as error:
         logging.getLogger("perspectron").info("%s is decoded module by module: %s", model.config.name, error)
         return None
+
+
+def _done(code: int) -> None:
+    if code:
+        raise StateError(
+            "the state has a position below 0 or fewer rows than the tokens; load it again from its file"
+        )
 
 
 def _moved(layer: object, length_B: Tensor) -> Any:

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from perspectron import native, presets
 from perspectron.config import BlockConfig, Law5Config, MixerConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
+from perspectron.errors import StateError
 from perspectron.model import LanguageModel
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.step import SUITED, Step, Unsuited, check
@@ -196,3 +198,26 @@ def test_a_state_of_other_shapes_is_not_written_into(made):
     twice = dataclasses.replace(first, memory_BDR=first.memory_BDR.repeat(2, 1, 1))
     for layers in ((short, *state.layers[1:]), state.layers[:-1], (twice, *state.layers[1:])):
         assert not step.takes(dataclasses.replace(state, layers=layers))
+
+
+@pytest.mark.parametrize("length", [-7, -(2**62)])
+def test_a_position_before_the_ring_is_refused_and_nothing_is_written(made, length):
+    """What a forged state would have to say to write before the ring; `load_state` refuses it too."""
+    model = made["torus"]
+    state = run(model, prefill(model, PROMPTS[:2])[1], [0, 1], 3)[1]
+    lost = pytree.tree_map(lambda x: torch.full_like(x, length) if x.dtype == torch.int64 else x, state)
+    lost = dataclasses.replace(lost, model=state.model)
+    before = [leaf.clone() for leaf in pytree.tree_leaves(lost)]
+    rings = [leaf for leaf in before if leaf.ndim == 4]
+    with torch.inference_mode(), pytest.raises(StateError, match="position below 0"):
+        model.hidden(torch.tensor([[3], [4]]), lost, consume_state=True)
+    after = [leaf for leaf in pytree.tree_leaves(lost) if leaf.ndim == 4]
+    assert rings and all(map(torch.equal, rings, after))
+
+
+def test_counts_of_fewer_rows_are_not_handed_to_the_library(made):
+    model = made["torus"]
+    state = run(model, prefill(model, PROMPTS[:2])[1], [0, 1], 3)[1]
+    short = dataclasses.replace(state.layers[0], length_B=state.layers[0].length_B[:1])
+    assert model._step.takes(state)
+    assert not model._step.takes(dataclasses.replace(state, layers=(short, *state.layers[1:])))

@@ -50,6 +50,12 @@ struct Product {  // y = W x + bias of T tokens, its rows to be shared out
   }
 };
 
+bool there(const int64_t* index, int64_t T, int64_t end) {
+  for (int64_t t = 0; t < T; t++)
+    if (index[t] < 0 || index[t] >= end) return false;
+  return true;
+}
+
 constexpr auto nothing = [](int64_t, int64_t, int64_t) {};
 
 float* floats_in_scratch(int64_t n) {
@@ -74,9 +80,11 @@ API void pspx_norm(const float* x, const float* weight, double eps, int64_t T, i
   for (int64_t t = 0; t < T; t++) kernels().norm(x + t * n, weight, float(eps), n, y + t * n);
 }
 
-// y = x + W_o (S q), the state moved on by one token.
-API void pspx_step_pdr(const PdrLayer* l, const float* x, int64_t T, const int64_t* rows, float* state, float* y,
-                       int threads) {
+// y = x + W_o (S q), the state of B rows moved on by one token. 0; or 1, and nothing is touched, for a row that the
+// state does not have.
+API int pspx_step_pdr(const PdrLayer* l, const float* x, int64_t T, const int64_t* rows, float* state, int64_t B,
+                      float* y, int threads) {
+  if (!there(rows, T, B)) return 1;
   const Kernels& k = kernels();
   const int64_t D = l->o.N, R = l->q.N;
   threads = useful(threads, 4 * D * R, T);
@@ -108,11 +116,15 @@ API void pspx_step_pdr(const PdrLayer* l, const float* x, int64_t T, const int64
     team.barrier();
     o_rows.run(inner, y, [&](int64_t t, int64_t row, int64_t n) { k.add(y + t * D + row, x + t * D + row, n); });
   });
+  return 0;
 }
 
-// y = x + W_o attention; cosine and sine [T][K / 2] are those of the positions [T].
-API void pspx_step_gqa(const GqaLayer* l, const float* x, int64_t T, const int64_t* rows, float* k_ring, float* v_ring,
-                       const int64_t* positions, const float* cosine, const float* sine, float* y, int threads) {
+// y = x + W_o attention; cosine and sine [T][K / 2] are those of the positions [T]; the rings are of B rows. 0; or 1,
+// and nothing is touched, for a row that they do not have or a position below 0, which would be a slot before the ring.
+API int pspx_step_gqa(const GqaLayer* l, const float* x, int64_t T, const int64_t* rows, float* k_ring, float* v_ring,
+                      int64_t B, const int64_t* positions, const float* cosine, const float* sine, float* y,
+                      int threads) {
+  if (!there(rows, T, B) || !there(positions, T, INT64_MAX)) return 1;
   const Kernels& k = kernels();
   const int64_t D = l->o.N, H = l->heads, G = l->kv_heads, K = l->q.N / H, W = l->window;
   threads = useful(threads, 2 * bytes_of(matrix(l->q)), T);
@@ -137,6 +149,7 @@ API void pspx_step_gqa(const GqaLayer* l, const float* x, int64_t T, const int64
     team.barrier();
     o_rows.run(inner, y, [&](int64_t t, int64_t row, int64_t n) { k.add(y + t * D + row, x + t * D + row, n); });
   });
+  return 0;
 }
 
 // The router: z = W x + b; power distances from z to the E places on a torus, or −z of a switch (place null), less
