@@ -30,7 +30,7 @@ PAUSE = 0.5  # seconds between tries to lock a folder
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a regular file to read its bytes. OSError for anything else: a pipe is refused, not waited for."""
-    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115  (for the caller)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(0, "not a regular file", str(path))

@@ -492,7 +492,7 @@ PDR, RING, CACHE, DRM = (f"layers[{KINDS[kind]}]" for kind in ("pdr", "window_gq
         *(
             (
                 lambda header, tensors, value=value: header.update(
-                    numbers=json.dumps({k: value for k in json.loads(header["numbers"])})
+                    numbers=json.dumps(dict.fromkeys(json.loads(header["numbers"]), value))
                 ),
                 why,
             )
