@@ -15,6 +15,10 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from perspectron.errors import ConfigError
 
 T = TypeVar("T")
+MOST_BLOCKS = 1024
+MOST_SIZE = 1 << 24
+"""No width, length or number in the config of a model is above it: what is cannot be meant, and a product of two such
+sizes would leave 64 bits."""
 
 
 def require(condition: bool, field: str, value: object, bound: str) -> None:
@@ -137,6 +141,8 @@ class ModelConfig:
         require(self.embedding_std > 0, "embedding_std", self.embedding_std, "> 0")
         require(self.positions >= 0, "positions", self.positions, "≥ 0")
         require(self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
+        require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
+        _require_sizes(self, "")
         mixers = sum(block.mixer is not None for block in self.blocks)
         require(self.positions > 0 or mixers > 0, "blocks with a mixer", mixers, "≥ 1 where positions = 0")
         for index, block in enumerate(self.blocks):
@@ -151,6 +157,18 @@ class ModelConfig:
     def d_token(self) -> int:
         """Width of the embedding: the model width, unless the first mixer says otherwise."""
         return getattr(self.blocks[0].mixer, "d_token", None) or self.d_model
+
+
+def _require_sizes(config: Any, where: str) -> None:
+    """ConfigError for a whole number that is above MOST_SIZE, anywhere in a config."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{where}{field.name}"
+        for i, item in enumerate(value if isinstance(value, tuple) else (value,)):
+            at = f"{name}[{i}]" if isinstance(value, tuple) else name
+            if dataclasses.is_dataclass(item):
+                _require_sizes(item, f"{at}.")
+            elif isinstance(item, int):
+                require(abs(item) <= MOST_SIZE, at, item, f"≤ {MOST_SIZE:,}")
 
 
 def dump(value: Any, *, defaults: bool = True) -> Any:

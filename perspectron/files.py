@@ -12,9 +12,11 @@ import shutil
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -28,7 +30,7 @@ LOCK = ".lock"
 PAUSE = 0.5  # seconds between tries to lock a folder
 
 
-def open_file(path: Path) -> IO[bytes]:
+def open_file(path: Path) -> BufferedReader:
     """Open a regular file to read its bytes. OSError for anything else: a pipe is refused, not waited for."""
     file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115  (for the caller)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -256,8 +258,7 @@ def _finite(digits: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {twice[:80]!r} stands twice")
     return fields
 

@@ -64,6 +64,14 @@ def free_memory() -> int:
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
 
 
+def memory() -> int:
+    """Bytes of memory that this process can have at most: the machine's, or its container's."""
+    whole = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):  # "max" is no number
+        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole
+
+
 def return_memory() -> None:
     """Have large blocks given back to the system when they are freed. The C library keeps them once it has seen one
     freed, and pieces of what a prompt took stay for good: 80 MB in full size."""

@@ -17,6 +17,7 @@ from perspectron.block import NORMS, Block
 from perspectron.config import HeadConfig, ModelConfig, one_of, require
 from perspectron.errors import ConfigError, StateError
 from perspectron.ffn import TiedConfig
+from perspectron.machine import memory
 from perspectron.ops import drm
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import check_consumed, gradients_off
@@ -392,5 +393,15 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
         model = LanguageModel(config)
     if device.type == "meta":
         return model
-    init(model.to_empty(device="cpu"), seed)
+    init(allocated(model), seed)
     return model.to(device)
+
+
+def allocated(model: LanguageModel) -> LanguageModel:
+    """The model, moved from the meta device into memory of the CPU, whose contents are none yet.
+
+    ConfigError, before anything is allocated, when its weights are more than the memory of this machine."""
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
+    require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)
+    return model.to_empty(device="cpu")

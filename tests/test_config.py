@@ -294,3 +294,20 @@ def test_opponents_are_as_large_as_perspective(scale):
     assert len(alike) >= 4
     for name in alike:
         assert abs(size[name] / size[f"perspective-{scale}-dense"] - 1) < 0.02, name
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "d_model", "positions"])
+def test_sizes_that_cannot_be_meant_are_refused(field):
+    values = dump(presets.get("perspective-tiny")) | {field: 1 << 40}
+    with pytest.raises(ConfigError, match=rf"{field} = 1099511627776, must be ≤ 16,777,216"):
+        load(ModelConfig, values)
+
+
+def test_a_size_deep_in_a_block_is_refused_by_its_name():
+    values = dump(presets.get("perspective-tiny"))
+    values["blocks"][1]["ffn"] = {"kind": "swiglu", "hidden": 1 << 30}
+    with pytest.raises(ConfigError, match=r"blocks\[1\].ffn.hidden = 1073741824"):
+        load(ModelConfig, values)
+    values = dump(presets.get("perspective-tiny"))
+    with pytest.raises(ConfigError, match="blocks = 1025, must be ≤ 1024"):
+        load(ModelConfig, values | {"blocks": [values["blocks"][0]] * 1025})

@@ -24,7 +24,7 @@ from perspectron.mixers import MIXERS
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.pdr import PDR, PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel, init
+from perspectron.model import LanguageModel, build, init
 from perspectron.ops import pdr
 
 V, D = 64, 32
@@ -601,3 +601,14 @@ def test_a_state_of_another_model_is_refused():
         with pytest.raises(StateError, match="another model"):
             stranger(ids, state)
     assert one(ids, state).state.model == one.number
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_allocated(monkeypatch):
+    config = presets.get("perspective-tiny")
+    build(config)
+    monkeypatch.setattr(perspectron.model, "memory", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"weights of perspective-tiny = '.* GB', must be ≤ 0.0 GB, the memory"):
+        build(config)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"weights of perspective-1t = '[\d,.]+ GB', must be ≤ [\d,.]+ GB"):
+        build(presets.get("perspective-1t"))

@@ -29,6 +29,7 @@ OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay
 
 View = Literal["nearest", "second", "antipode", "random"]
 VIEWS: tuple[View, ...] = ("nearest", "second", "antipode", "random")
+MOST_EXPERTS = 65536  # of a layer
 SEEDS = 2**128  # Philox takes a key of so many bits
 
 
@@ -70,6 +71,7 @@ class RoutedConfig(FFNConfig):
         require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
         require(len(self.torus) > 0 and min(self.torus) >= 1, "torus", self.torus, "one or more lengths ≥ 1")
         E = math.prod(self.torus)
+        require(E <= MOST_EXPERTS, "torus", self.torus, f"of ≤ {MOST_EXPERTS:,} experts")
         require(self.experts in (0, E), "experts", self.experts, f"the {E} that fill a torus of {self.torus}")
         one_of(self.gate, ("none", "straight_through", "soft"), "gate")
         one_of(self.router, ("torus", "switch"), "router")

@@ -26,6 +26,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from perspectron.errors import ArtifactError
+from perspectron.experts.router import MOST_EXPERTS
 from perspectron.files import atomic
 from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
@@ -37,7 +38,6 @@ MATRICES = ("gate", "up", "down")
 PARTS = (*(f"{name}.codes" for name in MATRICES), *(f"{name}.scales" for name in MATRICES), "padding")
 MAX_HEADER = 2 << 20
 MAX_LAYER = 65535
-MAX_EXPERTS = 65536
 
 
 class Shard(NamedTuple):
@@ -114,7 +114,7 @@ class Header:
 
     def __post_init__(self) -> None:
         _within("layer", self.layer, 0, MAX_LAYER)
-        _within("number of experts", self.experts, 1, MAX_EXPERTS)
+        _within("number of experts", self.experts, 1, MOST_EXPERTS)
         _within("d_model", self.layout.d_model, 1, MAX_COLUMNS)
         _within("hidden", self.layout.hidden, 1, MAX_COLUMNS)
         for expert, of in enumerate(self.weights_of):

@@ -14,10 +14,10 @@ import numpy as np
 
 from perspectron.config import require
 from perspectron.errors import ConfigError, DataError
+from perspectron.experts.router import MOST_EXPERTS
 from perspectron.files import read_json, write_json
 
-FORMAT = "perspectron-trace-1"
-MAX_EXPERTS = 65536  # ids are stored in two bytes
+FORMAT = "perspectron-trace-1"  # ids in two bytes, which is enough for MOST_EXPERTS
 MAX_BYTES = 1 << 30  # of a file
 COLD = -1  # distance of a first use
 
@@ -38,8 +38,8 @@ class Trace:
         require(
             L > 0 and len(self.experts) == L, "experts", self.experts, f"one number for each of {L} layers"
         )
-        bound = f"from 1 to {MAX_EXPERTS}"
-        require(all(1 <= E <= MAX_EXPERTS for E in self.experts), "experts", self.experts, bound)
+        bound = f"from 1 to {MOST_EXPERTS}"
+        require(all(1 <= E <= MOST_EXPERTS for E in self.experts), "experts", self.experts, bound)
         for name, ids_TL in (("chosen", self.chosen_TL), ("guessed", self.guessed_TL)):
             require(
                 ids_TL.shape == (len(self.chosen_TL), L), f"{name}: shape", ids_TL.shape, "tokens × layers"

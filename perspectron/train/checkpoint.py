@@ -23,7 +23,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
-from perspectron.model import LanguageModel
+from perspectron.model import LanguageModel, allocated
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 
@@ -317,7 +317,7 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    model.to_empty(device="cpu")
+    allocated(model)
     if there:  # the best last, where the first is taken from
         there.append(there.pop(there.index(_best(there))))
     for checkpoint in reversed(there):
