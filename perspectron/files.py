@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,17 @@ def open_file(path: Path) -> BufferedReader:
         file.close()
         raise OSError(0, "not a regular file", str(path))
     return file
+
+
+def append_to(path: Path) -> BufferedWriter:
+    """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
+    where it cannot be written: a link is not followed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        _refuse_special(path)
+        return open(os.open(path, flags, 0o644), "ab")  # noqa: SIM115
+    except OSError as error:
+        raise StorageError(f"{path}: not written ({error.strerror or error})") from error
 
 
 def sha256(path: Path) -> str:
@@ -212,13 +223,14 @@ def read_json(path: Path, error: type[PerspectronError], limit: int = MAX_JSON) 
         raise error(f"{path}: unreadable JSON ({why})") from None
 
 
-def read_text(path: Path, limit: int = MAX_JSON) -> str:
-    """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8."""
+def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
+    """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8 (`errors` as
+    `bytes.decode` has them)."""
     with open_file(path) as file:
         text = file.read(limit + 1)
     if len(text) > limit:
         raise ValueError(f"more than {limit} bytes")
-    return text.decode()
+    return text.decode(errors=errors)
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -16,7 +16,7 @@ from perspectron.cli.options import assignment, resolved
 from perspectron.config import ModelConfig, load, one_of
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
-from perspectron.files import remove
+from perspectron.files import locked, remove
 from perspectron.machine import pick_device
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
@@ -60,13 +60,17 @@ class Train:
     recipe: Literal["plain", "staged"] = "plain"
     """ "staged": dense, clone, differentiate, ternary, align, router; the steps are those of all stages."""
     staged: StagedConfig = field(default_factory=StagedConfig)
+    allow_changed: bool = False
+    """With --resume: go on though config.json was changed since the last checkpoint."""
     json: bool = False
     """Print metrics as JSON lines instead of a progress bar."""
 
     def __call__(self) -> int:
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
-            return fit(self.resume, config, ended=ended, as_json=self.json)
+            return fit(
+                self.resume, config, ended=ended, allow_changed=self.allow_changed, as_json=self.json
+            )
         if self.out is None:
             raise ConfigError("train needs --out FOLDER for a new run, or --resume RUN to go on with one")
         if (self.out / "config.json").exists():
@@ -96,7 +100,7 @@ class Train:
         ConfigError that names a flag which asks for something else."""
         saved = checkpoint.load_config(run)
         own = of_run(saved)
-        asked = replace(self, resume=None, json=False)
+        asked = replace(self, resume=None, allow_changed=False, json=False)
         if self.train == TrainConfig():
             asked = replace(asked, train=own.train)
         changed = differences(asked, own)
@@ -160,38 +164,43 @@ def fit(
     config: RunConfig,
     *,
     ended: list[Path] | None = None,
+    allow_changed: bool = False,
     as_json: bool = False,
     console: Console | None = None,
 ) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
-    nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them."""
+    nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. StorageError: another
+    process trains in the folder."""
     console = console or Console(stderr=True, highlight=False, soft_wrap=True)
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
     pick_device(config.train.device)
     before = set(run.iterdir()) if run.is_dir() else None
-    trainer = None
-    try:
-        tokenizer, shards, summary = prepare(run, config)
-        if tokenizer.vocab_size < config.model.vocab_size:
-            config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-        if ended is None:
-            config = same_as_before(run, config)
-        if config.recipe is None:
-            trainer = Trainer(run, config, tokenizer, shards, ended=ended or ())
+    with locked(run, checkpoint.RUN_LOCK):
+        trainer = None
+        try:
+            tokenizer, shards, summary = prepare(run, config)
+            if tokenizer.vocab_size < config.model.vocab_size:
+                config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+            if ended is None:
+                config = same_as_before(run, config)
+            if config.recipe is None:
+                trainer = Trainer(
+                    run, config, tokenizer, shards, ended=ended or (), allow_changed=allow_changed
+                )
+            else:
+                training_batches(config, shards)  # too little text is said before anything is written
+        except PerspectronError as error:
+            if not isinstance(error, StorageError) and not (run / "config.json").exists():
+                for path in [run] if before is None else set(run.iterdir()) - before:
+                    remove(path)
+            raise
+        console.print(summary)
+        finished = checkpoint.path_of(run, config.train.steps).is_dir()
+        if trainer is None:
+            code = _fit_staged(run, config, tokenizer, shards, as_json, console)
         else:
-            training_batches(config, shards)  # too little text is said before anything is written
-    except PerspectronError as error:
-        if not isinstance(error, StorageError) and not (run / "config.json").exists():
-            for path in [run] if before is None else set(run.iterdir()) - before:
-                remove(path)
-        raise
-    console.print(summary)
-    finished = checkpoint.path_of(run, config.train.steps).is_dir()
-    if trainer is None:
-        code = _fit_staged(run, config, tokenizer, shards, as_json, console)
-    else:
-        code = _fit_plain(trainer, as_json, console)
+            code = _fit_plain(trainer, as_json, console)
     if finished and code == 0:
         console.print(f"the run was finished before: {config.train.steps} steps; {how_to_go_on(run, config)}")
     return code

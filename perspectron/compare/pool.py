@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
-from perspectron.files import locked
+from perspectron.files import append_to, locked
+from perspectron.train.guard import signals
 
 LOG = "log.txt"
 PAUSE = 0.5  # seconds between looks
@@ -57,24 +57,24 @@ def work(
 ) -> None:
     """Run the jobs in order, `at_once` at a time. `ended` is called after each, `look` often with those that run.
 
-    On SIGINT or SIGTERM the running jobs get SIGTERM, save and stop; then StoppedBy is raised. If this process is
-    killed, Linux sends them SIGTERM; elsewhere they go on to their end and keep the locks of their folders.
+    On SIGINT, SIGTERM or SIGHUP the running jobs get SIGTERM, save and stop; then StoppedBy is raised. If this process
+    is killed, Linux sends them SIGTERM; elsewhere they go on to their end and keep the locks of their folders.
     """
     waiting, running = list(reversed(jobs)), list[_Running]()
-    with _caught() as signals:
+    with signals() as caught:
         while waiting or running:
-            while waiting and len(running) < at_once and not signals:
+            while waiting and len(running) < at_once and not caught:
                 running.append(_Running(waiting.pop(), threads))
             for one in [r for r in running if r.process.poll() is not None]:
                 running.remove(one)
                 ended(one.end())
-            if signals:
+            if caught:
                 for one in running:
                     one.process.terminate()
                 for one in running:
                     one.process.wait()
                     one.end()
-                raise StoppedBy(signals[0])
+                raise StoppedBy(caught[0])
             look([one.job for one in running])
             time.sleep(PAUSE)
 
@@ -89,7 +89,7 @@ class _Running:
         path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # this package, from any folder
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        with (job.folder / LOG).open("ab") as log:
+        with append_to(job.folder / LOG) as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=environment, pass_fds=(lock,), preexec_fn=_with_parent, start_new_session=True,
@@ -114,17 +114,3 @@ def _with_parent() -> None:
         LIBC.prctl(PARENT_DEATH, signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def _caught() -> Iterator[list[int]]:
-    """Collect the numbers of SIGINT and SIGTERM in place of being stopped by them."""
-    numbers: list[int] = []
-
-    def catch(number: int, frame: FrameType | None) -> None:
-        numbers.append(number)
-
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield numbers
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,9 +6,10 @@ and checkpoint.json (step, data position, held-out result, size and digest of th
 
 import hashlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from perspectron.config import ModelConfig, dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
-from perspectron.files import atomic, read_json, remove, save_tensors, sha256, write_json
+from perspectron.files import atomic, open_file, read_json, remove, save_tensors, sha256, temporary_beside, write_json
 from perspectron.model import LanguageModel, allocated
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 
 FORMAT = "perspectron-checkpoint-1"
+RUN_LOCK = ".run.lock"
+"""Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
 
 
@@ -122,8 +125,7 @@ def _prune(run: Path, train: TrainConfig) -> None:
     stay = [*there[-train.keep :], _best(there), *extendable(there, train)[-1:]]
     for checkpoint in there:
         if checkpoint not in stay:  # hidden first: a kill must not leave half of one in sight
-            hidden = checkpoint.path.with_name(f".{checkpoint.path.name}.old.tmp")
-            remove(hidden)
+            hidden = temporary_beside(checkpoint.path)
             os.replace(checkpoint.path, hidden)
             remove(hidden)
 
@@ -184,16 +186,49 @@ def set_aside(path: Path, why: str) -> None:
         raise StorageError(f"{path}: not renamed ({error.strerror})") from error
 
 
+def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
+    """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
+    is 1". More steps of a constant schedule, a dtype that was settled since and another place of the run that it
+    started from are none."""
+    before = dict(saved["train"])
+    now: dict[str, Any] = dump(config.train) | {"init": before.get("init")}  # which mattered at the start alone
+    if before.get("optim", {}).get("schedule") == "constant":
+        for share in ("ternary_from", "ternary_until"):
+            if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
+                before[share] = now[share]
+        before["steps"] = max(before["steps"], now["steps"])
+    if before.get("dtype") == "auto":
+        before["dtype"] = now["dtype"]
+    told = [
+        f"{name} was {old}, is {new}"
+        for name, old, new in _unlike(before | {"order": saved.get("order", 1)}, now | {"order": config.order})
+    ]
+    if saved.get("id") and config.id and saved["id"] != config.id:
+        told.insert(0, f"id was {saved['id'][:12]}, is {config.id[:12]}: it is of another run")
+    return told
+
+
+def _unlike(before: dict[str, Any], now: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name in before | now:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _unlike(old, new, f"{where}{name}.")
+        elif old != new and name in before:  # a field that is newer than the checkpoint says nothing
+            yield where + name, old, new
+
+
 def resume(
     run: Path,
     model: LanguageModel,
     tokenizer: Tokenizer,
     optimizer: torch.optim.Optimizer,
     ended: Sequence[Path] = (),
+    config: RunConfig | None = None,
 ) -> tuple[Checkpoint | None, CheckpointError | None]:
     """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
     their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
-    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies."""
+    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
+    ConfigError, and no file changed, when it was trained by another config than `config`."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed([path for path in paths(run) if path not in ended]):
         try:
@@ -202,6 +237,11 @@ def resume(
         except CheckpointError as error:
             damaged.append((path, error))
             continue
+        if config is not None and (told := changes(newest.config, config)):
+            raise ConfigError(
+                f"{run / 'config.json'}: changed since {path.name} was written ({'; '.join(told[:4])}); "
+                "put it back, or go on with what it says now: --allow-changed"
+            )
         for bad, _ in damaged:
             set_aside(bad, "damaged")
         for path in ended:

@@ -106,12 +106,14 @@ class StagedConfig:
 @dataclass(frozen=True)
 class RunConfig:
     """A model and how it is trained. recipe: by stages; the model is then that of the last one. order: which shuffle of
-    the windows it reads (`perspectron.data.shuffle`)."""
+    the windows it reads (`perspectron.data.shuffle`). id: of the run, which its checkpoints carry; "" until a trainer
+    has made the run, and of runs of 0.1."""
 
     model: ModelConfig
     train: TrainConfig
     recipe: StagedConfig | None = None
     order: int = ORDER
+    id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("init", "only", "teacher") if self.recipe else ():

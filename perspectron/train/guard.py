@@ -34,9 +34,11 @@ def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM; a second one acts at once."""
+    """Collect SIGINT, SIGTERM and SIGHUP, which a closing terminal sends; a second one acts at once. One that is
+    ignored, as SIGHUP under nohup, stays so."""
     caught: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)

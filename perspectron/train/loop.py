@@ -1,9 +1,10 @@
 """The training loop: from a run's config and data to checkpoints, metrics and a curve."""
 
-import contextlib
 import json
 import math
+import secrets
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,11 @@ from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
-from perspectron.files import atomic, remove, write_json
+from perspectron.files import append_to, atomic, locked, parse_json, read_text, sweep, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint
-from perspectron.train.checkpoint import Progress
+from perspectron.train.checkpoint import RUN_LOCK, Progress
 from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.distill import Teacher
@@ -34,6 +35,9 @@ from perspectron.train.precision import autocast, faster
 
 Metrics = dict[str, Any]
 METRICS, CURVE, TERMS, TERNARY = "metrics.jsonl", "loss.svg", "terms.svg", "ternary.json"
+MOST_METRICS = 1 << 30  # bytes
+OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+OF_MEASUREMENT = ("step", "heldout_bits_per_byte")
 
 
 class Trainer:
@@ -51,10 +55,14 @@ class Trainer:
         shards: Shards,
         *,
         ended: Sequence[Path] = (),
+        allow_changed: bool = False,
     ) -> None:
         """Start, or go on from the newest checkpoint that verifies, in the folder `run`. The resolved config is saved
-        there, last. ended: checkpoints not to go on from, as `extend` tells them for a run that gets more steps."""
+        there, last. ended: checkpoints not to go on from, as `extend` tells them for a run that gets more steps.
+        allow_changed: go on though `config` is another than that checkpoint's, where ConfigError says in what.
+        StorageError: another process trains in the folder."""
         self.run_dir, self.config, self.tokenizer, self.ended = run, config, tokenizer, ended
+        self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
         self.heldout_split = shards.split("heldout")
         self.loader = training_batches(config, shards)
@@ -63,8 +71,11 @@ class Trainer:
         self.damaged: CheckpointError | None = None
         self.build(training_batches(config, shards).next_batch())
         self.wrap()
-        self.resume()
-        checkpoint.save_config(run, self.config)
+        with locked(run, RUN_LOCK):
+            self.resume()
+            if not self.config.id:
+                self.config = replace(self.config, id=secrets.token_hex(16))
+            checkpoint.save_config(run, self.config)
 
     def build(self, sample: Batch) -> None:
         """Make `model` with the weights of the run's seed, and `teacher`, on the device. A dtype of "auto" is settled
@@ -97,10 +108,10 @@ class Trainer:
         what was logged after it; without one, from the run named by `init`, if any. CheckpointError when there
         are checkpoints and none of them verifies."""
         for place in (self.run_dir, checkpoint.folder(self.run_dir)):
-            for leftover in place.glob(".*.tmp"):
-                remove(leftover)
+            sweep(place)
+        unchanged = None if self.allow_changed else self.config
         newest, self.damaged = checkpoint.resume(
-            self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended
+            self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged
         )
         if newest is not None:
             self.progress = newest.progress
@@ -118,17 +129,19 @@ class Trainer:
     def fit(self, until: int | None = None, report: Callable[[Metrics], None] = lambda _: None) -> int | None:
         """Train to the end (or to step `until`), calling `report` with each line of metrics.
 
-        Returns the number of the signal (SIGINT, SIGTERM) that ended it early, or None. Either way a
-        checkpoint of the last step is on disk. NonFiniteError stops before the optimizer's step.
+        Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. Either way a
+        checkpoint of the last step is on disk. NonFiniteError stops before the optimizer's step. StorageError: not
+        written, or another process trains in the folder.
         """
         train = self.config.train
         last = train.steps if until is None else min(until, train.steps)
         before_fall = falls_at(train.steps, train.optim)
-        with signals() as caught, (self.run_dir / METRICS).open("ab", buffering=0) as log:
+        with locked(self.run_dir, RUN_LOCK), signals() as caught, append_to(self.run_dir / METRICS) as log:
 
             def note(line: Metrics) -> None:
                 try:
                     log.write(json.dumps(line).encode() + b"\n")
+                    log.flush()
                 except OSError as error:
                     raise StorageError(f"{self.run_dir / METRICS}: not written ({error.strerror})") from error
                 report(line)
@@ -284,10 +297,35 @@ def compiled(model: LanguageModel) -> Callable[..., Any]:
 
 
 def read_metrics(run: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl; a last line cut short by a crash is left out."""
-    path = run / METRICS
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
+    """The lines of metrics.jsonl. Lines that are none are left out, with a warning unless it is a last one that a
+    crash cut short."""
+    try:
+        text = read_text(run / METRICS, MOST_METRICS, errors="replace")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / METRICS}: unreadable ({error})") from None
+    kept, damaged = [], list[int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            kept.append(_metrics(parse_json(line)))
+        except ValueError:
+            damaged.append(number)
+    if damaged[:-1] or (damaged and text.endswith("\n")):
+        warnings.warn(f"{run / METRICS}: {len(damaged)} damaged lines left out, the first {damaged[0]}", stacklevel=2)
+    return kept
+
+
+def _metrics(line: Any) -> Metrics:
+    """ValueError unless it is a line that a trainer wrote."""
+    if not isinstance(line, dict):
+        raise ValueError("not an object")
+    numbers = {name: line.get(name) for name in (OF_UPDATE if "loss" in line else OF_MEASUREMENT)}
+    aux = line.get("aux", {})
+    numbers |= aux if isinstance(aux, dict) else {"aux": None}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is no number")
+    if type(line["step"]) is not int or line["step"] < 0:
+        raise ValueError("step is no count")
+    return line

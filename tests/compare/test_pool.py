@@ -11,7 +11,8 @@ import pytest
 
 from perspectron.compare import pool
 from perspectron.compare.pool import Job, StoppedBy
-from perspectron.errors import ConfigError
+from perspectron.errors import StorageError
+from perspectron.files import locked
 
 SCRIPT = """
 import pathlib, signal, sys, time
@@ -75,7 +76,7 @@ def test_a_signal_lets_them_save_and_starts_no_other(tmp_path):
     assert stopped.value.number == signal.SIGINT
     assert (tmp_path / "a" / "saved").exists()
     assert not (tmp_path / "b").exists()
-    with pool.alone(tmp_path / "a"):
+    with locked(tmp_path / "a"):
         pass  # nobody holds it any more
 
 
@@ -86,30 +87,12 @@ def test_none_outlives_a_parent_that_was_killed(tmp_path):
     folder = tmp_path / "a"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)])
     until((folder / "began").exists)
-    with pytest.raises(ConfigError, match="a folder that no other process works in"), pool.alone(folder):
+    with pytest.raises(StorageError, match="another process works in it"), locked(folder):
         pass
     parent.kill()
     parent.wait()
     until((folder / "saved").exists)
-    with pool.alone(folder, patience=30):
-        pass
-
-
-def test_a_folder_is_held_by_one(tmp_path):
-    with (
-        pool.alone(tmp_path),
-        pytest.raises(ConfigError, match=r"out = .* no other process"),
-        pool.alone(tmp_path),
-    ):
-        pass
-
-
-def test_a_folder_that_cannot_be_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(ConfigError, match=r"out = '.*file', must be a folder to write in"),
-        pool.alone(tmp_path / "file"),
-    ):
+    with locked(folder, patience=30):
         pass
 
 

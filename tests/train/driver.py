@@ -59,7 +59,7 @@ def main(run: Path, data: Path, config: RunConfig, kills: int) -> None:
         before = size(run / "metrics.jsonl")
         child = train(run, data, config)
         if kind == "save":
-            halves = f".step-*.{child}.tmp"
+            halves = f".{child}-*.tmp"
             wait_for(lambda halves=halves: any(checkpoints.glob(halves)), child)
             time.sleep(draw.choice([0, draw.uniform(0, 0.003), draw.uniform(0, 0.01)]))
         elif kind == "step":
@@ -73,7 +73,7 @@ def main(run: Path, data: Path, config: RunConfig, kills: int) -> None:
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
             raise SystemExit(f"kill {number}: the child ended by itself, status {status}")
-        inside += any(checkpoints.glob(".step-*.tmp"))
+        inside += any(checkpoints.glob(".*.tmp"))
         alive.append(len(list(checkpoints.glob("step-*"))))
     _, status = os.waitpid(train(run, data, config), 0)
     print(json.dumps({"inside": inside, "checkpoints": alive, "status": status}))
