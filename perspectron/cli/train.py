@@ -68,9 +68,7 @@ class Train:
     def __call__(self) -> int:
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
-            return fit(
-                self.resume, config, ended=ended, allow_changed=self.allow_changed, as_json=self.json
-            )
+            return fit(self.resume, config, ended=ended, allow_changed=self.allow_changed, as_json=self.json)
         if self.out is None:
             raise ConfigError("train needs --out FOLDER for a new run, or --resume RUN to go on with one")
         if (self.out / "config.json").exists():

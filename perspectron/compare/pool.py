@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,5 +112,3 @@ def _with_parent() -> None:
     """Ask Linux, in the child before it runs, for SIGTERM when the parent dies."""
     if LIBC is not None:
         LIBC.prctl(PARENT_DEATH, signal.SIGTERM)
-
-

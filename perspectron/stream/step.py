@@ -202,7 +202,8 @@ class Step:
         y_TD = self._x[0 if here == first else 1]
         y_BD = y_TD.clone() if pad_B is None else torch.zeros_like(x_BD).index_copy_(0, row_T, y_TD)
         lengths = (length_B + reads_B).repeat(len(self._halves), 1)
-        after = (_moved(layer, now_B) for layer, now_B in zip(state.layers, lengths, strict=True))
+        pairs = zip(state.layers, lengths, strict=True)
+        after = (dataclasses.replace(layer, length_B=now_B) for layer, now_B in pairs)
         return y_BD, LMState(tuple(after), None, state.model)
 
     # ------------------------------------------------------------ what a layer is made of
@@ -346,10 +347,3 @@ def _done(code: int) -> None:
         raise StateError(
             "the state has a position below 0 or fewer rows than the tokens; load it again from its file"
         )
-
-
-def _moved(layer: object, length_B: Tensor) -> Any:
-    if isinstance(layer, PDRState):
-        return PDRState(layer.memory_BDR, length_B)
-    assert isinstance(layer, WindowGQAState)
-    return WindowGQAState(layer.k_BGWK, layer.v_BGWK, length_B)

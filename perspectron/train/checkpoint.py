@@ -23,7 +23,15 @@ from perspectron.config import ModelConfig, dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
-from perspectron.files import atomic, open_file, read_json, remove, save_tensors, sha256, temporary_beside, write_json
+from perspectron.files import (
+    atomic,
+    read_json,
+    remove,
+    save_tensors,
+    sha256,
+    temporary_beside,
+    write_json,
+)
 from perspectron.model import LanguageModel, allocated
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
@@ -191,7 +199,8 @@ def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
     is 1". More steps of a constant schedule, a dtype that was settled since and another place of the run that it
     started from are none."""
     before = dict(saved["train"])
-    now: dict[str, Any] = dump(config.train) | {"init": before.get("init")}  # which mattered at the start alone
+    now: dict[str, Any] = dump(config.train)
+    now["init"] = before.get("init")  # it mattered at the start alone
     if before.get("optim", {}).get("schedule") == "constant":
         for share in ("ternary_from", "ternary_until"):
             if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
@@ -199,10 +208,8 @@ def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
         before["steps"] = max(before["steps"], now["steps"])
     if before.get("dtype") == "auto":
         before["dtype"] = now["dtype"]
-    told = [
-        f"{name} was {old}, is {new}"
-        for name, old, new in _unlike(before | {"order": saved.get("order", 1)}, now | {"order": config.order})
-    ]
+    before["order"], now["order"] = saved.get("order", 1), config.order
+    told = [f"{name} was {old}, is {new}" for name, old, new in _unlike(before, now)]
     if saved.get("id") and config.id and saved["id"] != config.id:
         told.insert(0, f"id was {saved['id'][:12]}, is {config.id[:12]}: it is of another run")
     return told

@@ -312,7 +312,9 @@ def read_metrics(run: Path) -> list[Metrics]:
         except ValueError:
             damaged.append(number)
     if damaged[:-1] or (damaged and text.endswith("\n")):
-        warnings.warn(f"{run / METRICS}: {len(damaged)} damaged lines left out, the first {damaged[0]}", stacklevel=2)
+        warnings.warn(
+            f"{run / METRICS}: {len(damaged)} damaged lines left out, the first {damaged[0]}", stacklevel=2
+        )
     return kept
 
 
