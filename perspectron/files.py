@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from io import BufferedReader, BufferedWriter
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ def open_file(path: Path) -> BufferedReader:
     return file
 
 
-def append_to(path: Path) -> BufferedWriter:
+def append_to(path: Path) -> FileIO:
     """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
     where it cannot be written: a link is not followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -88,11 +88,12 @@ def atomic(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
     finally:
-        with contextlib.suppress(OSError):  # the error above is the one to tell
+        with contextlib.suppress(OSError):  # an error above is the one to tell
             if aside.is_dir() and not path.exists():
                 os.replace(aside, path)
-        remove(aside)
-        remove(temporary)
+        for leftover in (aside, temporary):
+            with contextlib.suppress(OSError):
+                remove(leftover)
 
 
 def _refuse_special(path: Path) -> None:

@@ -39,6 +39,8 @@ from perspectron.train.optim import falls_at
 FORMAT = "perspectron-checkpoint-1"
 RUN_LOCK = ".run.lock"
 """Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
+WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
+"""Fields of a training that decide nothing of an update after the first."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
 
 
@@ -196,11 +198,11 @@ def set_aside(path: Path, why: str) -> None:
 
 def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
     """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
-    is 1". More steps of a constant schedule, a dtype that was settled since and another place of the run that it
-    started from are none."""
+    is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that was settled
+    since, nothing."""
     before = dict(saved["train"])
     now: dict[str, Any] = dump(config.train)
-    now["init"] = before.get("init")  # it mattered at the start alone
+    now |= {name: before[name] for name in WITHOUT_EFFECT if name in before}
     if before.get("optim", {}).get("schedule") == "constant":
         for share in ("ternary_from", "ternary_until"):
             if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):

@@ -141,7 +141,6 @@ class Trainer:
             def note(line: Metrics) -> None:
                 try:
                     log.write(json.dumps(line).encode() + b"\n")
-                    log.flush()
                 except OSError as error:
                     raise StorageError(f"{self.run_dir / METRICS}: not written ({error.strerror})") from error
                 report(line)

@@ -1,0 +1,318 @@
+"""A run's folder that others touch: locks, leftovers, changed configs, damaged metrics, folders that cannot be written.
+
+Each refusal is one line that says what to do, and changes nothing.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from perspectron import files
+from perspectron.cli.main import main
+from perspectron.errors import StorageError
+from perspectron.files import atomic, locked, sweep, write_json
+from perspectron.train import checkpoint, loop
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from perspectron.files import locked
+with locked(Path(sys.argv[1]), sys.argv[2]):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def held(folder: Path, name: str = checkpoint.RUN_LOCK):
+    """Another process has the folder meanwhile; it is killed at the end."""
+    command = [sys.executable, "-c", HOLDER, str(folder), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "has it\n"
+            yield process
+        finally:
+            process.kill()
+
+
+TRAIN = ["train", "--preset", "perspective-tiny", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--eval-every", "3", "--save-every", "1", "--keep", "9", "--eval-tokens", "64", "--dtype", "float32", "--set", "vocab_size=300", "d_model=32", "layers=2", "hidden=32", "rank=8", "heads=2", "kv_heads=1", "window=16"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}. " * 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, text) -> Path:
+    """A run that has its last checkpoint still to come; harm a copy of it."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    assert main([*TRAIN, "--data", str(text), "--out", str(run)]) == 0
+    for path in (run / "checkpoints" / "step-00000006",):
+        shutil.rmtree(path)
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def refused(capsys, *arguments: str) -> str:
+    """What a command says that must end with exit code 2 and one line."""
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("perspectron: error: ")
+    return said
+
+
+def go_on(run: Path, *more: str) -> int:
+    return main(["train", "--resume", str(run), *more])
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_lock_is_one_processs_and_ends_with_it(tmp_path):
+    with held(tmp_path) as process:
+        with (
+            pytest.raises(StorageError, match="another process works in it"),
+            locked(tmp_path, checkpoint.RUN_LOCK),
+        ):
+            pass
+        process.kill()  # not asked to give it back
+        process.wait()
+        with locked(tmp_path, checkpoint.RUN_LOCK), locked(tmp_path, checkpoint.RUN_LOCK):
+            pass
+        with held(tmp_path):
+            pass
+
+
+def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="not a folder to write in"), locked(tmp_path / "file"):
+        pass
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="not a folder to write in"), locked(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
+    before = snapshot(run)
+    with held(run):
+        assert "another process works in it" in refused(capsys, "train", "--resume", str(run))
+    assert snapshot(run) == before | {checkpoint.RUN_LOCK: b""}
+    assert go_on(run) == 0
+
+
+def test_fifty_starts_on_one_folder_hurt_nobody(tmp_path, text):
+    """The first trains to its end; the others are told that somebody is there, or that there is a run."""
+    words = f"train --preset perspective-tiny --data {text} --out run --steps 12 --batch-size 2 --seq-len 32"
+    words += " --eval-every 4 --save-every 4 --eval-tokens 64 --dtype float32 --set vocab_size=300 d_model=32 layers=2"
+    words += " hidden=32 rank=8 heads=2 kv_heads=1 window=16"
+    script = (
+        "import os, sys\n"
+        "from perspectron.cli.main import main\n"
+        "import perspectron.cli.train\n"
+        "children = []\n"
+        "for i in range(50):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os._exit(main(sys.argv[1:]))\n"
+        "    children.append(child)\n"
+        "print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(set(codes)) == [0, 2], done.stderr[-2000:]
+    assert codes.count(0) == 1
+    assert "Traceback" not in done.stderr
+    run = tmp_path / "run"
+    checkpoint.load_run(run)
+    assert [line["step"] for line in loop.read_metrics(run) if "loss" in line] == list(range(1, 13))
+    assert list(run.rglob(".*.tmp")) == []
+
+
+def test_what_a_living_process_writes_is_not_swept(tmp_path):
+    mine = files.temporary_beside(tmp_path / "config.json")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = [
+        mine.name,
+        f".{dead.pid}-0123456789abcdef.tmp",
+        f".config.json.{dead.pid}.tmp",
+        ".somebody.else.tmp",
+        ".x.tmp",
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [mine.name, ".somebody.else.tmp", ".x.tmp"]
+    )
+
+
+def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
+    values = json.loads((run / "config.json").read_text())
+    values["train"]["optim"]["lr"] *= 2
+    write_json(run / "config.json", values)
+    before = snapshot(run)
+    said = refused(capsys, "train", "--resume", str(run))
+    assert "optim.lr was" in said
+    assert "--allow-changed" in said
+    assert snapshot(run) == before
+    assert go_on(run, "--allow-changed") == 0
+    assert go_on(run) == 0  # its last checkpoint is of the changed one now
+
+
+def test_a_checkpoint_of_another_run_is_told(run, capsys):
+    values = json.loads((run / "config.json").read_text())
+    assert len(values["id"]) == 32
+    assert {c.config["id"] for c in checkpoint.found_in(run)} == {values["id"]}
+    write_json(run / "config.json", values | {"id": "0" * 32})
+    assert "it is of another run" in refused(capsys, "train", "--resume", str(run))
+
+
+def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
+    path = run / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < 6]
+    harmful = ["{", "[]", "null", "3", '{"step": 1}', '{"step": 1e99, "loss": 1}', '{"step": -1, "loss": 1}',
+               '{"step": NaN, "loss": 1}', '{"step": 1, "loss": "x"}', "[" * 50_000, "\0" * 100, "é\udcff"]  # fmt: skip
+    path.write_bytes("\n".join([*harmful, *lines, "\udc80"]).encode(errors="surrogateescape") + b"\n")
+    with pytest.warns(UserWarning, match="13 damaged lines left out, the first 1"):
+        kept = loop.read_metrics(run)
+    assert kept == [json.loads(line) for line in lines]
+    with pytest.warns(UserWarning, match="damaged lines"):
+        assert go_on(run) == 0
+    assert path.read_text().splitlines()[: len(lines)] == lines
+
+
+def test_a_line_cut_short_by_a_crash_is_no_news(run, recwarn):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    loop.read_metrics(run)
+    assert not recwarn.list
+
+
+def test_a_closed_terminal_saves(tmp_path):
+    """SIGHUP ends a training as SIGTERM does; under nohup it does nothing."""
+    with loop.signals() as caught:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.01)
+        assert caught == [signal.SIGHUP]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with loop.signals() as caught:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+        assert caught == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_sixteen_threads_save_one_path(tmp_path):
+    """No error, no leftover, and each time what is read is one of them whole."""
+    path, errors, seen = tmp_path / "state.json", [], set()
+
+    def save(number: int) -> None:
+        try:
+            for turn in range(60):
+                write_json(path, [number] * (100 + turn))
+                seen.update(json.loads(path.read_text()))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert seen == set(range(16))
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("kind", ["link", "broken link", "pipe", "device"])
+def test_what_is_no_file_is_not_written_over(tmp_path, kind):
+    target = tmp_path / "target"
+    path = Path("/dev/full") if kind == "device" else tmp_path / "path"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "device":
+        path.symlink_to(target)
+        if kind == "link":
+            target.write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StorageError, match="not written"):
+        write_json(path, 1)
+    assert sorted(tmp_path.iterdir()) == before
+    assert not target.exists() or target.read_text() == "mine"
+
+
+def test_cleaning_up_does_not_hide_the_error(tmp_path, monkeypatch):
+    def broken(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(ValueError, match="the real one"), atomic(tmp_path / "a") as temporary:
+        temporary.write_text("x")
+        monkeypatch.setattr(Path, "unlink", lambda *_, **__: broken(temporary))
+        raise ValueError("the real one")
+
+
+def mount(*arguments: str) -> bool:
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 6 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if not mount("-t", "tmpfs", "-o", "size=6m", "tmpfs", str(place)):
+        pytest.skip("this user cannot mount")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("room", [0, 8_000, 20_000, 100_000, 400_000, 700_000, 1_200_000])
+def test_a_disk_that_is_full_in_any_phase(small_disk, text, room, capsys):
+    """Encoding, config, metrics, checkpoints: one line, exit code 2, and what is there goes on once there is room."""
+    ballast, run = small_disk / "ballast", small_disk / "run"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+    arguments = [*TRAIN, "--data", str(text), "--out", str(run)]
+    assert "No space left on device" in refused(capsys, *arguments)
+    assert list(run.rglob(".*.tmp")) == []
+    ballast.unlink()
+    assert main(["train", "--resume", str(run)] if (run / "config.json").is_file() else arguments) == 0
+    assert [line["step"] for line in loop.read_metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_cannot_be_written(small_disk, run, capsys):
+    """A run on it is read as any other; what would write says so."""
+    shutil.copytree(run, small_disk / "run")
+    assert mount("-o", "remount,ro", str(small_disk))
+    for place in (["--resume", str(small_disk / "run")], [*TRAIN[1:], "--out", str(small_disk / "new")]):
+        assert "Read-only file system" in refused(capsys, "train", *place)
+    assert main(["inspect", str(small_disk / "run")]) == 0
+    assert main(["generate", str(small_disk / "run"), "the", "--max-tokens", "3"]) == 0
