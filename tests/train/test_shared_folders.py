@@ -44,7 +44,11 @@ def held(folder: Path, name: str = checkpoint.RUN_LOCK):
             process.kill()
 
 
-TRAIN = ["train", "--preset", "perspective-tiny", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--eval-every", "3", "--save-every", "1", "--keep", "9", "--eval-tokens", "64", "--dtype", "float32", "--set", "vocab_size=300", "d_model=32", "layers=2", "hidden=32", "rank=8", "heads=2", "kv_heads=1", "window=16"]
+TRAIN = [
+    *"train --preset perspective-tiny --steps 6 --batch-size 2 --seq-len 32 --eval-every 3 --save-every 1".split(),
+    *"--keep 9 --eval-tokens 64 --dtype float32 --set vocab_size=300 d_model=32 layers=2 hidden=32".split(),
+    *"rank=8 heads=2 kv_heads=1 window=16".split(),
+]
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +278,7 @@ def test_cleaning_up_does_not_hide_the_error(tmp_path, monkeypatch):
     def broken(path: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    with pytest.raises(ValueError, match="the real one"), atomic(tmp_path / "a") as temporary:
+    with pytest.raises(ValueError, match="the real one"), atomic(tmp_path / "a") as temporary:  # noqa: PT012
         temporary.write_text("x")
         monkeypatch.setattr(Path, "unlink", lambda *_, **__: broken(temporary))
         raise ValueError("the real one")
