@@ -45,9 +45,35 @@ def held(folder: Path, name: str = checkpoint.RUN_LOCK):
 
 
 TRAIN = [
-    *"train --preset perspective-tiny --steps 6 --batch-size 2 --seq-len 32 --eval-every 3 --save-every 1".split(),
-    *"--keep 9 --eval-tokens 64 --dtype float32 --set vocab_size=300 d_model=32 layers=2 hidden=32".split(),
-    *"rank=8 heads=2 kv_heads=1 window=16".split(),
+    *[
+        "train",
+        "--preset",
+        "perspective-tiny",
+        "--steps",
+        "6",
+        "--batch-size",
+        "2",
+        "--seq-len",
+        "32",
+        "--eval-every",
+        "3",
+        "--save-every",
+        "1",
+    ],
+    *[
+        "--keep",
+        "9",
+        "--eval-tokens",
+        "64",
+        "--dtype",
+        "float32",
+        "--set",
+        "vocab_size=300",
+        "d_model=32",
+        "layers=2",
+        "hidden=32",
+    ],
+    *["rank=8", "heads=2", "kv_heads=1", "window=16"],
 ]
 
 
