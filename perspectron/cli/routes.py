@@ -1,5 +1,6 @@
 """`perspectron routes`."""
 
+import io
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from perspectron.data import Tokenizer
 from perspectron.errors import DataError
 from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, summary, trace
 from perspectron.experts.torus import cells
-from perspectron.files import write_json
+from perspectron.files import open_file, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
@@ -90,7 +91,7 @@ def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
 def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
     """First `limit` tokens of a file (0: all). DataError where it is missing, no text, or shorter than 2 tokens."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
             text = file.read(CHARACTERS * limit if limit else -1)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None

@@ -16,7 +16,7 @@ from perspectron.cli.options import assignment, resolved
 from perspectron.config import ModelConfig, load, one_of
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
-from perspectron.files import locked, remove
+from perspectron.files import locked, read_text, remove
 from perspectron.machine import pick_device
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
@@ -143,7 +143,7 @@ def differences(one: Any, other: Any) -> Flags:
 def from_toml(path: str) -> Train:
     """The command that a TOML file describes. ConfigError for a file that does not read or an unknown key."""
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(Path(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config = {path!r}, must be a readable TOML file ({error})") from None
     for name in tables:

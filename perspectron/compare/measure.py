@@ -21,7 +21,7 @@ from perspectron.eval import cost_suite
 from perspectron.eval.gates import gates
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES, plain
-from perspectron.files import read_json, write_json
+from perspectron.files import read_json, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
@@ -42,9 +42,9 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
                 Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing))
             )
     for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in settings.suites else ():
-        if not (out / "recall" / f"{name}.json").is_file():
+        path = safe_join(out, f"recall/{name}.json", ConfigError)
+        if not path.is_file():
             first = next(cell for cell in finished if cell.arm == name)
-            path = out / "recall" / f"{name}.json"
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
     return missing_jobs

@@ -25,8 +25,10 @@ from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
+    open_file,
     read_json,
     remove,
+    safe_join,
     save_tensors,
     sha256,
     temporary_beside,
@@ -69,7 +71,8 @@ class Checkpoint:
 
 
 def folder(run: Path) -> Path:
-    return run / "checkpoints"
+    """CheckpointError: a link that leads out of the run."""
+    return safe_join(run, "checkpoints", CheckpointError)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -152,14 +155,18 @@ def _best(there: list[Checkpoint]) -> Checkpoint:
 
 
 def paths(run: Path) -> list[Path]:
-    """The folders of a run's checkpoints, oldest first, whatever is in them."""
-    return sorted(path for path in folder(run).glob("step-*") if path.name[len("step-") :].isdecimal())
+    """The folders of a run's checkpoints, oldest first, whatever is in them. CheckpointError: one is a link that leads
+    out of the run."""
+    there = sorted(path for path in folder(run).glob("step-*") if path.name[len("step-") :].isdecimal())
+    for path in there:
+        safe_join(run, f"{path.parent.name}/{path.name}", CheckpointError)
+    return there
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
     not verified yet."""
-    index = read_json(path / INDEX, CheckpointError)
+    index = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     try:
         digest = index.pop("digest")
         if index["format"] != FORMAT:
@@ -167,9 +174,30 @@ def read(path: Path) -> Checkpoint:
         if digest != _digest(index):
             raise CheckpointError(f"{path / INDEX}: damaged, it does not match its digest")
         progress = load(Progress, index["progress"])
-        return Checkpoint(path, progress, index["config"], index["tokenizer"], index["files"])
+        config, tokenizer, files = index["config"], index["tokenizer"], index["files"]
     except (AttributeError, KeyError, TypeError, ConfigError):
         raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
+    counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+    for name, value in counts.items():
+        if value < 0:
+            raise CheckpointError(f"{path / INDEX}: progress.{name} is {value}, must be ≥ 0")
+    if not isinstance(config, dict) or not isinstance(tokenizer, str):
+        raise CheckpointError(f"{path / INDEX}: config or tokenizer is of another type")
+    _check_files(path / INDEX, files)
+    return Checkpoint(path, progress, config, tokenizer, files)
+
+
+def _check_files(where: Path, files: Any) -> None:
+    """CheckpointError unless the files are those that a checkpoint may have, each with a size and a digest."""
+    names = set(files) if isinstance(files, dict) else set()
+    if not {MODEL} <= names <= {MODEL, TRAINING}:
+        told = ", ".join(map(repr, sorted(names)))[:200] or "none"
+        raise CheckpointError(f"{where}: files are {told}, must be {MODEL} and perhaps {TRAINING}")
+    for name, entry in files.items():
+        given = entry if isinstance(entry, dict) and set(entry) == {"bytes", "sha256"} else {}
+        size, digest = given.get("bytes"), given.get("sha256")
+        if type(size) is not int or size < 0 or not isinstance(digest, str):
+            raise CheckpointError(f"{where}: files.{name} must tell its bytes and its sha256")
 
 
 def found_in(run: Path) -> list[Checkpoint]:
@@ -264,12 +292,18 @@ def resume(
 def verify(checkpoint: Checkpoint) -> None:
     """CheckpointError, naming the file, unless every byte is as it was written."""
     for name, expected in checkpoint.files.items():
-        part = checkpoint.path / name
-        if not part.is_file():
-            raise CheckpointError(f"{part}: no such file")
-        if part.stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{part}: {part.stat().st_size} bytes, must be {expected['bytes']}")
-        if sha256(part) != expected["sha256"]:
+        part = safe_join(checkpoint.path, name, CheckpointError)
+        try:
+            with open_file(part) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(f"{part}: {size} bytes, must be {expected['bytes']}")
+            digest = sha256(part)
+        except FileNotFoundError:
+            raise CheckpointError(f"{part}: no such file") from None
+        except OSError as error:
+            raise CheckpointError(f"{part}: unreadable ({error.strerror})") from None
+        if digest != expected["sha256"]:
             raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected['sha256'][:12]}…")
 
 
@@ -293,6 +327,7 @@ def restore(
             f"{checkpoint.path}: holds the weights alone, training cannot go on from it; start a new run with --init"
         )
     tensors = _tensors(checkpoint.path / TRAINING)
+    _check_training(tensors, model, checkpoint.path / TRAINING)
     torch.set_rng_state(tensors["rng.cpu"])
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng.cuda"])
@@ -324,14 +359,37 @@ def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     """Load the tensors; CheckpointError that names the first which does not fit."""
     own = model.state_dict()
     for name in own | tensors:
-        here, there = (list(side[name].shape) if name in side else "missing" for side in (own, tensors))
+        here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:
             raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
     model.load_state_dict(tensors)
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _check_training(tensors: dict[str, Tensor], model: LanguageModel, path: Path) -> None:
+    """CheckpointError unless the moments of every parameter have its shape, or it has none, and the random states are
+    such."""
+    wanted = {"rng.cpu": _kind(torch.get_rng_state())}
+    if "rng.cuda" in tensors and torch.cuda.is_available():
+        wanted["rng.cuda"] = _kind(torch.cuda.get_rng_state())
+    for name, parameter in model.named_parameters():
+        kinds = {"step": "[] float32", "exp_avg": _kind(parameter), "exp_avg_sq": _kind(parameter)}
+        if any(f"{key}.{name}" in tensors for key in kinds):
+            wanted |= {f"{key}.{name}": kind for key, kind in kinds.items()}
+    for name, kind in wanted.items():
+        there = _kind(tensors[name]) if name in tensors else "missing"
+        if there != kind:
+            raise CheckpointError(f"{path}: {name} is {there}, must be {kind}")
+        if name.startswith("step.") and not 0 <= tensors[name].item() < math.inf:
+            raise CheckpointError(f"{path}: {name} is {tensors[name].item()}, must be ≥ 0 and finite")
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
+        open_file(path).close()  # before a library that would wait for a pipe
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from None

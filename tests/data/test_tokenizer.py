@@ -251,7 +251,7 @@ def test_no_merge_gives_the_separator(tmp_path: Path) -> None:
         vocab[part] = vocab.pop(token)
     merges[:] = [pair for pair in merges if "".join(pair) in vocab] + [[part, ">"]]
     path.write_text(json.dumps(value))
-    with pytest.raises(DataError, match="model.merges.* must be of two tokens into one"):
+    with pytest.raises(DataError, match=r"model.merges.* must be of two tokens into one"):
         Tokenizer.load(path)
 
 
