@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from io import BufferedReader, FileIO
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ def open_file(path: Path) -> BufferedReader:
     return file
 
 
-def append_to(path: Path) -> FileIO:
+def append_to(path: Path) -> BufferedWriter:
     """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
     where it cannot be written: a link is not followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -23,10 +23,10 @@ from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.config import BlockConfig, ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
+from perspectron.errors import ConfigError
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations
-from perspectron.errors import ConfigError
 from perspectron.files import read_json, write_json
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
