@@ -228,9 +228,9 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
     """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8 (`errors` as
     `bytes.decode` has them)."""
     with open_file(path) as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        raise ValueError(f"more than {limit} bytes")
+        if os.fstat(file.fileno()).st_size > limit:
+            raise ValueError(f"more than {limit} bytes")
+        text = file.read()
     return text.decode(errors=errors)
 
 

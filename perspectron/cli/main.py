@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
         prepare()
         return command()
     except PerspectronError as error:
-        print(f"perspectron: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"perspectron: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
