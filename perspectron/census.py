@@ -5,14 +5,16 @@ A model on the meta device, which knows shapes and holds no numbers, is counted 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from math import prod
+from operator import add
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from perspectron.block import Block
 from perspectron.config import ModelConfig
@@ -141,12 +143,7 @@ class Part:
     written: int = 0
 
     def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.parameters + other.parameters,
-            self.bytes + other.bytes,
-            self.read + other.read,
-            self.written + other.written,
-        )
+        return Part(*map(add, astuple(self), astuple(other)))
 
 
 NOTHING = Part(0, 0, 0)
@@ -344,25 +341,11 @@ class FlopCounter(TorchDispatchMode):
             return parts
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
-        if name in _PRODUCTS:
-            self.total += _PRODUCTS[name](args)
+        if name.startswith("_scaled_dot_product"):
+            q, k, v = (x.shape for x in args[:3])
+            self.total += 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        elif product := flop_registry.get(getattr(torch.ops.aten, name, None)):
+            self.total += product(*args, out_val=out)
         elif isinstance(out, torch.Tensor) and out.is_floating_point() and torch.Tag.pointwise in func.tags:
             self.total += out.numel() * (2 if name.startswith("addc") else int(name != "clone"))
         return out
-
-
-def _attention(args: tuple[Any, ...]) -> int:
-    q, k, v = (tuple(x.shape) for x in args[:3])
-    return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-_PRODUCTS: dict[str, Callable[[tuple[Any, ...]], int]] = {
-    "mm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
-    "bmm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
-    "addmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
-    "baddbmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_efficient_attention": _attention,
-}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import masked
 from perspectron.ops import attention
 from perspectron.terms import Term
 
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         width = self.o_proj.in_features // H
         return cache.empty(batch_size, H, width, width, device, dtype, capacity)
 
-    @ends_at_resets
+    @masked
     def forward(
         self,
         x_BTD: Tensor,
@@ -68,8 +68,6 @@ class Attention(nn.Module):
         consume_state: bool = False,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:

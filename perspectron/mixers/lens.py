@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import masked
 from perspectron.ops import attention, lens
 from perspectron.terms import Term
 
@@ -89,7 +89,7 @@ class Lens(nn.Module):
         keys = 2 * width if self.config.reciprocity else width
         return cache.empty(batch_size, H, keys, width, device, dtype, capacity)
 
-    @ends_at_resets
+    @masked
     def forward(
         self,
         x_BTD: Tensor,
@@ -100,8 +100,6 @@ class Lens(nn.Module):
         consume_state: bool = False,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         scale = q.shape[-1] ** -0.5
         u_HK = self.u_HK if self.config.discoverability else None

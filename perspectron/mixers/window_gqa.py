@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.config import MixerConfig, at_least, require
+from perspectron.mixers.masks import masked
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
 from perspectron.terms import Term
@@ -30,10 +30,9 @@ class WindowGQAConfig(MixerConfig):
     rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(1, self, "heads", "window")
         require(self.kv_heads >= 1 and self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
                 f"a divisor of heads = {self.heads}")  # fmt: skip
-        require(self.window >= 1, "window", self.window, "≥ 1")
         require(self.rope_base > 1, "rope_base", self.rope_base, "> 1")
 
 
@@ -83,7 +82,7 @@ class WindowGQA(nn.Module):
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return WindowGQAState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
-    @ends_at_resets
+    @masked
     def forward(
         self,
         x_BTD: Tensor,
@@ -94,8 +93,6 @@ class WindowGQA(nn.Module):
         consume_state: bool = False,
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
         q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)
         k, v = self.kv_proj(x_BTD).view(B, T, 2, config.kv_heads, self.width).permute(2, 0, 3, 1, 4)

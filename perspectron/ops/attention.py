@@ -41,6 +41,16 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
     return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B)
 
 
+def follows(reset_BT: Tensor | None, pad_BT: Tensor | None, like_BT: Tensor) -> Tensor:
+    """The pairs of neighbouring tokens [B,T−1], shaped and placed as `like`, that stand in one document."""
+    pairs_BT = torch.ones_like(like_BT, dtype=torch.bool)
+    if reset_BT is not None:
+        pairs_BT &= ~reset_BT[:, 1:]
+    if pad_BT is not None:
+        pairs_BT &= ~(pad_BT[:, 1:] | pad_BT[:, :-1])
+    return pairs_BT
+
+
 def slots(length_B: Tensor, S: int) -> Tensor:
     """The position [B,S] that each slot of a ring holds after `length_B` tokens; negative where it is empty."""
     last_B1 = length_B[:, None] - 1

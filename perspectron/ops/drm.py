@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops import dispatch, drm_loop
+from perspectron.ops.attention import follows
 from perspectron.ops.drm_law import (
     Geometry,
     Law,
@@ -170,11 +171,7 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
     """The mean squared difference of neighbouring tokens' logits, of the same document; 0 where there are none."""
     full = torch.promote_types(logits_BTV.dtype, torch.float32)
     change_BT = logits_BTV.to(full).diff(dim=1).square().mean(-1)
-    pairs_BT = torch.ones_like(change_BT, dtype=torch.bool)
-    if reset_BT is not None:
-        pairs_BT &= ~reset_BT[:, 1:]
-    if pad_BT is not None:
-        pairs_BT &= ~(pad_BT[:, 1:] | pad_BT[:, :-1])
+    pairs_BT = follows(reset_BT, pad_BT, change_BT)
     return torch.where(pairs_BT, change_BT, 0).sum() / pairs_BT.sum().clamp_min(1)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops.dispatch import full_precision, once
+from perspectron.ops.dispatch import full_precision, gradients_off, once
 
 Tensors = tuple[Tensor, ...]
 
@@ -53,13 +53,9 @@ class Recurrence:
         return [slice(start, min(start + self.size, T)) for start in range(0, T, self.size)]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """All chunks, (outputs, last state), without a graph."""
-        return self._walk(q, k, v, gate, state, None)
-
-    def differentiable(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All chunks as in `run`, differentiable once."""
+        """All chunks, (outputs, last state); differentiable once where gradients are on."""
+        if gradients_off():
+            return self._walk(q, k, v, gate, state, None)
         o, state, _ = _Scan.apply(self, q, k, v, gate, state)
         return o, state
 

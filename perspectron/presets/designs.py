@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from perspectron.config import (
     BlockConfig,
@@ -29,14 +29,16 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-LAYER_NORM_EPS = 1e-5  # GPT-2's
+GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
 
 
-def stack(name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig) -> ModelConfig:
-    """`layers` times the same block, RMSNorm, a tied head."""
+def stack(
+    name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig, **more: Any
+) -> ModelConfig:
+    """`layers` times the same block, RMSNorm, a tied head; `more`: other fields of the model."""
     require(layers >= 1, "layers", layers, "≥ 1")
-    return ModelConfig(name, vocab_size, d_model, (block,) * layers)
+    return ModelConfig(name, vocab_size, d_model, (block,) * layers, **more)
 
 
 # ---------------------------------------------------------------- Perspective
@@ -149,7 +151,7 @@ def adr(
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
-        positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS,
+        positions=positions, **GPT2_NORM,
     )  # fmt: skip
 
 
@@ -199,7 +201,8 @@ def lens(
     residual: ResidualConfig = SequentialConfig()
     if route:
         residual = RouteGatedConfig(route_scale, anneal, anneal_after)
-    return _gpt2(name, vocab_size, d_model, layers, positions, BlockConfig(mixer, ffn, residual))
+    block = BlockConfig(mixer, ffn, residual)
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
 
 
 preset("lens-tiny", "GPT-2 with lenses, width 128", lens)
@@ -267,14 +270,7 @@ def gpt2(
     """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
     mixer = AttentionConfig(heads, rope_base=None, bias=True)
     block = BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh"))
-    return _gpt2(name, vocab_size, d_model, layers, positions, block)
-
-
-def _gpt2(
-    name: str, vocab_size: int, d_model: int, layers: int, positions: int, block: BlockConfig
-) -> ModelConfig:
-    plain = stack(name, vocab_size, d_model, layers, block)
-    return replace(plain, positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS)
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
 
 
 @design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
