@@ -3,7 +3,7 @@
 A model on the meta device, which knows shapes and holds no numbers, is counted at once whatever its size.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -93,25 +93,15 @@ def _idle(model: LanguageModel) -> int:
 
 
 def _groups(model: LanguageModel) -> dict[str, Group]:
-    modules, sizes = Counter[str](), Counter[str]()
-    for name, module in model.named_modules():
-        if isinstance(module, Block):
-            if module.config.mixer is not None:
-                modules[module.config.mixer.kind] += 1
-            if module.config.ffn is not None:
-                kind = module.config.ffn.kind
-                modules[{"routed": "experts"}.get(kind, kind)] += 1
-                modules["router"] += kind == "routed"
-        elif name in ("embedding", "positions"):
-            modules[name] += 1
-        elif name == "lm_head":
-            modules["head"] += 1
-        elif isinstance(module, torch.nn.RMSNorm | torch.nn.LayerNorm):
-            modules["norms and biases"] += 1
-    blocks = list(model.blocks)
+    owners, numbers, blocks = defaultdict[str, set[str]](set), Counter[str](), list(model.blocks)
     for name, parameter in model.named_parameters():
-        sizes[group_of(name, parameter.ndim, blocks)] += parameter.numel()
-    return {kind: Group(max(modules[kind], 1), size) for kind, size in sizes.items()}
+        kind, (room, *rest) = group_of(name, parameter.ndim, blocks), name.split(".")
+        owners[kind].add(rest[0] if room == "blocks" else room)
+        numbers[kind] += parameter.numel()
+    count = {kind: len(rooms) for kind, rooms in owners.items()}
+    norms = (torch.nn.RMSNorm, torch.nn.LayerNorm)
+    count["norms and biases"] = sum(isinstance(module, norms) for module in model.modules())
+    return {kind: Group(count[kind], size) for kind, size in numbers.items()}
 
 
 def group_of(name: str, ndim: int, blocks: list[Any]) -> str:

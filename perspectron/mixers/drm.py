@@ -274,24 +274,10 @@ class DRM(nn.Module):
 
     def law(self) -> Law:
         """The config's numbers, with the naturalisation as far as it has warmed up (in full on the meta device)."""
-        config = self.config
-        return Law(
-            directions=config.directions,
-            rank=config.rank,
-            dt=config.dt,
-            radius=config.radius,
-            squash=config.squash,
-            clip=config.clip,
-            strength=config.strength if self.strength.is_meta else float(self.strength),
-            damping=config.damping,
-            floor=config.metric_floor,
-            gate_bias=config.gate_bias,
-            temperature=config.gate_temperature,
-            top_k=config.gate_top_k,
-            renorm=config.gate_renorm,
-            normalise=config.direction_norm,
-            interval=config.geometry_interval,
-        )
+        numbers = {name: getattr(self.config, name) for name in Law._fields}
+        if not self.strength.is_meta:
+            numbers["strength"] = float(self.strength)
+        return Law(**numbers)
 
     def risk_of(self, z_BTD: Tensor) -> Tensor | None:
         """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""

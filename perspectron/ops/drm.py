@@ -69,7 +69,7 @@ def scan(
         e_BTE = e_BTE.masked_fill(pad_BT[:, :, None], 0)
     drive_TBG = F.linear(e_BTE.transpose(0, 1), weights.token_w)
     drive_TBG = F.pad(drive_TBG, (len(weights.read_b) - drive_TBG.shape[-1], 0)) + weights.read_b
-    when = plan(state.length_B, e_BTE.shape[1], law.interval, bptt, reset_BT, pad_BT)
+    when = plan(state.length_B, e_BTE.shape[1], law.geometry_interval, bptt, reset_BT, pad_BT)
     run = reference if backend == "reference" else drm_loop.run
     return run(drive_TBG, state, weights, law, when)
 
@@ -81,7 +81,7 @@ def _check(e_BTE: Tensor, state: State, weights: Weights, law: Law) -> None:
     wanted = {
         "token_w": (weights.token_w, (len(weights.read_w) // 3, E)),
         "state": (state.z_BS, (B, S)),
-        "geometry": (state.geometry_BF, (B, width(S, law) if law.interval > 1 else 0)),
+        "geometry": (state.geometry_BF, (B, width(S, law) if law.geometry_interval > 1 else 0)),
         "length": (state.length_B, (B,)),
     }
     for name, (tensor, shape) in wanted.items():
@@ -112,7 +112,7 @@ def reference(
         pad_B1 = when.pads[t]
         z_BS = moved_BS if pad_B1 is None else torch.where(pad_B1, z_BS, moved_BS)
         states.append(z_BS)
-    after = State(z_BS, geometry_BF if law.interval > 1 else state.geometry_BF, when.length_B)
+    after = State(z_BS, geometry_BF if law.geometry_interval > 1 else state.geometry_BF, when.length_B)
     if torch.is_inference_mode_enabled():
         return torch.stack(states, 1), after, None
     return torch.stack(states, 1), after, Trace(*(torch.stack(x, 1) for x in zip(*shown, strict=True)))
@@ -134,9 +134,9 @@ def geometry(h_BG: Tensor, w: Weights, law: Law) -> Geometry:
         V_BNS = V_BNS @ w.direction_basis
     if w.metric_basis is not None:
         U_BRS = U_BRS @ w.metric_basis
-    V_BNS = F.normalize(V_BNS, dim=-1) if law.normalise else V_BNS
-    a_BN = thin(torch.sigmoid((gate_BN + law.gate_bias) / law.temperature), law)
-    return Geometry(V_BNS, a_BN, F.softplus(raw_BS) + law.floor, U_BRS * max(law.rank, 1) ** -0.5)
+    V_BNS = F.normalize(V_BNS, dim=-1) if law.direction_norm else V_BNS
+    a_BN = thin(torch.sigmoid((gate_BN + law.gate_bias) / law.gate_temperature), law)
+    return Geometry(V_BNS, a_BN, F.softplus(raw_BS) + law.metric_floor, U_BRS * max(law.rank, 1) ** -0.5)
 
 
 def velocity(h_BG: Tensor, now: Geometry, w: Weights, law: Law) -> Tensor:
