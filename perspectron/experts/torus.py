@@ -22,12 +22,8 @@ def lattice(shape: Lengths) -> Tensor:
 
 def cells(shape: Lengths) -> Tensor:
     """Whole coordinates of every expert [E,A]."""
-    ids = torch.arange(math.prod(shape))
-    axes = []
-    for n in shape:
-        axes.append(ids % n)
-        ids = ids // n
-    return torch.stack(axes, 1)
+    slowest_first = torch.unravel_index(torch.arange(math.prod(shape)), shape[::-1])
+    return torch.stack(slowest_first[::-1], 1)
 
 
 def wrap(apart: Tensor) -> Tensor:

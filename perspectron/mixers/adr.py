@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention, gru
 from perspectron.state import register
 from perspectron.terms import Term
@@ -120,13 +120,7 @@ class ADR(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: ADRState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: ADRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)

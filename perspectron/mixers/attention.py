@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention
 from perspectron.terms import Term
 
@@ -59,13 +59,7 @@ class Attention(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: Cache,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: Cache, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)

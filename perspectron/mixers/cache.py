@@ -119,8 +119,5 @@ def _remember(
 
 def _own(x: Tensor) -> Tensor:
     """Contiguous, and no view of something larger (of q, k and v in one)."""
-    return (
-        x.contiguous()
-        if x.numel() * x.element_size() == x.untyped_storage().nbytes()
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    own = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    return x if own else x.clone(memory_format=torch.contiguous_format)

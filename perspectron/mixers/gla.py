@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, positive, require
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
 from perspectron.state import register
 from perspectron.terms import Term
@@ -70,13 +70,7 @@ class GLA(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: GLAState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: GLAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
         gate_BTK = self.gk_proj(x_BTD)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))

@@ -9,7 +9,7 @@ Shapes: B batch, T time, D model width.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from perspectron.terms import Term
 
-Forward = TypeVar("Forward", bound=Callable[..., Any])
+Mask = Tensor | None
+"""[B,T]; None where it is True nowhere."""
+Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
 def masked(forward: Forward) -> Forward:
-    """Decorate a mixer's `forward`: it reads zeros at padding, and no token from a reset on, and no state after it,
-    depends on a state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.)
+    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state): it reads zeros at padding,
+    and no token from a reset on, and no state after it, depends on a state or a token before it that was not finite.
+    (Numbers that overflow inside the mixer are its own.)
 
     A reset costs a sum over state and input: all is finite, as a rule.
     """
@@ -33,8 +36,8 @@ def masked(forward: Forward) -> Forward:
         x_BTD: Tensor,
         state: Any,
         *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
+        reset_BT: Mask = None,
+        pad_BT: Mask = None,
         consume_state: bool = False,
     ) -> tuple[Tensor, Any, dict[str, Term]]:
         lost_BT = None
@@ -42,11 +45,10 @@ def masked(forward: Forward) -> Forward:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         if reset_BT is not None and not x_BTD.is_meta and not _finite(x_BTD, state):
             x_BTD, state, lost_BT = _forgotten(x_BTD, state, reset_BT)
-        masks = {"reset_BT": reset_BT, "pad_BT": pad_BT}
-        y_BTD, state, aux = forward(self, x_BTD, state, **masks, consume_state=consume_state)
+        y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
-    return cast(Forward, run)
+    return run
 
 
 def _floats(state: Any) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import gradients_off
@@ -100,13 +100,7 @@ class PDR(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: PDRState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: PDRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         p_BTD, v_BTD = self.p_proj(self.p_down(x_BTD)), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
 from perspectron.ops.conv import convolve
 from perspectron.state import register
@@ -92,13 +92,7 @@ class SSD(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: SSDState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: SSDState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         weight_C1W, bias_C = self.conv1d.parameters()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
-from perspectron.mixers.masks import masked
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
 from perspectron.terms import Term
@@ -84,13 +84,7 @@ class WindowGQA(nn.Module):
 
     @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: WindowGQAState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: WindowGQAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
