@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.config import ModelConfig, require
 from perspectron.data.tokenizer import Tokenizer
@@ -27,9 +27,10 @@ from perspectron.ops import packing
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
-from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, write
+from perspectron.stream.artifact import FORMAT, Header, expert_files, weights_of, write
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
+from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
 
 PIECE = 1 << 24  # bytes drawn at once
@@ -98,24 +99,22 @@ def synthesize(
 
     ConfigError: more experts than there are, or no routed layers. StorageError: no room on the disk.
     """
-    routed = {i: b.ffn for i, b in enumerate(config.blocks) if isinstance(b.ffn, RoutedConfig)}
+    routed = [b.ffn for b in config.blocks if isinstance(b.ffn, RoutedConfig)]
     require(len(routed) > 0, "model", config.name, "one with routed layers")
-    first = next(iter(routed.values()))
-    count, layout = math.prod(first.torus), ExpertLayout(config.d_model, first.hidden)
+    count = math.prod(routed[0].torus)
     require(1 <= experts <= count, "experts", experts, f"from 1 to {count}")
+    files = expert_files(config, experts)
+    assert files is not None
     with torch.device("meta"):
         model = LanguageModel(config)
-    quant = {name: linear for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quant = {name: format for name, format in quant.items() if not name.endswith("route_proj")}
     about = f"random weights; {experts} of {count} experts in a layer are distinct, the others are aliases of them"
-    files = ExpertFiles(tuple(routed), count, experts, layout.bytes)
-    header = Header(FORMAT, config, "", quant | {"embedding": "int8"}, files, None, about)
+    header = Header(FORMAT, config, "", everywhere(model, linear), files, None, about)
     shared = _shared(header, seed)
-    need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * layout.bytes + MARGIN)
+    need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * files.shard_bytes + MARGIN)
     _room(folder, need)
     layers = {
-        layer: partial(_layer, layer=layer, layout=layout, experts=experts, config=config, seed=seed)
-        for layer in routed
+        layer: partial(_layer, layer=layer, experts=experts, config=config, seed=seed)
+        for layer in files.layers
     }
     made = tokenizer()
     header = replace(header, tokenizer=made.fingerprint)
@@ -167,19 +166,17 @@ def _small(name: str, tensor: Tensor, random: torch.Generator) -> Tensor:
     return made
 
 
-def _layer(
-    path: Path, *, layer: int, layout: ExpertLayout, experts: int, config: ModelConfig, seed: int
-) -> None:
+def _layer(path: Path, *, layer: int, experts: int, config: ModelConfig, seed: int) -> None:
     ffn = config.blocks[layer].ffn
     assert isinstance(ffn, RoutedConfig)
+    layout = ExpertLayout(config.d_model, ffn.hidden)
     gains = (1.0, 1.0, (2 * len(config.blocks)) ** -0.5)
 
     def shard(expert: int) -> Shard:
         parts = enumerate(zip(layout.shapes, gains, strict=True))
         return Shard(*(Draw("ternary", *part).packed((seed, layer, expert, i)) for i, part in parts))
 
-    weights_of = [expert % experts for expert in range(math.prod(ffn.torus))]
-    write_layer(path, layer, layout, weights_of, map(shard, range(experts)))
+    write_layer(path, layer, layout, weights_of(math.prod(ffn.torus), experts), map(shard, range(experts)))
 
 
 def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:

@@ -70,7 +70,6 @@ def test_nothing_is_written_past_the_end(monkeypatch):
         return guarded(empty(x, *shape, **kind))
 
     def products():
-        yield from native.quantise(x)
         for T in (1, 3):
             yield native.linear(x[:T], *gate, "ternary", 37)
             yield native.swiglu(guarded(x[:T]), gate, up, down, "ternary", 37)
@@ -98,7 +97,6 @@ def test_outputs_do_not_follow_the_default_dtype_and_device(default):
 
     def results():
         with torch.inference_mode():
-            yield from native.quantise(x)
             yield native.linear(x, *gate, "2bit", 37)
             yield native.swiglu(x, gate, up, down, "2bit", 37)
             yield from pdr.scan(*scanned, state.clone(), backend="native")
