@@ -128,9 +128,7 @@ class ADR(nn.Module):
             x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
-        o, after = cache.attend(
-            q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
-        )
+        o, after = cache.attend(q, k, v, state.cache, at, consume_state=consume_state)
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:
             y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)

@@ -66,7 +66,5 @@ class Attention(nn.Module):
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
             q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, state = cache.attend(
-            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
-        )
+        o, state = cache.attend(q, k, v, state, at, consume_state=consume_state)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}

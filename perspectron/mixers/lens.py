@@ -101,9 +101,7 @@ class Lens(nn.Module):
             q, k, u_HK, self.weights(), reciprocity=self.config.reciprocity, disc_scale=self.config.disc_scale
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
-        o, state = cache.attend(
-            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, scale=scale, consume_state=consume_state
-        )
+        o, state = cache.attend(q, k, v, state, at, scale=scale, consume_state=consume_state)
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
             o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))

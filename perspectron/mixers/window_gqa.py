@@ -100,11 +100,10 @@ class WindowGQA(nn.Module):
             attention.write(ring[0], k, state.length_B, at, consume_state=consume_state),
             attention.write(ring[1], v, state.length_B, at, consume_state=consume_state),
         )
-        if fresh and reset_BT is None and pad_BT is None and config.window >= T:
+        if fresh and not at.resets and not at.padded and config.window >= T:
             o = attention.attend(q, k, v, causal=True)
         elif T == 1:
             o = attention.stepped(q, written, at)
         else:
-            padded = pad_BT is not None
-            o = attention.windowed(q, k, v, ring, state.length_B, at, padded=padded)
+            o = attention.windowed(q, k, v, ring, state.length_B, at)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}
