@@ -9,7 +9,7 @@ Shapes: N rows (outputs), K columns (inputs), C columns of a block, T tokens, G 
 import torch
 from torch import Tensor
 
-from perspectron.config import require
+from perspectron.config import one_of, require
 from perspectron.errors import DataError
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, pack
 from perspectron.quant.formats import check, decode, encode, grid, rows_scale
@@ -45,7 +45,7 @@ def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0
     corrected once for a block; blocks are groups, which get their scales and offsets when their turn comes.
     DataError: a weight or what was read is not finite, or there is too little of it to factor H with any damping.
     """
-    require(format in FORMATS, "format", format, "one of " + ", ".join(FORMATS))
+    one_of(format, FORMATS, "format")
     require(damping > 0, "damping", damping, "> 0")
     check(weight_NK.detach(), format)
     weight = weight_NK.detach().to(hessian.sum_KK, copy=True)

@@ -91,8 +91,11 @@ class ShardFile:
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be opened ({error.strerror})") from None
         try:
-            self._identity = self._opened()
-            self.header: Header = parse(self._bytes, os.fstat(self._fd).st_size, path)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{path}: not a file")
+            self._identity = _identity(status)
+            self.header: Header = parse(self._bytes, status.st_size, path)
             self.use(method)
         except BaseException:
             self.close()
@@ -168,12 +171,6 @@ class ShardFile:
         return size / max(time.monotonic() - start, 1e-9)
 
     # ------------------------------------------------------------ opening
-
-    def _opened(self) -> tuple[int, ...]:
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ArtifactError(f"{self.path}: not a file")
-        return _identity(status)
 
     def _bytes(self, offset: int, count: int) -> bytes:
         try:
