@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perspectron.config import one_of, require
 from perspectron.errors import DataError
-from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, pack
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack
 from perspectron.quant.formats import check, decode, encode, grid, rows_scale
 
 FORMATS = ("2bit", "4bit", "int8")
@@ -28,13 +28,6 @@ class Hessian:
         """x: [..., K]."""
         x_TK = x.detach().reshape(-1, x.shape[-1]).to(self.sum_KK)
         self.sum_KK.addmm_(x_TK.T, x_TK)
-
-    def error(self, weight_NK: Tensor, packed: Packed) -> float:
-        """‖(W − Ŵ) X‖ / ‖W X‖; 0 where both are."""
-        weight = weight_NK.detach().to(self.sum_KK)
-        off = dequantise(packed, torch.float64) - weight
-        whole, part = (((w @ self.sum_KK) * w).sum().clamp_min(0).sqrt() for w in (weight, off))
-        return float(part / whole) if whole > 0 else float(part)
 
 
 def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0.05) -> Packed:

@@ -116,7 +116,11 @@ class ShardFile:
     def use(self, method: Method) -> None:
         """Read so from now on. ConfigError: a method that the disk does not have."""
         if method == "direct":
-            self._go_direct()
+            try:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            except (OSError, AttributeError):
+                raise self._no_direct() from None
         self.method = method
 
     @property
@@ -177,13 +181,6 @@ class ShardFile:
             return os.pread(self._fd, count, offset)
         except OSError as error:
             raise ArtifactError(f"{self.path}: header cannot be read ({error.strerror})") from None
-
-    def _go_direct(self) -> None:
-        try:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except (OSError, AttributeError):
-            raise self._no_direct() from None
 
     def _no_direct(self) -> ConfigError:
         return ConfigError(f"method = 'direct', must be 'buffered' on the disk of {self.path}")

@@ -59,7 +59,7 @@ class Draw(NamedTuple):
             rows = _legal(rows, self.format)
             if S > K:
                 rows = rows.copy() if not rows.flags.writeable else rows
-                rows[:, K:] = _padding(self.format)
+                rows[:, K:] = layout.padding * sum(layout.radix)
             yield rows
         if blocks > whole:  # the last block has rows past the end
             digits = random.integers(layout.lowest, layout.highest, (N % layout.rows, K), np.uint8, True)
@@ -180,8 +180,3 @@ def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
     if format == "ternary":
         return np.take(np.resize(TERNARY, 256), bytes_)
     return np.maximum(bytes_, 1) if format == "int8" else bytes_
-
-
-def _padding(format: str) -> int:
-    layout = LAYOUTS[format]
-    return sum(layout.padding * radix for radix in layout.radix)
