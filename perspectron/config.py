@@ -35,6 +35,12 @@ def positive(config: object, *fields: str) -> None:
         require(getattr(config, field) > 0, field, getattr(config, field), "> 0")
 
 
+def divides(heads: int, d_model: int, *, even: bool = False) -> None:
+    """Raise ConfigError unless so many heads divide the model width, with `even` into even widths."""
+    bound = f"d_model / 2 = {d_model / 2:g}" if even else f"d_model = {d_model}"
+    require(d_model % ((1 + even) * heads) == 0, "heads", heads, f"a divisor of {bound}")
+
+
 class Kind:
     """Base of configs of which a field may hold one of several kinds."""
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, one_of, require
+from perspectron.config import MixerConfig, divides, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
@@ -90,7 +90,7 @@ class ADR(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
         super().__init__()
-        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        divides(config.heads, d_model)
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)

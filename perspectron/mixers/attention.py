@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
@@ -39,12 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: AttentionConfig) -> None:
         super().__init__()
-        if config.rope_base is None:
-            bound = f"a divisor of d_model = {d_model}"
-            require(d_model % config.heads == 0, "heads", config.heads, bound)
-        else:
-            bound = f"a divisor of d_model / 2 = {d_model / 2:g}"
-            require(d_model % (2 * config.heads) == 0, "heads", config.heads, bound)
+        divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.o_proj = nn.Linear(d_model, d_model, bias=config.bias)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, at_least, positive, require
+from perspectron.config import MixerConfig, at_least, divides, positive
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
 from perspectron.state import register
@@ -47,8 +47,7 @@ class GLA(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
         super().__init__()
-        bound = f"a divisor of d_model / 2 = {d_model / 2:g}"
-        require(d_model % (2 * config.heads) == 0, "heads", config.heads, bound)
+        divides(config.heads, d_model, even=True)
         self.config = config
         self.q_proj = nn.Linear(d_model, d_model // 2, bias=False)
         self.k_proj = nn.Linear(d_model, d_model // 2, bias=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
@@ -48,7 +48,7 @@ class Lens(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
         super().__init__()
-        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        divides(config.heads, d_model)
         self.config = config
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)

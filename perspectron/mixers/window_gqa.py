@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, at_least, require
+from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
@@ -62,12 +62,7 @@ class WindowGQA(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: WindowGQAConfig) -> None:
         super().__init__()
-        require(
-            d_model % (2 * config.heads) == 0,
-            "heads",
-            config.heads,
-            f"a divisor of d_model / 2 = {d_model / 2:g}",
-        )
+        divides(config.heads, d_model, even=True)
         self.config = config
         self.width = d_model // config.heads
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
