@@ -109,7 +109,7 @@ class Stepper:
         self.model, self.visit = model, visit
         self.start = self.state = filled(model, context, context - visit - 1, pool)
         self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        self._steps = timed(self._visit, model.device)
+        self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device)
 
     def step(self) -> Tensor:
         """The logits [1,1,V] after one more token."""
@@ -122,10 +122,6 @@ class Stepper:
         self.state = self.start
         self.step()
         return self._steps() / self.visit
-
-    def _visit(self) -> None:
-        for _ in range(self.visit):
-            self.step()
 
 
 def free(device: torch.device) -> int:
