@@ -177,7 +177,7 @@ def trained(monkeypatch):
     def solve(config, task, *, steps, batch_tokens, lr, seed, device):
         calls.append((task.length, lr, seed))
         watched = 0.99 if lr < 0.002 and task.length == 32 else 0.3 + lr
-        return Solved(1 - watched, watched, 0.25, steps, 1.0, ())
+        return Solved(1 - watched, watched, 0.25, steps, 1.0)
 
     settings = (Setting(MQAR(16, pairs=2), 5), Setting(MQAR(32, pairs=2), 5), Setting(Parity(8), 5))
     monkeypatch.setattr(recall, "solve_task", solve)
