@@ -38,6 +38,12 @@ class Folder:
     trained: Trained | None = None
     dtype: torch.dtype | None = None
 
+    def of_run(self) -> RunConfig:
+        """The config of a run. ConfigError for an artifact."""
+        require(self.run is not None, "run", str(self.path), "a run, not an artifact in few bits")
+        assert self.run is not None
+        return self.run
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -48,14 +54,6 @@ class Opened:
     model: LanguageModel
     tokenizer: Tokenizer
     line: str = ""
-
-    @property
-    def run(self) -> RunConfig:
-        """The config of a run. ConfigError for an artifact."""
-        run = self.folder.run
-        require(run is not None, "run", str(self.folder.path), "a run, not an artifact in few bits")
-        assert run is not None
-        return run
 
     def autocast(self) -> torch.autocast:
         """A context that computes as in training, on the device where the model is."""

@@ -79,7 +79,9 @@ class LMState:
         room than the longest of them needs. StateError: a row that is not there."""
         rows_N = torch.as_tensor(rows)
         if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
-            raise StateError(f"rows are {rows_N.dtype}; give their numbers, counted from 0")
+            raise StateError(
+                f"select: rows are {rows_N.dtype}, must be whole numbers; for a mask give mask.nonzero()[:, 0]"
+            )
         rows_N = rows_N.to(torch.int64)
         for row in rows_N.tolist():
             self._check(row)
@@ -123,7 +125,9 @@ class LMState:
 
     def _check(self, row: int) -> None:
         if not 0 <= row < self.batch_size:
-            raise StateError(f"row {row} is not there: the state has {self.batch_size} rows, counted from 0")
+            raise StateError(
+                f"row {row} is not there: the state has {self.batch_size} rows, take one of 0 … {self.batch_size - 1}"
+            )
 
     def _map(self, function: Any, is_leaf: Any = None) -> "LMState":
         result: LMState = pytree.tree_map(function, self, is_leaf=is_leaf)

@@ -5,6 +5,7 @@ A process that makes only a part of a model, a block or some experts, draws the 
 
 import hashlib
 import json
+import operator
 
 import numpy as np
 import torch
@@ -19,8 +20,11 @@ def stream(seed: int, *name: str | int) -> torch.Generator:
 
     Torch keeps 32 bits of a seed, too few to tell the thousands of parts of many models apart, so the whole state of
     the generator comes from a hash. Its `initial_seed` comes from the same hash, to derive further streams from.
+    Numpy's whole numbers count as Python's.
     """
-    digest = hashlib.shake_256(json.dumps([seed, *name]).encode()).digest(8 + 4 * WORDS)
+    digest = hashlib.shake_256(json.dumps([seed, *name], default=operator.index).encode()).digest(
+        8 + 4 * WORDS
+    )
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     state = generator.get_state()
     words = np.frombuffer(digest, "<u4", offset=8).astype(np.int64)

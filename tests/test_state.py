@@ -207,7 +207,9 @@ def test_a_row_that_is_not_there_is_an_error(state):
             lambda row: state.select([0, row]),
             lambda row: state.put(row, state.take(0)),
         ):
-            with pytest.raises(StateError, match=rf"^row {row} is not there: the state has 2 rows"):
+            with pytest.raises(
+                StateError, match=rf"^row {row} is not there: the state has 2 rows, take one of 0 … 1"
+            ):
                 call(row)
     with pytest.raises(StateError, match=r"^put: the state has 2 rows; take one of them$"):
         state.put(0, state)
@@ -435,5 +437,5 @@ def test_an_extra_that_is_no_json_leaves_the_old_file(model, state, path):
 @pytest.mark.parametrize("rows", [torch.tensor([False, True]), [1.0]])
 def test_rows_are_chosen_by_their_numbers(rows):
     state = perspectron.build("drm-104k").init_state(2)
-    with pytest.raises(StateError, match="give their numbers"):
+    with pytest.raises(StateError, match="must be whole numbers; for a mask give"):
         state.select(rows)

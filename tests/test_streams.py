@@ -32,6 +32,11 @@ def test_streams_of_other_seeds_and_names_share_nothing():
     assert draws[0] == torch.rand(4, generator=stream(*keys[0])).tolist()
 
 
+def test_whole_numbers_of_numpy_are_those_of_python():
+    draws = [torch.rand(4, generator=stream(*key)) for key in ((3, "a", 5), (np.int64(3), "a", np.uint8(5)))]
+    assert torch.equal(*draws)
+
+
 def test_a_stream_is_the_same_in_every_process():
     draw = "torch.rand(3, generator=stream(7, 'x')).tolist()"
     code = f"import torch; from perspectron.streams import stream; print({draw})"

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from perspectron.cli.options import answer, table
 from perspectron.config import require
-from perspectron.opening import open_model
+from perspectron.opening import describe, open_model
 from perspectron.quant.prune import prune, route_gates
 from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
@@ -41,8 +41,9 @@ class PruneAttention:
     def __call__(self) -> int:
         require(self.context >= 1, "context", self.context, "≥ 1")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
+        config = describe(self.run).of_run()
         opened = open_model(self.run)
-        model, tokenizer, config = opened.model, opened.tokenizer, opened.run
+        model, tokenizer = opened.model, opened.tokenizer
         gates = route_gates(model)
         out = self.out or self.run.with_name(f"{self.run.name}-without-{self.blocks}")
         require(self.blocks is None or not out.exists(), "out", str(out), "a new folder")

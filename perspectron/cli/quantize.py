@@ -14,9 +14,9 @@ from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
 from perspectron.errors import ConfigError, DataError
 from perspectron.model import LanguageModel
-from perspectron.opening import Opened, load, open_model
+from perspectron.opening import Opened, describe, load, open_model
 from perspectron.quant.convert import Report, convert
-from perspectron.stream.artifact import is_old, save_artifact
+from perspectron.stream.artifact import expert_files, is_old, save_artifact
 from perspectron.stream.upgrade import upgrade
 from perspectron.train.config import TrainConfig
 from perspectron.train.heldout import heldout
@@ -58,8 +58,11 @@ class Quantize:
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         if is_old(self.run):
             return self._upgrade()
+        folder = describe(self.run)
+        config = folder.of_run()
+        expert_files(folder.model)  # too many are refused now, not when all is packed
         opened = open_model(self.run)
-        config, model, tokenizer = opened.run, opened.model, opened.tokenizer
+        model, tokenizer = opened.model, opened.tokenizer
         with tempfile.TemporaryDirectory() as scratch:
             shards = self._shards(opened, Path(scratch))
             held = None if shards is None else shards.split("heldout")

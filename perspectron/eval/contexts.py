@@ -106,10 +106,21 @@ class Stepper:
     `visit` that count, the last of which is the context's last; the next turn begins where this one did."""
 
     def __init__(self, model: LanguageModel, context: int, visit: int, pool: Pool) -> None:
-        self.model, self.visit = model, visit
+        self.model, self.context, self.visit = model, context, visit
         self.start = self.state = filled(model, context, context - visit - 1, pool)
         self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device)
+
+    def begin(self) -> None:
+        """Go back to the start, which steps must not write into: its memories and rings are copied. A cache of the
+        whole context is not: what was written there lies beyond what the start has read."""
+
+        def own(where: pytree.KeyPath, leaf: Tensor | int) -> Tensor | int:
+            if isinstance(leaf, int) or (is_cache(where) and leaf.shape[2] == self.context):
+                return leaf
+            return leaf.clone()
+
+        self.state = pytree.tree_map_with_path(own, self.start)
 
     def step(self) -> Tensor:
         """The logits [1,1,V] after one more token."""
@@ -119,7 +130,7 @@ class Stepper:
 
     def turn(self) -> float:
         """Seconds of a token."""
-        self.state = self.start
+        self.begin()
         self.step()
         return self._steps() / self.visit
 

@@ -7,15 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from perspectron import native
 from perspectron.census import Touched, touched
 from perspectron.decode.reading import END_OF_TEXT_ID, prefill
 from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
+from perspectron.stream.speed import reading
 
 GREEDY = SamplingConfig(temperature=0)
 WARMUP = 2
@@ -55,17 +56,7 @@ def reader(model: LanguageModel) -> Callable[[], float]:
     """A function that reads some of the model's own weights from memory and returns the speed in bytes a second."""
     largest = max(model.state_dict().values(), key=lambda tensor: tensor.untyped_storage().nbytes())
     whole = torch.empty(0, dtype=torch.uint8).set_(largest.untyped_storage())[:READ]
-    words = whole[: whole.numel() // 8 * 8]
-
-    def read() -> float:
-        start = time.perf_counter()
-        if native.available():
-            native.read(whole, native.threads())
-        else:
-            words.view(torch.int64).sum()
-        return whole.numel() / (time.perf_counter() - start)
-
-    return read
+    return partial(reading, whole)
 
 
 @dataclass(frozen=True)

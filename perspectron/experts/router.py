@@ -173,12 +173,12 @@ class Router:
         distance2_NE = distances.distance2_NE
         E = distance2_NE.shape[1]
         if view == "second":
-            require(E >= 2, "view", view, "another one where there is one expert")
+            require(E >= 2, "view", view, "'nearest' here: there is one expert, and so no second")
             distance2_NE = distance2_NE.scatter(1, distance2_NE.argmin(1, keepdim=True), math.inf)
         elif view == "antipode":
             if self.config.router == "switch":
                 raise ConfigError(
-                    "view = 'antipode', must be another one for a switch: its experts stand nowhere"
+                    "view = 'antipode', must be 'nearest', 'second' or 'random': a switch's experts stand nowhere"
                 )
             away_A = distances.query_NA.new_tensor([0.5 * (n > 1) for n in self.config.torus])
             place_EA = self.positions().to(distance2_NE.dtype)

@@ -26,8 +26,6 @@ rank, F hidden width.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -38,7 +36,7 @@ from perspectron.native.library import load
 FORMATS = ("ternary", "2bit", "4bit", "int8")
 ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
 MOST_COLUMNS = 65536
-"""K must not exceed it: with more, a sum could leave 32 bits."""
+"""K must not exceed it: 255 · 127 · 65536 < 2³¹, with more a sum could leave 32 bits."""
 Pair = tuple[Tensor, Tensor]
 _threads: int | None = None
 
@@ -78,28 +76,6 @@ def set_threads(count: int | None) -> None:
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "scalar"."""
     return str(_library().pspx_isa().decode())
-
-
-@contextmanager
-def forced_isa(name: str) -> Iterator[None]:
-    """For tests: use this instruction set, in all threads; ValueError where the machine has none such."""
-    before = isa()
-    if not _library().pspx_set_isa(name.encode()):
-        raise ValueError(f"isa = {name!r}, this machine has at most {before!r}")
-    try:
-        yield
-    finally:
-        _library().pspx_set_isa(before.encode())
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """For tests: scratch memory is filled before each use."""
-    _library().pspx_poison(1)
-    try:
-        yield
-    finally:
-        _library().pspx_poison(0)
 
 
 def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> Tensor:
@@ -150,34 +126,6 @@ def route(
         x_TD.data_ptr(), T, D, weight_AD.data_ptr(), bias_A.data_ptr(), A, *pointers, E, *results
     )
     return z_TA, distance_TE, expert_T
-
-
-def quantise(x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q [T,S] int8, zero from column K on; step [T]; Σ q [T] int32; Σ q of each group [T,G] int32)."""
-    T, K = x_TK.shape
-    _check(x_TK, torch.float32)
-    S = padded(K)
-    q_TS, step_T = _empty(x_TK, T, S, dtype=torch.int8), _empty(x_TK, T)
-    sum_T, sum_TG = _empty(x_TK, T, dtype=torch.int32), _empty(x_TK, T, -(-S // 128), dtype=torch.int32)
-    pointers = (q_TS.data_ptr(), step_T.data_ptr(), sum_T.data_ptr(), sum_TG.data_ptr())
-    _library().pspx_quantise(x_TK.data_ptr(), T, K, *pointers, threads())
-    return q_TS, step_T, sum_T, sum_TG
-
-
-def accumulate(q_TS: Tensor, sum_T: Tensor, codes: Tensor, format: str, N: int) -> Tensor:
-    """For tests: Σ (t − zero)·q [T,N] int32 of a ternary or int8 matrix, before the scales."""
-    if format not in ("ternary", "int8"):
-        raise ValueError(f"format = {format!r}, must be one of ternary, int8")
-    T, S = q_TS.shape
-    _check(q_TS, torch.int8, (T, padded(S)))
-    _check(sum_T, torch.int32, (T,))
-    _check(codes, torch.uint8, (-(-N // ROWS[format]), padded(S)))
-    y_TN = _empty(q_TS, T, N, dtype=torch.int32)
-    pointers = (codes.data_ptr(), FORMATS.index(format))
-    _library().pspx_accumulate(
-        q_TS.data_ptr(), sum_T.data_ptr(), T, S, *pointers, N, y_TN.data_ptr(), torch.get_num_threads()
-    )
-    return y_TN
 
 
 def pdr_scan(

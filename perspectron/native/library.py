@@ -22,8 +22,6 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_isa": ([], ctypes.c_char_p),
     "pspx_set_isa": ([ctypes.c_char_p], _INT),
     "pspx_poison": ([_INT], None),
-    "pspx_quantise": ([_POINTER, _LONG, _LONG, *[_POINTER] * 4, _INT], None),
-    "pspx_accumulate": ([_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_linear": ([_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_swiglu": (
         [_POINTER, _LONG, _POINTER, _LONG, _LONG, *[_POINTER] * 6, _INT, _POINTER, _POINTER, _INT],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops.attention import places
-from perspectron.ops.dispatch import once
+from perspectron.ops.dispatch import once, refuse
 
 BLOCK = 16
 
@@ -88,6 +88,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
         return *once("conv.convolve", _backward, *ctx.saved_tensors, dy_BTC), None
+
+    jvp = refuse("conv.convolve has no forward-mode derivative; differentiate in reverse mode")
 
 
 def _backward(

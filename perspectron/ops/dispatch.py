@@ -94,7 +94,10 @@ def gradients_off() -> bool:
 def check_consumed(consume_state: bool) -> None:
     """Raise ValueError where a state is to be used up though a graph may still need it."""
     if consume_state and not gradients_off():
-        raise ValueError("consume_state = True needs torch.no_grad() or inference_mode(): gradients are on")
+        raise ValueError(
+            "consume_state = True needs gradients off, and they are on: a graph may still read the state; call it "
+            "under torch.no_grad() or torch.inference_mode() and outside of forward mode, or leave consume_state out"
+        )
 
 
 def owned(state: Tensor, consume_state: bool) -> Tensor:
@@ -141,8 +144,9 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{ctx.op} is differentiable once; for more, take its reference, if it has one")
+        raise RuntimeError(
+            f"a gradient was differentiated again, and {ctx.op} is differentiable once: leave out create_graph=True, "
+            "or take the operation's reference, if it has one"
+        )
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(f"{ctx.op} is differentiable once; for more, take its reference, if it has one")
+    jvp = backward

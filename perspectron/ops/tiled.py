@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.ops.dispatch import once
+from perspectron.ops.dispatch import once, refuse
 
 ROWS = 128
 SCORES = 2**18  # of one tile: they stay in the cache
@@ -42,6 +42,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         return *once("tiled.attend", _backward, *ctx.saved_tensors, do, ctx.scale), None
+
+    jvp = refuse("tiled.attend has no forward-mode derivative; differentiate in reverse mode")
 
 
 def _backward(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
-from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
+from perspectron.stream.expert_file import ExpertLayout, Shard, planned, write_layer
 from perspectron.stream.tensors import Spec
 
 FORMAT = "perspectron-artifact-1"
@@ -125,6 +125,27 @@ def write(
         (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
+def expert_files(config: ModelConfig, distinct: int = 0) -> ExpertFiles | None:
+    """Files of a model's experts, of which so many in each layer have weights of their own (0: all); None without
+    experts. ConfigError: more experts than the reader of a file takes."""
+    files = None
+    for layer, block in enumerate(config.blocks):
+        if isinstance(block.ffn, RoutedConfig):
+            E, layout = math.prod(block.ffn.torus), ExpertLayout(config.d_model, block.ffn.hidden)
+            try:
+                planned(layer, layout, weights_of(E, distinct))
+            except ValueError as error:
+                raise ConfigError(f"blocks[{layer}].ffn: {error}") from None
+            first = files or ExpertFiles((), E, distinct or E, layout.bytes)
+            files = replace(first, layers=(*first.layers, layer))
+    return files
+
+
+def weights_of(experts: int, distinct: int) -> list[int]:
+    """For each expert the one whose weights it has: `distinct` of them (0: all) in turns."""
+    return [expert % (distinct or experts) for expert in range(experts)]
+
+
 @torch.no_grad()
 def save_artifact(
     model: LanguageModel,
@@ -137,28 +158,19 @@ def save_artifact(
     """Write a model whose layers were packed (`quant.convert`); what was not is kept as it is, but experts,
     which become ternary, by rounding where they are not yet.
 
-    ConfigError: experts are half converted. StorageError: not written.
+    ConfigError: experts are half converted, or too many. StorageError: not written.
     """
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     quant = {n: m.format for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
-    routed = {
-        layer: block.ffn
-        for layer, block in enumerate(cast("list[Block]", model.blocks))
-        if isinstance(block.config.ffn, RoutedConfig)
-    }
-    files = None
-    if routed:
-        first = next(iter(routed.values())).config
-        E = math.prod(first.torus)
-        size = ExpertLayout(model.config.d_model, first.hidden).bytes
-        files = ExpertFiles(tuple(routed), E, E, size)
+    files = expert_files(model.config)
     header = Header(FORMAT, model.config, tokenizer.fingerprint, quant, files, trained, about)
     shared = {
         name: tensors.spec(tensor)
         for name, tensor in model.state_dict().items()
         if name.rpartition(".")[2] not in EXPERTS
     }
-    experts = {layer: partial(_save_layer, layer=layer, module=m) for layer, m in routed.items()}
+    blocks, layers = cast("list[Block]", model.blocks), () if files is None else files.layers
+    experts = {layer: partial(_save_layer, layer=layer, module=blocks[layer].ffn) for layer in layers}
     write(folder, header, tokenizer, shared, experts)
     return header
 

@@ -250,9 +250,9 @@ class ShardCache:
     def _stop(self, entry: Entry) -> bool:
         """Whether to give up a read, asked before each piece: one that is awaited goes before one that is not."""
         self._moved = time.monotonic()
-        if self._schedule.urgent and not entry.wanted:
+        if self._schedule.asked and not entry.wanted:
             with self._lock:
-                while self._schedule.urgent and not (entry.wanted or entry.cancelled or self._closed):
+                while self._schedule.asked and not (entry.wanted or entry.cancelled or self._closed):
                     self._calm.wait()
         return entry.cancelled or self._closed
 

@@ -77,15 +77,6 @@ class ExpertLayout:
         return tuple(slice(*pair) for pair in pairwise(np.cumsum([0, *lengths]).tolist()))
 
     @cached_property
-    def code_bytes(self) -> int:
-        """Bytes of all codes; the scales follow them."""
-        return self.parts[2].stop
-
-    @cached_property
-    def scale_bytes(self) -> int:
-        return self.parts[5].stop - self.code_bytes
-
-    @cached_property
     def bytes(self) -> int:
         """Bytes of the expert with its padding: whole pages."""
         return self.parts[-1].stop
@@ -205,6 +196,15 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
     return header
 
 
+def planned(layer: int, layout: ExpertLayout, weights_of: Sequence[int]) -> Header:
+    """Header of a file that is still to be written, with no digests yet. ValueError: one that no reader takes."""
+    blank = Header(layer, layout, tuple(weights_of), ("0" * 16,) * len(PARTS) * len(set(weights_of)), 0)
+    start = len(dump(blank))
+    if start > MAX_HEADER:
+        raise ValueError(f"header of {start} bytes, must be at most {MAX_HEADER}: too many experts")
+    return replace(blank, start=start)
+
+
 def write_layer(
     path: Path, layer: int, layout: ExpertLayout, weights_of: Sequence[int], shards: Iterable[Shard]
 ) -> Header:
@@ -215,15 +215,12 @@ def write_layer(
     finite. StorageError: not written.
     """
     try:
-        blank = Header(layer, layout, tuple(weights_of), ("0" * 16,) * len(PARTS) * len(set(weights_of)), 0)
-        start = len(dump(blank))
-        if start > MAX_HEADER:
-            raise ValueError(f"header of {start} bytes, must be at most {MAX_HEADER}: too many experts")
+        blank = planned(layer, layout, weights_of)
     except ValueError as error:
         raise ArtifactError(f"{path}: {error}") from None
     digests, source = list[str](), iter(shards)
     with atomic(path) as temporary, temporary.open("wb") as file:
-        file.seek(start)
+        file.seek(blank.start)
         for expert in blank.stored:
             shard = next(source, None)
             if shard is None:
@@ -233,7 +230,7 @@ def write_layer(
                 file.write(part.data)
         if next(source, None) is not None:
             raise ArtifactError(f"{path}: more shards than the {len(blank.stored)} experts to store")
-        header = replace(blank, digests=tuple(digests), start=start)
+        header = replace(blank, digests=tuple(digests))
         file.seek(0)
         file.write(dump(header))
     return header

@@ -15,10 +15,10 @@ from perspectron.census import Part, footprint, packed_expert
 from perspectron.config import ModelConfig, one_of
 from perspectron.experts.router import RoutedConfig
 from perspectron.model import LanguageModel
+from perspectron.quant.gptq import FORMATS
 from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.trace import missed, stack_distances
 
-SHARED = ("2bit", "4bit", "int8")
 USES = 1 << 17  # of random experts
 DEVICE_SLOTS = 2  # experts on a GPU: one computes while the other arrives
 
@@ -101,7 +101,7 @@ def needs(
         model = LanguageModel(config)
         state = model.init_state(1, capacity=context)
     if isinstance(formats, str):
-        formats = _everywhere(model, one_of(formats, SHARED, "shared"))
+        formats = everywhere(model, one_of(formats, FORMATS, "shared"))
     counted = footprint(model, state, formats)
     experts = []
     for layer, one in counted.experts.items():
@@ -114,8 +114,8 @@ def needs(
     return Needs(config.name, context, counted.parts, counted.state, tuple(experts))
 
 
-def _everywhere(model: LanguageModel, format: str) -> dict[str, str]:
-    """Every dense layer but a router's in that format."""
+def everywhere(model: LanguageModel, format: str) -> dict[str, str]:
+    """Formats of the packed modules where every dense layer but a router is in that one, the embedding in int8."""
     routers = ".ffn.route_proj"
     modules = model.named_modules()
     dense = {name: format for name, m in modules if isinstance(m, nn.Linear) and not name.endswith(routers)}

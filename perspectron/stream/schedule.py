@@ -63,7 +63,7 @@ class Entry:
 
 
 class Schedule:
-    """entries: all experts in memory or on their way, the least recently used first. urgent: whether someone waits
+    """entries: all experts in memory or on their way, the least recently used first. asked: those someone waits for
     whom no reader serves yet. Only then do hinted reads stop: one reader does not keep a disk busy (2.1 GB/s, two 2.9).
 
     A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
@@ -78,7 +78,6 @@ class Schedule:
         self.hinted: deque[Entry] = deque()
         self.reading: list[Entry] = []
         self.free: list[Slot] = []
-        self.urgent = False
         self.counters = Counters()
         self.trust = 1.0
         self._turn, self._layer = 0, -1
@@ -98,7 +97,6 @@ class Schedule:
                 self.hinted.remove(entry)
             self.asked.append(entry)
         entry.wanted, entry.cancelled, entry.hinted = True, False, None
-        self._recount()
 
     def trusts(self, key: Key) -> bool:
         """Take note of a hint; whether to act on it."""
@@ -118,7 +116,6 @@ class Schedule:
         if entry.state is State.QUEUED and entry.wanted:
             self.asked.remove(entry)
             del self.entries[entry.key]
-            self._recount()
 
     def next(self) -> Entry | None:
         """The expert to read now, if there is one and a slot for it."""
@@ -136,7 +133,6 @@ class Schedule:
         if chosen is not None:
             chosen.state = State.READING
             self.reading.append(chosen)
-            self._recount()
         return chosen
 
     def finish(self, entry: Entry, count: int, error: Exception | None) -> None:
@@ -159,7 +155,6 @@ class Schedule:
             else:
                 entry.state, entry.error = State.FAILED, error
                 del self.entries[entry.key]
-        self._recount()
 
     def give_up_one(self) -> None:
         """End a read that nobody waits for, for the sake of its slot and its reader."""
@@ -197,6 +192,3 @@ class Schedule:
         while self._guessed and self._turn > (first := next(iter(self._guessed.items())))[1] + 2:
             del self._guessed[first[0]]
             self.trust -= self.trust * MEMORY
-
-    def _recount(self) -> None:
-        self.urgent = bool(self.asked)

@@ -198,7 +198,8 @@ class Step:
         y_TD = self._x[0 if here == first else 1]
         y_BD = y_TD.clone() if pad_B is None else torch.zeros_like(x_BD).index_copy_(0, row_T, y_TD)
         lengths = (length_B + reads_B).repeat(len(self._halves), 1)
-        after = (_moved(layer, now_B) for layer, now_B in zip(state.layers, lengths, strict=True))
+        pairs = zip(state.layers, lengths, strict=True)
+        after = (dataclasses.replace(layer, length_B=now_B) for layer, now_B in pairs)
         return y_BD, LMState(tuple(after), None, state.model)
 
     # ------------------------------------------------------------ what a layer is made of
@@ -334,10 +335,3 @@ def step_of(model: LanguageModel) -> Step | None:
     except Unsuited as error:
         logging.getLogger("perspectron").info("%s is decoded module by module: %s", model.config.name, error)
         return None
-
-
-def _moved(layer: object, length_B: Tensor) -> Any:
-    if isinstance(layer, PDRState):
-        return PDRState(layer.memory_BDR, length_B)
-    assert isinstance(layer, WindowGQAState)
-    return WindowGQAState(layer.k_BGWK, layer.v_BGWK, length_B)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from perspectron.config import ModelConfig, require
 from perspectron.data.tokenizer import Tokenizer
@@ -27,9 +27,10 @@ from perspectron.ops import packing
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
-from perspectron.stream.artifact import FORMAT, ExpertFiles, Header, write
+from perspectron.stream.artifact import FORMAT, Header, expert_files, weights_of, write
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
+from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
 
 PIECE = 1 << 24  # bytes drawn at once
@@ -58,7 +59,7 @@ class Draw(NamedTuple):
             rows = _legal(rows, self.format)
             if S > K:
                 rows = rows.copy() if not rows.flags.writeable else rows
-                rows[:, K:] = _padding(self.format)
+                rows[:, K:] = layout.padding * sum(layout.radix)
             yield rows
         if blocks > whole:  # the last block has rows past the end
             digits = random.integers(layout.lowest, layout.highest, (N % layout.rows, K), np.uint8, True)
@@ -68,15 +69,13 @@ class Draw(NamedTuple):
         """Scales, as the format keeps them."""
         scale = self.gain / (SPREAD[self.format] * math.sqrt(self.shape[1]))
         _, shape, dtype = packing.sizes(self.format, self.shape)
-        layout = LAYOUTS[self.format]
-        if layout.zero is not None:
-            return torch.full(shape, scale, dtype=dtype)
-        filled = torch.full(shape, scale, dtype=dtype)
-        filled[..., layout.rows :] *= layout.highest / 2
-        past = -self.shape[0] % layout.rows
-        if past:  # rows past the end weigh nothing
-            filled[-1, :, layout.rows - past : layout.rows] = 0
-            filled[-1, :, 2 * layout.rows - past :] = 0
+        layout, filled = LAYOUTS[self.format], torch.full(shape, scale, dtype=dtype)
+        if layout.zero is None:
+            filled[..., layout.rows :] *= layout.highest / 2
+            past = -self.shape[0] % layout.rows
+            if past:  # rows past the end weigh nothing
+                filled[-1, :, layout.rows - past : layout.rows] = 0
+                filled[-1, :, 2 * layout.rows - past :] = 0
         return filled
 
     def packed(self, seed: int | tuple[int, ...]) -> Packed:
@@ -98,24 +97,22 @@ def synthesize(
 
     ConfigError: more experts than there are, or no routed layers. StorageError: no room on the disk.
     """
-    routed = {i: b.ffn for i, b in enumerate(config.blocks) if isinstance(b.ffn, RoutedConfig)}
+    routed = [b.ffn for b in config.blocks if isinstance(b.ffn, RoutedConfig)]
     require(len(routed) > 0, "model", config.name, "one with routed layers")
-    first = next(iter(routed.values()))
-    count, layout = math.prod(first.torus), ExpertLayout(config.d_model, first.hidden)
+    count = math.prod(routed[0].torus)
     require(1 <= experts <= count, "experts", experts, f"from 1 to {count}")
+    files = expert_files(config, experts)
+    assert files is not None
     with torch.device("meta"):
         model = LanguageModel(config)
-    quant = {name: linear for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    quant = {name: format for name, format in quant.items() if not name.endswith("route_proj")}
     about = f"random weights; {experts} of {count} experts in a layer are distinct, the others are aliases of them"
-    files = ExpertFiles(tuple(routed), count, experts, layout.bytes)
-    header = Header(FORMAT, config, "", quant | {"embedding": "int8"}, files, None, about)
+    header = Header(FORMAT, config, "", everywhere(model, linear), files, None, about)
     shared = _shared(header, seed)
-    need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * layout.bytes + MARGIN)
+    need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * files.shard_bytes + MARGIN)
     _room(folder, need)
     layers = {
-        layer: partial(_layer, layer=layer, layout=layout, experts=experts, config=config, seed=seed)
-        for layer in routed
+        layer: partial(_layer, layer=layer, experts=experts, config=config, seed=seed)
+        for layer in files.layers
     }
     made = tokenizer()
     header = replace(header, tokenizer=made.fingerprint)
@@ -137,14 +134,12 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
     specs, writes = dict[str, Spec](), (2 * len(model.blocks)) ** -0.5
     for index, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, QuantLinear | QuantEmbedding):
-            shape = module.packed.shape
             gain = writes if name.endswith(("o_proj", "down_proj")) else 1.0
             if isinstance(module, QuantEmbedding):
-                gain = header.model.embedding_std * math.sqrt(shape[1])
-            draw = Draw(module.format, shape, gain)
-            codes = module.codes
+                gain = header.model.embedding_std * math.sqrt(module.shape[1])
+            draw = Draw(module.format, module.shape, gain)
             chunks = partial(draw.codes, seed + 7919 * index)
-            specs[f"{name}.codes"] = Spec(codes.dtype, tuple(codes.shape), chunks)
+            specs[f"{name}.codes"] = Spec(module.codes.dtype, tuple(module.codes.shape), chunks)
             specs[f"{name}.scales"] = tensors.spec(draw.scales())
     random = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
@@ -167,19 +162,17 @@ def _small(name: str, tensor: Tensor, random: torch.Generator) -> Tensor:
     return made
 
 
-def _layer(
-    path: Path, *, layer: int, layout: ExpertLayout, experts: int, config: ModelConfig, seed: int
-) -> None:
+def _layer(path: Path, *, layer: int, experts: int, config: ModelConfig, seed: int) -> None:
     ffn = config.blocks[layer].ffn
     assert isinstance(ffn, RoutedConfig)
+    layout = ExpertLayout(config.d_model, ffn.hidden)
     gains = (1.0, 1.0, (2 * len(config.blocks)) ** -0.5)
 
     def shard(expert: int) -> Shard:
         parts = enumerate(zip(layout.shapes, gains, strict=True))
         return Shard(*(Draw("ternary", *part).packed((seed, layer, expert, i)) for i, part in parts))
 
-    weights_of = [expert % experts for expert in range(math.prod(ffn.torus))]
-    write_layer(path, layer, layout, weights_of, map(shard, range(experts)))
+    write_layer(path, layer, layout, weights_of(math.prod(ffn.torus), experts), map(shard, range(experts)))
 
 
 def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
@@ -187,8 +180,3 @@ def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
     if format == "ternary":
         return np.take(np.resize(TERNARY, 256), bytes_)
     return np.maximum(bytes_, 1) if format == "int8" else bytes_
-
-
-def _padding(format: str) -> int:
-    layout = LAYOUTS[format]
-    return sum(layout.padding * radix for radix in layout.radix)

@@ -106,20 +106,22 @@ def read(path: Path) -> tuple[dict[str, Tensor], str]:
     ArtifactError, naming the file, if it is missing, cut short or not safetensors.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(_exactly(file, 8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise ArtifactError(
                     f"{path}: header of {length} bytes, must be ≤ {min(MAX_HEADER, size - 8)}"
                 )
-            text = _exactly(file, length)
-            digest = hashlib.sha256(length.to_bytes(8, "little") + text)
+            text = file.read(length)
+            digest = hashlib.sha256(start + text)
             buffer = aligned(max(1, size - 8 - length))[: size - 8 - length]
             view = buffer.data
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE]
-                _fill(file, piece)
+                if (missing := len(piece) - file.readinto(piece)) > 0:
+                    raise EOFError(f"ends {missing} bytes early")
                 digest.update(piece)
             if hasattr(os, "posix_fadvise"):  # it is in memory now: no second copy in the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -128,21 +130,6 @@ def read(path: Path) -> tuple[dict[str, Tensor], str]:
         raise ArtifactError(f"{path}: no such file") from None
     except (OSError, EOFError) as error:
         raise ArtifactError(f"{path}: unreadable ({error})") from None
-
-
-def _exactly(file: Any, count: int) -> bytes:
-    buffer = bytearray(count)
-    _fill(file, memoryview(buffer))
-    return bytes(buffer)
-
-
-def _fill(file: Any, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise EOFError(f"ends {len(view) - done} bytes early")
-        done += count
 
 
 def _parse(path: Path, text: bytes, buffer: Bytes) -> dict[str, Tensor]:

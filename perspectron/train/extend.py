@@ -10,8 +10,9 @@ from perspectron.train.optim import falls_at
 
 
 def how_to_go_on(run: Path, config: RunConfig) -> str:
-    """Advice on training beyond the run's last step, as the end of a sentence."""
-    if _ends(config):
+    """Advice on training beyond the run's last step, as the end of a sentence. More steps need a checkpoint from before
+    the rate fell, which 0.1 did not keep."""
+    if _ends(config) or not checkpoint.extendable(checkpoint.found_in(run), config.train):
         return f"start a new run from its weights: --init {run} --out NEW"
     return f"give it more steps: --resume {run} --steps N, N above {config.train.steps}"
 
@@ -37,8 +38,7 @@ def extend(run: Path, steps: int) -> tuple[RunConfig, list[Path]]:
     if there and not good:
         fall = falls_at(train.steps, train.optim)
         raise CheckpointError(
-            f"{run}: no checkpoint is left from before its rate fell, at step {fall}; "
-            f"start a new run from its weights: --init {run} --out NEW"
+            f"{run}: no checkpoint is left from before its rate fell, at step {fall}; {how_to_go_on(run, config)}"
         )
     share = train.steps / steps
     train = replace(

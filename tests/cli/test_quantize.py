@@ -1,11 +1,13 @@
 """Artifacts on the command line: made, generated from, measured, inspected, and refused in one line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from perspectron.cli import quantize
 from perspectron.cli.main import main
 
 SMALL = [
@@ -91,6 +93,17 @@ def test_ablations_are_of_runs(artifact, tmp_path, capsys):
     error = refused(capsys, "ablate", artifact, "--out", tmp_path / "a")
     assert f"run = '{artifact}', must be a run, not an artifact in few bits" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_refuses_before_it_reads_weights(run, artifact, tmp_path, capsys, monkeypatch):
+    """An artifact, and a run of more experts than a file of them can hold."""
+    monkeypatch.setattr(quantize, "open_model", lambda path: pytest.fail("too late"))
+    assert "must be a run, not an artifact" in refused(capsys, "quantize", artifact, "--out", tmp_path / "a")
+    shutil.copytree(run, tmp_path / "many")
+    config = tmp_path / "many" / "config.json"
+    config.write_text(re.sub(r'"torus": \[\s*2,\s*2\s*\]', '"torus": [64, 64]', config.read_text()))
+    error = refused(capsys, "quantize", tmp_path / "many", "--out", tmp_path / "a")
+    assert "too many experts" in error and not (tmp_path / "a").exists()
 
 
 def test_generate_streams_and_goes_on(artifact, tmp_path, capsys):

@@ -379,7 +379,7 @@ def test_a_document_that_begins_with_padding_has_finite_terms_without_damping():
     assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
 
 
-def losses_of_training(config: DRMConfig, steps: int = 80) -> list[float]:
+def losses_of_training(config: DRMConfig, steps: int = 100) -> list[float]:
     """A text of which each token but one gives the next."""
     model = perspectron.build(model_of(config, stability=0.01)).train()
     ids = (torch.arange(33)[None] * torch.tensor([[1], [3], [5]])) % 19
@@ -412,7 +412,9 @@ def losses_of_training(config: DRMConfig, steps: int = 80) -> list[float]:
 def test_it_trains(changes):
     config = dataclasses.replace(SMALL, strength_warmup=20, **changes)
     found = losses_of_training(config)
-    assert found[-1] < 0.85 * found[0], "five starts, the least of these designs: 0.65 to 0.81"
+    assert found[-1] < 0.8 * found[0], (
+        "six starts, the slowest of these designs: 0.52 to 0.73 (80 steps: to 0.81)"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,6 +17,7 @@ import torch
 from perspectron import native
 from perspectron.native import library
 from perspectron.ops import pdr
+from tests.native.isa import forced_isa
 from tests.native.packing import matrix
 
 needed = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
@@ -70,14 +71,13 @@ def test_nothing_is_written_past_the_end(monkeypatch):
         return guarded(empty(x, *shape, **kind))
 
     def products():
-        yield from native.quantise(x)
         for T in (1, 3):
             yield native.linear(x[:T], *gate, "ternary", 37)
             yield native.swiglu(guarded(x[:T]), gate, up, down, "ternary", 37)
 
     for isa in ISAS:
         try:
-            with native.forced_isa(isa):
+            with forced_isa(isa):
                 expected = list(products())
                 with monkeypatch.context() as patch:
                     patch.setattr(native, "_empty", at_the_end)
@@ -98,7 +98,6 @@ def test_outputs_do_not_follow_the_default_dtype_and_device(default):
 
     def results():
         with torch.inference_mode():
-            yield from native.quantise(x)
             yield native.linear(x, *gate, "2bit", 37)
             yield native.swiglu(x, gate, up, down, "2bit", 37)
             yield from pdr.scan(*scanned, state.clone(), backend="native")
@@ -188,10 +187,10 @@ def test_measurements_and_instruction_sets():
     assert native.peak(1) > 1e8
     assert native.read(torch.full((1000,), 3, dtype=torch.uint8), 1) > 0
     assert native.isa() in ISAS
-    with native.forced_isa("scalar"):
+    with forced_isa("scalar"):
         assert native.isa() == "scalar"
     assert native.reason() is None
-    with pytest.raises(ValueError, match="isa = 'mmx'"), native.forced_isa("mmx"):
+    with pytest.raises(ValueError, match="isa = 'mmx'"), forced_isa("mmx"):
         pass
 
 

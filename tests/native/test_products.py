@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from perspectron import native
+from tests.native.isa import forced_isa
 from tests.native.packing import (
     GROUP_FORMATS,
     ROW_FORMATS,
@@ -13,6 +14,7 @@ from tests.native.packing import (
     matrix,
     pack,
     quantised,
+    scales_of,
     weights,
 )
 
@@ -86,16 +88,14 @@ def test_the_largest_sums_fit(isa, T, use_isa):
         N = native.ROWS[format] + 1
         codes = np.full((N, K), most)
         x = np.tile(np.float32([[127], [-127], [1], [-1], [127], [3]])[:T], (1, K))
-        packed, q = pack(format, codes), torch.from_numpy(x).sign() * 127
+        scales = scales_of(format, N, K, np.random.default_rng(3))
         if format in ROW_FORMATS:
-            q_TS, _, sum_T, _ = native.quantise(torch.from_numpy(x))
-            assert torch.equal(q_TS, q.to(torch.int8))
-            sums = native.accumulate(q_TS, sum_T, packed, format, N)
-            zero = 1 if format == "ternary" else 128
-            assert torch.equal(sums, (q[:, :1] * K * (most - zero)).int().expand(T, N))
-        else:
-            scales = matrix(format, N, K, np.random.default_rng(3))[2]
-            assert np.array_equal(product(x, packed, scales, format, N), in_order(format, codes, scales, x))
+            scales = torch.ones(N)  # the sums themselves: multiples of 2¹⁶, which float32 holds
+        found = product(x, pack(format, codes), scales, format, N)
+        assert np.array_equal(found, in_order(format, codes, scales, x))
+        if format in ROW_FORMATS:
+            whole = 127 * K * (most - (1 if format == "ternary" else 128))
+            assert (found[0] == whole).all()
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -136,22 +136,20 @@ def test_zeros_and_the_smallest_numbers_give_zeros(isa, use_isa):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("K", [1, 15, 64, 100, 128, 129, 1000])
-def test_quantise(isa, K, use_isa):
+def test_how_tokens_are_quantised(isa, K, use_isa):
+    """The identity in int8 shows each number of a token; the grouped formats count what is left past its end too."""
     use_isa(isa)
     rng = np.random.default_rng(7)
     x = tokens(3, K, rng)
     x[1] = np.arange(K) % 5 + 0.5  # many ties
     x[1, 0] = 127
-    q_TS, step_T, sum_T, sum_TG = (y.numpy() for y in native.quantise(torch.from_numpy(x)))
     q, step = quantised(x)
-    assert np.array_equal(q_TS[:, :K], q)
-    assert (q_TS[:, K:] == 0).all()
-    assert np.array_equal(step_T, step)
-    assert np.array_equal(sum_T, q.sum(1))
-    groups = np.zeros((3, q_TS.shape[1] + 64), np.int64)
-    groups[:, :K] = q
-    G = sum_TG.shape[1]
-    assert np.array_equal(sum_TG, groups[:, : G * 128].reshape(3, G, -1).sum(2))
+    identity = pack("int8", 128 + np.eye(K, dtype=np.int64))
+    found = product(x, identity, torch.ones(K), "int8", K)
+    assert np.array_equal(found, step[:, None] * q.astype(np.float32))
+    for format in native.FORMATS:
+        codes, packed, scales = matrix(format, 7, K, rng)
+        assert np.array_equal(product(x, packed, scales, format, 7), in_order(format, codes, scales, x))
 
 
 @pytest.mark.parametrize("format", native.FORMATS)
@@ -164,7 +162,7 @@ def test_swiglu(format):
     found = []
     for isa in ISAS:
         try:
-            with native.forced_isa(isa):
+            with forced_isa(isa):
                 found.append(native.swiglu(torch.from_numpy(x), gate, up, down, format, F).numpy())
         except ValueError:
             continue
@@ -216,7 +214,6 @@ def test_what_does_not_fit_is_refused():
         lambda: native.linear(x, packed, scales, "2bit", 10),
         lambda: native.linear(torch.zeros(1, 65537), packed, scales, "ternary", 10),
         lambda: native.linear(x, packed, scales, "1bit", 10),
-        lambda: native.accumulate(x.to(torch.int8), torch.zeros(2).int(), packed, "ternary", 10),
     ):
         with pytest.raises(ValueError, match="must be"):
             call()

@@ -31,15 +31,25 @@ from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.convert import convert
 from perspectron.stream import tensors
-from perspectron.stream.artifact import MANIFEST, SHARED, is_artifact, layer_file, read_header, save_artifact
+from perspectron.stream.artifact import (
+    MANIFEST,
+    SHARED,
+    expert_files,
+    is_artifact,
+    layer_file,
+    read_header,
+    save_artifact,
+    weights_of,
+)
 from perspectron.stream.device import DeviceExperts, Pinned
 from perspectron.stream.engine import StreamedModel, load_artifact
-from perspectron.stream.expert_file import write_layer
+from perspectron.stream.expert_file import ExpertLayout, dump, parse, planned, write_layer
 from perspectron.stream.reader import ShardFile, pread
 from perspectron.stream.speed import probe
 from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
 from perspectron.stream.tensors import aligned
+from tests.native.isa import forced_isa
 
 SIZES = {
     "d_model": 64,
@@ -331,7 +341,7 @@ def test_the_short_way_has_the_same_bits_on_every_instruction_set(full, isa):
     model, _ = load_artifact(full)
     expected = logits(model, ids(), 3)
     try:
-        with native.forced_isa(isa):
+        with forced_isa(isa):
             found = logits(model, ids(), 3)
     except ValueError:
         pytest.skip(f"no {isa} here")
@@ -662,6 +672,21 @@ def test_a_cache_too_small_is_an_error(full):
 
 def test_is_artifact(full, tmp_path):
     assert is_artifact(full) and not is_artifact(tmp_path)
+
+
+def test_experts_of_which_no_file_can_tell_are_refused_before_anything_is_written(tmp_path, tokenizer):
+    """As many as are taken, the reader of the file takes; under names of others there may be more."""
+    config = presets.get("perspective-tiny", torus=(64, 64), hidden=8)
+    with pytest.raises(ConfigError, match=r"^blocks\[\d\]\.ffn: header of \d+ bytes, .* too many experts$"):
+        synthesize(config, tmp_path / "many", lambda: pytest.fail("too late"), experts=4096)
+    with pytest.raises(ConfigError, match="too many experts"):
+        expert_files(config)
+    found = expert_files(config, 2500)
+    assert found is not None and (found.count, found.distinct) == (4096, 2500)
+    head = dump(planned(0, ExpertLayout(config.d_model, 8), weights_of(4096, 2500)))
+    stored = 2500 * found.shard_bytes
+    read = parse(lambda at, count: head[at : at + count], len(head) + stored, "head")
+    assert read.end == len(head) + stored
 
 
 def test_random_artifacts_need_room(tmp_path, tokenizer):

@@ -17,7 +17,7 @@ from perspectron import presets
 from perspectron.config import dump
 from perspectron.errors import CheckpointError, ConfigError
 from perspectron.train import checkpoint
-from perspectron.train.extend import extend
+from perspectron.train.extend import extend, how_to_go_on
 from perspectron.train.loop import Trainer, read_metrics
 from perspectron.train.optim import OptimConfig
 
@@ -297,8 +297,12 @@ def test_a_run_that_cannot_have_more_steps_says_what_to_do(runs, tmp_path):
             extend(constant, steps)
     for path in checkpoint.paths(constant)[:-1]:
         checkpoint.set_aside(path, "lost")
-    with pytest.raises(CheckpointError, match="no checkpoint is left from before its rate fell, at step 8"):
+    with pytest.raises(
+        CheckpointError, match=r"is left from before its rate fell, at step 8; start a new run"
+    ):
         extend(constant, 20)
+    new = f"start a new run from its weights: --init {constant} --out NEW"
+    assert how_to_go_on(constant, checkpoint.load_config(constant)) == new
     assert checkpoint.load_config(constant).train.steps == 10
 
 

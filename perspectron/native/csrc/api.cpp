@@ -51,17 +51,15 @@ const Kernels* const* all_kernels(int* count) {
   return found;
 }
 
-const Kernels* widest() {
-  int count;
-  const Kernels* const* found = all_kernels(&count);
-  return found[count - 1];
-}
-
 std::atomic<const Kernels*> chosen{nullptr};
 
 const Kernels& kernels() {
   const Kernels* now = chosen.load(std::memory_order_relaxed);
-  if (now == nullptr) chosen.store(now = widest(), std::memory_order_relaxed);
+  if (now == nullptr) {
+    int count;
+    const Kernels* const* found = all_kernels(&count);
+    chosen.store(now = found[count - 1], std::memory_order_relaxed);
+  }
   return *now;
 }
 
@@ -132,12 +130,12 @@ API const char* pspx_digest() { return PERSPECTRON_DIGEST; }
 
 API const char* pspx_isa() { return kernels().name; }
 
-// 1 when this machine has it; null is the widest.
+// 1 when this machine has it.
 API int pspx_set_isa(const char* name) {
   int count;
   const Kernels* const* found = all_kernels(&count);
   for (int i = 0; i < count; i++)
-    if (name == nullptr ? i == count - 1 : std::strcmp(name, found[i]->name) == 0) {
+    if (std::strcmp(name, found[i]->name) == 0) {
       chosen.store(found[i]);
       return 1;
     }
@@ -145,26 +143,6 @@ API int pspx_set_isa(const char* name) {
 }
 
 API void pspx_poison(int on) { poison.store(on != 0); }
-
-API void pspx_quantise(const float* x, int64_t T, int64_t K, int8_t* q, float* step, int32_t* sum, int32_t* groupsum,
-                       int threads) {
-  const Kernels& k = kernels();
-  const int64_t S = ceil_div(K, LINE) * LINE;
-  const Tokens into{q, step, sum, groupsum, T, K, S, S};
-  Claims claims = token_claims(T);
-  parallel(useful(threads, K, T), [&](Team&) { quantise_all(k, x, into, claims); });
-}
-
-API void pspx_accumulate(const int8_t* q, int32_t* sum, int64_t T, int64_t K, const uint8_t* codes, int format,
-                         int64_t N, int32_t* into, int threads) {
-  const Kernels& k = kernels();
-  const Matrix m = matrix(codes, nullptr, format, N, K);
-  const Tokens tokens{const_cast<int8_t*>(q), nullptr, sum, nullptr, T, K, m.S, m.S};
-  Claims claims(m.blocks(), grain(k, m, T, threads));
-  parallel(useful(threads, bytes_of(m), T), [&](Team&) {
-    for (int64_t first, last; claims.next(first, last);) k.accumulate(m, tokens, first, last, into, N);
-  });
-}
 
 API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
                      int64_t N, float* y, int threads) {

@@ -159,21 +159,9 @@ inline Floats power_of_two(Floats shifted) {  // of n, given n + 1.5 · 2^23
                           _mm256_slli_epi32(_mm256_castps_si256(shifted.half[i]), 23), _mm256_set1_epi32(127 << 23))));
 }
 
-// Lanes l and l + 8, then l + 4, l + 2, l + 1.
-inline float tree(Floats x) {
-  const __m256 half = _mm256_add_ps(x.half[0], x.half[1]);
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-using Eight = __m256;  // the scales and offsets of a block
-inline Eight eight_halves(const uint16_t* p, int n) {
-  return n == 8 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))
-                : _mm256_zextps128_ps256(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)));
-}
-inline Eight load_eight(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Eight x) { _mm256_storeu_ps(p, x); }
-inline Eight fma(Eight a, float b, Eight c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+#include "eight.inl"
+
+inline float tree(Floats x) { return tree_of(_mm256_add_ps(x.half[0], x.half[1])); }
 inline Floats spread(Eight x, int r) {
   const __m256 all = _mm256_permutevar8x32_ps(x, _mm256_set1_epi32(r));
   return {{all, all}};

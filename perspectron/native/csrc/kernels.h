@@ -16,7 +16,6 @@ constexpr int ROWS[] = {5, 4, 2, 1};           // R: rows in a block
 constexpr int ZERO[] = {1, 0, 0, 128};         // the code of weight 0 in the formats with one scale a row
 constexpr int64_t LINE = 64;                   // columns handled at once
 constexpr int64_t GROUP = 128;                 // columns that share a scale and an offset
-constexpr int64_t MOST_COLUMNS = 65536;        // 255 · 127 · 65536 < 2^31: no int32 sum overflows
 constexpr bool grouped(Format format) { return format == TWO_BIT || format == FOUR_BIT; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -58,8 +57,6 @@ struct Kernels {
   void (*quantise)(const float* x, const Tokens& into, int64_t token);
   // y[t][n] of the rows in blocks [first, last); `y` points at row 0 of token 0, `ld` floats a token.
   void (*multiply)(const Matrix&, const Tokens&, int64_t first, int64_t last, float* y, int64_t ld);
-  // Σ (code − zero)·q of the formats with one scale a row.
-  void (*accumulate)(const Matrix&, const Tokens&, int64_t first, int64_t last, int32_t* sums, int64_t ld);
   void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up
   void (*scan)(const Scan&, int64_t first, int64_t last);  // rows of all B·D
   void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
@@ -77,7 +74,7 @@ extern const Kernels AVX2, AVX512;
 #endif
 
 // Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
-enum Slot { DENSE, SCALES, SUMS, GATE, UP, QUERY, SCORES, SLOTS };
+enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, SLOTS };
 void* scratch(Slot slot, size_t bytes);
 template <class T>
 T* scratch(Slot slot, int64_t count) {

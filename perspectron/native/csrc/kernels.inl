@@ -61,5 +61,5 @@ double dots_in_registers(int64_t repeats) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, FEW, quantise, multiply, accumulate, silu, scan, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers};
+  return {name, FEW, quantise, multiply, silu, scan, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers};
 }

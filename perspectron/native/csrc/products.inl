@@ -255,22 +255,6 @@ inline void dispatch(int64_t n, F&& f) {
   });
 }
 
-// Rows of sums that a claim takes, whole tiles.
-template <Format F>
-inline int64_t sums_width(int64_t first, int64_t last) {
-  return ceil_div((last - first) * ROWS[F], tile_rows(F)) * tile_rows(F);
-}
-
-// Sums [t1 − t0][width] of those tokens, before the zero is taken out.
-template <Format F>
-void sums_of(const Matrix& m, const Tokens& tokens, int64_t t0, int64_t t1, int64_t first, int64_t last, int32_t* sums,
-             int64_t ld) {
-  const int8_t* q = tokens.q + t0 * tokens.stride;
-  __builtin_memset(sums, 0, size_t((t1 - t0) * ld) * sizeof(int32_t));
-  if (t1 - t0 > FEW) return many_sums<F>(m, q, tokens.stride, t1 - t0, first, last, sums, ld);
-  dispatch<FEW>(t1 - t0, [&](auto T) { few_sums<F, T>(m, q, tokens.stride, first, last, sums, ld); });
-}
-
 template <Format F>
 void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
   const int64_t row = first * ROWS[F], end = last * ROWS[F] < m.N ? last * ROWS[F] : m.N;
@@ -283,9 +267,15 @@ void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t l
         dispatch<FEW_GROUPED>(t1 - t0, [&](auto T) { few_groups<F, T>(m, tokens, t0, first, last, y + t0 * ld, ld); });
       }
     } else {
-      const int64_t width = sums_width<F>(first, last);
+      const int64_t width = ceil_div((last - first) * ROWS[F], tile_rows(F)) * tile_rows(F);  // whole tiles
+      const int8_t* q = tokens.q + t0 * tokens.stride;
       int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);
-      sums_of<F>(m, tokens, t0, t1, first, last, sums, width);
+      __builtin_memset(sums, 0, size_t((t1 - t0) * width) * sizeof(int32_t));
+      if (t1 - t0 > FEW) {
+        many_sums<F>(m, q, tokens.stride, t1 - t0, first, last, sums, width);
+      } else {
+        dispatch<FEW>(t1 - t0, [&](auto T) { few_sums<F, T>(m, q, tokens.stride, first, last, sums, width); });
+      }
       for (int64_t t = t0; t < t1; t++)
         for (int64_t n = row; n < end; n++) {
           const int32_t sum = sums[(t - t0) * width + n - row] - ZERO[F] * tokens.sum[t];
@@ -295,32 +285,11 @@ void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t l
   }
 }
 
-template <class F>
-inline void with_format(Format format, F&& f) {
-  switch (format) {
-    case TERNARY: return f(std::integral_constant<Format, TERNARY>{});
-    case TWO_BIT: return f(std::integral_constant<Format, TWO_BIT>{});
-    case FOUR_BIT: return f(std::integral_constant<Format, FOUR_BIT>{});
-    case INT8: return f(std::integral_constant<Format, INT8>{});
-  }
-}
-
 void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
-  with_format(m.format, [&](auto F) { multiply_as<F>(m, tokens, first, last, y, ld); });
-}
-
-void accumulate(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, int32_t* into, int64_t ld) {
-  with_format(m.format, [&](auto F) {
-    if constexpr (!grouped(F)) {
-      const int64_t width = sums_width<F>(first, last);
-      for (int64_t t0 = 0; t0 < tokens.T; t0 += TOKENS_AT_ONCE) {
-        const int64_t t1 = t0 + TOKENS_AT_ONCE < tokens.T ? t0 + TOKENS_AT_ONCE : tokens.T;
-        int32_t* sums = scratch<int32_t>(SUMS, (t1 - t0) * width);
-        sums_of<F>(m, tokens, t0, t1, first, last, sums, width);
-        for (int64_t t = t0; t < t1; t++)
-          for (int64_t n = first * ROWS[F]; n < last * ROWS[F] && n < m.N; n++)
-            into[t * ld + n] = sums[(t - t0) * width + n - first * ROWS[F]] - ZERO[F] * tokens.sum[t];
-      }
-    }
-  });
+  switch (m.format) {
+    case TERNARY: return multiply_as<TERNARY>(m, tokens, first, last, y, ld);
+    case TWO_BIT: return multiply_as<TWO_BIT>(m, tokens, first, last, y, ld);
+    case FOUR_BIT: return multiply_as<FOUR_BIT>(m, tokens, first, last, y, ld);
+    case INT8: return multiply_as<INT8>(m, tokens, first, last, y, ld);
+  }
 }

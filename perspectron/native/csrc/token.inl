@@ -12,14 +12,6 @@ inline ALWAYS float dot_of(const float* a, const float* b, int64_t n) {
 
 float dot_product(const float* a, const float* b, int64_t n) { return dot_of(a, b, n); }
 
-// f(x, y) of 16 numbers at a time, into x.
-template <class F>
-inline ALWAYS void each(float* x, const float* y, int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store(x + i, f(load_floats(x + i), load_floats(y + i)));
-  if (i < n) store(x + i, f(load_floats(x + i, n - i), load_floats(y + i, n - i)), n - i);
-}
-
 // y = x / √(mean x² + eps) · weight
 void norm(const float* x, const float* weight, float eps, int64_t n, float* y) {
   const Floats r = broadcast(1.0f / __builtin_sqrtf(dot_of(x, x, n) / float(n) + eps));

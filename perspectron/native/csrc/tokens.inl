@@ -49,13 +49,16 @@ inline Floats exponential(Floats x) {
   return mul(sum, power_of_two(shifted));
 }
 
-inline Floats silu_times(Floats gate, Floats up) {
-  const Floats bottom = add(broadcast(1.0f), exponential(mul(gate, broadcast(-1.0f))));
-  return mul(div(gate, bottom), up);
+// f(x, y) of 16 numbers at a time, into x.
+template <class F>
+inline ALWAYS void each(float* x, const float* y, int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(x + i, f(load_floats(x + i), load_floats(y + i)));
+  if (i < n) store(x + i, f(load_floats(x + i, n - i), load_floats(y + i, n - i)), n - i);
 }
 
 void silu(float* gate, const float* up, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) store(gate + i, silu_times(load_floats(gate + i), load_floats(up + i)));
-  if (i < n) store(gate + i, silu_times(load_floats(gate + i, n - i), load_floats(up + i, n - i)), n - i);
+  each(gate, up, n, [](Floats a, Floats b) ALWAYS {
+    return mul(div(a, add(broadcast(1.0f), exponential(mul(a, broadcast(-1.0f))))), b);
+  });
 }
