@@ -8,12 +8,13 @@ from rich.console import Console
 
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish, listed
-from perspectron.cli.options import count, resolved, run_config
+from perspectron.cli.options import count, resolved
 from perspectron.compare import pool
 from perspectron.compare.ablations import ABLATIONS, ablate
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import one_of, require
 from perspectron.eval.suites import OF_TEXT
+from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
 from perspectron.train.config import RunConfig
 
@@ -46,7 +47,7 @@ class Ablate:
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
-        config = run_config(self.run, "run")
+        config = describe(self.run).of_run()
         design = one_of(design_of(config.model), ABLATIONS, "design")
         names = list(ABLATIONS[design]) if self.over == "all" else listed(self.over)
         made: Models = {

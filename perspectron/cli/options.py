@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from perspectron.opening import Folder, Opened
-    from perspectron.train.config import RunConfig
 
 POWERS = "KMGT"
 LARGEST = 2**62
@@ -87,19 +86,6 @@ def describe(model: str, given: Sequence[Sequence[str]]) -> "Folder":
         return opening.Folder(Path(), presets.get(model, **assignments(given)))
     require(not given, "set", " ".join(text for texts in given for text in texts), "left out for a folder")
     return opening.describe(Path(model))
-
-
-def run_config(path: Path, field: str) -> "RunConfig":
-    """The config of a run, or of the run that a checkpoint belongs to. ConfigError, naming the field, for an
-    artifact."""
-    from perspectron.opening import describe
-
-    run = describe(path).run
-    require(
-        run is not None, field, str(path), "a run, not an artifact in few bits, whose weights do not train"
-    )
-    assert run is not None
-    return run
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:

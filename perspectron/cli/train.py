@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from perspectron import presets
-from perspectron.cli.options import Sets, assignments, differences, resolved, run_config
+from perspectron.cli.options import Sets, assignments, differences, resolved
 from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
 from perspectron.files import remove
 from perspectron.machine import pick_device
+from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.extend import extend, how_to_go_on
@@ -74,7 +75,7 @@ class Train:
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
                 places[name] = resolved(origin)
-                run_config(Path(origin), name)  # an artifact is refused before the text is read
+                describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
         recipe = self.staged if self.recipe == "staged" else None
         if recipe is None and self.staged != StagedConfig():
             (flag, *_) = differences(self.staged, StagedConfig())
@@ -90,7 +91,7 @@ class Train:
                 raise ConfigError(
                     f"set: {sizes} are sizes of a preset; name it with --preset, or leave them out"
                 )
-            return run_config(Path(self.train.init), "init").model
+            return describe(Path(self.train.init)).model
         return presets.get(self.preset or PRESET, **assignments(self.set))
 
     def _resumed(self, run: Path) -> tuple[RunConfig, list[Path] | None]:
@@ -124,7 +125,7 @@ def resumed(run: Path) -> RunConfig:
     whole = checkpoint.run_of(run)
     bound = f"the run's folder, {whole}: it goes on from the last of its checkpoints"
     require(whole == run, "resume", str(run), bound)
-    return run_config(run, "resume")
+    return describe(run).of_run("resume")
 
 
 def of_run(config: RunConfig) -> Train:
