@@ -176,9 +176,13 @@ def plan(
         name: Arm(model, steps[name], flops[name], about, source)
         for name, (model, about, source) in made.items()
     }
-    result = Plan(kind, settings, arms)
-    write_json(out / PLAN, {"version": VERSION} | dump_plan(result))
-    return result
+    dumped = {
+        "kind": kind,
+        "settings": dump(settings),
+        "arms": {name: dump(arm) for name, arm in arms.items()},
+    }
+    write_json(out / PLAN, {"version": VERSION} | dumped)
+    return Plan(kind, settings, arms)
 
 
 def _clear(out: Path, settings: Settings) -> None:
@@ -200,12 +204,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def dump_plan(value: Plan) -> dict[str, object]:
-    """A plan as plain JSON values."""
-    arms = {name: dump(arm) for name, arm in value.arms.items()}
-    return {"kind": value.kind, "settings": dump(value.settings), "arms": arms}
 
 
 def read(out: Path) -> Plan:

@@ -11,9 +11,10 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from xxhash import xxh3_64
 
@@ -67,7 +68,7 @@ class Digests:
         return tuple(hashed.hexdigest() for hashed in self._hashes)
 
 
-class ShardFile:
+class ShardFile(AbstractContextManager["ShardFile"]):
     """One layer's experts. Any number of threads may read at once.
 
     method: "direct" reads past the page cache, "buffered" through it. read: what reads; for tests.
@@ -100,9 +101,6 @@ class ShardFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

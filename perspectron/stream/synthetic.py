@@ -109,7 +109,9 @@ def synthesize(
     header = Header(FORMAT, config, "", everywhere(model, linear), files, None, about)
     shared = _shared(header, seed)
     need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * files.shard_bytes + MARGIN)
-    _room(folder, need)
+    free = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.exists())).free
+    if need > free:
+        raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
     layers = {
         layer: partial(_layer, layer=layer, experts=experts, config=config, seed=seed)
         for layer in files.layers
@@ -118,13 +120,6 @@ def synthesize(
     header = replace(header, tokenizer=made.fingerprint)
     write(folder, header, made, shared, layers)
     return header
-
-
-def _room(folder: Path, need: int) -> None:
-    there = next(parent for parent in folder.resolve().parents if parent.exists())
-    free = shutil.disk_usage(there).free
-    if need > free:
-        raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
 
 
 def _shared(header: Header, seed: int) -> dict[str, Spec]:
