@@ -45,7 +45,7 @@ def append_to(path: Path) -> FileIO:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         _refuse_special(path)
-        return open(os.open(path, flags, 0o644), "ab")
+        return FileIO(os.open(path, flags, 0o644), "ab")
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,13 +79,13 @@ class Split:
         self.text_bytes = sum(record.text_bytes for record in records)
         self.documents = sum(record.documents for record in records)
         self._shards: list[Ids] = [
-            np.memmap(_ids_file(folder, name, i), dtype, "r", shape=(record.tokens,))
+            np.memmap(_file(folder, name, i, "bin"), dtype, "r", shape=(record.tokens,))
             for i, record in enumerate(records)
         ]
         self._offsets: NDArray[np.int64] = np.cumsum(
             [0, *(record.tokens for record in records)], dtype=np.int64
         )
-        starts = [np.fromfile(_starts_file(folder, name, i), _START) for i in range(len(records))]
+        starts = [np.fromfile(_file(folder, name, i, "starts"), _START) for i in range(len(records))]
         self.starts: NDArray[np.int64] = np.concatenate(
             [
                 local.astype(np.int64) + offset
@@ -256,7 +256,7 @@ def _groups(encoded: Iterable[tuple[Ids, int]], shard_tokens: int) -> Iterator[l
 def _write_shard(out: Path, split: SplitName, index: int, ids: Ids, text_bytes: int) -> _Record:
     starts = np.flatnonzero(ids == Tokenizer.end_of_text).astype(_START)
     digests = []
-    for path, array in ((_ids_file(out, split, index), ids), (_starts_file(out, split, index), starts)):
+    for path, array in ((_file(out, split, index, "bin"), ids), (_file(out, split, index, "starts"), starts)):
         data = array.tobytes()
         digests.append(hashlib.sha256(data).hexdigest())
         with atomic(path) as temporary:
@@ -273,12 +273,8 @@ def _dump(path: Path, head: _Head, records: _Records) -> None:
 # Reading
 
 
-def _ids_file(folder: Path, split: SplitName, index: int) -> Path:
-    return folder / f"{split}-{index:05d}.bin"
-
-
-def _starts_file(folder: Path, split: SplitName, index: int) -> Path:
-    return folder / f"{split}-{index:05d}.starts"
+def _file(folder: Path, split: SplitName, index: int, kind: Literal["bin", "starts"]) -> Path:
+    return folder / f"{split}-{index:05d}.{kind}"
 
 
 def _load(path: Path) -> tuple[_Head, _Records]:
@@ -327,7 +323,7 @@ def _check_shard(
     folder: Path, split: SplitName, index: int, record: _Record, head: _Head, verify: bool
 ) -> None:
     dtype = np.dtype(head.dtype)
-    ids_file, starts_file = _ids_file(folder, split, index), _starts_file(folder, split, index)
+    ids_file, starts_file = _file(folder, split, index, "bin"), _file(folder, split, index, "starts")
     _check_file(ids_file, record.tokens * dtype.itemsize, record.sha256 if verify else None)
     _check_file(starts_file, record.documents * _START.itemsize, record.starts_sha256 if verify else None)
     if not verify:

@@ -348,8 +348,7 @@ def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.O
             torch.cuda.set_rng_state(random_cuda)
     except (RuntimeError, TypeError) as error:
         raise CheckpointError(f"{path}: no random state ({error})") from None
-    for parameter, state in moments.items():
-        optimizer.state[parameter] = state
+    optimizer.state.update(moments)
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:

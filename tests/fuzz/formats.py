@@ -254,7 +254,7 @@ class Samples:
             manifest = json.loads((path / "manifest.json").read_text())
             for split, records in manifest["splits"].items():
                 for i, record in enumerate(records):
-                    for key, end, size in (("sha256", "bin", None), ("starts_sha256", "starts", None)):
+                    for key, end in (("sha256", "bin"), ("starts_sha256", "starts")):
                         data = (path / f"{split}-{i:05d}.{end}").read_bytes()
                         record[key] = hashlib.sha256(data).hexdigest()
                         if end == "bin":
@@ -370,14 +370,6 @@ class Samples:
 
 NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
 FORMATS = (
-    "state",
-    "packed-state",
-    "checkpoint",
-    "run-config",
-    "metrics",
-    "tokenizer",
-    "shards",
-    "artifact",
-    "experts",
-    "trace",
+    *("state", "packed-state", "checkpoint", "run-config", "metrics"),
+    *("tokenizer", "shards", "artifact", "experts", "trace"),
 )

@@ -24,6 +24,9 @@ from perspectron.stats import interval
 
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]
+MEASURED = {
+    "chance", "parameters", "state_bytes", "lr", "rates", "accuracy", "beyond", "steps", "steps_allowed", "seconds",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     for row in rows:
         place += not row.faults
         kind = "best" if best is not None and row.name == best.name else ""
-        faults = "; ".join(f"seed {fault.seed} {fault.status}" for fault in row.faults)
+        faults = "; ".join(f"seed {seed} {status}" for seed, (status, _) in row.faults.items())
         parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
         body.append([
             Cell(row.name, faults), Cell(NONE if row.faults else str(place)),
@@ -103,7 +106,7 @@ def _difference(row: Row, other: Row) -> Cell:
     pair = None if row.name == other.name else row.against(other)
     if pair is None:
         return Cell(NONE, "" if row.name == other.name else "no seed in common", "quiet")
-    if pair.low is None:
+    if pair.low is None or pair.p is None:
         return Cell(signed(pair.mean), "one seed, no test")
     note = f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
     return Cell(signed(pair.mean), note)
@@ -130,44 +133,37 @@ def position(rows: Sequence[Row], noun: str) -> list[Table]:
 
 def recall(rows: Sequence[Row], noun: str) -> list[Table]:
     """Accuracy in each setting of each task, and past the length of training where it was measured."""
-    result = []
-    for name, tasks in tasks_of(rows).items():
-        settings = settings_of(tasks.values())
-        varied, places = varied_of(settings)
-        lines = {
-            design: {tuple(line["sizes"].items()): line for line in task["settings"]}
-            for design, task in tasks.items()
-        }
-        past = any("beyond" in line for by_setting in lines.values() for line in by_setting.values())
-        body = []
-        for design, by_setting in lines.items():
-            cells = [estimate(by_setting.get(at, {}).get("accuracy", []), percent) for at in settings]
-            longer = [estimate(by_setting.get(at, {}).get("beyond", []), percent) for at in settings if past]
-            body.append([Cell(design), *cells, *longer])
-        task = next(iter(tasks.values()))
-        chance = [
-            Cell(percent(line.get("chance", task.get("chance"))), kind="quiet") for line in task["settings"]
-        ]
-        chance += [Cell("")] * (len(settings) * (1 + past) - len(chance))
-        body.append([Cell("chance", kind="quiet"), *chance])
-        theory = f" ({task['theory']})" if task.get("theory") else ""
-        head = [noun, *places, *(f"{place}, past its length" for place in places if past)]
-        result.append(Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", head, body))
-    return result
-
-
-def tasks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Results by task and design."""
     tasks = dict[str, dict[str, Any]]()
     for row in rows:
         for name, task in row.recall.get("tasks", {}).items():
             tasks.setdefault(name, {})[row.name] = task
-    return tasks
+    return [_recalled(name, designs, noun) for name, designs in tasks.items()]
 
 
-def settings_of(tasks: Any) -> list[Setting]:
-    """Settings of one task, in their order."""
-    return list(dict.fromkeys(tuple(line["sizes"].items()) for task in tasks for line in task["settings"]))
+def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
+    """One task; of each setting what the last design that has it says is chance."""
+    lines = {design: {sizes_of(line): line for line in task["settings"]} for design, task in designs.items()}
+    every = {at: line for of_design in lines.values() for at, line in of_design.items()}
+    varied, places = varied_of(list(every))
+    columns = [("accuracy", at) for at in every]
+    if any("beyond" in line for line in every.values()):
+        columns += [("beyond", at) for at in every]
+        places += [f"{place}, past its length" for place in places]
+    body = [
+        [Cell(design), *(estimate(own.get(at, {}).get(key, []), percent) for key, at in columns)]
+        for design, own in lines.items()
+    ]
+    chance = [percent(every[at].get("chance")) if key == "accuracy" else "" for key, at in columns]
+    body.append([Cell(text, kind="quiet" if text else "") for text in ("chance", *chance)])
+    task = next(iter(designs.values()))
+    theory = f" ({task['theory']})" if task.get("theory") else ""
+    return Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", [noun, *places], body)
+
+
+def sizes_of(line: dict[str, Any]) -> Setting:
+    """Sizes of a task; version 1 of the suite wrote them only beside what it measured."""
+    own = {key: value for key, value in line.items() if key not in MEASURED}
+    return tuple(line.get("sizes", own).items())
 
 
 def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -251,12 +247,10 @@ def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
 def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     """Bits per byte by what was done to the context."""
     harms = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
-    harms |= {f"shuffled: {name.replace('_', ' ')}": harm for name, harm in suite.get("shuffled", {}).items()}
-    harms |= {f"{percent(harm['share'], 0)} corrupted": harm for harm in suite.get("corrupted", [])}
-    bits = {
-        name: harm.get("bits_per_byte") if isinstance(harm, dict) else harm for name, harm in harms.items()
-    }
-    return {name: value for name, value in bits.items() if value is not None}
+    harms |= {f"shuffled: {name.replace('_', ' ')}": bits for name, bits in suite.get("shuffled", {}).items()}
+    for harm in suite.get("corrupted", []):
+        harms[f"{percent(harm['share'], 0)} corrupted"] = harm["bits_per_byte"]
+    return {name: bits for name, bits in harms.items() if bits is not None}
 
 
 def rates(rows: Sequence[Row], noun: str) -> list[Table]:
@@ -284,10 +278,9 @@ def cells(rows: Sequence[Row], noun: str) -> Table:
     body = []
     for row in rows:
         by_seed = {cell["seed"]: cell for cell in row.cells}
-        faults = {fault.seed: fault for fault in row.faults}
-        for seed in sorted({*by_seed, *faults}):
-            cell, fault = by_seed.get(seed, {}), faults.get(seed)
-            status = Cell(fault.status, fault.why, "bad") if fault else Cell("finished")
+        for seed in sorted({*by_seed, *row.faults}):
+            cell, fault = by_seed.get(seed, {}), row.faults.get(seed)
+            status = Cell(*fault, "bad") if fault else Cell("finished")
             numbers = [
                 fixed(row.losses.get(seed), 4),
                 grouped(cell.get("steps")),
