@@ -40,6 +40,7 @@ class Ragged(ABC):
     is 0 in the empty state of a batch without room.
     """
 
+    @abstractmethod
     def room(self) -> None:
         """StateError unless what it counts fits into the room it has."""
 
