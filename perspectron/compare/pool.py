@@ -71,11 +71,10 @@ def alone(folder: Path, patience: float = 0.0) -> Iterator[int]:
 
 
 def _locked(descriptor: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def work(
