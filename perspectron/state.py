@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ def register(cls: T) -> T:
     return cls
 
 
-class Ragged:
+class Ragged(ABC):
     """Base of a part of a state whose rows may differ in shape, such as a cache with room for more tokens or fewer.
 
     Every other part is selected and stacked tensor by tensor, along its first dimension.
@@ -42,9 +43,9 @@ class Ragged:
         return rows
 
     @classmethod
+    @abstractmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, as a copy."""
-        raise NotImplementedError(f"{cls.__name__}.stack")
 
 
 @dataclass(frozen=True)

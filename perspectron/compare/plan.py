@@ -16,7 +16,7 @@ import torch
 
 from perspectron import presets
 from perspectron.census import census
-from perspectron.config import ModelConfig, dump, load, one_of, require
+from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
@@ -69,8 +69,7 @@ class Settings:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
         for arm in self.arms:
             require(self.arms.count(arm) == 1, "designs", arm, "named once")
-        for name in ("params", "seeds", "seq_len", "batch_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        at_least(1, self, "params", "seeds", "seq_len", "batch_size")
         least = self.seq_len * self.batch_size
         require(self.tokens >= least, "tokens", self.tokens, f"≥ {least}, one batch")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
