@@ -1,7 +1,7 @@
 """`perspectron eval`."""
 
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,10 @@ class Eval:
     def _options(self, suite: Suite) -> Any:
         """The suite's options. ConfigError for one that it does not have."""
         values = assignments(self.set)
-        known = [field.name for field in fields(suite.code.Options)]
         if self.carry:
             values["carry"] = True
         if self.tokens is not None:
             values["tokens"] = self.tokens
-        for name in values:
-            bound = f"one of {', '.join(known)}" if known else "left out, it has none"
-            require(name in known, f"option of suite {self.suite}", name, bound)
         return load(suite.code.Options, values, f"suite {self.suite}")
 
     def _heldout(self, opened: Opened, scratch: Path) -> Split:

@@ -104,7 +104,7 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
     options = replace(
         options,
         seq_len=subject.seq_len if options.seq_len is None else options.seq_len,
-        dtype=options.dtype or ("bfloat16" if subject.dtype == torch.bfloat16 else "float32"),
+        dtype=options.dtype or ("bfloat16" if folder.dtype == torch.bfloat16 else "float32"),
         device=options.device or str(subject.model.device),
     )
     configs, why = {config.name: config}, ""

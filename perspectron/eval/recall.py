@@ -269,6 +269,7 @@ def recall(
     written after each setting; what it holds of the same design, options, seed and device is not measured again."""
     asked = options.asked
     options = replace(options, seeds=asked.seeds, rates=asked.rates, layers=asked.layers)
+    small = config_for(design, asked.settings[0].task, options.d_model, asked.layers)
     head = {
         "version": VERSION,
         "design": design,
@@ -276,7 +277,7 @@ def recall(
         "seeds": list(range(seed, seed + asked.seeds)),
         "options": dump(options),
         "device": device.type,
-        "mixers": _mixers(config_for(design, asked.settings[0].task, options.d_model, asked.layers)),
+        "mixers": [block.mixer.kind for block in small.blocks if block.mixer is not None],
     }
     done = _done(kept, head)
     for setting in asked.settings:
@@ -337,11 +338,6 @@ def _state_bytes(config: ModelConfig, task: Task) -> int:
     """Bytes of the state after the last token of one text."""
     with torch.inference_mode():
         return build(config).hidden(task.draw(stream(0, TEST), 1)[0])[1].nbytes
-
-
-def _mixers(config: ModelConfig) -> list[str]:
-    """Kinds of the mixers, layer by layer: the parts of a design that its small model has."""
-    return [block.mixer.kind for block in config.blocks if block.mixer is not None]
 
 
 def _key(setting: Setting) -> str:

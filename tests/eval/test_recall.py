@@ -223,7 +223,7 @@ def test_the_watched_accuracy_is_not_that_of_the_test(monkeypatch):
 def test_the_small_perspective_model_is_what_the_profile_says():
     task = MQAR(32, pairs=4)
     kinds = {
-        name: recall._mixers(config_for("perspective", task, 64, profile.layers))
+        name: [block.mixer.kind for block in config_for("perspective", task, 64, profile.layers).blocks]
         for name, profile in recall.PROFILES.items()
     }
     assert kinds == {"quick": ["pdr"] * 2, "full": ["pdr"] * 3 + ["window_gqa"]}

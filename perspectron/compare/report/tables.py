@@ -48,11 +48,6 @@ class Table:
     words: Sequence[int] = (0,)
 
 
-def _some(table: Table) -> list[Table]:
-    """The table, if it has a row."""
-    return [table] if table.rows else []
-
-
 def estimate(values: Sequence[Any], text: Text = fixed, kind: str = "") -> Cell:
     """Mean over seeds and its interval; a dash where a seed has no value, for the mean of the others would flatter."""
     numbers = [number for value in values if (number := known(value)) is not None]
@@ -70,7 +65,11 @@ def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
 def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], noun: str) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
     best, other = leader(rows), next(row for row in rows if row.name == reference)
-    states = {row.name: states_of(row) for row in rows}
+    # as the cost suite measured them, else as they are counted
+    states = {
+        row.name: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
+        for row in rows
+    }
     contexts = {at for sizes in states.values() for at in sizes}
     ends = sorted({min(contexts), max(contexts)}) if contexts else []
     head = [noun, "rank", "bits per byte", f"against {reference}", "parameters", "tokens", "learning rate"]
@@ -96,11 +95,6 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
 
 
-def states_of(row: Row) -> dict[int, float]:
-    """State bytes by context: as the cost suite measured them, else as they are counted."""
-    return measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
-
-
 def _difference(row: Row, other: Row) -> Cell:
     """Paired difference to the reference; above zero is worse."""
     pair = None if row.name == other.name else row.against(other)
@@ -112,7 +106,7 @@ def _difference(row: Row, other: Row) -> Cell:
     return Cell(signed(pair.mean), note)
 
 
-def position(rows: Sequence[Row], noun: str) -> list[Table]:
+def position(rows: Sequence[Row], noun: str) -> Table:
     """Bits per byte in each bin of places."""
     bins = {
         row.name: [{line["to"]: line for line in suite["bins"]} for suite in row.suite("position")]
@@ -128,7 +122,7 @@ def position(rows: Sequence[Row], noun: str) -> list[Table]:
         if suites
     ]
     caption = "Bits per byte by place in the context, mean over seeds"
-    return _some(Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body))
+    return Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body)
 
 
 def recall(rows: Sequence[Row], noun: str) -> list[Table]:
@@ -179,7 +173,7 @@ def _value(value: Any) -> str:
     return context(value) if known(value) is not None or value is None else str(value)
 
 
-def costs(rows: Sequence[Row], noun: str) -> list[Table]:
+def costs(rows: Sequence[Row], noun: str) -> Table:
     """Speed and memory of training, time and state of decoding at each context."""
     costs = {row.name: row.cost for row in rows if row.cost}
     times = {name: measured(cost.get("decode_ms")) for name, cost in costs.items()}
@@ -197,16 +191,10 @@ def costs(rows: Sequence[Row], noun: str) -> list[Table]:
         line = [Cell(name), ranged(speed, spread, short), Cell(size(cost.get("train_peak_bytes")))]
         line += [ranged(times[name].get(at), ranges.get(str(at)), short) for at in contexts]
         body.append([*line, *(Cell(size(states[name].get(at))) for at in contexts)])
-    return _some(Table("Cost, medians of one run in which all took turns", head, body))
+    return Table("Cost, medians of one run in which all took turns", head, body)
 
 
-def skipped(row: Row) -> list[tuple[str, str]]:
-    """What the cost suite did not measure of a design, and why."""
-    reasons = row.cost.get("skipped") or {}
-    return [(f"at {context(int(what))}" if what.isdigit() else what, why) for what, why in reasons.items()]
-
-
-def calibration(rows: Sequence[Row], noun: str) -> list[Table]:
+def calibration(rows: Sequence[Row], noun: str) -> Table:
     """Calibration errors beside those of a model whose confidences are exactly right."""
     body = []
     for row in rows:
@@ -222,10 +210,10 @@ def calibration(rows: Sequence[Row], noun: str) -> list[Table]:
             tokens = grouped(statistics.fmean(suite.get("tokens", 0) for suite in suites))
             body.append([Cell(row.name), ece, *columns, Cell(tokens)])
     head = [noun, "ECE", "ECE if calibrated", "Brier score", "tokens"]
-    return _some(Table("Calibration, mean over seeds; lower is better", head, body))
+    return Table("Calibration, mean over seeds; lower is better", head, body)
 
 
-def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
+def robustness(rows: Sequence[Row], noun: str) -> Table:
     """Loss read whole, resumed from disk, and after a harmed context."""
     suites = {row.name: suites for row in rows if (suites := row.suite("robustness"))}
     harmed = {name: [_harmed(suite) for suite in each] for name, each in suites.items()}
@@ -241,7 +229,7 @@ def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
         after = [estimate([suite.get(harm) for suite in harmed[name]]) for harm in harms]
         body.append([Cell(name), *losses, Cell(same, kind="" if all(equal) else "bad"), *after])
     caption = "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds"
-    return _some(Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body))
+    return Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body)
 
 
 def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +241,7 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     return {name: bits for name, bits in harms.items() if bits is not None}
 
 
-def rates(rows: Sequence[Row], noun: str) -> list[Table]:
+def rates(rows: Sequence[Row], noun: str) -> Table:
     """Loss of each learning rate tried; none where a single rate was asked for."""
     tried = {row.name: {known(line["lr"]): line for line in row.entry.get("rates", [])} for row in rows}
     columns = sorted({lr for lines in tried.values() for lr in lines if lr is not None})
@@ -262,7 +250,7 @@ def rates(rows: Sequence[Row], noun: str) -> list[Table]:
         cells = [_tried(tried[row.name].get(lr), lr == known(row.entry.get("lr"))) for lr in columns]
         body.append([Cell(row.name), *cells])
     caption = "Held-out bits per byte after a short training; the chosen rate is strong"
-    return _some(Table(caption, [noun, *map(rate, columns)], body))
+    return Table(caption, [noun, *map(rate, columns)], body)
 
 
 def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
