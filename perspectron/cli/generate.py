@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import tyro
 from rich.table import Table
@@ -77,16 +78,18 @@ class Generate:
             conversation = replace(conversation, state=conversation.state.to(device))
         texts, start = self._texts(conversation), time.perf_counter()
         single = not self.json and len(texts) == 1
-        result = generate(
-            model,
-            tokenizer,
-            texts,
-            max_tokens=self.max_tokens,
-            sampling=self.sampling,
-            stop=self.stop,
-            conversation=conversation,
-            on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
-        )
+        with _Reading() as reading:
+            result = generate(
+                model,
+                tokenizer,
+                texts,
+                max_tokens=self.max_tokens,
+                sampling=self.sampling,
+                stop=self.stop,
+                conversation=conversation,
+                on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
+                on_read=reading.tell,
+            )
         if self.save_state is not None:
             result.conversation.save(self.save_state, model)
         self._print(texts, result, single, time.perf_counter() - start)
@@ -129,6 +132,38 @@ class Generate:
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{text}")
+
+
+class _Reading:
+    """Progress of a long prompt on standard error: a line that is written over on a terminal, else one every 10 s."""
+
+    def __init__(self) -> None:
+        self.start = self.said = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def tell(self, read: int, prompt: int) -> None:
+        now = time.monotonic()
+        if now - self.said < (0.5 if self.terminal else 10.0):
+            return
+        left = (now - self.start) * (prompt - read) / max(read, 1)
+        line = f"perspectron: {read:,} of {prompt:,} tokens of the prompt read, about {left:,.0f} s left"
+        print(
+            f"\r{line}\x1b[K" if self.terminal else line,
+            end="" if self.terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.said = now
+
+    def _clear(self) -> None:
+        if self.terminal and self.said > self.start:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _standard_input() -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ _PATTERN = "|".join(
     ]
 )
 _TRAINING_PIECE = 2**18
+_PIECE = 2**16
+_BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 
 
 class Tokenizer:
@@ -103,8 +106,12 @@ class Tokenizer:
             temporary.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none of them `end_of_text`. DataError: half of a surrogate pair."""
-        return self.encode_batch([text])[0]
+        """Ids of `text`, none of them `end_of_text`; of a long one piece by piece, as the library takes a hundred bytes
+        for each token of what it encodes at once. DataError: half of a surrogate pair."""
+        ids = list[int]()
+        for piece in _pieces(text):
+            ids += self.encode_batch([piece])[0]
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -150,6 +157,16 @@ def _shape(inner: tokenizers.Tokenizer) -> Any:
         for step in shape["pre_tokenizer"]["pretokenizers"]:
             step.pop("pattern", None)
     return shape
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut where every known pattern splits: between the end of a line and a letter or a number, and between
+    one of these and a space."""
+    start = 0
+    while len(text) - start > _PIECE and (border := _BORDER.search(text, start + _PIECE)):
+        yield text[start : border.end()]
+        start = border.end()
+    yield text[start:]
 
 
 def _training_pieces(texts: Iterable[str]) -> Iterator[str]:
