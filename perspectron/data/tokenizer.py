@@ -1,10 +1,12 @@
 """Byte-level BPE: any text to ids and back, byte for byte."""
 
+import contextlib
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perspectron.errors import DataError
-from perspectron.files import atomic
+from perspectron.files import atomic, parse_json, read_text
 
 END_OF_TEXT = "<|endoftext|>"
+MOST_BYTES = 64 << 20
+"""Bytes of a tokenizer's file."""
+MOST_TOKENS = 1 << 24
 
 # GPT-4's pattern with bounded runs: a megabyte of one letter is then many short words, not one that BPE takes
 # quadratic time to merge. Marks count as letters, so that words of Indic scripts stay whole.
@@ -31,6 +36,9 @@ _PATTERN = "|".join(
         r"\s{1,64}",
     ]
 )
+PATTERNS = (_PATTERN,)
+"""Split patterns that a file may have, all of which take linear time on any text: those that a version of this library
+wrote. A new one stands first, and the others stay."""
 _TRAINING_PIECE = 2**18
 _PIECE = 2**16
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
@@ -78,26 +86,26 @@ class Tokenizer:
     def load(cls, path: Path) -> "Tokenizer":
         """Read a tokenizer written by `save`. DataError: missing, damaged, or of another kind."""
         try:
-            inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            text = read_text(path, MOST_BYTES)
+            value = parse_json(text)
         except FileNotFoundError:
             raise DataError(f"{path}: no such file") from None
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{path}: not a tokenizer file ({why})") from None
+        # Before the library sees it: of a token with a huge id it makes a table up to there, and patterns are run.
+        _require_known(value, path)
+        vocab = _checked_vocab(value["model"], path)
+        try:
+            with _panics(path):
+                inner = tokenizers.Tokenizer.from_str(text)
+        except DataError:
+            raise
         except Exception as error:  # the Rust side raises bare Exception for anything malformed
-            raise DataError(f"{path}: not a tokenizer file ({error})") from None
-        if _shape(inner) != _shape(_blank([END_OF_TEXT])):
-            raise DataError(
-                f"{path}: not a byte-level BPE tokenizer whose only special token is {END_OF_TEXT}"
-            )
-        vocab = inner.get_vocab()
-        if sorted(vocab.values()) != list(range(len(vocab))) or vocab.get(END_OF_TEXT) != cls.end_of_text:
-            raise DataError(
-                f"{path}: ids are not 0 to {len(vocab) - 1} with {END_OF_TEXT} at {cls.end_of_text}"
-            )
-        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-        if missing := alphabet - vocab.keys():
-            raise DataError(f"{path}: {len(missing)} of 256 bytes have no token, so it is not byte-level")
-        for token in vocab.keys() - {END_OF_TEXT}:
-            if not set(token) <= alphabet:
-                raise DataError(f"{path}: token {token!r} is not spelled in bytes, so it is not byte-level")
+            raise DataError(f"{path}: not a tokenizer file ({_line(error)})") from None
+        _require_known(json.loads(inner.to_str()), path, whole=True)  # what the file left out, too
+        if inner.get_vocab() != vocab:
+            raise DataError(f"{path}: model.vocab is read as another than it is")
         return cls(inner)
 
     def save(self, path: Path) -> None:
@@ -116,7 +124,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         try:
-            return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
+            with _panics("text"):
+                return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
         except (TypeError, UnicodeEncodeError):
             _refuse_surrogates(texts)
             raise
@@ -149,14 +158,108 @@ def _blank(special: Sequence[str] = ()) -> tokenizers.Tokenizer:
     return inner
 
 
-def _shape(inner: tokenizers.Tokenizer) -> Any:
-    """All a tokenizer's file says but what it learned and where it splits words, which may differ."""
-    shape = json.loads(inner.to_str())
-    shape["model"] |= {"vocab": None, "merges": None}
-    if shape["pre_tokenizer"] and shape["pre_tokenizer"]["type"] == "Sequence":
-        for step in shape["pre_tokenizer"]["pretokenizers"]:
-            step.pop("pattern", None)
-    return shape
+@contextlib.contextmanager
+def _panics(what: object) -> Iterator[None]:
+    """What the library dies of becomes a DataError: pyo3 derives it from BaseException, and hides its class."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: the tokenizer's library gave up ({_line(error)})") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@cache
+def _template() -> Any:
+    """All that a tokenizer's file says, but for what it learned: that is None here, as is the pattern."""
+    value = json.loads(_blank([END_OF_TEXT]).to_str())
+    value["model"] |= {"vocab": None, "merges": None}
+    value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = None
+    return value
+
+
+_LEARNED = ("model.vocab", "model.merges", "pre_tokenizer.pretokenizers[0].pattern.Regex")
+_NEEDED = ("model", "model.type", "added_tokens", "pre_tokenizer", "decoder", *_LEARNED)
+
+
+def _require_known(value: Any, path: Path, *, whole: bool = False) -> None:
+    """DataError, naming the first field, unless a tokenizer's file is one of ours but for what it learned, and splits
+    by one of PATTERNS. Fields that the library fills in may be missing; whole: none may."""
+    _require_like(value, _template(), path, "", whole)
+    pattern = value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    if pattern not in PATTERNS:
+        raise DataError(f"{path}: pattern is {_short(pattern)}, must be the one that this library writes")
+
+
+def _require_like(value: Any, wanted: Any, path: Path, where: str, whole: bool) -> None:
+    if where in _LEARNED:
+        return
+    name = where or "file"
+    if type(value) is not type(wanted):
+        raise DataError(f"{path}: not a tokenizer file ({name} is {_short(value)}, must be {_short(wanted)})")
+    if isinstance(wanted, dict):
+        for key in wanted | value:
+            at = f"{where}.{key}" if where else key
+            if key not in wanted:
+                raise DataError(
+                    f"{path}: not a tokenizer of this library (it has {_short(at)}, which none has)"
+                )
+            if key in value:
+                _require_like(value[key], wanted[key], path, at, whole)
+            elif whole or at in _NEEDED or where.startswith("pre_tokenizer."):
+                raise DataError(f"{path}: not a tokenizer file (it has no {at})")
+        return
+    if isinstance(wanted, list):
+        if len(value) != len(wanted):
+            raise DataError(
+                f"{path}: not a tokenizer of this library ({name} has {len(value)} entries, must have {len(wanted)})"
+            )
+        for i, pair in enumerate(zip(value, wanted, strict=True)):
+            _require_like(*pair, path, f"{where}[{i}]", whole)
+    elif value != wanted:
+        raise DataError(
+            f"{path}: not a tokenizer of this library ({name} is {_short(value)}, must be {_short(wanted)})"
+        )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _checked_vocab(model: dict[str, Any], path: Path) -> dict[str, int]:
+    """The ids of a file's tokens. DataError: they are not 0 to n − 1 with END_OF_TEXT at 0, a token is not spelled in
+    bytes, a byte has none, or a merge is not of tokens into one."""
+    vocab, merges = model["vocab"], model["merges"]
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise DataError(f"{path}: not a tokenizer file (model.vocab or model.merges is of another type)")
+    n = len(vocab)
+    if not n <= MOST_TOKENS:
+        raise DataError(f"{path}: ids are {n}, must be at most {MOST_TOKENS}")
+    for token, id in vocab.items():
+        if type(id) is not int or not 0 <= id < n:
+            raise DataError(f"{path}: id of token {_short(token)} is {_short(id)}, must be in 0 … {n - 1}")
+    if len(set(vocab.values())) != n or vocab.get(END_OF_TEXT) != Tokenizer.end_of_text:
+        raise DataError(f"{path}: ids are not 0 to {n - 1} with {END_OF_TEXT} at {Tokenizer.end_of_text}")
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    if missing := alphabet - vocab.keys():
+        raise DataError(f"{path}: {len(missing)} of 256 bytes have no token, so it is not byte-level")
+    for token in vocab:
+        if not token or not alphabet.issuperset(token):
+            raise DataError(f"{path}: token {_short(token)} is not spelled in bytes, so it is not byte-level")
+    text = vocab.keys() - {END_OF_TEXT}
+    for i, merge in enumerate(merges):
+        pair = merge.split(" ") if isinstance(merge, str) else merge  # so the library before 0.20
+        whole = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        if not whole or not {*pair, "".join(pair)} <= text:
+            raise DataError(f"{path}: model.merges[{i}] is {_short(merge)}, must be of two tokens into one")
+    return vocab
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -1,4 +1,7 @@
 import json
+import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +184,138 @@ def test_load_refuses_other_tokenizers(tmp_path: Path, damage: Any) -> None:
     path, value = saved(tmp_path)
     damage(value)
     path.write_text(json.dumps(value))
-    with pytest.raises(DataError, match=r"tokenizer\.json: (not|ids|token|1 of 256)"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: (not|id|token|1 of 256)"):
         Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b"null", b'{"version": "1.0"'])
+def regex(value: dict[str, Any]) -> dict[str, Any]:
+    return value["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+
+
+FOREIGN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda v: v["model"]["vocab"].update(def_=2**40), r"id of token 'def_' is 1099511627776, must be in 0 … 300"),
+    (lambda v: v["model"]["vocab"].update({"def": 2**40}), "is 1099511627776, must be in 0 … 299"),
+    (lambda v: v["model"]["vocab"].update({"def": 2**32}), "is 4294967296, must be in 0 … 299"),
+    (lambda v: v["model"]["vocab"].update({"def": -1}), "is -1, must be in 0 … 299"),
+    (lambda v: v["model"]["vocab"].update({"def": 256.0}), "is 256.0, must be in 0 … 299"),
+    (lambda v: v["model"]["vocab"].update({"!": True}), "id of token '!' is True"),
+    (lambda v: v["model"]["vocab"].update({"!": "1"}), "id of token '!' is '1'"),
+    (lambda v: v["model"]["vocab"].update({"!": 2}), "ids are not 0 to 299"),
+    (lambda v: v["model"]["vocab"].update({"": v["model"]["vocab"].pop("def")}), "token '' is not spelled"),
+    (lambda v: v["model"].update(vocab=[]), "model.vocab or model.merges is of another type"),
+    (lambda v: v["model"].update(merges={}), "model.vocab or model.merges is of another type"),
+    (lambda v: v["model"]["merges"].append(["q", "q"]), r"merges\[43\] is a list of 2, must be of two tokens"),
+    (lambda v: v["model"]["merges"].append(["中", "q"]), r"merges\[43\]"),
+    (lambda v: v["model"]["merges"].append(["d"]), r"merges\[43\]"),
+    (lambda v: v["model"]["merges"].append([{}, 3]), r"merges\[43\]"),
+    (lambda v: v["model"]["merges"].append(["", "d"]), r"merges\[43\]"),
+    (lambda v: v["model"]["merges"].append("d e f"), r"merges\[43\] is 'd e f'"),
+    (lambda v: v["model"]["merges"].append(None), r"merges\[43\] is None"),
+    (lambda v: regex(v).update(Regex=r"(a+)+$"), r"pattern is '\(a\+\)\+\$', must be"),
+    (lambda v: regex(v).update(Regex=regex(v)["Regex"] + "|(x+x+)+y"), "must be the one that this library writes"),
+    (lambda v: regex(v).update(Regex=["a"]), "pattern is a list of 1, must be"),
+    (lambda v: regex(v).update(Regex=None), "pattern is None, must be"),
+    (lambda v: regex(v).update(String=regex(v).pop("Regex")), "(no|has) .*pattern"),
+    (lambda v: v.update(vocabulary=1), "it has 'vocabulary', which none has"),
+    (lambda v: v["model"].update(cache_capacity=2**62), "it has 'model.cache_capacity', which none has"),
+    (lambda v: v["model"].update(type="Unigram"), "model.type is 'Unigram', must be 'BPE'"),
+    (lambda v: v["model"].update(fuse_unk=0), "model.fuse_unk is 0, must be False"),
+    (lambda v: v["added_tokens"][0].update(id=2**40), r"added_tokens\[0\].id is 1099511627776, must be 0"),
+    (lambda v: v.update(truncation={"max_length": 2**62}), "truncation is an object of 1, must be None"),
+    (lambda v: v.pop("pre_tokenizer"), "it has no pre_tokenizer"),
+    (lambda v: v.update(pre_tokenizer=None), "pre_tokenizer is None, must be an object"),
+    (lambda v: v.update(decoder="x" * 300), "decoder is 'xxx"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), FOREIGN, ids=range(len(FOREIGN)))
+def test_what_the_library_would_believe_is_refused_before_it_sees_it(
+    tmp_path: Path, change, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose patterns take exponential time, whose ids make tables of terabytes, whose merges have no tokens."""
+    path, value = saved(tmp_path)
+    change(value)
+    path.write_text(json.dumps(value))
+    monkeypatch.setattr(tokenizer.tokenizers.Tokenizer, "from_str", None)  # must not be called
+    with pytest.raises(DataError, match=message) as error:
+        Tokenizer.load(path)
+    said = str(error.value)
+    assert said.startswith(f"{path}: ") and "\n" not in said and len(said) < len(str(path)) + 250
+
+
+def test_no_merge_gives_the_separator(tmp_path: Path) -> None:
+    path, value = saved(tmp_path)
+    vocab, merges = value["model"]["vocab"], value["model"]["merges"]
+    part = END_OF_TEXT[:-1]
+    for token in list(vocab)[-1:]:
+        vocab[part] = vocab.pop(token)
+    merges[:] = [pair for pair in merges if "".join(pair) in vocab] + [[part, ">"]]
+    path.write_text(json.dumps(value))
+    with pytest.raises(DataError, match=r"model.merges.* must be of two tokens into one"):
+        Tokenizer.load(path)
+
+
+def test_files_of_older_libraries_load(tmp_path: Path) -> None:
+    """Without the fields that are newer, and with merges as one string."""
+    path, value = saved(tmp_path)
+    before = TOKENIZER.fingerprint
+    del value["model"]["ignore_merges"], value["model"]["byte_fallback"]
+    value["model"]["merges"] = [" ".join(pair) for pair in value["model"]["merges"]]
+    path.write_text(json.dumps(value))
+    assert Tokenizer.load(path).fingerprint == before
+    for name in ("run-0.1", "artifact-0.1"):
+        old = Tokenizer.load(Path("tests/vectors") / name / "tokenizer.json")
+        assert old.decode(old.encode("the quick brown fox")) == "the quick brown fox"
+
+
+def test_files_that_are_no_files_or_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = saved(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    for name in ("pipe", "zeros"):
+        with pytest.raises(DataError, match="not a regular file"):
+            Tokenizer.load(tmp_path / name)
+    monkeypatch.setattr(tokenizer, "MOST_BYTES", 1000)
+    with pytest.raises(DataError, match=r"tokenizer\.json: .*more than 1000 bytes"):
+        Tokenizer.load(path)
+
+
+def test_a_vast_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="more than 67108864 bytes"):
+        Tokenizer.load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 160 << 10
+
+
+def test_what_the_library_dies_of_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3 has it
+        pass
+
+    def panics(*_: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a\n`None` value")
+
+    path, _ = saved(tmp_path)
+
+    class Inner:
+        from_str = staticmethod(panics)
+
+    monkeypatch.setattr(tokenizer.tokenizers, "Tokenizer", Inner)
+    with pytest.raises(
+        DataError, match=r"tokenizer.json: the tokenizer's library gave up \(called .* a `None`"
+    ):
+        Tokenizer.load(path)
+    broken = Tokenizer.__new__(Tokenizer)
+    broken._inner = type("Broken", (), {"encode_batch_fast": panics})()
+    with pytest.raises(DataError, match="text: the tokenizer's library gave up"):
+        broken.encode("a")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff\xfe", b"null", b'{"version": "1.0"', b'{"a": 1, "a": 1}', b"[" * 100_000]
+)
 def test_load_refuses_damaged_files(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(data)
