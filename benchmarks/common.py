@@ -8,13 +8,14 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -22,15 +23,42 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from perspectron import machine  # noqa: E402
-from perspectron.eval.timing import (  # noqa: E402, F401
-    Peak,
-    Spread,
-    interleave,
-    ratios,
-)
+from perspectron.eval import timing  # noqa: E402
+from perspectron.eval.timing import Peak, take_turns, timed  # noqa: E402, F401
 from perspectron.machine import free_memory as available_bytes  # noqa: E402
 
 MATMUL_SIZES = (384, 768, 1536, 3072)
+
+
+# Measurements
+
+
+class Spread(timing.Spread):
+    """One that is also told by its least and greatest."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Median, least and greatest."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def text(self, scale: float = 1.0) -> str:
+        if self.count == 1:
+            return f"{self.median * scale:.4g} (once)"
+        return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
+
+
+def ratios(
+    above: Sequence[float], below: Sequence[float], spread: Callable[[Sequence[float]], Spread] = Spread.of
+) -> Spread:
+    """above / below, pair by pair."""
+    return spread([a / b for a, b in zip(above, below, strict=True)])
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call, `repeats` per contender, taken in turns."""
+    return take_turns({name: timed(call) for name, call in contenders.items()}, repeats, warmup)
 
 
 # Command line

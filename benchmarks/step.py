@@ -20,7 +20,7 @@ from torch import Tensor
 from perspectron import native, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
-from perspectron.eval.timing import Spread, take_turns
+from perspectron.eval.timing import take_turns
 from perspectron.model import LanguageModel
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize
@@ -78,9 +78,9 @@ def measure(folder: Path, rows: int, tokens: int, repeats: int) -> dict[str, Any
         "batch ways": ("step, batch", "modules, batch"),
     }
     return {
-        "tokens_per_second": {name: Spread.middle(values) for name, values in speeds.items()},
+        "tokens_per_second": {name: common.Spread.middle(values) for name, values in speeds.items()},
         "ratios": {
-            name: common.ratios(speeds[a], speeds[b], Spread.middle) for name, (a, b) in pairs.items()
+            name: common.ratios(speeds[a], speeds[b], common.Spread.middle) for name, (a, b) in pairs.items()
         },
     }
 

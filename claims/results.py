@@ -37,7 +37,7 @@ def command(name: str) -> str:
     if name in COMMANDS:
         return f"{COMMANDS[name]} --json results/{name}.json"
     if name == "compare":
-        return f"{COMPARE} && cp runs/reference/results.json results/compare.json"
+        return f"{COMPARE} && python -m claims.keep runs/reference results/compare.json"
     design = name.removeprefix("ablate-")
     made = f"perspectron ablate runs/reference/cells/{design}/0 --tokens 500k --seeds 3 --jobs 2 --out runs/{name}"
     return f"{made} && cp runs/{name}/results.json results/{name}.json"

@@ -3,16 +3,18 @@
 A model on the meta device, which knows shapes and holds no numbers, is counted at once whatever its size.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from math import prod
+from operator import add
 from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from perspectron.block import Block
 from perspectron.config import ModelConfig
@@ -91,25 +93,15 @@ def _idle(model: LanguageModel) -> int:
 
 
 def _groups(model: LanguageModel) -> dict[str, Group]:
-    modules, sizes = Counter[str](), Counter[str]()
-    for name, module in model.named_modules():
-        if isinstance(module, Block):
-            if module.config.mixer is not None:
-                modules[module.config.mixer.kind] += 1
-            if module.config.ffn is not None:
-                kind = module.config.ffn.kind
-                modules[{"routed": "experts"}.get(kind, kind)] += 1
-                modules["router"] += kind == "routed"
-        elif name in ("embedding", "positions"):
-            modules[name] += 1
-        elif name == "lm_head":
-            modules["head"] += 1
-        elif isinstance(module, torch.nn.RMSNorm | torch.nn.LayerNorm):
-            modules["norms and biases"] += 1
-    blocks = list(model.blocks)
+    owners, numbers, blocks = defaultdict[str, set[str]](set), Counter[str](), list(model.blocks)
     for name, parameter in model.named_parameters():
-        sizes[group_of(name, parameter.ndim, blocks)] += parameter.numel()
-    return {kind: Group(max(modules[kind], 1), size) for kind, size in sizes.items()}
+        kind, (room, *rest) = group_of(name, parameter.ndim, blocks), name.split(".")
+        owners[kind].add(rest[0] if room == "blocks" else room)
+        numbers[kind] += parameter.numel()
+    count = {kind: len(rooms) for kind, rooms in owners.items()}
+    norms = (torch.nn.RMSNorm, torch.nn.LayerNorm)
+    count["norms and biases"] = sum(isinstance(module, norms) for module in model.modules())
+    return {kind: Group(count[kind], size) for kind, size in numbers.items()}
 
 
 def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
@@ -141,12 +133,7 @@ class Part:
     written: int = 0
 
     def __add__(self, other: "Part") -> "Part":
-        return Part(
-            self.parameters + other.parameters,
-            self.bytes + other.bytes,
-            self.read + other.read,
-            self.written + other.written,
-        )
+        return Part(*map(add, astuple(self), astuple(other)))
 
 
 NOTHING = Part(0, 0, 0)
@@ -344,25 +331,11 @@ class FlopCounter(TorchDispatchMode):
             return parts
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
-        if name in _PRODUCTS:
-            self.total += _PRODUCTS[name](args)
+        if name.startswith("_scaled_dot_product"):
+            q, k, v = (x.shape for x in args[:3])
+            self.total += 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        elif product := flop_registry.get(getattr(torch.ops.aten, name, None)):
+            self.total += product(*args, out_val=out)
         elif isinstance(out, torch.Tensor) and out.is_floating_point() and torch.Tag.pointwise in func.tags:
             self.total += out.numel() * (2 if name.startswith("addc") else int(name != "clone"))
         return out
-
-
-def _attention(args: tuple[Any, ...]) -> int:
-    q, k, v = (tuple(x.shape) for x in args[:3])
-    return 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-_PRODUCTS: dict[str, Callable[[tuple[Any, ...]], int]] = {
-    "mm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
-    "bmm": lambda a: 2 * prod(a[0].shape) * a[1].shape[-1],
-    "addmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
-    "baddbmm": lambda a: 2 * prod(a[1].shape) * a[2].shape[-1],
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_efficient_attention": _attention,
-}

@@ -27,6 +27,24 @@ def require(condition: bool, field: str, value: object, bound: str) -> None:
         raise ConfigError(f"{field} = {value!r}, must be {bound}")
 
 
+def at_least(bound: float, config: object, *fields: str) -> None:
+    """Raise ConfigError for the first of these fields of `config` that is below `bound`."""
+    for field in fields:
+        require(getattr(config, field) >= bound, field, getattr(config, field), f"≥ {bound}")
+
+
+def positive(config: object, *fields: str) -> None:
+    """Raise ConfigError for the first of these fields of `config` that is not above 0."""
+    for field in fields:
+        require(getattr(config, field) > 0, field, getattr(config, field), "> 0")
+
+
+def divides(heads: int, d_model: int, *, even: bool = False) -> None:
+    """Raise ConfigError unless so many heads divide the model width, with `even` into even widths."""
+    bound = f"d_model / 2 = {d_model / 2:g}" if even else f"d_model = {d_model}"
+    require(d_model % ((1 + even) * heads) == 0, "heads", heads, f"a divisor of {bound}")
+
+
 class Kind:
     """Base of configs of which a field may hold one of several kinds."""
 
@@ -76,9 +94,8 @@ class RouteGatedConfig(ResidualConfig):
     anneal_after: int = 0
 
     def __post_init__(self) -> None:
-        require(self.scale > 0, "scale", self.scale, "> 0")
-        require(self.anneal >= 0, "anneal", self.anneal, "≥ 0")
-        require(self.anneal_after >= 0, "anneal_after", self.anneal_after, "≥ 0")
+        positive(self, "scale")
+        at_least(0, self, "anneal", "anneal_after")
 
 
 @dataclass(frozen=True)
@@ -135,12 +152,10 @@ class ModelConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        require(self.vocab_size >= 1, "vocab_size", self.vocab_size, "≥ 1")
-        require(self.d_model >= 1, "d_model", self.d_model, "≥ 1")
+        at_least(1, self, "vocab_size", "d_model")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
-        require(self.embedding_std > 0, "embedding_std", self.embedding_std, "> 0")
-        require(self.positions >= 0, "positions", self.positions, "≥ 0")
-        require(self.norm_eps > 0, "norm_eps", self.norm_eps, "> 0")
+        at_least(0, self, "positions")
+        positive(self, "embedding_std", "norm_eps")
         require(len(self.blocks) <= MOST_BLOCKS, "blocks", len(self.blocks), f"≤ {MOST_BLOCKS}")
         _require_sizes(self, "")
         mixers = sum(block.mixer is not None for block in self.blocks)

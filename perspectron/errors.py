@@ -2,11 +2,21 @@
 
 from pathlib import Path
 
+LONGEST = 800  # characters of a message
+
 
 class PerspectronError(Exception):
-    """Base of every error that is the user's to mend; the command line prints it and exits with `exit_code`."""
+    """Base of every error that is the user's to mend; the command line prints it and exits with `exit_code`.
+
+    As text it is one line to be read, whatever a file or a library put into it: control characters are spelled out, and
+    the middle of a long one is left out."""
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        text = " ".join(super().__str__().split())
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 
 
 class ConfigError(PerspectronError):

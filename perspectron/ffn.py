@@ -5,8 +5,9 @@ they decide only what is reported.
 Shapes: B batch, T time, D model width, F hidden width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,23 @@ class TiedConfig(FFNConfig):
     block: int
 
 
-class SwiGLU(nn.Module):
+class Network(nn.Module):
+    """A network that reports nothing, so that masks mean nothing to it. `output` gives its output."""
+
+    output: Callable[[Tensor, Any], Tensor]
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        context_BTD: Tensor | None = None,
+        *,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Term]]:
+        return self.output(x_BTD, context_BTD), {}
+
+
+class SwiGLU(Network):
     """W_down(SiLU(W_gate x) ⊙ W_up x) (seeds/topology.md §2.1)."""
 
     def __init__(self, d_model: int, config: SwiGLUConfig) -> None:
@@ -79,15 +96,8 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(d_model, config.hidden, bias=False)
         self.down_proj = nn.Linear(config.hidden, d_model, bias=False)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        context_BTD: Tensor | None = None,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Term]]:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)), {}
+    def output(self, x_BTD: Tensor, context_BTD: Any) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:
@@ -95,7 +105,7 @@ def gelu(x: Tensor, activation: Activation) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-class MLP(nn.Module):
+class MLP(Network):
     """W_down GELU(W_up x), with biases."""
 
     def __init__(self, d_model: int, config: MLPConfig) -> None:
@@ -104,18 +114,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(d_model, config.hidden)
         self.down_proj = nn.Linear(config.hidden, d_model)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        context_BTD: Tensor | None = None,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Term]]:
-        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation)), {}
+    def output(self, x_BTD: Tensor, context_BTD: Any) -> Tensor:
+        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation))
 
 
-class ContextMLP(nn.Module):
+class ContextMLP(Network):
     """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (seeds/lens.md, enhancement 5)."""
 
     def __init__(self, d_model: int, config: ContextMLPConfig) -> None:
@@ -131,20 +134,13 @@ class ContextMLP(nn.Module):
         self.gate_proj = nn.Linear(width, config.hidden)
         self.down_proj = nn.Linear(config.hidden, d_model)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        context_BTD: Tensor,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Term]]:
+    def output(self, x_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         if self.config.context:
             context_BTD = context_BTD.detach() if self.config.stop_gradient else context_BTD
             narrow = self.config.context_rank > 0
             x_BTD = torch.cat([x_BTD, self.context_proj(context_BTD) if narrow else context_BTD], -1)
         gate = torch.sigmoid(self.gate_proj(x_BTD))
-        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate), {}
+        return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate)
 
 
 FFNS = {"swiglu": SwiGLU, "mlp": MLP, "context_mlp": ContextMLP, "routed": RoutedSwiGLU}

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from io import BufferedReader, BufferedWriter
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,13 +39,13 @@ def open_file(path: Path) -> BufferedReader:
     return file
 
 
-def append_to(path: Path) -> BufferedWriter:
+def append_to(path: Path) -> FileIO:
     """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
     where it cannot be written: a link is not followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         _refuse_special(path)
-        return open(os.open(path, flags, 0o644), "ab")
+        return FileIO(os.open(path, flags, 0o644), "ab")
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
 
@@ -226,9 +226,9 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
     """The text of a regular file. OSError: it is none. ValueError: more than `limit` bytes, or not UTF-8 (`errors` as
     `bytes.decode` has them)."""
     with open_file(path) as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
-        raise ValueError(f"more than {limit} bytes")
+        if os.fstat(file.fileno()).st_size > limit:
+            raise ValueError(f"more than {limit} bytes")
+        text = file.read()
     return text.decode(errors=errors)
 
 

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from perspectron.block import NORMS, Block
-from perspectron.config import HeadConfig, ModelConfig, one_of, require
+from perspectron.config import HeadConfig, ModelConfig, at_least, one_of, require
 from perspectron.errors import ConfigError, StateError
 from perspectron.ffn import TiedConfig
 from perspectron.machine import memory
@@ -43,8 +43,8 @@ class EmitterConfig(HeadConfig):
     stability: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
-        require(self.stability >= 0, "stability", self.stability, "≥ 0")
+        at_least(1, self, "hidden")
+        at_least(0, self, "stability")
 
 
 class LinearHead(nn.Linear):

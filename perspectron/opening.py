@@ -38,9 +38,9 @@ class Folder:
     trained: Trained | None = None
     dtype: torch.dtype | None = None
 
-    def of_run(self) -> RunConfig:
-        """The config of a run. ConfigError for an artifact."""
-        require(self.run is not None, "run", str(self.path), "a run, not an artifact in few bits")
+    def of_run(self, field: str = "run") -> RunConfig:
+        """The config of a run. ConfigError, naming the field, for an artifact."""
+        require(self.run is not None, field, str(self.path), "a run, not an artifact in few bits")
         assert self.run is not None
         return self.run
 

@@ -95,10 +95,10 @@ def write(path: Path, svg: str) -> None:
         temporary.write_text(svg, encoding="utf-8")
 
 
-def draw(charts: Sequence[Chart], *, slug: str = "", columns: int = 2) -> str:
-    """Charts side by side as one <svg>. slug: unique in the page that it becomes part of; without one the picture is
+def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
+    """Charts as one <svg>, two in a row. slug: unique in the page that it becomes part of; without one the picture is
     a file of its own."""
-    columns = min(columns, len(charts))
+    columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     with _figure(WIDTH * columns, HEIGHT * rows, slug) as figure:
         for index, chart in enumerate(charts):

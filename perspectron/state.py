@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,14 @@ def register(cls: T) -> T:
     return cls
 
 
-class Ragged:
+class Ragged(ABC):
     """Base of a part of a state whose rows may differ in shape, such as a cache with room for more tokens or fewer.
 
     Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
     is 0 in the empty state of a batch without room.
     """
 
+    @abstractmethod
     def room(self) -> None:
         """StateError unless what it counts fits into the room it has."""
 
@@ -48,9 +50,9 @@ class Ragged:
         return rows
 
     @classmethod
+    @abstractmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, as a copy."""
-        raise NotImplementedError(f"{cls.__name__}.stack")
 
 
 @dataclass(frozen=True)

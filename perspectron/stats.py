@@ -19,21 +19,15 @@ Span = tuple[float, float]
 class Paired(NamedTuple):
     """Mean of n differences a − b, each of one seed.
 
-    other: the mean of b. low, high: Student's interval of the mean difference; p: two-sided paired t test. Both assume
+    low, high: Student's interval of the mean difference; p: two-sided paired t test. Both assume
     that the differences are normal, and are None for a single seed.
     """
 
     n: int
     mean: float
-    other: float
     low: float | None
     high: float | None
     p: float | None
-
-    @property
-    def sure(self) -> bool:
-        """Zero lies outside the interval."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def student(mean: float, error: float, freedom: int) -> Span:
@@ -62,14 +56,14 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
     if not a:
         return None
     differences = [x - y for x, y in zip(a, b, strict=True)]
-    n, mean, other = len(a), statistics.fmean(differences), statistics.fmean(b)
+    n, mean = len(a), statistics.fmean(differences)
     if (span := interval(differences)) is None:
-        return Paired(n, mean, other, None, None, None)
+        return Paired(n, mean, None, None, None)
     error = statistics.stdev(differences) / math.sqrt(n)
     from scipy.stats import t
 
     p = 2 * float(t.sf(abs(mean) / error, n - 1)) if error else float(mean == 0)
-    return Paired(n, mean, other, *span, p)
+    return Paired(n, mean, *span, p)
 
 
 def bootstrap(statistic: Callable[[NDArray[np.int64]], Floats], count: int, seed: int) -> Floats:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import common
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
     "pdr_scan": [],
@@ -263,3 +265,24 @@ def test_recall(results):
     for arm in found["arms"].values():
         assert arm["steps"] == [2, 2] and len(arm["accuracy"]) == 2
         assert all(0 <= value <= 1 for value in arm["accuracy"])
+
+
+def test_interleave_tells_seconds_of_each_call(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(common.timing.time, "perf_counter", lambda: now[0])
+
+    def waits(cost):
+        def call():
+            now[0] += cost
+
+        return call
+
+    found = common.interleave({name: waits(cost) for name, cost in {"slow": 3.0, "quick": 1.0}.items()}, 3)
+    assert found == {"slow": [3.0] * 3, "quick": [1.0] * 3}
+
+
+def test_spreads():
+    assert common.Spread.of([3.0, 1.0, 2.0]) == common.Spread(2.0, 1.0, 3.0, 3)
+    assert common.ratios([4.0, 9.0], [2.0, 3.0]).median == 2.5
+    middle = common.ratios([2.0, 9.0, 16.0], [2.0, 3.0, 2.0], common.Spread.middle)
+    assert middle == common.Spread(3.0, 2.0, 5.5, 3)

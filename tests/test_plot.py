@@ -95,7 +95,7 @@ def test_charts_of_one_page_share_no_identifier():
 
 def test_a_chart_of_equal_values_and_panels_in_rows():
     flat = Chart("flat", "x", "y", [Line("one", [(0, 1.0), (1, 1.0)])])
-    root = ET.fromstring(draw([flat] * 3, columns=2))
+    root = ET.fromstring(draw([flat] * 3))
     assert root.get("viewBox") == f"0 0 {2 * plot.WIDTH} {2 * plot.HEIGHT}"
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from claims.claim import Evidence
+from claims.measures.gates import gates
 from perspectron import presets
-from perspectron.eval.gates import gates
 from perspectron.model import LanguageModel, build
 
 

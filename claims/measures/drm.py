@@ -17,8 +17,8 @@ from claims.measures.common import (
     made,
     text,
 )
+from claims.measures.gates import gates
 from perspectron import presets
-from perspectron.eval.gates import gates
 from perspectron.mixers.drm import DRM
 from perspectron.model import build
 from perspectron.ops import drm

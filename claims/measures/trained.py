@@ -14,9 +14,9 @@ from typing import Any
 
 from claims.claim import Evidence, Measure
 from claims.measures.common import text
+from claims.measures.gates import gates
 from claims.results import Missing, Results, command
 from perspectron import presets
-from perspectron.eval.gates import gates
 from perspectron.model import build
 from perspectron.stats import LEVEL, paired
 

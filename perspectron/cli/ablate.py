@@ -14,8 +14,8 @@ from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import one_of, require
 from perspectron.eval.suites import OF_TEXT
 from perspectron.files import locked
+from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
-from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 
 
@@ -47,7 +47,7 @@ class Ablate:
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
-        config = checkpoint.load_config(checkpoint.run_of(self.run))
+        config = describe(self.run).of_run()
         design = one_of(design_of(config.model), ABLATIONS, "design")
         names = list(ABLATIONS[design]) if self.over == "all" else listed(self.over)
         made: Models = {

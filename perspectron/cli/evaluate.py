@@ -1,14 +1,13 @@
 """`perspectron eval`."""
 
-import json
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from perspectron.cli.options import assignment, open_model
+from perspectron.cli.options import Sets, answer, assignments, open_model
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus
 from perspectron.eval.subject import Subject
@@ -35,7 +34,7 @@ class Eval:
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
     """perplexity, position, calibration, robustness, cost or recall."""
-    set: tuple[str, ...] = ()
+    set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None
     """Another corpus instead of the one of training; its held-out part is measured."""
@@ -71,11 +70,8 @@ class Eval:
             split = self._heldout(opened, Path(scratch)) if suite.reads_text else None
             seq_len = self.seq_len or (SEQ_LEN if trained is None else trained.seq_len)
             result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
-        if self.json:
-            print(json.dumps(plain(result)))
-        else:
-            print(f"{opened.folder.model.name}: " + "\n".join(suite.code.lines(result)))
-        return 0
+        first, *lines = suite.code.lines(result)
+        return answer(self.json, plain(result), f"{opened.folder.model.name}: {first}", *lines)
 
     def _refuse_what_does_nothing(self, suite: Suite) -> None:
         """ConfigError for an option that does nothing in this suite."""
@@ -91,15 +87,11 @@ class Eval:
 
     def _options(self, suite: Suite) -> Any:
         """The suite's options. ConfigError for one that it does not have."""
-        values = dict(map(assignment, self.set))
-        known = [field.name for field in fields(suite.code.Options)]
+        values = assignments(self.set)
         if self.carry:
             values["carry"] = True
         if self.tokens is not None:
             values["tokens"] = self.tokens
-        for name in values:
-            bound = f"one of {', '.join(known)}" if known else "left out, it has none"
-            require(name in known, f"option of suite {self.suite}", name, bound)
         return load(suite.code.Options, values, f"suite {self.suite}")
 
     def _heldout(self, opened: Opened, scratch: Path) -> Split:

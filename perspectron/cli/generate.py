@@ -3,19 +3,26 @@
 import json
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import tyro
+from rich.table import Table
 
-from perspectron.cli.bench import print_bench
-from perspectron.cli.options import open_model
+from perspectron import native
+from perspectron.cli.options import answer, open_model, table
 from perspectron.config import require
+from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, DataError
+from perspectron.eval.cost import Bench, bench
 from perspectron.machine import pick_device
+from perspectron.model import LanguageModel
+
+PROMPT = "def read_lines(path):\n"  # of a measurement
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ class Generate:
         opened = open_model(self.run, self.cache, verify=self.verify)
         model, tokenizer = opened.model, opened.tokenizer
         if self.bench:
-            print_bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
-            return 0
+            return _bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
         device = pick_device(self.device)
         model.to(device)
         conversation = None
@@ -72,16 +78,18 @@ class Generate:
             conversation = replace(conversation, state=conversation.state.to(device))
         texts, start = self._texts(conversation), time.perf_counter()
         single = not self.json and len(texts) == 1
-        result = generate(
-            model,
-            tokenizer,
-            texts,
-            max_tokens=self.max_tokens,
-            sampling=self.sampling,
-            stop=self.stop,
-            conversation=conversation,
-            on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
-        )
+        with _Reading() as reading:
+            result = generate(
+                model,
+                tokenizer,
+                texts,
+                max_tokens=self.max_tokens,
+                sampling=self.sampling,
+                stop=self.stop,
+                conversation=conversation,
+                on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
+                on_read=reading.tell,
+            )
         if self.save_state is not None:
             result.conversation.save(self.save_state, model)
         self._print(texts, result, single, time.perf_counter() - start)
@@ -126,8 +134,68 @@ class Generate:
                 print(f"── {prompt!r}\n{text}")
 
 
+class _Reading:
+    """Progress of a long prompt on standard error: a line that is written over on a terminal, else one every 10 s."""
+
+    def __init__(self) -> None:
+        self.start = self.said = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._clear()
+
+    def tell(self, read: int, prompt: int) -> None:
+        now = time.monotonic()
+        if now - self.said < (0.5 if self.terminal else 10.0):
+            return
+        left = (now - self.start) * (prompt - read) / max(read, 1)
+        line = f"perspectron: {read:,} of {prompt:,} tokens of the prompt read, about {left:,.0f} s left"
+        print(
+            f"\r{line}\x1b[K" if self.terminal else line,
+            end="" if self.terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.said = now
+
+    def _clear(self) -> None:
+        if self.terminal and self.said > self.start:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"standard input: byte {error.start} is not UTF-8") from None
+
+
+def _bench(model: LanguageModel, tokenizer: Tokenizer, prompt: str, tokens: int, *, json: bool) -> int:
+    """Decode and print what a token cost."""
+    measured = bench(model, tokenizer.vocab_size, tokenizer.encode(prompt or PROMPT), tokens)
+    sums = {"median": measured.median, "share": measured.share, "bytes": measured.touched.total}
+    return answer(json, asdict(measured) | sums, _table(model, measured))
+
+
+def _table(model: LanguageModel, measured: Bench) -> Table:
+    low, high = min(measured.seconds), max(measured.seconds)
+    rows = [
+        ("milliseconds", f"{measured.median * 1e3:.1f} ({low * 1e3:.1f}-{high * 1e3:.1f})"),
+        ("tokens a second", f"{1 / measured.median:.2f}"),
+    ]
+    names = {"state": "state, read and written", "caches": "keys and values read"}
+    counts = asdict(measured.touched).items()
+    threads = native.threads()
+    rows += [(f"bytes of {names.get(name, name)}", f"{count:,}") for name, count in counts]
+    rows += [
+        ("bytes in all", f"{measured.touched.total:,}"),
+        ("in memory as state", f"{measured.state_bytes:,} bytes"),
+        ("read from memory", f"{measured.bandwidth / 1e9:.1f} GB/s on {threads} thread{'s'[: threads > 1]}"),
+        ("share of that", f"{measured.share:.2f}"),
+    ]
+    if measured.missed:
+        rows.append(("bytes from disk", f"{measured.missed:,.0f}, waited {measured.waited * 1e3:.1f} ms"))
+    return table(f"{model.config.name}: one token of {len(measured.seconds)}", ("", "measured"), rows)

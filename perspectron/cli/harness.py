@@ -30,7 +30,9 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Hand the arguments on to the harness, to which `--model perspectron --model_args run=DIR` is known.
+    """Tasks of lm-evaluation-harness, with a run as the model: --model perspectron.
+
+    Hands the arguments on to the harness, to which `--model perspectron --model_args run=DIR` is known.
 
     Without the extra `eval` it says how to install it: as help where help is asked for, else as ConfigError; and what
     the run raises when it is opened.

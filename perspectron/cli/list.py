@@ -34,13 +34,8 @@ def _table(title: str, rows: list[dict[str, Any]]) -> str:
     head |= {key: key for key, value in rows[0].items() if isinstance(value, int)}
     cells = [[f"{v:,}" if isinstance(v, int) else v for v in row.values()] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [isinstance(value, int) for value in rows[0].values()]
-    lines = [
-        "  ".join(
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(texts, widths, right, strict=True)
-        )
-        for texts in cells
-    ]
+    signs = (">" if isinstance(value, int) else "<" for value in rows[0].values())
+    form = "  ".join(f"{{:{sign}{width}}}" for sign, width in zip(signs, widths, strict=True))
+    lines = [form.format(*texts) for texts in cells]
     lines[0] = f"{title:<{widths[0] + 2}}{lines[0][widths[0] :]}"
     return "\n".join([lines[0].rstrip(), *(f"  {line}".rstrip() for line in lines[1:])])

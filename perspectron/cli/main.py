@@ -3,6 +3,7 @@
 The module of a command is imported when it is asked for: torch takes ten times as long to import as all else here.
 """
 
+import ast
 import contextlib
 import functools
 import io
@@ -10,77 +11,32 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import perspectron
 from perspectron.errors import ConfigError, PerspectronError
 
 COMMANDS = {
-    "quickstart": (
-        "quickstart:Quickstart",
-        "Train a small Perspective model and its transformer twin, compare them, generate, stop and go on.",
-    ),
-    "train": ("train:Train", "Train a model on your text, or go on with a run that was stopped."),
-    "generate": (
-        "generate:Generate",
-        "Continue one prompt or several, and conversations from where they stopped.",
-    ),
-    "eval": (
-        "evaluate:Eval",
-        "Measure a run: held-out loss in bits per byte beside gzip and xz, or another suite.",
-    ),
-    "inspect": (
-        "inspect:Inspect",
-        "Parameters, FLOPs per token and state bytes of a preset or a run, counted from the built model.",
-    ),
-    "list": (
-        "list:List",
-        "The mixers, designs and presets there are, a line each, and the documents they come from.",
-    ),
-    "plan": (
-        "plan:Plan",
-        "What a model needs to run compressed, what of it streams from disk, and how fast it decodes.",
-    ),
-    "prune-attention": (
-        "prune_attention:PruneAttention",
-        "Drop attention and its cache where the route gate leans on it least.",
-    ),
-    "routes": (
-        "routes:ShowRoutes",
-        "Which experts a text takes, drawn on the torus: their load, and hops between tokens.",
-    ),
-    "quantize": (
-        "quantize:Quantize",
-        "Pack a trained model into few bits: a folder that `generate`, `eval` and `inspect` take like a run.",
-    ),
-    "synthesize": (
-        "synthesize:Synthesize",
-        "Write an artifact of random weights, to measure in full size what a model costs to run.",
-    ),
-    "tokenize": (
-        "tokenize:Tokenize",
-        "Train a tokenizer on a corpus and encode it, once for many runs; interrupted, it goes on.",
-    ),
-    "ablate": (
-        "ablate:Ablate",
-        "Train the design of a run again with parts removed, at the same parameters, text and learning rate, "
-        "and report.",
-    ),
-    "compare": (
-        "compare:Compare",
-        "Train designs at equal parameters and tokens on your text, measure what each claims, and write a report.",
-    ),
-    "trace": (
-        "trace:TraceRoutes",
-        "Record the experts that a text takes, and count what caches of any size would read for it.",
-    ),
-    "lm-eval": (
-        "harness:run",
-        "Tasks of lm-evaluation-harness, with a run as the model: --model perspectron.",
-    ),
+    "quickstart": "quickstart:Quickstart",
+    "train": "train:Train",
+    "generate": "generate:Generate",
+    "eval": "evaluate:Eval",
+    "inspect": "inspect:Inspect",
+    "list": "list:List",
+    "plan": "plan:Plan",
+    "prune-attention": "prune_attention:PruneAttention",
+    "routes": "routes:ShowRoutes",
+    "quantize": "quantize:Quantize",
+    "synthesize": "synthesize:Synthesize",
+    "tokenize": "tokenize:Tokenize",
+    "ablate": "ablate:Ablate",
+    "compare": "compare:Compare",
+    "trace": "trace:TraceRoutes",
+    "lm-eval": "harness:run",
 }
-"""For each command, where in `perspectron.cli` it stands and what it does. A class is parsed from the arguments, and
-its instance called for the exit code; a function takes the arguments as they are."""
+"""For each command, where in `perspectron.cli` it stands. A class is parsed from the arguments, and its instance called
+for the exit code; a function takes the arguments as they are."""
 
 
 def console() -> int:
@@ -100,11 +56,15 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
         if arguments in (["-h"], ["--help"]):
             _overview()
             return 0
+        if not arguments:
+            with contextlib.redirect_stdout(sys.stderr):
+                _overview()
+            return ConfigError.exit_code
         command = _parse(arguments)
         prepare()
         return command()
     except PerspectronError as error:
-        print(f"perspectron: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"perspectron: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -126,11 +86,11 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 def _parse(arguments: list[str]) -> Callable[[], int]:
     """The command that the arguments ask for, ready to be called."""
-    if not arguments or arguments[0] not in COMMANDS:
-        asked = repr(arguments[0]) if arguments else "nothing"
-        raise ConfigError(f"command = {asked}, must be one of {', '.join(COMMANDS)} (see perspectron --help)")
+    if arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
     name, *rest = arguments
-    module, _, attribute = COMMANDS[name][0].partition(":")
+    module, _, attribute = COMMANDS[name].partition(":")
     command: Any = getattr(import_module(f"perspectron.cli.{module}"), attribute)
     if not isinstance(command, type):
         return functools.partial(command, rest)
@@ -161,9 +121,18 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
 
 def _overview() -> None:
     print(f"usage: perspectron COMMAND [OPTIONS]\n\n{perspectron.__doc__}\n\ncommands:")
-    for name, (_, about) in COMMANDS.items():
-        print(f"  {name:<16} {about}")
+    for name in COMMANDS:
+        print(f"  {name:<16} {about(name)}")
     print("\nExample: perspectron quickstart\nEach command explains itself: perspectron COMMAND --help")
+
+
+def about(name: str) -> str:
+    """What a command does: the first line of its docstring, read from its source, for to import it takes torch."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    tree = ast.parse(source).body
+    (found,) = (n for n in tree if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
+    return str(ast.get_docstring(found)).partition("\n")[0]
 
 
 def _one_line(box: str) -> str:

@@ -7,18 +7,24 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tyro
+
 from perspectron.config import require
+from perspectron.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perspectron.opening import Opened
+    from perspectron.opening import Folder, Opened
 
 POWERS = "KMGT"
 LARGEST = 2**62
+Sets = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+"""What every `--set KEY=VALUE …` says; it may be given several times."""
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
 BOUND = "a size like 24G, 512M or 1.5GiB"
 
@@ -67,6 +73,32 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def assignments(given: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The values of every `--set`, by key; the last one of a key counts."""
+    return dict(assignment(text) for texts in given for text in texts)
+
+
+def describe(model: str, given: Sequence[Sequence[str]]) -> "Folder":
+    """Description of a preset with sizes replaced, or of a folder, in which none can be."""
+    from perspectron import opening, presets
+
+    if not Path(model).is_dir():
+        return opening.Folder(Path(), presets.get(model, **assignments(given)))
+    require(not given, "set", " ".join(text for texts in given for text in texts), "left out for a folder")
+    return opening.describe(Path(model))
+
+
+def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
+    """The values in which two of the same dataclass differ, by flag."""
+    result: dict[str, tuple[Any, Any]] = {}
+    for item in fields(one):
+        a, b = getattr(one, item.name), getattr(other, item.name)
+        if a != b:
+            inside = is_dataclass(a) and type(a) is type(b)
+            result |= differences(a, b) if inside else {"--" + item.name.replace("_", "-"): (a, b)}
+    return result
+
+
 def resolved(data: str) -> str:
     """A corpus or a run by its full path, so that a run goes on from any folder."""
     return data if data in ("stdlib", "") else str(Path(data).resolve())
@@ -82,9 +114,12 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
 
     from perspectron import native, opening
 
-    opened = opening.open_model(
-        path, cache_bytes=None if cache is None else size(cache, "cache"), verify=verify
-    )
+    cache_bytes = None if cache is None else size(cache, "cache")
+    try:
+        opened = opening.open_model(path, cache_bytes=cache_bytes, verify=verify)
+    except ConfigError as error:
+        typed = f"cache = {cache!r} ({cache_bytes:,} bytes)" if cache_bytes else ""
+        raise ConfigError(re.sub(rf"^cache = {cache_bytes}( bytes)?", typed, str(error))) from None
     if opened.line:
         print(f"perspectron: {opened.line}", file=sys.stderr)
         if native.available() and torch.get_num_threads() > 1:

@@ -8,12 +8,11 @@ import torch
 import tyro
 from rich.table import Table
 
-from perspectron import presets
-from perspectron.cli.options import answer, assignment, rate, size, table
+from perspectron.cli.options import Sets, answer, describe, rate, size, table
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.files import safe_join
-from perspectron.opening import describe
+from perspectron.opening import Folder
 from perspectron.stream import speed
 from perspectron.stream.artifact import layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
@@ -54,7 +53,7 @@ class Plan:
     """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
     trace: Path | None = None
     """File that `perspectron trace` wrote: its misses are one of the cases."""
-    set: tuple[str, ...] = ()
+    set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False
     """Print one JSON object."""
@@ -63,10 +62,11 @@ class Plan:
         ram = size(self.ram, "ram")
         vram = None if self.vram is None else size(self.vram, "vram")
         require(self.pcie is None or vram is not None, "pcie", self.pcie, "left out without vram")
-        needed = self._needs()
+        folder = describe(self.model, self.set)
+        needed = self._needs(folder)
         trace = None if self.trace is None else load_trace(self.trace)
         _same_model(needed, trace)
-        rates = self._rates(vram is not None)
+        rates = self._rates(folder, vram is not None)
         placement = place(needed, ram, vram)
         cases = bounds(needed, placement) if placement.fits else []
         if trace is not None and placement.fits and placement.streams:
@@ -76,23 +76,17 @@ class Plan:
         speeds = (_speeds(cases, rates), _known(rates)) if cases else ()
         return answer(self.json, fields, _bytes(needed), *lines, *speeds)
 
-    def _needs(self) -> Needs:
-        """ConfigError for an unknown preset, a damaged folder, or a context that it cannot hold."""
-        formats, distinct = None, 0
-        if Path(self.model).is_dir():
-            require(not self.set, "set", " ".join(self.set), "left out for a folder")
-            folder = describe(Path(self.model))
-            config, formats = folder.model, folder.quant
-            distinct = 0 if folder.experts is None else folder.experts.distinct
-        else:
-            config = presets.get(self.model, **dict(map(assignment, self.set)))
+    def _needs(self, folder: Folder) -> Needs:
+        """ConfigError for a context that the model cannot hold, or a format beside those of an artifact."""
+        config, formats = folder.model, folder.quant
+        distinct = 0 if folder.experts is None else folder.experts.distinct
         require(formats is None or self.shared is None, "shared", self.shared, "left out for an artifact")
         context = min(CONTEXT, config.positions or CONTEXT) if self.context is None else self.context
         bound = f"from 1 to {config.positions:,}, the learned positions" if config.positions else "≥ 1"
         require(1 <= context <= (config.positions or context), "context", context, bound)
         return needs(config, context, formats or self.shared or "2bit", distinct)
 
-    def _rates(self, gpu: bool) -> Rates:
+    def _rates(self, folder: Folder, gpu: bool) -> Rates:
         """The rates that were typed, else those measured here, else None."""
         typed = {name: getattr(self, name) for name in ("bandwidth", "disk", "pcie")}
         known = {name: None if text is None else float(rate(text, name)) for name, text in typed.items()}
@@ -101,10 +95,8 @@ class Plan:
             known["bandwidth"] = speed.memory("cuda" if gpu else "cpu")
         if known["pcie"] is None and gpu and here:
             known["pcie"] = speed.pcie()
-        if known["disk"] is None and Path(self.model).is_dir():
-            folder = describe(Path(self.model))
-            if folder.experts is not None:
-                known["disk"] = speed.disk(safe_join(folder.path, layer_file(folder.experts.layers[0])))
+        if known["disk"] is None and folder.experts is not None:
+            known["disk"] = speed.disk(safe_join(folder.path, layer_file(folder.experts.layers[0])))
         return Rates(known["bandwidth"], known["disk"], known["pcie"])
 
 
@@ -121,12 +113,7 @@ def _same_model(needed: Needs, trace: Trace | None) -> None:
 
 
 def _report(needed: Needs, placement: Placement, rates: Rates, cases: list[Case]) -> dict[str, Any]:
-    return {
-        "model": needed.model,
-        "context": needed.context,
-        "parts": {name: asdict(part) for name, part in needed.parts.items()},
-        "state": {name: asdict(part) for name, part in needed.state.items()},
-        "experts": [asdict(layer) for layer in needed.experts],
+    return asdict(needed) | {
         "resident_bytes": needed.resident,
         "read_per_token": needed.read,
         "written_per_token": needed.written,

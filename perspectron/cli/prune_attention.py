@@ -1,13 +1,12 @@
 """`perspectron prune-attention`."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
+from perspectron.cli.options import answer, table
 from perspectron.config import require
 from perspectron.opening import describe, open_model
 from perspectron.quant.prune import prune, route_gates
@@ -72,23 +71,16 @@ class PruneAttention:
                 exported = replace(config, model=pruned.config)
                 checkpoint.export(out, exported, tokenizer, pruned, progress)
         exported_to = str(out) if self.blocks is not None else None
-        if self.json:
-            print(json.dumps({"context": self.context, "rows": rows, "exported": exported_to}))
-        else:
-            console = Console(highlight=False)
-            console.print(_table(rows, self.context))
-            if exported_to:
-                console.print(f"without attention in {self.blocks} blocks: {exported_to}", soft_wrap=True)
-        return 0
+        fields = {"context": self.context, "rows": rows, "exported": exported_to}
+        lines = [f"without attention in {self.blocks} blocks: {exported_to}"] if exported_to else []
+        return answer(self.json, fields, _table(rows, self.context), *lines)
 
 
 def _table(rows: list[dict[str, int | float | None]], context: int) -> Table:
     title = f"attention removed block by block, lowest route gate first (cache at {context:,} tokens)"
-    table = Table(title=title, title_justify="left")
-    for column in ("removed", "block", "its g", "held-out bits per byte", "cache bytes"):
-        table.add_column(column, justify="right", no_wrap=True)
+    lines = []
     for row in rows:
         g, block = row["g"], row["block"]
         shown = ("", "") if g is None else (str(block), f"{g:.3f}")
-        table.add_row(str(row["removed"]), *shown, f"{row['bits_per_byte']:.3f}", f"{row['cache_bytes']:,}")
-    return table
+        lines.append((str(row["removed"]), *shown, f"{row['bits_per_byte']:.3f}", f"{row['cache_bytes']:,}"))
+    return table(title, ("removed", "block", "its g", "held-out bits per byte", "cache bytes"), lines)

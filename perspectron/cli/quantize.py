@@ -9,7 +9,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import answer, differences, table
 from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
 from perspectron.errors import ConfigError, DataError
@@ -76,8 +76,8 @@ class Quantize:
         return self._answer(config.model.name, report, before, after)
 
     def _upgrade(self) -> int:
-        plain = self == Quantize(self.run, self.out, json=self.json)
-        require(plain, "options", "given", "left out for an artifact of 0.1: its weights stay as they are")
+        for flag in differences(self, Quantize(self.run, self.out, json=self.json)):
+            raise ConfigError(f"{flag}: leave it out for an artifact of 0.1, whose weights stay as they are")
         upgrade(self.run, self.out)
         return answer(self.json, {"out": str(self.out)}, f"{self.out}: the same weights in today's format")
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
-from perspectron.cli.options import resolved
+from perspectron.cli.options import resolved, table
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.train import fit
 from perspectron.data import open_shards
@@ -83,21 +83,18 @@ class Quickstart:
         )
 
     def _comparison(self) -> Table:
-        table = Table()
-        table.add_column("")
-        for column in ("bits per byte", "parameters", "state at 8,192 tokens"):
-            table.add_column(column, justify="right")
+        rows = []
         for name in MODELS:
             model, tokenizer = perspectron.load(self.out / name)
             bits = read_metrics(self.out / name)[-1]["heldout_bits_per_byte"]
             size = sum(parameter.numel() for parameter in model.parameters())
             state = model.init_state(1, capacity=8192).nbytes
-            table.add_row(model.config.name, f"{bits:.3f}", f"{size:,}", f"{state:,} bytes")
+            rows.append([model.config.name, f"{bits:.3f}", f"{size:,}", f"{state:,} bytes"])
         split = open_shards(self.out / "corpus").split("heldout")
         for other, bits in compressors(text_of(split, tokenizer, split.tokens)).items():
-            table.add_row(other, f"{bits:.3f}")
-        table.caption = f"{split.text_bytes:,} bytes of text that no model was trained on"
-        return table
+            rows.append([other, f"{bits:.3f}"])
+        title = f"{split.text_bytes:,} bytes of text that no model was trained on"
+        return table(title, ("", "bits per byte", "parameters", "state at 8,192 tokens"), rows)
 
     def _conversation(self, console: Console) -> None:
         model, tokenizer = perspectron.load(self.out / "perspective")

@@ -13,10 +13,10 @@ from torch import Tensor
 from perspectron.cli.options import answer, table
 from perspectron.config import require
 from perspectron.data import Tokenizer
-from perspectron.errors import DataError
-from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, summary, trace
+from perspectron.errors import DataError, StorageError
+from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, of_document, summary
 from perspectron.experts.torus import cells
-from perspectron.files import open_file, write_json
+from perspectron.files import open_file, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
@@ -67,9 +67,9 @@ class ShowRoutes:
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         texts = [_read(source, tokenizer, self.tokens) for source in self.text]
         with opened.autocast():
-            routes = joined([_trace(model, tokenizer, text) for text in texts], axis=1)
+            routes = joined([of_document(model, text.ids) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
-        out = opened.folder.path / "routes" if self.out is None else self.out
+        out = self.out or safe_join(opened.folder.path, "routes", StorageError)
         write(out / "routes.svg", _picture(routes, measures, runs))
         write_json(out / "routes.json", report)
         lines = [f"in {out}: routes.svg, routes.json"]
@@ -104,16 +104,6 @@ def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
     if len(ids) < 2:
         raise DataError(f"{path}: {len(ids)} tokens, need at least 2")
     return ids
-
-
-def _trace(model: LanguageModel, tokenizer: Tokenizer, text: _Text) -> list[Routes]:
-    """Routes of the text's own tokens, read as a document, after the separator."""
-    device = model.device
-    ids_BT = torch.tensor([[tokenizer.end_of_text, *text.ids]], device=device)
-    return [
-        layer._replace(expert_BT=layer.expert_BT[:, 1:], query_BTA=layer.query_BTA[:, 1:])
-        for layer in trace(model, ids_BT)
-    ]
 
 
 def _picture(routes: list[Routes], measures: list[Measures], runs: dict[str, tuple[int, int]]) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from perspectron import presets
-from perspectron.cli.options import answer, assignment
+from perspectron.cli.options import Sets, answer, assignments
 from perspectron.config import one_of, require
 from perspectron.data import Tokenizer, open_corpus
 from perspectron.stream.synthetic import synthesize
@@ -31,7 +31,7 @@ class Synthesize:
     """Distinct experts of each layer."""
     linear: Literal["2bit", "4bit", "int8"] = "2bit"
     """Format of the shared layers; the embedding is int8."""
-    set: tuple[str, ...] = ()
+    set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     data: str = "stdlib"
     """Corpus from which the tokenizer learns."""
@@ -42,7 +42,7 @@ class Synthesize:
 
     def __call__(self) -> int:
         known = [name for name, preset in presets.PRESETS.items() if preset.design == "perspective"]
-        config = presets.get(one_of(self.preset, known, "preset"), **dict(map(assignment, self.set)))
+        config = presets.get(one_of(self.preset, known, "preset"), **assignments(self.set))
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         require(self.seed >= 0, "seed", self.seed, "≥ 0")
         start = time.perf_counter()

@@ -1,13 +1,14 @@
 """`perspectron tokenize`."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from perspectron.cli.options import answer
+from perspectron.config import require
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.errors import ConfigError, StorageError
+from perspectron.errors import StorageError
 from perspectron.files import locked
 
 
@@ -34,8 +35,7 @@ class Tokenize:
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        if not 0 < self.heldout < 1:
-            raise ConfigError(f"heldout = {self.heldout}, must be in (0, 1)")
+        require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         corpus, kept = open_corpus(self.data, self.heldout), self.out / "tokenizer.json"
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
@@ -51,19 +51,16 @@ class Tokenize:
             name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}
             for name, s in splits.items()
         }
-        if self.json:
-            extra = {
-                "vocab_size": tokenizer.vocab_size,
-                "skipped_count": corpus.skipped_count,
-                "skipped": corpus.skipped,
-            }
-            print(json.dumps(facts | extra))
-            return 0
-        for name, fact in facts.items():
-            print(
-                f"{name}: {fact['documents']:,} documents, {fact['bytes']:,} bytes, {fact['tokens']:,} tokens"
-            )
-        print(f"vocabulary: {tokenizer.vocab_size:,}; in {self.out}")
+        extra = {
+            "vocab_size": tokenizer.vocab_size,
+            "skipped_count": corpus.skipped_count,
+            "skipped": corpus.skipped,
+        }
+        lines = [
+            f"{name}: {s.documents:,} documents, {s.text_bytes:,} bytes, {s.tokens:,} tokens"
+            for name, s in splits.items()
+        ]
+        lines.append(f"vocabulary: {tokenizer.vocab_size:,}; in {self.out}")
         if corpus.skipped_count:
-            print(f"unreadable and left out: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
-        return 0
+            lines.append(f"unreadable and left out: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
+        return answer(self.json, facts | extra, *lines)

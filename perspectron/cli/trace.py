@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import tyro
 from rich.table import Table
 
 from perspectron.cli.options import answer, rate, table
 from perspectron.cli.routes import read_tokens
 from perspectron.config import require
-from perspectron.data import Tokenizer
-from perspectron.eval.routes import trace as follow
+from perspectron.eval.routes import of_document
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
@@ -55,7 +53,7 @@ class TraceRoutes:
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with opened.autocast():
-            trace = _trace(model, tokenizer, ids)
+            trace = _trace(model, ids)
         out = opened.folder.path / "trace.json" if self.out is None else self.out
         save(out, trace)
         report = _report(trace, needs(model.config, 1).experts, disk)
@@ -63,16 +61,14 @@ class TraceRoutes:
         return answer(self.json, report, _table(report), *_notes(report), line)
 
 
-def _trace(model: LanguageModel, tokenizer: Tokenizer, ids: list[int]) -> Trace:
-    """Trace of the text's own tokens, read as a document: after the separator."""
-    ids_BT = torch.tensor([[tokenizer.end_of_text, *ids]], device=model.embedding.weight.device)
-    layers = follow(model, ids_BT)
+def _trace(model: LanguageModel, ids: list[int]) -> Trace:
+    layers = of_document(model, ids)
     return Trace(
         model.config.name,
         tuple(layer.layer for layer in layers),
         tuple(int(np.prod(layer.torus)) for layer in layers),
-        np.stack([layer.expert_BT[0, 1:].numpy() for layer in layers], 1),
-        np.stack([layer.guess_BT[0, 1:].numpy() for layer in layers], 1),
+        np.stack([layer.expert_BT[0].numpy() for layer in layers], 1),
+        np.stack([layer.guess_BT[0].numpy() for layer in layers], 1),
     )
 
 

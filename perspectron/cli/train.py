@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import tomllib
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from perspectron import presets
-from perspectron.cli.options import assignment, resolved
-from perspectron.config import ModelConfig, load, one_of
+from perspectron.cli.options import Sets, assignments, differences, resolved
+from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
 from perspectron.files import locked, read_text, remove
 from perspectron.machine import pick_device
+from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.extend import extend, how_to_go_on
@@ -26,7 +27,6 @@ from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
 
 PRESET = "perspective-tiny"
-Flags = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Train:
     """Folder of a run to go on with; everything else comes from there, but --steps may be more."""
     preset: str = ""
     """Which model (perspectron list shows them): perspective-tiny, or with --init the one of that run."""
-    set: tuple[str, ...] = ()
+    set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     config: Path | None = None
     """TOML file with [model] (preset and sizes) and [train] tables; flags override it."""
@@ -74,7 +74,10 @@ class Train:
         if (self.out / "config.json").exists():
             raise ConfigError(f"out: {self.out} is a run already; use --resume {self.out}, or a new --out")
         places: dict[str, Any] = {"data": resolved(self.train.data)}
-        places |= {name: resolved(getattr(self.train, name)) for name in ("init", "teacher")}
+        for name in ("init", "teacher"):
+            if origin := getattr(self.train, name):
+                places[name] = resolved(origin)
+                describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
         recipe = self.staged if self.recipe == "staged" else None
         if recipe is None and self.staged != StagedConfig():
             (flag, *_) = differences(self.staged, StagedConfig())
@@ -86,22 +89,19 @@ class Train:
         """The preset's model with its sizes replaced; with `init` alone, the one of that run."""
         if self.train.init and not self.preset:
             if self.set:
+                sizes = " ".join(text for texts in self.set for text in texts)
                 raise ConfigError(
-                    f"set: {' '.join(self.set)} are sizes of a preset; name it with --preset, or leave them out"
+                    f"set: {sizes} are sizes of a preset; name it with --preset, or leave them out"
                 )
-            return checkpoint.load_config(checkpoint.run_of(Path(self.train.init))).model
-        return presets.get(self.preset or PRESET, **dict(map(assignment, self.set)))
+            return describe(Path(self.train.init)).model
+        return presets.get(self.preset or PRESET, **assignments(self.set))
 
     def _resumed(self, run: Path) -> tuple[RunConfig, list[Path] | None]:
         """The run's config, and None; where more steps are asked for, both as `extend` tells them.
 
         ConfigError that names a flag which asks for something else."""
-        saved = checkpoint.load_config(run)
-        own = of_run(saved)
-        asked = replace(self, resume=None, allow_changed=False, json=False)
-        if self.train == TrainConfig():
-            asked = replace(asked, train=own.train)
-        changed = differences(asked, own)
+        saved = resumed(run)
+        changed = differences(replace(self, resume=None, allow_changed=False, json=False), of_run(saved))
         steps, _ = changed.pop("--steps", (saved.train.steps, 0))
         for flag in changed:
             raise ConfigError(
@@ -118,26 +118,22 @@ def defaults(arguments: list[str]) -> Train | None:
     if "--config" in values:
         return from_toml(values["--config"])
     if "--resume" in values:
-        return of_run(checkpoint.load_config(Path(values["--resume"])))
+        return of_run(resumed(Path(values["--resume"])))
     return None
+
+
+def resumed(run: Path) -> RunConfig:
+    """The config of a run to go on with. ConfigError for one of its checkpoints, and for an artifact."""
+    whole = checkpoint.run_of(run)
+    bound = f"the run's folder, {whole}: it goes on from the last of its checkpoints"
+    require(whole == run, "resume", str(run), bound)
+    return describe(run).of_run("resume")
 
 
 def of_run(config: RunConfig) -> Train:
     """The command as far as a run's config tells it; the model is not said."""
-    if config.recipe is None:
-        return Train(train=config.train)
-    return Train(train=config.train, recipe="staged", staged=config.recipe)
-
-
-def differences(one: Any, other: Any) -> Flags:
-    """The values in which two of the same dataclass differ, by flag."""
-    result: Flags = {}
-    for item in fields(one):
-        a, b = getattr(one, item.name), getattr(other, item.name)
-        if a != b:
-            inside = is_dataclass(a) and type(a) is type(b)
-            result |= differences(a, b) if inside else {"--" + item.name.replace("_", "-"): (a, b)}
-    return result
+    recipe: Literal["plain", "staged"] = "staged" if config.recipe else "plain"
+    return Train(train=config.train, recipe=recipe, staged=config.recipe or StagedConfig())
 
 
 def from_toml(path: str) -> Train:
@@ -150,7 +146,7 @@ def from_toml(path: str) -> Train:
         one_of(name, ("model", "train", "staged"), f"{path}: table")
     model = dict(tables.get("model", {}))
     preset = model.pop("preset", "")
-    sizes = tuple(f"{key}={json.dumps(value)}" for key, value in model.items())
+    sizes = (tuple(f"{key}={json.dumps(value)}" for key, value in model.items()),) if model else ()
     train = load(TrainConfig, tables.get("train", {}), f"{path}: train")
     stages = load(StagedConfig, tables.get("staged", {}), f"{path}: staged")
     recipe: Literal["plain", "staged"] = "staged" if "staged" in tables else "plain"
@@ -164,12 +160,11 @@ def fit(
     ended: list[Path] | None = None,
     allow_changed: bool = False,
     as_json: bool = False,
-    console: Console | None = None,
 ) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
     nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. StorageError: another
     process trains in the folder."""
-    console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
     pick_device(config.train.device)

@@ -15,10 +15,8 @@ import torch
 from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
-from perspectron.data.loader import windows
 from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
-from perspectron.eval.gates import gates
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES, plain
 from perspectron.files import read_json, safe_join, write_json
@@ -27,24 +25,23 @@ from perspectron.opening import open_model
 from perspectron.train import checkpoint
 
 MODULE = "perspectron.compare.measure"
-OF_CELLS = ("perplexity", *OF_TEXT, "gates")
-WINDOWS = 8  # of text, in which gates are measured
+OF_CELLS = ("perplexity", *OF_TEXT)
 
 
 def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
     """Jobs for what is still to be measured of these cells; recall of an arm's first cell stands for the arm."""
     missing_jobs = []
-    wanted = [name for name in OF_CELLS if name in ("perplexity", "gates", *settings.suites)]
+    wanted = [name for name in OF_CELLS if name in ("perplexity", *settings.suites)]
     for cell in finished:
         missing = [name for name in wanted if not path_of(cell, name).is_file()]
         if missing:
             missing_jobs.append(
                 Job(f"{cell.arm} {cell.seed}", cell.folder, (MODULE, str(cell.folder), *missing))
             )
-    for name in dict.fromkeys(cell.arm for cell in finished) if "recall" in settings.suites else ():
+    firsts = {cell.arm: cell for cell in reversed(finished) if "recall" in settings.suites}
+    for name, first in reversed(firsts.items()):
         path = safe_join(out, f"recall/{name}.json", ConfigError)
         if not path.is_file():
-            first = next(cell for cell in finished if cell.arm == name)
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
     return missing_jobs
@@ -57,7 +54,7 @@ def cost_jobs(out: Path) -> list[Job]:
 
 
 def path_of(cell: Cell, name: str) -> Path:
-    return cell.folder / "suites" / f"{name}.json"
+    return safe_join(cell.folder, f"suites/{name}.json", ConfigError)
 
 
 def suites_of(cell: Cell) -> dict[str, Any]:
@@ -74,12 +71,11 @@ def main(arguments: Sequence[str]) -> int:
             write_json(Path(out) / "cost.json", plain(costs(read(Path(out)))))
         case ["recall", profile, cell, path]:
             suite = SUITES["recall"].code
-            write_json(Path(path), plain(suite.measure(_open(Path(cell)), suite.Options(profile))))
+            write_json(Path(path), plain(suite.measure(opened(Path(cell)), suite.Options(profile))))
         case [cell, *names]:
-            subject = _open(Path(cell))
+            subject = opened(Path(cell))
             for name in names:
-                result = _gates(subject) if name == "gates" else SUITES[name].code.measure(subject)
-                write_json(Path(cell) / "suites" / f"{name}.json", plain(result))
+                write_json(Path(cell) / "suites" / f"{name}.json", plain(SUITES[name].code.measure(subject)))
     return 0
 
 
@@ -94,21 +90,12 @@ def costs(plan: Plan) -> dict[str, Any]:
     return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
 
 
-def _open(cell: Path) -> Subject:
+def opened(cell: Path) -> Subject:
     """Model of a cell at its last step, not at its lowest held-out loss, so that all have read as many tokens."""
     train = checkpoint.load_config(cell).train
-    opened = open_model(checkpoint.path_of(cell, train.steps))
-    opened.model.to(pick_device(train.device))
-    return Subject(opened, opened.shards(cell).split("heldout"), train.seq_len)
-
-
-def _gates(subject: Subject) -> dict[str, Any]:
-    """Gates in windows from all over the held-out text."""
-    tokens = WINDOWS * subject.seq_len + 1
-    batch = next(
-        windows(subject.text, seq_len=subject.seq_len, batch_size=WINDOWS, limit_tokens=tokens, spread=True)
-    )
-    return gates(subject.model, batch.ids_BT.to(subject.model.device))
+    found = open_model(checkpoint.path_of(cell, train.steps))
+    found.model.to(pick_device(train.device))
+    return Subject(found, found.shards(cell).split("heldout"), train.seq_len)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from perspectron import presets
 from perspectron.census import census
-from perspectron.config import ModelConfig, dump, load, one_of, require
+from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
@@ -69,8 +69,7 @@ class Settings:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
         for arm in self.arms:
             require(self.arms.count(arm) == 1, "designs", arm, "named once")
-        for name in ("params", "seeds", "seq_len", "batch_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        at_least(1, self, "params", "seeds", "seq_len", "batch_size")
         least = self.seq_len * self.batch_size
         require(self.tokens >= least, "tokens", self.tokens, f"≥ {least}, one batch")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
@@ -177,9 +176,13 @@ def plan(
         name: Arm(model, steps[name], flops[name], about, source)
         for name, (model, about, source) in made.items()
     }
-    result = Plan(kind, settings, arms)
-    write_json(out / PLAN, {"version": VERSION} | dump_plan(result))
-    return result
+    dumped = {
+        "kind": kind,
+        "settings": dump(settings),
+        "arms": {name: dump(arm) for name, arm in arms.items()},
+    }
+    write_json(out / PLAN, {"version": VERSION} | dumped)
+    return Plan(kind, settings, arms)
 
 
 def _clear(out: Path, settings: Settings) -> None:
@@ -204,12 +207,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def dump_plan(value: Plan) -> dict[str, object]:
-    """A plan as plain JSON values."""
-    arms = {name: dump(arm) for name, arm in value.arms.items()}
-    return {"kind": value.kind, "settings": dump(value.settings), "arms": arms}
 
 
 def read(out: Path) -> Plan:

@@ -13,6 +13,7 @@ from perspectron import machine
 from perspectron.census import census
 from perspectron.compare import measure, report, run
 from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
+from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
 from perspectron.config import dump
 from perspectron.data import Shards
@@ -20,7 +21,6 @@ from perspectron.errors import ConfigError
 from perspectron.eval.suites import plain
 from perspectron.files import atomic, read_json, write_json
 
-VERSION = 1
 CONDITIONS = "conditions.json"
 RESULTS, PAGE = "results.json", "results.html"
 
@@ -129,7 +129,7 @@ def _arm(
 
 def _cell(cell: Cell, arm: Arm) -> dict[str, Any]:
     state, suites = run.trained(cell), measure.suites_of(cell)
-    perplexity, gates = suites.pop("perplexity", None), suites.pop("gates", {})
+    perplexity = suites.pop("perplexity", None)
     if state.status == "finished" and perplexity is None:
         state = run.Trained("missing", "trained, but its loss was not measured", None)
     return {
@@ -138,6 +138,5 @@ def _cell(cell: Cell, arm: Arm) -> dict[str, Any]:
         "why": state.why,
         **run.history(cell, arm.train_flops_per_token),
         "heldout_bits_per_byte": perplexity["bits_per_byte"] if perplexity else None,
-        "gates": gates,
         "suites": suites,
     }

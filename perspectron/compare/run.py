@@ -163,41 +163,34 @@ def choose_rates(
         saved = read_json(out / RATES, CheckpointError)
         return saved["chosen"], saved["tried"]
     wanted = {name: list(grid) for name in plan.arms}
-    for _ in range(OUTSIDE + 1):
+    while True:
         run(trials(out, plan, wanted))
-        for cell in trials(out, plan, wanted):
-            state = trained(cell)
-            if state.status == "missing":
-                raise CheckpointError(f"{cell.folder}: {state.why}; mend that and go on with --resume {out}")
-        more = False
-        for name, values in wanted.items():
-            if len(values) < len(grid) + OUTSIDE:
-                beyond = _beyond(values, _best(out, plan, name, values))
-                wanted[name] = sorted([*values, *beyond])
-                more = more or bool(beyond)
-        if not more:
+        tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
+        chosen = {name: _best(results) for name, results in tried.items()}
+        more = {name: _beyond(values, chosen[name]) for name, values in wanted.items()}
+        more = {name: rates for name, rates in more.items() if len(wanted[name]) < len(grid) + OUTSIDE}
+        if not any(more.values()):
             break
-    tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
-    chosen = {name: _best(out, plan, name, values) for name, values in wanted.items()}
+        wanted |= {name: sorted([*wanted[name], *rates]) for name, rates in more.items()}
     write_json(out / RATES, {"chosen": chosen, "tried": tried})
     return chosen, tried
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[str, Any]]:
+    """What came of each rate of an arm. CheckpointError for a trial that did not end."""
     results = []
     for cell in trials(out, plan, {name: values}):
-        now = trained(cell)
-        results.append({"lr": cell.rate, "heldout_bits_per_byte": now.bits, "why": now.why})
+        state = trained(cell)
+        if state.status == "missing":
+            raise CheckpointError(f"{cell.folder}: {state.why}; mend that and go on with --resume {out}")
+        results.append({"lr": cell.rate, "heldout_bits_per_byte": state.bits, "why": state.why})
     return results
 
 
-def _best(out: Path, plan: Plan, name: str, values: list[float]) -> float:
+def _best(tried: list[dict[str, Any]]) -> float:
     """Rate with the lowest loss; the lowest rate where no trial has finished."""
-    results = _tried(out, plan, name, values)
-    finished = [
-        (r["heldout_bits_per_byte"], r["lr"]) for r in results if r["heldout_bits_per_byte"] is not None
-    ]
-    return float(min(finished)[1]) if finished else min(values)
+    losses = {line["lr"]: line["heldout_bits_per_byte"] for line in tried}
+    return min(losses, key=lambda lr: (math.inf if losses[lr] is None else losses[lr], lr))
 
 
 def _beyond(values: list[float], best: float) -> list[float]:

@@ -263,22 +263,14 @@ def _reading(path: Path) -> Iterator[io.BufferedIOBase]:
 
 def _text_size(path: Path) -> int | None:
     """Bytes of UTF-8 text in a file; None where it is no text: other bytes, or a NUL among them."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    size = 0
     with _reading(path) as file:
-        while block := file.read(PIECE):
-            size += len(block)
-            try:
-                decoder.decode(block)
-            except UnicodeDecodeError:
-                return None
-            if b"\0" in block:
-                return None
         try:
-            decoder.decode(b"", final=True)
+            for text in codecs.iterdecode(iter(lambda: file.read(PIECE), b""), "utf-8"):
+                if "\0" in text:
+                    return None
         except UnicodeDecodeError:
             return None
-    return size
+        return file.tell()
 
 
 def _pieces(path: Path, begin: int, end: int) -> Iterator[tuple[int, str]]:

@@ -92,19 +92,12 @@ class Loader:
             stop = min(self.cursor + self.batch_size - len(chosen), self.windows)
             chosen += self._shuffle(np.arange(self.cursor, stop)).tolist()
             self.cursor = stop
-        starts = [chosen[row] * self.seq_len for row in self._rows]
-        tokens = np.stack([self._split.read(start, start + self.seq_len + 1) for start in starts])
-        return _batch(tokens[:, :-1], tokens[:, 1:])
+        return _whole(self._split, [chosen[row] for row in self._rows], self.seq_len)
 
     def state_dict(self) -> dict[str, int]:
         """The loader's place, and the data and order that it is a place in."""
         return {
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "cursor": self.cursor,
-            "windows": self.windows,
-            "seq_len": self.seq_len,
-            "order": self.order,
+            name: getattr(self, name) for name in ("seed", "epoch", "cursor", "windows", "seq_len", "order")
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -158,9 +151,7 @@ def _spread(split: Split, count: int, seq_len: int, batch_size: int) -> Iterator
     total = (split.tokens - 1) // seq_len
     chosen = [(2 * i + 1) * total // (2 * count) for i in range(count)]
     for first in range(0, count, batch_size):
-        starts = [window * seq_len for window in chosen[first : first + batch_size]]
-        tokens = np.stack([split.read(start, start + seq_len + 1) for start in starts])
-        yield _batch(tokens[:, :-1], tokens[:, 1:])
+        yield _whole(split, chosen[first : first + batch_size], seq_len)
 
 
 def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
@@ -173,6 +164,13 @@ def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Itera
         ids.flat[: last - first] = stream[:-1]
         targets.flat[: last - first] = stream[1:]
         yield _batch(ids, targets)
+
+
+def _whole(split: Split, chosen: list[int], seq_len: int) -> Batch:
+    """Those windows, all of whose ids have targets."""
+    starts = [window * seq_len for window in chosen]
+    tokens = np.stack([split.read(start, start + seq_len + 1) for start in starts])
+    return _batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,12 +95,12 @@ class Split:
         self.documents = sum(record.documents for record in records)
         self._shards: list[Ids] = []
         for i, record in enumerate(records):
-            with _opened(_ids_file(folder, name, i)) as file:
+            with _opened(_file(folder, name, i, "bin")) as file:
                 self._shards.append(np.memmap(file, dtype, "r", shape=(record.tokens,)))
         self._offsets: NDArray[np.int64] = np.cumsum(
             [0, *(record.tokens for record in records)], dtype=np.int64
         )
-        starts = [_read(_starts_file(folder, name, i), _START) for i in range(len(records))]
+        starts = [_read(_file(folder, name, i, "starts"), _START) for i in range(len(records))]
         self.starts: NDArray[np.int64] = np.concatenate(
             [
                 local.astype(np.int64) + offset
@@ -171,9 +171,9 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
         shard_tokens,
     )
     if (out / MANIFEST).exists():
-        _load(_file(out, MANIFEST))  # of something else: refused before anything is written
+        _load(_named(out, MANIFEST))  # of something else: refused before anything is written
     with locked(out):
-        if (out / MANIFEST).exists() and _load(_file(out, MANIFEST))[0] == head:
+        if (out / MANIFEST).exists() and _load(_named(out, MANIFEST))[0] == head:
             shards = open_shards(out)
             remove(out / JOURNAL)
             return shards
@@ -203,7 +203,7 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
     Sizes are always checked; `verify` also reads everything and checks digests, ids and document starts.
     DataError: missing, truncated, changed or foreign files; it names file, value and what was expected.
     """
-    head, records = _load(_file(path, MANIFEST))
+    head, records = _load(_named(path, MANIFEST))
     for split in SPLITS:
         if not records[split]:
             raise DataError(f"{path / MANIFEST}: splits.{split} has 0 shards, expected at least 1")
@@ -219,7 +219,7 @@ def _resume(out: Path, head: _Head) -> _Records:
     """The shards an interrupted encoding with the same head left complete; without any, a cleared folder."""
     sweep(out)
     if (out / JOURNAL).exists():
-        begun, records = _load(_file(out, JOURNAL))
+        begun, records = _load(_named(out, JOURNAL))
         if begun == head:
             for split in SPLITS:
                 for i, record in enumerate(records[split]):
@@ -279,7 +279,7 @@ def _groups(encoded: Iterable[tuple[Ids, int]], shard_tokens: int) -> Iterator[l
 def _write_shard(out: Path, split: SplitName, index: int, ids: Ids, text_bytes: int) -> _Record:
     starts = np.flatnonzero(ids == Tokenizer.end_of_text).astype(_START)
     digests = []
-    for path, array in ((_ids_file(out, split, index), ids), (_starts_file(out, split, index), starts)):
+    for path, array in ((_file(out, split, index, "bin"), ids), (_file(out, split, index, "starts"), starts)):
         data = array.tobytes()
         digests.append(hashlib.sha256(data).hexdigest())
         with atomic(path) as temporary:
@@ -296,16 +296,12 @@ def _dump(path: Path, head: _Head, records: _Records) -> None:
 # Reading
 
 
-def _file(folder: Path, name: str) -> Path:
+def _named(folder: Path, name: str) -> Path:
     return safe_join(folder, name, DataError)
 
 
-def _ids_file(folder: Path, split: SplitName, index: int) -> Path:
-    return _file(folder, f"{split}-{index:05d}.bin")
-
-
-def _starts_file(folder: Path, split: SplitName, index: int) -> Path:
-    return _file(folder, f"{split}-{index:05d}.starts")
+def _file(folder: Path, split: SplitName, index: int, kind: Literal["bin", "starts"]) -> Path:
+    return _named(folder, f"{split}-{index:05d}.{kind}")
 
 
 @contextlib.contextmanager
@@ -380,7 +376,7 @@ def _check_shard(
     folder: Path, split: SplitName, index: int, record: _Record, head: _Head, verify: bool
 ) -> None:
     dtype = np.dtype(head.dtype)
-    ids_file, starts_file = _ids_file(folder, split, index), _starts_file(folder, split, index)
+    ids_file, starts_file = _file(folder, split, index, "bin"), _file(folder, split, index, "starts")
     _check_file(ids_file, record.tokens * dtype.itemsize, record.sha256 if verify else None)
     _check_file(starts_file, record.documents * _START.itemsize, record.starts_sha256 if verify else None)
     if not verify:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,8 @@ PATTERNS = (_PATTERN,)
 """Split patterns that a file may have, all of which take linear time on any text: those that a version of this library
 wrote. A new one stands first, and the others stay."""
 _TRAINING_PIECE = 2**18
+_PIECE = 2**16
+_BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 
 
 class Tokenizer:
@@ -111,8 +114,12 @@ class Tokenizer:
             temporary.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none of them `end_of_text`. DataError: half of a surrogate pair."""
-        return self.encode_batch([text])[0]
+        """Ids of `text`, none of them `end_of_text`; of a long one piece by piece, as the library takes a hundred bytes
+        for each token of what it encodes at once. DataError: half of a surrogate pair."""
+        ids = list[int]()
+        for piece in _pieces(text):
+            ids += self.encode_batch([piece])[0]
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -253,6 +260,16 @@ def _checked_vocab(model: dict[str, Any], path: Path) -> dict[str, int]:
         if not whole or not {*pair, "".join(pair)} <= text:
             raise DataError(f"{path}: model.merges[{i}] is {_short(merge)}, must be of two tokens into one")
     return vocab
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text, cut where every known pattern splits: between the end of a line and a letter or a number, and between
+    one of these and a space."""
+    start = 0
+    while len(text) - start > _PIECE and (border := _BORDER.search(text, start + _PIECE)):
+        yield text[start : border.end()]
+        start = border.end()
+    yield text[start:]
 
 
 def _training_pieces(texts: Iterable[str]) -> Iterator[str]:

@@ -38,6 +38,7 @@ def generate(
     stop: Sequence[str] = (),
     conversation: Conversation | None = None,
     on_text: Callable[[int, str], None] | None = None,
+    on_read: Callable[[int, int], None] | None = None,
     chunk: int = 512,
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
@@ -49,8 +50,9 @@ def generate(
 
     stop: a row ends when its text contains one of these; the text ends before it. on_text: called with (row,
     piece) as text becomes certain: whole characters, and nothing that may begin a stop string; the pieces
-    joined are exactly `texts`. Half a character at the end of a row shows as U+FFFD. chunk: tokens of a prompt that
-    are read at once.
+    joined are exactly `texts`. Half a character at the end of a row shows as U+FFFD. on_read: called with
+    (tokens of prompts that are read, all of them) as long as some are not. chunk: tokens of a prompt that are read at
+    once; memory beyond the state does not grow with a prompt's length, but for its ids.
     ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, another number of
     prompts than the conversation has rows, more tokens than a table of learned positions
     has left. NonFiniteError: the model gave logits that are not finite.
@@ -67,7 +69,10 @@ def generate(
         )
     texts, ids, finished = [""] * B, [list[int]() for _ in range(B)], dict[int, Finish]()
     while session.active:
-        for piece in session.step():
+        pieces = session.step()
+        if on_read is not None and (all_read := session.read)[1]:
+            on_read(*all_read)
+        for piece in pieces:
             if piece.finished == "error" or piece.id is None:
                 raise NonFiniteError(
                     f"logits of row {piece.row} after {len(ids[piece.row])} tokens: must be finite"

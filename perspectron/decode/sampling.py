@@ -56,14 +56,9 @@ def filtered(
     """Logits [B,V] in float64 whose softmax is what `sample` draws from: −inf where a token is excluded.
 
     Each row is shifted so that its largest is 0. At least one token always stays; of equals, those of lower
-    id. recent: the tokens so far, row by row, for the penalty. A logit of −inf excludes its token.
-    NonFiniteError: a NaN, a +inf, or a row of nothing but −inf.
+    id. recent: the tokens so far, row by row, for the penalty. A logit of −inf excludes its token. Rows that are
+    `non_finite` have none to draw.
     """
-    _refuse_non_finite(logits_BV)
-    return _filtered(logits_BV, config, recent)
-
-
-def _filtered(logits_BV: Tensor, config: SamplingConfig, recent: Sequence[Sequence[int]] | None) -> Tensor:
     logits_BV = logits_BV.double()
     if recent is not None and config.repetition_penalty != 1:
         logits_BV = _penalised(logits_BV, recent, config)
@@ -95,7 +90,7 @@ def sample(
     row; its number when None. A row's draw depends on its logits, (seed, stream, drawn) and nothing else: not on the
     batch, the device or torch's generators. The same noise falls on each id whatever the logits (Gumbel-max), so
     logits that differ by a rounding error hardly ever differ in the draw.
-    NonFiniteError as `filtered`; ConfigError where an argument has not one entry per row.
+    NonFiniteError for a row that is `non_finite`; ConfigError where an argument has not one entry per row.
     """
     B, V = logits_BV.shape
     counts = [drawn] * B if isinstance(drawn, int) else drawn
@@ -106,7 +101,9 @@ def sample(
         if len(rows) != B:
             raise ConfigError(f"{field} has {len(rows)} rows, must be as many as logits has, {B}")
     logits_BV = logits_BV.cpu()
-    _refuse_non_finite(logits_BV)
+    for row in non_finite(logits_BV):
+        value = logits_BV[row].max().item()
+        raise NonFiniteError(f"logits of row {row}: the largest is {value}, must be finite")
     if all(own is configs[0] for own in configs):
         alike = {configs[0]: list(range(B))} if B else {}
     else:
@@ -116,7 +113,7 @@ def sample(
     id_B = torch.empty(B, dtype=torch.int64)
     for own, rows in alike.items():
         few_NV = logits_BV if len(rows) == B else logits_BV[rows]
-        kept_NV = _filtered(few_NV, own, [recent[row] for row in rows])
+        kept_NV = filtered(few_NV, own, [recent[row] for row in rows])
         if own.temperature > 0:
             noise = [_gumbel(configs[row].seed, streams[row], counts[row], V) for row in rows]
             kept_NV = kept_NV + torch.from_numpy(np.stack(noise))
@@ -128,12 +125,6 @@ def non_finite(logits_BV: Tensor) -> list[int]:
     """Rows that cannot be drawn from: a NaN, a +inf, or nothing but −inf."""
     largest_B = logits_BV.amax(1)  # NaN if there is one
     return (~largest_B.isfinite()).nonzero()[:, 0].tolist()
-
-
-def _refuse_non_finite(logits_BV: Tensor) -> None:
-    for row in non_finite(logits_BV):
-        value = logits_BV[row].max().item()
-        raise NonFiniteError(f"logits of row {row}: the largest is {value}, must be finite")
 
 
 def _penalised(logits_BV: Tensor, recent: Sequence[Sequence[int]], config: SamplingConfig) -> Tensor:

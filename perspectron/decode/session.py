@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from perspectron.config import require
+from perspectron.decode import reading
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import END_OF_TEXT_ID, check_ids, check_room, read
+from perspectron.decode.reading import END_OF_TEXT_ID, check_ids, check_room
 from perspectron.decode.sampling import SamplingConfig, non_finite, sample
 from perspectron.decode.text import TextStream
 from perspectron.errors import StateError
@@ -142,6 +143,12 @@ class Session:
         """Handles of the rows that have not finished."""
         return [handle for handle, row in self._rows.items() if row.finished is None]
 
+    @property
+    def read(self) -> tuple[int, int]:
+        """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
+        rows = [*self._joining, *self._reading.rows]
+        return sum(row.start for row in rows), sum(len(row.unread) for row in rows)
+
     def add(
         self,
         prompt: str | Sequence[int],
@@ -266,7 +273,7 @@ class Session:
             return []
         parts = [row.unread[row.start : row.start + self.chunk] for row in batch.rows]
         fresh = [row.fresh and row.start == 0 for row in batch.rows]
-        last_BD, batch.state = read(self.model, parts, batch.state, fresh=fresh)
+        last_BD, batch.state = reading.read(self.model, parts, batch.state, fresh=fresh)
         for row in batch.rows:
             row.start = min(row.start + self.chunk, len(row.unread))
         done = [row for row in batch.rows if row.start == len(row.unread)]

@@ -109,7 +109,7 @@ class Stepper:
         self.model, self.context, self.visit = model, context, visit
         self.start = self.state = filled(model, context, context - visit - 1, pool)
         self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        self._steps = timed(self._visit, model.device)
+        self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device)
 
     def begin(self) -> None:
         """Go back to the start, which steps must not write into: its memories and rings are copied. A cache of the
@@ -133,10 +133,6 @@ class Stepper:
         self.begin()
         self.step()
         return self._steps() / self.visit
-
-    def _visit(self) -> None:
-        for _ in range(self.visit):
-            self.step()
 
 
 def free(device: torch.device) -> int:

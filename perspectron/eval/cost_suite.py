@@ -16,7 +16,7 @@ from perspectron.errors import ConfigError
 from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
-from perspectron.eval.timing import Spread, ratios
+from perspectron.eval.timing import Spread
 from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
 from perspectron.machine import pick_device
 
@@ -104,7 +104,7 @@ def measure(subject: Subject, options: Options = Options()) -> Result:
     options = replace(
         options,
         seq_len=subject.seq_len if options.seq_len is None else options.seq_len,
-        dtype=options.dtype or ("bfloat16" if subject.dtype == torch.bfloat16 else "float32"),
+        dtype=options.dtype or ("bfloat16" if folder.dtype == torch.bfloat16 else "float32"),
         device=options.device or str(subject.model.device),
     )
     configs, why = {config.name: config}, ""
@@ -196,26 +196,23 @@ def _result(config: ModelConfig, measured: Measured, options: Options) -> Result
 
 
 def _ratios(measured: Measured, reference: Measured, dtype: Dtype) -> Result:
-    """Ratios to the reference, round by round; null where one of the two was not measured."""
-    decode, state = dict[str, Any](), dict[str, float]()
-    for context, one in measured.decoded.items():
-        other = reference.decoded[context]
-        timed = one.seconds and other.seconds
-        decode[str(context)] = _ratio(one.seconds, other.seconds) if timed else None
-        state[str(context)] = one.state_bytes / other.state_bytes
-    speed = _ratio(reference.seconds[dtype], measured.seconds[dtype]) if measured.seconds else None
-    peaks = (measured.peak, reference.peak)
-    peak = peaks[0] / peaks[1] if isinstance(peaks[0], int) and isinstance(peaks[1], int) else None
+    """Ratios to the reference; null where one of the two was not measured."""
+    both = {str(at): (one, reference.decoded[at]) for at, one in measured.decoded.items()}
+    own, others = measured.peak, reference.peak
+    peak = own / others if isinstance(own, int) and isinstance(others, int) else None
     return {
-        "decode_ms": decode,
-        "state_bytes": state,
-        "train_tokens_per_second": speed,
+        "decode_ms": {at: _ratio(one.seconds, other.seconds) for at, (one, other) in both.items()},
+        "state_bytes": {at: one.state_bytes / other.state_bytes for at, (one, other) in both.items()},
+        "train_tokens_per_second": _ratio(reference.seconds.get(dtype), measured.seconds.get(dtype)),
         "train_peak_bytes": peak,
     }
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> Result:
-    return asdict(ratios(above, below, Spread.middle))
+def _ratio(above: Sequence[float] | None, below: Sequence[float] | None) -> Result | None:
+    """Round by round."""
+    if not above or not below:
+        return None
+    return asdict(Spread.middle([a / b for a, b in zip(above, below, strict=True)]))
 
 
 # For a person
@@ -226,16 +223,11 @@ def lines(result: Result) -> list[str]:
     conditions, to = result["conditions"], result.get("to_transformer")
     training = f"training {conditions['batch_size']}×{conditions['seq_len']} in {conditions['dtype']}"
     speed, peak = result["train_tokens_per_second"], result["train_peak_bytes"]
-    times = to or {
-        "train_tokens_per_second": None,
-        "train_peak_bytes": None,
-        "decode_ms": {},
-        "state_bytes": {},
-    }
+    times: Result = to or {"decode_ms": {}, "state_bytes": {}}
     text = [
         f"{result['parameters']:,} parameters; {conditions['threads']} thread(s), {conditions['device']}",
-        f"{training}: {_shown(speed, ',.0f')} tokens/s {_times(times['train_tokens_per_second'])}, "
-        f"at most {_shown(peak and peak / 1e6, ',.0f')} MB {_times(times['train_peak_bytes'])}",
+        f"{training}: {_shown(speed, ',.0f')} tokens/s {_times(times.get('train_tokens_per_second'))}, "
+        f"at most {_shown(peak and peak / 1e6, ',.0f')} MB {_times(times.get('train_peak_bytes'))}",
         f"{'context':>9}  {'ms per token':<38}  state MB",
     ]
     for context in map(str, result["contexts"]):
@@ -246,10 +238,8 @@ def lines(result: Result) -> list[str]:
     text += [result["positions"]] if result["positions"] else []
     if to is None:
         return [*text, f"no transformer to compare with: {result['no_transformer']}"]
-    return [
-        *text,
-        "in brackets: times a transformer of as many parameters, and where the middle half of the rounds lies",
-    ]
+    brackets = "times a transformer of as many parameters, and where the middle half of the rounds lies"
+    return [*text, f"in brackets: {brackets}"]
 
 
 def _shown(value: float | None, form: str) -> str:

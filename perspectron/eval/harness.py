@@ -7,9 +7,9 @@ context; designs without a table read all of it, with the state carried from chu
 Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ MAX_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names by which tasks call the number of tokens to generate; the first that is there counts, as in the harness."""
 GENERATION = ("until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS)
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -110,7 +108,9 @@ class Answers:
     def _scores(self, rows: Sequence[Row]) -> list[Score]:
         scores = [Score(0.0, True)] * len(rows)
         scored = [i for i, row in enumerate(rows) if row.scored]
-        for part in _batches(scored, self.batch_size, lambda i: len(rows[i].ids)):
+        scored.sort(key=lambda i: len(rows[i].ids), reverse=True)  # rows of a batch are about equally long
+        for at in range(0, len(scored), self.batch_size):
+            part = scored[at : at + self.batch_size]
             for i, score in zip(part, self._batch(self._cut([rows[i] for i in part])), strict=True):
                 scores[i] = score
         return scores
@@ -190,10 +190,3 @@ def _number(options: Mapping[str, Any], name: str, otherwise: float) -> float:
     value = otherwise if value is None else value
     require(isinstance(value, int | float), name, value, "a number or null")
     return float(value)
-
-
-def _batches(items: Sequence[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
-    """The longest first, so that rows of a batch are about equally long."""
-    ordered = sorted(items, key=length, reverse=True)
-    for at in range(0, len(ordered), size):
-        yield ordered[at : at + size]

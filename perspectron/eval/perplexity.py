@@ -28,7 +28,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         seq_len=subject.seq_len,
         limit_tokens=options.tokens or None,
         carry=options.carry,
-        dtype=subject.dtype,
+        dtype=subject.opened.folder.dtype,
     )
     others = compressors(text_of(subject.text, subject.tokenizer, result.tokens + 1))
     return asdict(result) | {"compressors": others}

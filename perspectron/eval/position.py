@@ -17,7 +17,7 @@ from torch import Tensor
 from perspectron.config import require
 from perspectron.eval.reading import (
     LEAST,
-    batches,
+    ROWS,
     bits_per_byte,
     byte_counts,
     longest,
@@ -54,20 +54,10 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     table = subject.model.config.positions
     length = longest(subject.text, options.stretches, min(most, table) if table else most)
     ids_NT = stretches(subject.text, length, options.stretches)
-    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in batches(ids_NT)])
+    whole_NT = torch.cat([nats(subject, ids_BT)[0] for ids_BT in ids_NT.split(ROWS)])
     bytes_NT = byte_counts(subject.tokenizer, ids_NT[:, 1:])
-    past, why = dict[str, Any](), dict[str, str]()
-    for N in options.contexts:
-        if length < 2 * N:
-            past[str(N)] = None
-            why[str(N)] = _reason(table, 2 * N, length)
-        elif len(ids_NT) < LEAST:
-            past[str(N)] = None
-            why[str(N)] = f"{len(ids_NT)} stretches, an interval needs {LEAST}"
-        else:
-            past[str(N)] = gain = _gain(subject, ids_NT, whole_NT, bytes_NT, N)
-            if gain is None:
-                why[str(N)] = "the targets are of no bytes"
+    gains = {str(N): _gain(subject, ids_NT, whole_NT, bytes_NT, N) for N in options.contexts}
+    past = {N: None if isinstance(gain, str) else gain for N, gain in gains.items()}
     return {
         "seq_len": subject.seq_len,
         "longest": length,
@@ -77,14 +67,8 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         "carried": table == 0 and length > subject.seq_len,
         "falls_past": {N: None if gain is None else gain["low"] > 0 for N, gain in past.items()},
         "past": past,
-        "why": why,
+        "why": {N: gain for N, gain in gains.items() if isinstance(gain, str)},
     }
-
-
-def _reason(table: int, needed: int, length: int) -> str:
-    if 0 < table < needed:
-        return f"the table of positions ends at {table}, {needed} are needed"
-    return f"stretches of {length} tokens, {needed} are needed"
 
 
 def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
@@ -101,16 +85,22 @@ def _bins(nats_NT: Tensor, bytes_NT: Tensor) -> list[dict[str, Any]]:
 
 def _gain(
     subject: Subject, ids_NT: Tensor, whole_NT: Tensor, bytes_NT: Tensor, context: int
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | str:
     """Bits per byte that the last context/2 targets of each stretch lose when reading begins `context` tokens before
-    the first of them; None where they have no bytes."""
-    targets = context // 2
-    short_NT = torch.cat([nats(subject, part)[0] for part in batches(ids_NT[:, -(context + targets) :])])
+    the first of them; or why that was not measured."""
+    table, length, targets = subject.model.config.positions, ids_NT.shape[1] - 1, context // 2
+    if 0 < table < 2 * context:
+        return f"the table of positions ends at {table}, {2 * context} are needed"
+    if length < 2 * context:
+        return f"stretches of {length} tokens, {2 * context} are needed"
+    if len(ids_NT) < LEAST:
+        return f"{len(ids_NT)} stretches, an interval needs {LEAST}"
+    short_NT = torch.cat([nats(subject, part)[0] for part in ids_NT[:, -(context + targets) :].split(ROWS)])
     lost_NT = short_NT[:, -targets:].double() - whole_NT[:, -targets:].double()
     bytes_NT = bytes_NT[:, -targets:]
     bounds = span(lost_NT.sum(1), bytes_NT.sum(1))
     if bounds is None:
-        return None
+        return "the targets are of no bytes"
     gain = bits_per_byte(lost_NT, bytes_NT)
     return {"tokens": lost_NT.numel(), "bits_per_byte": gain, "low": bounds[0], "high": bounds[1]}
 

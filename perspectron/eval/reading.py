@@ -4,7 +4,6 @@ Shapes: N stretches, B rows, T time, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -54,16 +53,6 @@ def longest(split: Split, count: int, most: int) -> int:
     return enough[-1] if enough else powers[-1]
 
 
-def batches(ids_NT: Tensor) -> Iterator[Tensor]:
-    """Rows of `ids_NT` that are read side by side."""
-    yield from ids_NT.split(ROWS)
-
-
-def begin(subject: Subject, rows: int, length: int) -> LMState:
-    """The state before any token, with room for `length` tokens."""
-    return subject.model.init_state(rows, capacity=length)
-
-
 def nats(subject: Subject, ids_BT: Tensor, state: LMState | None = None) -> tuple[Tensor, LMState]:
     """The loss at each token after the first [B, T − 1], on the CPU, and the state after all but the last token.
 
@@ -71,7 +60,7 @@ def nats(subject: Subject, ids_BT: Tensor, state: LMState | None = None) -> tupl
     """
     model, (B, T) = subject.model, ids_BT.shape
     ids_BT = ids_BT.to(model.device)
-    state = begin(subject, B, T) if state is None else state
+    state = model.init_state(B, capacity=T) if state is None else state
     step, losses = max(1, CHUNK // B), []
     with torch.inference_mode(), subject.opened.autocast():
         for at in range(0, T - 1, step):

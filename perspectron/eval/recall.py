@@ -126,14 +126,13 @@ class Options:
 class Solved:
     """accuracy: over the answers of the test. watched: over those of the texts it was watched by. beyond: over those
     past the trained length, in texts of twice it. steps: trained, fewer than allowed when it was solved before.
-    seconds: of a processor, the test included. curve: (length of the texts, accuracy) while it was watched."""
+    seconds: of a processor, the test included."""
 
     accuracy: float
     watched: float
     beyond: float | None
     steps: int
     seconds: float
-    curve: tuple[tuple[int, float], ...]
 
 
 def stream(seed: int, which: int) -> np.random.Generator:
@@ -197,17 +196,16 @@ def solve_task(
         course.watch(model, step)
     right = accuracy(model, *task.exam(stream(seed, TEST), TEST_TEXTS))
     watched, past = accuracy(model, *course.watched[-1]), beyond(model, task, seed)
-    return Solved(right, watched, past, step, time.process_time() - start, tuple(course.curve))
+    return Solved(right, watched, past, step, time.process_time() - start)
 
 
 class Course:
-    """Lessons, from the shortest to the task itself. done: the task is solved. curve: (length of the lesson, accuracy)
-    each time it was watched."""
+    """Lessons, from the shortest to the task itself. done: the task is solved."""
 
     def __init__(self, task: Task, steps: int, seed: int) -> None:
         self.lessons = [task.shorter(times) for times in LESSONS]
         self.watched = [lesson.exam(stream(seed, WATCH), WATCH_TEXTS) for lesson in self.lessons]
-        self.at, self.steps, self.curve, self.done = 0, steps, list[tuple[int, float]](), False
+        self.at, self.steps, self.done = 0, steps, False
 
     @property
     def lesson(self) -> Task:
@@ -216,10 +214,7 @@ class Course:
     def watch(self, model: LanguageModel, step: int) -> None:
         """Go on to the next lesson when this one is passed, or its steps are over."""
         last, over = self.at == len(self.lessons) - 1, step >= (self.at + 1) * LESSON * self.steps
-        right = 0.0
-        if step % WATCH_EVERY == 0:
-            right = accuracy(model, *self.watched[self.at])
-            self.curve.append((self.lesson.length, right))
+        right = accuracy(model, *self.watched[self.at]) if step % WATCH_EVERY == 0 else 0.0
         self.done = last and right >= STOP
         if not last and (over or right >= PASSED):
             self.at += 1
@@ -274,6 +269,7 @@ def recall(
     written after each setting; what it holds of the same design, options, seed and device is not measured again."""
     asked = options.asked
     options = replace(options, seeds=asked.seeds, rates=asked.rates, layers=asked.layers)
+    small = config_for(design, asked.settings[0].task, options.d_model, asked.layers)
     head = {
         "version": VERSION,
         "design": design,
@@ -281,7 +277,7 @@ def recall(
         "seeds": list(range(seed, seed + asked.seeds)),
         "options": dump(options),
         "device": device.type,
-        "mixers": _mixers(config_for(design, asked.settings[0].task, options.d_model, asked.layers)),
+        "mixers": [block.mixer.kind for block in small.blocks if block.mixer is not None],
     }
     done = _done(kept, head)
     for setting in asked.settings:
@@ -342,11 +338,6 @@ def _state_bytes(config: ModelConfig, task: Task) -> int:
     """Bytes of the state after the last token of one text."""
     with torch.inference_mode():
         return build(config).hidden(task.draw(stream(0, TEST), 1)[0])[1].nbytes
-
-
-def _mixers(config: ModelConfig) -> list[str]:
-    """Kinds of the mixers, layer by layer: the parts of a design that its small model has."""
-    return [block.mixer.kind for block in config.blocks if block.mixer is not None]
 
 
 def _key(setting: Setting) -> str:

@@ -17,8 +17,6 @@ from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.eval.reading import (
     ROWS,
-    batches,
-    begin,
     bits_per_byte,
     byte_counts,
     longest,
@@ -124,8 +122,9 @@ def _continued(
 ) -> Tensor:
     """Nats of the targets of `rest_NT` after the context; `between` is done to the state."""
     lost = []
-    for context_BT, rest_BT in zip(batches(context_NT), batches(rest_NT), strict=True):
-        state = begin(subject, len(rest_BT), context_BT.shape[1] + rest_BT.shape[1])
+    for context_BT, rest_BT in zip(context_NT.split(ROWS), rest_NT.split(ROWS), strict=True):
+        length = context_BT.shape[1] + rest_BT.shape[1]
+        state = subject.model.init_state(len(rest_BT), capacity=length)
         if context_BT.shape[1]:
             state = read(subject, context_BT, state)
         lost.append(nats(subject, rest_BT, between(subject, state))[0])

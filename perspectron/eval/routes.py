@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from perspectron.block import Block
+from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.experts.router import Choice, Routed
 from perspectron.experts.torus import Lengths, gini, hops, lattice
@@ -117,6 +118,18 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
             query_BTA = torch.cat([c.query_NA.unflatten(0, shape) for c in own], 1).cpu() % 1
         routes.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT))
     return routes
+
+
+def of_document(model: LanguageModel, ids: Sequence[int]) -> list[Routes]:
+    """Routes of a document's own tokens, in one row: the separator is read before them."""
+    return [
+        layer._replace(
+            expert_BT=layer.expert_BT[:, 1:],
+            query_BTA=layer.query_BTA[:, 1:],
+            guess_BT=layer.guess_BT[:, 1:],
+        )
+        for layer in trace(model, torch.tensor([[Tokenizer.end_of_text, *ids]], device=model.device))
+    ]
 
 
 def _routed(model: LanguageModel, block: Block) -> Routed | None:

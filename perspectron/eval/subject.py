@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.model import LanguageModel
@@ -30,11 +28,6 @@ class Subject:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.opened.tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Autocast to it; None is none."""
-        return self.opened.folder.dtype
 
     @property
     def text(self) -> Split:

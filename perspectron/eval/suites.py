@@ -12,11 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Suite:
-    """module: in `perspectron.eval`. about: one line. reads_text: it measures on the held-out text. draws: it depends
+    """module: in `perspectron.eval`. reads_text: it measures on the held-out text. draws: it depends
     on the subject's seed. on_device: it runs the subject's model, or one of its own on the same device."""
 
     module: str
-    about: str
     reads_text: bool = True
     draws: bool = False
     on_device: bool = True
@@ -37,23 +36,12 @@ def plain(value: Any) -> Any:
 
 
 SUITES = {
-    "perplexity": Suite("perplexity", "held-out bits per byte, beside gzip and xz"),
-    "position": Suite("position", "held-out bits per byte by position, and what more context gains"),
-    "calibration": Suite(
-        "calibration", "how well probabilities are met: ECE, Brier, reliability", draws=True
-    ),
-    "robustness": Suite("robustness", "loss after a saved state, shuffled and corrupted context", draws=True),
-    "cost": Suite(
-        "cost_suite",
-        "training, memory and decoding at growing contexts, beside a transformer",
-        reads_text=False,
-    ),
-    "recall": Suite(
-        "recall",
-        "what a small model of the design learns to remember, from scratch on synthetic tasks",
-        reads_text=False,
-        on_device=False,
-    ),
+    "perplexity": Suite("perplexity"),
+    "position": Suite("position"),
+    "calibration": Suite("calibration", draws=True),
+    "robustness": Suite("robustness", draws=True),
+    "cost": Suite("cost_suite", reads_text=False),
+    "recall": Suite("recall", reads_text=False, on_device=False),
 }
 BESIDE_LOSS = tuple(name for name in SUITES if name != "perplexity")
 OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -29,29 +28,12 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """Median, least and greatest."""
-        return cls(statistics.median(values), min(values), max(values), len(values))
-
-    @classmethod
     def middle(cls, values: Sequence[float]) -> Self:
         """Median and quartiles: where half of the measurements lie, whatever else the machine did meanwhile."""
         low, median, high = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         )
         return cls(median, low, high, len(values))
-
-    def text(self, scale: float = 1.0) -> str:
-        if self.count == 1:
-            return f"{self.median * scale:.4g} (once)"
-        return f"{self.median * scale:.4g} ({self.low * scale:.4g}–{self.high * scale:.4g})"
-
-
-def ratios(
-    above: Sequence[float], below: Sequence[float], spread: Callable[[Sequence[float]], Spread] = Spread.of
-) -> Spread:
-    """above / below, pair by pair."""
-    return spread([a / b for a, b in zip(above, below, strict=True)])
 
 
 def take_turns(
@@ -69,13 +51,6 @@ def take_turns(
                 answers[name].append(answer)
         turn += 1
     return answers
-
-
-def interleave(
-    contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1
-) -> dict[str, list[float]]:
-    """Seconds of each call, `repeats` per contender, taken in turns."""
-    return take_turns({name: timed(call) for name, call in contenders.items()}, repeats, warmup)
 
 
 def timed(
@@ -117,9 +92,7 @@ class Peak:
             self._before = _status("VmRSS")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             self.bytes = max(0, _status("VmHWM") - self._before)
 

@@ -9,6 +9,7 @@ Suffixes: B batch, T time.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 
 import numpy as np
@@ -136,12 +137,9 @@ class Brackets(Task):
         return ids_BT, targets_BT
 
 
+@cache
 def products(n: int) -> Ids:
     """after[i, j]: the number of "permutation i, then j" in the order of `itertools.permutations(range(n))`."""
-    every = np.array(list(permutations(range(n))))
-    code = every @ n ** np.arange(n)
-    number = np.zeros(n**n, dtype=np.int64)
-    number[code] = np.arange(len(every))
-    then = every[None, :, :].repeat(len(every), 0)  # [i, j, place]: j
-    moved = np.take_along_axis(then, every[:, None, :].repeat(len(every), 1), 2)  # j of i of place
-    return number[moved @ n ** np.arange(n)]
+    every = list(permutations(range(n)))
+    number = {moved: index for index, moved in enumerate(every)}
+    return np.array([[number[tuple(then[place] for place in first)] for then in every] for first in every])

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import native
-from perspectron.config import FFNConfig, one_of, require
+from perspectron.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.errors import ConfigError
 from perspectron.experts.torus import distance2, lattice
+from perspectron.ops.dispatch import full_precision
 
 SPREAD = (
     0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
@@ -68,17 +69,15 @@ class RoutedConfig(FFNConfig):
     int8_activations: bool = False
 
     def __post_init__(self) -> None:
-        require(self.hidden >= 1, "hidden", self.hidden, "≥ 1")
+        at_least(1, self, "hidden", "nearest")
         require(len(self.torus) > 0 and min(self.torus) >= 1, "torus", self.torus, "one or more lengths ≥ 1")
         E = math.prod(self.torus)
         require(E <= MOST_EXPERTS, "torus", self.torus, f"of ≤ {MOST_EXPERTS:,} experts")
         require(self.experts in (0, E), "experts", self.experts, f"the {E} that fill a torus of {self.torus}")
         one_of(self.gate, ("none", "straight_through", "soft"), "gate")
         one_of(self.router, ("torus", "switch"), "router")
-        require(self.nearest >= 1, "nearest", self.nearest, "≥ 1")
-        require(self.temperature > 0, "temperature", self.temperature, "> 0")
-        for name in ("balance", "bias_rate", "smooth", "delta", "diversity"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        positive(self, "temperature")
+        at_least(0, self, "balance", "bias_rate", "smooth", "delta", "diversity")
 
     @property
     def tau(self) -> float:
@@ -144,16 +143,13 @@ class Router:
 
     def route(self, x_ND: Tensor) -> Choice:
         """The expert of each token, in at least float32 also under autocast. Ties go to the lowest id."""
-        device = x_ND.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.route(x_ND)
-        distances = self.distances(x_ND)
-        expert_N = self.select(distances)
-        logit_NE = distances.distance2_NE / -self.config.tau
-        E, k = logit_NE.shape[1], self.config.nearest
-        near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
-        gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
+        with full_precision(x_ND):
+            distances = self.distances(x_ND)
+            expert_N = self.select(distances)
+            logit_NE = distances.distance2_NE / -self.config.tau
+            E, k = logit_NE.shape[1], self.config.nearest
+            near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
+            gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
         return Choice(expert_N, gate_N, *distances)
 
     def select(

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from perspectron.ops.attention import follows
+
 Lengths = tuple[int, ...]
 
 
@@ -20,12 +22,8 @@ def lattice(shape: Lengths) -> Tensor:
 
 def cells(shape: Lengths) -> Tensor:
     """Whole coordinates of every expert [E,A]."""
-    ids = torch.arange(math.prod(shape))
-    axes = []
-    for n in shape:
-        axes.append(ids % n)
-        ids = ids // n
-    return torch.stack(axes, 1)
+    slowest_first = torch.unravel_index(torch.arange(math.prod(shape)), shape[::-1])
+    return torch.stack(slowest_first[::-1], 1)
 
 
 def wrap(apart: Tensor) -> Tensor:
@@ -93,12 +91,8 @@ def balance(probability_NE: Tensor, load_E: Tensor, counted_N: Tensor) -> Tensor
 def smoothness(query_BTA: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> Tensor:
     """Mean squared wrapped difference of the queries of consecutive tokens of one document."""
     moved_BT = wrap(query_BTA[:, 1:] - query_BTA[:, :-1]).square().sum(-1)
-    follows_BT = torch.ones_like(moved_BT, dtype=torch.bool)
-    if reset_BT is not None:
-        follows_BT &= ~reset_BT[:, 1:]
-    if pad_BT is not None:
-        follows_BT &= ~(pad_BT[:, 1:] | pad_BT[:, :-1])
-    return moved_BT.masked_fill(~follows_BT, 0).sum() / follows_BT.sum().clamp_min(1)
+    pairs_BT = follows(reset_BT, pad_BT, moved_BT)
+    return moved_BT.masked_fill(~pairs_BT, 0).sum() / pairs_BT.sum().clamp_min(1)
 
 
 def neighbour_delta(weight_EK: Tensor, shape: Lengths) -> Tensor:

@@ -4,15 +4,13 @@ from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
 from perspectron.mixers import adr, attention, drm, gla, lens, pdr, ssd, window_gqa
-from perspectron.mixers.cache import Cache
 
 
 class Mixer(NamedTuple):
-    """A table entry: the module, which takes (d_model, norm_eps, config), its state, a small config by which
+    """A table entry: the module, which takes (d_model, norm_eps, config), a small config by which
     tests build it at a width of 16, what it is in a line, and where it comes from."""
 
     module: type[Any]
-    state: type[Any]
     small: MixerConfig
     about: str
     source: str
@@ -21,35 +19,30 @@ class Mixer(NamedTuple):
 MIXERS = {
     "pdr": Mixer(
         pdr.PDR,
-        pdr.PDRState,
         pdr.PDRConfig(rank=4),
         "Perspective Decay Recurrence: a matrix memory whose rows fade by gates of their own",
         "seeds/pdr.md §2",
     ),
     "window_gqa": Mixer(
         window_gqa.WindowGQA,
-        window_gqa.WindowGQAState,
         window_gqa.WindowGQAConfig(heads=4, kv_heads=2, window=8),
         "attention to the last W tokens, query heads in groups, rotary positions",
         "seeds/topology.md §2.2",
     ),
     "lens": Mixer(
         lens.Lens,
-        Cache,
         lens.LensConfig(heads=2),
         "attention through three lenses: what I seek, who seeks me, what wants to be found",
         "seeds/lens.md, enhancements 1-3",
     ),
     "adr": Mixer(
         adr.ADR,
-        adr.ADRState,
         adr.ADRConfig(heads=2, gamma=0.9),
         "attention to recurrent memories of keys and values, each a GRU that decays",
         "seeds/adr.md, laws 1-5",
     ),
     "drm": Mixer(
         drm.DRM,
-        drm.DRMState,
         drm.DRMConfig(
             4,
             2,
@@ -65,21 +58,18 @@ MIXERS = {
     ),
     "gla": Mixer(
         gla.GLA,
-        gla.GLAState,
         gla.GLAConfig(heads=2, gate_rank=4),
         "gated linear attention: a matrix memory whose key channels fade by gates of their own",
         "decisions.md §7",
     ),
     "ssd": Mixer(
         ssd.SSD,
-        ssd.SSDState,
         ssd.SSDConfig(head_dim=8, state=4),
         "Mamba-2's state-space dual: a matrix memory that fades by one gate a head, behind a short convolution",
         "decisions.md §7",
     ),
     "attention": Mixer(
         attention.Attention,
-        Cache,
         attention.AttentionConfig(heads=2),
         "full attention, with rotary positions or as in GPT-2",
         "decisions.md §7",

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, one_of, require
+from perspectron.config import MixerConfig, divides, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention, gru
 from perspectron.state import register
 from perspectron.terms import Term
@@ -90,7 +90,7 @@ class ADR(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
         super().__init__()
-        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        divides(config.heads, d_model)
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
@@ -118,27 +118,17 @@ class ADR(nn.Module):
         memory_B2HK = torch.zeros(batch_size, self.config.streams, H, K, device=device, dtype=full)
         return ADRState(memory_B2HK, cache.empty(batch_size, H, K, K, device, dtype, capacity))
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: ADRState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: ADRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
         qkv, memory, seen, after_B2HK = self.remember(
             x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
-        o, after = cache.attend(
-            q, k, v, state.cache, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
-        )
+        o, after = cache.attend(q, k, v, state.cache, at, consume_state=consume_state)
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:
             y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)
@@ -155,43 +145,27 @@ class ADR(nn.Module):
         consume_state: bool = False,
     ) -> Remembered:
         """What attention reads of tokens that come after `state`, at these places."""
-        kv_seen = self.config.remembered
-        qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, self.config.heads, -1)
+        config, of = self.config, self.config.remembered
+        qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]
-        memory, seen, after_B2HK = self._scan(
-            kv[:, :, kv_seen], state.memory_B2HK, reset_BT, pad_BT, consume_state
-        )
-        if self.config.cold_start:
-            t_BT = (at.position_BT + 1).to(seen.dtype)
-            seen = seen / -torch.expm1(t_BT * math.log(self.config.gamma))[:, :, None, None, None]
-        seen = seen.to(qkv_BT3HK.dtype)
-        if self.config.remember != "both":
-            seen = torch.cat([kv[:, :, : kv_seen.start], seen, kv[:, :, kv_seen.stop :]], 2)
-        return Remembered(qkv_BT3HK, memory, seen, after_B2HK)
-
-    def _scan(
-        self,
-        kv_BT2HK: Tensor,
-        memory_B2HK: Tensor,
-        reset_BT: Tensor | None,
-        pad_BT: Tensor | None,
-        consume_state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the GRUs: (memories and what is attended to [B,T,2,H,K], the last memories [B,2,H,K]); 1 for 2 where only
-        keys or values are remembered."""
-        raw = self.config.emit == "raw"
-        B, T, kinds, H, K = kv_BT2HK.shape
-        G = len(self.input_GKF)
-        memories, raws, last = gru.scan(
-            kv_BT2HK.reshape(B, T, G, -1, K),
+        own, G = kv[:, :, of], len(self.input_GKF)
+        B, T, kinds, H, K = own.shape
+        memory, raws, last = gru.scan(
+            own.reshape(B, T, G, -1, K),
             self.cells(),
-            self.config.gamma,
-            memory_B2HK.view(B, G, -1, K),
+            config.gamma,
+            state.memory_B2HK.view(B, G, -1, K),
             reset_BT=reset_BT,
             pad_BT=pad_BT,
-            raw=raw,
-            backend="newton" if self.config.solver == "newton" else "auto",
+            raw=config.emit == "raw",
+            backend="newton" if config.solver == "newton" else "auto",
             consume_state=consume_state,
         )
-        seen = memories if raws is None else raws
-        return memories.view(kv_BT2HK.shape), seen.view(kv_BT2HK.shape), last.view(B, kinds, H, K)
+        seen = (memory if raws is None else raws).view(own.shape)
+        if config.cold_start:
+            t_BT = (at.position_BT + 1).to(seen.dtype)
+            seen = seen / -torch.expm1(t_BT * math.log(config.gamma))[:, :, None, None, None]
+        seen = seen.to(qkv_BT3HK.dtype)
+        if config.remember != "both":
+            seen = torch.cat([kv[:, :, : of.start], seen, kv[:, :, of.stop :]], 2)
+        return Remembered(qkv_BT3HK, memory.view(own.shape), seen, last.view(B, kinds, H, K))

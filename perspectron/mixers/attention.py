@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention
 from perspectron.terms import Term
 
@@ -39,12 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: AttentionConfig) -> None:
         super().__init__()
-        if config.rope_base is None:
-            bound = f"a divisor of d_model = {d_model}"
-            require(d_model % config.heads == 0, "heads", config.heads, bound)
-        else:
-            bound = f"a divisor of d_model / 2 = {d_model / 2:g}"
-            require(d_model % (2 * config.heads) == 0, "heads", config.heads, bound)
+        divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.o_proj = nn.Linear(d_model, d_model, bias=config.bias)
@@ -57,24 +52,14 @@ class Attention(nn.Module):
         width = self.o_proj.in_features // H
         return cache.empty(batch_size, H, width, width, device, dtype, capacity)
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: Cache,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: Cache, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
             q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, state = cache.attend(
-            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
-        )
+        o, state = cache.attend(q, k, v, state, at, consume_state=consume_state)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}

@@ -87,19 +87,17 @@ def attend(
     cache: Cache,
     at: attention.Places,
     *,
-    reset_BT: Tensor | None,
-    pad_BT: Tensor | None,
     scale: float | None = None,
     consume_state: bool = False,
 ) -> tuple[Tensor, Cache]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it).
 
-    `at`: `attention.places(cache.length_B, T, reset_BT, pad_BT)`. The cache doubles when it is full.
+    `at`: `attention.places` of the chunk after `cache.length_B`. The cache doubles when it is full.
     consume_state: one token is written into the cache handed in.
     """
-    fresh = cache.used == 0 and reset_BT is None and pad_BT is None
+    fresh = cache.used == 0 and not at.resets and not at.padded
     # One token with padding is not worth asking the device for; a chunk is.
-    counted = reset_BT is not None or (pad_BT is not None and q.shape[2] > 1)
+    counted = at.resets or (at.padded and q.shape[2] > 1)
     after = _remember(k, v, cache, at, fresh, counted, consume_state)
     if fresh:
         return attention.attend(q, k, v, causal=True, scale=scale), after
@@ -128,8 +126,5 @@ def _remember(
 
 def _own(x: Tensor) -> Tensor:
     """Contiguous, and no view of something larger (of q, k and v in one)."""
-    return (
-        x.contiguous()
-        if x.numel() * x.element_size() == x.untyped_storage().nbytes()
-        else x.clone(memory_format=torch.contiguous_format)
-    )
+    own = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    return x if own else x.clone(memory_format=torch.contiguous_format)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, at_least, positive, require
 from perspectron.mixers.drm_terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.ops import drm
 from perspectron.ops.attention import places
+from perspectron.ops.dispatch import full_precision
 from perspectron.ops.drm_law import Law, State, Weights, refreshes, width
 from perspectron.state import register
 from perspectron.terms import Term
@@ -36,11 +37,9 @@ class Risk:
     cached: bool = False
 
     def __post_init__(self) -> None:
-        require(self.alpha_max > 0, "alpha_max", self.alpha_max, "> 0")
-        require(self.exponent_min > 0, "exponent_min", self.exponent_min, "> 0")
+        positive(self, "alpha_max", "exponent_min", "mass_max")
         require(self.exponent_max >= self.exponent_min, "exponent_max", self.exponent_max,
                 f"≥ exponent_min = {self.exponent_min}")  # fmt: skip
-        require(self.mass_max > 0, "mass_max", self.mass_max, "> 0")
 
 
 @dataclass(frozen=True)
@@ -90,21 +89,10 @@ class DRMConfig(MixerConfig):
     losses: Losses = field(default_factory=Losses)
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "geometry_interval"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
-        counts = (
-            "directions",
-            "rank",
-            "direction_basis",
-            "metric_basis",
-            "gate_top_k",
-            "strength_warmup",
-            "bptt",
-        )
-        for name in counts:
-            require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
-        for name in ("dt", "radius", "gate_temperature", "metric_floor"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        at_least(1, self, "hidden", "geometry_interval")
+        at_least(0, self, "directions", "rank", "direction_basis", "metric_basis", "gate_top_k", "bptt")
+        at_least(0, self, "strength_warmup", "damping")
+        positive(self, "dt", "radius", "gate_temperature", "metric_floor")
         require(self.d_token is None or self.d_token >= 1, "d_token", self.d_token, "≥ 1")
         require(self.gate_top_k <= self.directions, "gate_top_k", self.gate_top_k,
                 f"≤ directions = {self.directions}")  # fmt: skip
@@ -118,7 +106,6 @@ class DRMConfig(MixerConfig):
         )
         require(self.clip or not self.squash, "squash", True, "false where clip = false")
         require(0 <= self.strength <= 1, "strength", self.strength, "in [0, 1]")
-        require(self.damping >= 0, "damping", self.damping, "≥ 0")
 
 
 @register
@@ -233,7 +220,7 @@ class DRM(nn.Module):
         if device != "meta" and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         if trace is not None:
-            with torch.autocast(device, enabled=False):
+            with full_precision(x_BTE):
                 tokens = Tokens(z_BTD, reset_BT, pad_BT)
                 risk_BT = self.risk_of(trace.before_BTS if latest_BTD is None else latest_BTD)
                 aux = terms(z_BTD, trace, risk_BT, self.config.losses, tokens)
@@ -287,24 +274,10 @@ class DRM(nn.Module):
 
     def law(self) -> Law:
         """The config's numbers, with the naturalisation as far as it has warmed up (in full on the meta device)."""
-        config = self.config
-        return Law(
-            directions=config.directions,
-            rank=config.rank,
-            dt=config.dt,
-            radius=config.radius,
-            squash=config.squash,
-            clip=config.clip,
-            strength=config.strength if self.strength.is_meta else float(self.strength),
-            damping=config.damping,
-            floor=config.metric_floor,
-            gate_bias=config.gate_bias,
-            temperature=config.gate_temperature,
-            top_k=config.gate_top_k,
-            renorm=config.gate_renorm,
-            normalise=config.direction_norm,
-            interval=config.geometry_interval,
-        )
+        numbers = {name: getattr(self.config, name) for name in Law._fields}
+        if not self.strength.is_meta:
+            numbers["strength"] = float(self.strength)
+        return Law(**numbers)
 
     def risk_of(self, z_BTD: Tensor) -> Tensor | None:
         """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from perspectron.config import require
+from perspectron.config import at_least, positive
 from perspectron.ops.drm_law import Trace
 from perspectron.terms import Term
 
@@ -55,9 +55,8 @@ class Losses:
     u_floor: float = 0.05
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            require(getattr(self, field.name) >= 0, field.name, getattr(self, field.name), "≥ 0")
-        require(self.condition_target > 0, "condition_target", self.condition_target, "> 0")
+        at_least(0, self, *(field.name for field in fields(self)))
+        positive(self, "condition_target")
 
 
 class Tokens:

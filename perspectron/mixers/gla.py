@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.config import MixerConfig, at_least, divides, positive
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
 from perspectron.state import register
 from perspectron.terms import Term
@@ -30,9 +30,8 @@ class GLAConfig(MixerConfig):
     gate_temperature: float = 16.0
 
     def __post_init__(self) -> None:
-        require(self.heads >= 1, "heads", self.heads, "≥ 1")
-        require(self.gate_rank >= 1, "gate_rank", self.gate_rank, "≥ 1")
-        require(self.gate_temperature > 0, "gate_temperature", self.gate_temperature, "> 0")
+        at_least(1, self, "heads", "gate_rank")
+        positive(self, "gate_temperature")
 
 
 @register
@@ -48,8 +47,7 @@ class GLA(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
         super().__init__()
-        bound = f"a divisor of d_model / 2 = {d_model / 2:g}"
-        require(d_model % (2 * config.heads) == 0, "heads", config.heads, bound)
+        divides(config.heads, d_model, even=True)
         self.config = config
         self.q_proj = nn.Linear(d_model, d_model // 2, bias=False)
         self.k_proj = nn.Linear(d_model, d_model // 2, bias=False)
@@ -69,24 +67,16 @@ class GLA(nn.Module):
         dtype = torch.promote_types(dtype, torch.float32)
         return GLAState(torch.zeros(batch_size, H, D // (2 * H), D // H, device=device, dtype=dtype))
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: GLAState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: GLAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)  # so k and v are 0: padding writes nothing
         gate_BTK = self.gk_proj(x_BTD)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
         gate_BTK = torch.exp(F.logsigmoid(gate_BTK) / self.config.gate_temperature)
         if pad_BT is not None:
-            gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)
+            gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
         if reset_BT is not None:
             gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
         inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD), gate_BTK)

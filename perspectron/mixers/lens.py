@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention, lens
 from perspectron.terms import Term
 
@@ -48,7 +48,7 @@ class Lens(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
         super().__init__()
-        require(d_model % config.heads == 0, "heads", config.heads, f"a divisor of d_model = {d_model}")
+        divides(config.heads, d_model)
         self.config = config
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
@@ -89,19 +89,11 @@ class Lens(nn.Module):
         keys = 2 * width if self.config.reciprocity else width
         return cache.empty(batch_size, H, keys, width, device, dtype, capacity)
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: Cache,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: Cache, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         scale = q.shape[-1] ** -0.5
         u_HK = self.u_HK if self.config.discoverability else None
@@ -109,9 +101,7 @@ class Lens(nn.Module):
             q, k, u_HK, self.weights(), reciprocity=self.config.reciprocity, disc_scale=self.config.disc_scale
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
-        o, state = cache.attend(
-            q, k, v, state, at, reset_BT=reset_BT, pad_BT=pad_BT, scale=scale, consume_state=consume_state
-        )
+        o, state = cache.attend(q, k, v, state, at, scale=scale, consume_state=consume_state)
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
             o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))

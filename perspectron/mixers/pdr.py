@@ -3,15 +3,17 @@
 Shapes: B batch, T time, D model width, R state rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.config import MixerConfig, at_least, require
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import pdr
-from perspectron.ops.attention import places
+from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
 from perspectron.terms import Term
@@ -37,10 +39,9 @@ class PDRConfig(MixerConfig):
     fixed_decay: bool = False
 
     def __post_init__(self) -> None:
-        require(self.rank >= 1, "rank", self.rank, "≥ 1")
-        require(self.renorm_every >= 0, "renorm_every", self.renorm_every, "≥ 0")
+        at_least(1, self, "rank")
+        at_least(0, self, "renorm_every", "gate_rank")
         require(self.scale is None or self.scale > 0, "scale", self.scale, "> 0")
-        require(self.gate_rank >= 0, "gate_rank", self.gate_rank, "≥ 0")
         require(
             not self.fixed_decay or self.gate_rank == 0, "gate_rank", self.gate_rank, "0 with fixed_decay"
         )
@@ -97,18 +98,10 @@ class PDR(nn.Module):
         memory = torch.zeros(batch_size, D, R, device=device, dtype=torch.promote_types(dtype, torch.float32))
         return PDRState(memory, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: PDRState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: PDRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         p_BTD, v_BTD = self.p_proj(self.p_down(x_BTD)), self.v_proj(x_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
@@ -117,31 +110,21 @@ class PDR(nn.Module):
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
-        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at.position_BT, at.valid_BT, consume_state)
+        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at, consume_state)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
         return y_BTD, PDRState(memory_BDR, at.length_B), {}
 
     def _scan(
-        self,
-        inputs: list[Tensor],
-        memory: Tensor,
-        position_BT: Tensor,
-        valid_BT: Tensor,
-        consume_state: bool,
+        self, inputs: list[Tensor], memory: Tensor, at: Places, consume_state: bool
     ) -> tuple[Tensor, Tensor]:
         """The scan, cut where some row of the batch is due for renormalisation."""
+        scan: Callable[..., tuple[Tensor, Tensor]] = partial(pdr.scan, scale=self.config.scale, checked=False)
         if self.config.renorm_every == 0:
-            q, k, v, gamma = inputs
-            return pdr.scan(
-                q, k, v, gamma, memory, scale=self.config.scale, consume_state=consume_state, checked=False
-            )
-        due_BT = valid_BT & ((position_BT + 1) % self.config.renorm_every == 0)
+            return scan(*inputs, memory, consume_state=consume_state)
+        due_BT = at.valid_BT & ((at.position_BT + 1) % self.config.renorm_every == 0)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
         for stop in [*(due_BT.any(0).nonzero()[:, 0] + 1).tolist(), T]:
-            q, k, v, gamma = (x[:, start:stop] for x in inputs)
-            o, memory = pdr.scan(
-                q, k, v, gamma, memory, scale=self.config.scale, consume_state=consume_state, checked=False
-            )
+            o, memory = scan(*(x[:, start:stop] for x in inputs), memory, consume_state=consume_state)
             consume_state = gradients_off()  # after the first piece the memory is our own
             if stop > start:
                 memory = torch.where(due_BT[:, stop - 1, None, None], pdr.renormalise(memory), memory)

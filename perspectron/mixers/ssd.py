@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.config import MixerConfig, at_least, require
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
 from perspectron.ops.conv import convolve
 from perspectron.state import register
@@ -37,8 +37,7 @@ class SSDConfig(MixerConfig):
     conv: int = 4
 
     def __post_init__(self) -> None:
-        for field in ("head_dim", "state", "expand", "conv"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "≥ 1")
+        at_least(1, self, "head_dim", "state", "expand", "conv")
 
 
 @register
@@ -91,18 +90,10 @@ class SSD(nn.Module):
         window = torch.zeros(batch_size, config.conv - 1, channels, device=device, dtype=dtype)
         return SSDState(memory, window)
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: SSDState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: SSDState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         weight_C1W, bias_C = self.conv1d.parameters()
         u_BTC, window_BZC = convolve(u_BTC, state.window_BZC, weight_C1W, bias_C, reset_BT, pad_BT)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import MixerConfig, require
+from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.errors import StateError
-from perspectron.mixers.reset import ends_at_resets
+from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
 from perspectron.terms import Term
@@ -31,10 +31,9 @@ class WindowGQAConfig(MixerConfig):
     rope_base: float = 10000.0
 
     def __post_init__(self) -> None:
-        require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        at_least(1, self, "heads", "window")
         require(self.kv_heads >= 1 and self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads,
                 f"a divisor of heads = {self.heads}")  # fmt: skip
-        require(self.window >= 1, "window", self.window, "≥ 1")
         require(self.rope_base > 1, "rope_base", self.rope_base, "> 1")
 
 
@@ -73,12 +72,7 @@ class WindowGQA(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: WindowGQAConfig) -> None:
         super().__init__()
-        require(
-            d_model % (2 * config.heads) == 0,
-            "heads",
-            config.heads,
-            f"a divisor of d_model / 2 = {d_model / 2:g}",
-        )
+        divides(config.heads, d_model, even=True)
         self.config = config
         self.width = d_model // config.heads
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
@@ -93,19 +87,11 @@ class WindowGQA(nn.Module):
         k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         return WindowGQAState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
-    @ends_at_resets
+    @masked
     def forward(
-        self,
-        x_BTD: Tensor,
-        state: WindowGQAState,
-        *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
-        consume_state: bool = False,
+        self, x_BTD: Tensor, state: WindowGQAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
         q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)
         k, v = self.kv_proj(x_BTD).view(B, T, 2, config.kv_heads, self.width).permute(2, 0, 3, 1, 4)
@@ -119,11 +105,10 @@ class WindowGQA(nn.Module):
             attention.write(ring[0], k, state.length_B, at, consume_state=consume_state),
             attention.write(ring[1], v, state.length_B, at, consume_state=consume_state),
         )
-        if fresh and reset_BT is None and pad_BT is None and config.window >= T:
+        if fresh and not at.resets and not at.padded and config.window >= T:
             o = attention.attend(q, k, v, causal=True)
         elif T == 1:
             o = attention.stepped(q, written, at)
         else:
-            padded = pad_BT is not None
-            o = attention.windowed(q, k, v, ring, state.length_B, at, padded=padded)
+            o = attention.windowed(q, k, v, ring, state.length_B, at)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}

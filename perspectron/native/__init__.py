@@ -26,8 +26,6 @@ rank, F hidden width.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -79,28 +77,6 @@ def set_threads(count: int | None) -> None:
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "scalar"."""
     return str(_library().pspx_isa().decode())
-
-
-@contextmanager
-def forced_isa(name: str) -> Iterator[None]:
-    """For tests: use this instruction set, in all threads; ValueError where the machine has none such."""
-    before = isa()
-    if not _library().pspx_set_isa(name.encode()):
-        raise ValueError(f"isa = {name!r}, this machine has at most {before!r}")
-    try:
-        yield
-    finally:
-        _library().pspx_set_isa(before.encode())
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """For tests: scratch memory is filled before each use."""
-    _library().pspx_poison(1)
-    try:
-        yield
-    finally:
-        _library().pspx_poison(0)
 
 
 def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> Tensor:

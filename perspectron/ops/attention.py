@@ -24,6 +24,8 @@ class Places(NamedTuple):
     segment_BT: Tensor  # documents begun in this chunk up to here; 0 continues the one in the cache
     valid_BT: Tensor  # not padding
     length_B: Tensor  # tokens of the last document, after the chunk
+    resets: bool = False  # documents may begin
+    padded: bool = False  # there may be padding
 
 
 def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | None) -> Places:
@@ -33,12 +35,22 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
     if reset_BT is None and pad_BT is None:
         position_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
         return Places(position_BT, torch.zeros_like(position_BT), valid_BT, length_B + T)
-    reset_BT = ~ones_BT if reset_BT is None else reset_BT
+    resets, reset_BT = reset_BT is not None, ~ones_BT if reset_BT is None else reset_BT
     before_BT = valid_BT.long().cumsum(1) - valid_BT.long()
     start_BT = torch.where(reset_BT, before_BT, -length_B[:, None]).cummax(1).values
     position_BT = before_BT - start_BT
     length_B = position_BT[:, -1] + valid_BT[:, -1].long()
-    return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B)
+    return Places(position_BT, reset_BT.long().cumsum(1), valid_BT, length_B, resets, pad_BT is not None)
+
+
+def follows(reset_BT: Tensor | None, pad_BT: Tensor | None, like_BT: Tensor) -> Tensor:
+    """The pairs of neighbouring tokens [B,T−1], shaped and placed as `like`, that stand in one document."""
+    pairs_BT = torch.ones_like(like_BT, dtype=torch.bool)
+    if reset_BT is not None:
+        pairs_BT &= ~reset_BT[:, 1:]
+    if pad_BT is not None:
+        pairs_BT &= ~(pad_BT[:, 1:] | pad_BT[:, :-1])
+    return pairs_BT
 
 
 def slots(length_B: Tensor, S: int) -> Tensor:
@@ -155,19 +167,17 @@ def windowed(
     ring: tuple[Tensor, Tensor],
     before_B: Tensor,
     at: Places,
-    *,
-    padded: bool = False,
 ) -> Tensor:
     """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before.
-    `padded`: the chunk may hold padding.
 
     The chunk is cut into blocks of c = min(W, T) queries, each of which sees the c keys of its own block and
     the W keys before it: work and memory are linear in T.
     """
     W, T, B = ring[0].shape[2], q_BHTK.shape[2], q_BHTK.shape[0]
-    if padded:  # tokens first, padding behind them: then W tokens back is W columns back
+    if at.padded:  # tokens first, padding behind them: then W tokens back is W columns back
         order_BT = (~at.valid_BT).long().argsort(dim=1, stable=True)
-        tokens = at._replace(**{name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]})
+        ordered = {name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]}
+        tokens = at._replace(padded=False, **ordered)
         q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
         return _columns(windowed(q, k, v, ring, before_B, tokens), order_BT.argsort(1))
     c = min(W, T)

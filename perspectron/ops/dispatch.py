@@ -4,6 +4,7 @@ gradients are on, who may write into a state, and errors in the place of derivat
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -63,18 +64,18 @@ def check_gates(gate: Tensor) -> None:
 # ---------------------------------------------------------------- autocast
 
 
-def full_precision(x: Tensor) -> torch.autocast:
-    """The context without autocast on x's device."""
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """The context without autocast on x's device. (The meta device has none, and asking it raises.)"""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Decorate an operation: autocast does not reach inside. (The meta device has none, and asking it raises.)"""
+    """Decorate an operation: autocast does not reach inside."""
 
     @functools.wraps(op)
     def run(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-            return op(x, *args, **kwargs)
         with full_precision(x):
             return op(x, *args, **kwargs)
 

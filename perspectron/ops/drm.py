@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops import dispatch, drm_loop
+from perspectron.ops.attention import follows
 from perspectron.ops.drm_law import (
     Geometry,
     Law,
@@ -68,7 +69,7 @@ def scan(
         e_BTE = e_BTE.masked_fill(pad_BT[:, :, None], 0)
     drive_TBG = F.linear(e_BTE.transpose(0, 1), weights.token_w)
     drive_TBG = F.pad(drive_TBG, (len(weights.read_b) - drive_TBG.shape[-1], 0)) + weights.read_b
-    when = plan(state.length_B, e_BTE.shape[1], law.interval, bptt, reset_BT, pad_BT)
+    when = plan(state.length_B, e_BTE.shape[1], law.geometry_interval, bptt, reset_BT, pad_BT)
     run = reference if backend == "reference" else drm_loop.run
     return run(drive_TBG, state, weights, law, when)
 
@@ -80,7 +81,7 @@ def _check(e_BTE: Tensor, state: State, weights: Weights, law: Law) -> None:
     wanted = {
         "token_w": (weights.token_w, (len(weights.read_w) // 3, E)),
         "state": (state.z_BS, (B, S)),
-        "geometry": (state.geometry_BF, (B, width(S, law) if law.interval > 1 else 0)),
+        "geometry": (state.geometry_BF, (B, width(S, law) if law.geometry_interval > 1 else 0)),
         "length": (state.length_B, (B,)),
     }
     for name, (tensor, shape) in wanted.items():
@@ -111,7 +112,7 @@ def reference(
         pad_B1 = when.pads[t]
         z_BS = moved_BS if pad_B1 is None else torch.where(pad_B1, z_BS, moved_BS)
         states.append(z_BS)
-    after = State(z_BS, geometry_BF if law.interval > 1 else state.geometry_BF, when.length_B)
+    after = State(z_BS, geometry_BF if law.geometry_interval > 1 else state.geometry_BF, when.length_B)
     if torch.is_inference_mode_enabled():
         return torch.stack(states, 1), after, None
     return torch.stack(states, 1), after, Trace(*(torch.stack(x, 1) for x in zip(*shown, strict=True)))
@@ -133,9 +134,9 @@ def geometry(h_BG: Tensor, w: Weights, law: Law) -> Geometry:
         V_BNS = V_BNS @ w.direction_basis
     if w.metric_basis is not None:
         U_BRS = U_BRS @ w.metric_basis
-    V_BNS = F.normalize(V_BNS, dim=-1) if law.normalise else V_BNS
-    a_BN = thin(torch.sigmoid((gate_BN + law.gate_bias) / law.temperature), law)
-    return Geometry(V_BNS, a_BN, F.softplus(raw_BS) + law.floor, U_BRS * max(law.rank, 1) ** -0.5)
+    V_BNS = F.normalize(V_BNS, dim=-1) if law.direction_norm else V_BNS
+    a_BN = thin(torch.sigmoid((gate_BN + law.gate_bias) / law.gate_temperature), law)
+    return Geometry(V_BNS, a_BN, F.softplus(raw_BS) + law.metric_floor, U_BRS * max(law.rank, 1) ** -0.5)
 
 
 def velocity(h_BG: Tensor, now: Geometry, w: Weights, law: Law) -> Tensor:
@@ -170,11 +171,7 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
     """The mean squared difference of neighbouring tokens' logits, of the same document; 0 where there are none."""
     full = torch.promote_types(logits_BTV.dtype, torch.float32)
     change_BT = logits_BTV.to(full).diff(dim=1).square().mean(-1)
-    pairs_BT = torch.ones_like(change_BT, dtype=torch.bool)
-    if reset_BT is not None:
-        pairs_BT &= ~reset_BT[:, 1:]
-    if pad_BT is not None:
-        pairs_BT &= ~(pad_BT[:, 1:] | pad_BT[:, :-1])
+    pairs_BT = follows(reset_BT, pad_BT, change_BT)
     return torch.where(pairs_BT, change_BT, 0).sum() / pairs_BT.sum().clamp_min(1)
 
 

@@ -115,7 +115,7 @@ class Adjoint:
     def _prepare(self) -> None:
         """Slopes over all time, and where the ball's edge was met."""
         columns, law = self.columns, self.law
-        a_TBN = self.solved.a_BN if law.interval == 1 else self.solved.a_BN[self.when.slot]
+        a_TBN = self.solved.a_BN if law.geometry_interval == 1 else self.solved.a_BN[self.when.slot]
         # Slopes of tanh from its values: its arguments need not be kept.
         self.c_slope_TBN = 1 - columns.c_BN.square()
         if law.directions > 0:  # v = Σ a c V: of V it is a c, and of c it is a (V·dv)
@@ -126,7 +126,7 @@ class Adjoint:
         gate_JBN = self.solved.a_BN[self.kept :] if self.made.gate_BN is None else self.made.gate_BN
         # Top-k passes gradients where it let gates through: the choice is made again in place of being kept.
         self.open_JBN = thin(gate_JBN, law) != 0
-        self.gate_slope_JBN = gate_JBN * (1 - gate_JBN) / law.temperature
+        self.gate_slope_JBN = gate_JBN * (1 - gate_JBN) / law.gate_temperature
         self.raw_slope_JBS = torch.sigmoid(self.made.raw_BS)
         self.squash_TBS = 1 - (columns.z_BS / law.radius).square()
         # Where a state was pulled back, the pull bends its gradient; asked once for all tokens, as nearly none are.
@@ -272,7 +272,7 @@ def _gelu_slope(x: Tensor) -> Tensor:
 
 def _through_thin(da_BN: Tensor, gate_BN: Tensor, open_BN: Tensor, law: Law) -> Tensor:
     """The gradient of all gates from that of those left open: a = r m g, r = Σg / Σ(m g) with `renorm`, else 1."""
-    if not law.renorm:
+    if not law.gate_renorm:
         return da_BN * open_BN
     few_BN = gate_BN * open_BN
     sum_B1 = few_BN.sum(1, keepdim=True)

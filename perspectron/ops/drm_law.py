@@ -37,10 +37,11 @@ class Weights(NamedTuple):
 
 
 class Law(NamedTuple):
-    """The numbers of the law. Without directions the flow has a number for each axis, which is the velocity. Gates
-    are σ((· + gate_bias) / temperature), of which the `top_k` largest stay (0: all), scaled up to the old sum with
-    `renorm`; `normalise` makes directions unit vectors; `floor` is the least d; `strength` is s and `damping` λ of the
-    naturalisation; without `squash` the state is only pulled into the ball, and without `clip` nothing holds it."""
+    """The numbers of the law, as `DRMConfig` names them. Without directions the flow has a number for each axis, which
+    is the velocity. Gates are σ((· + gate_bias) / gate_temperature), of which the `gate_top_k` largest stay (0: all),
+    scaled up to the old sum with `gate_renorm`; `direction_norm` makes directions unit vectors; `metric_floor` is the
+    least d; `strength` is s and `damping` λ of the naturalisation; without `squash` the state is only pulled into the
+    ball, and without `clip` nothing holds it."""
 
     directions: int
     rank: int
@@ -49,13 +50,13 @@ class Law(NamedTuple):
     squash: bool
     strength: float
     damping: float
-    floor: float
+    metric_floor: float
     gate_bias: float
-    temperature: float
-    top_k: int
-    renorm: bool
-    normalise: bool
-    interval: int
+    gate_temperature: float
+    gate_top_k: int
+    gate_renorm: bool
+    direction_norm: bool
+    geometry_interval: int
     clip: bool = True
 
 
@@ -105,12 +106,12 @@ def of_lines(lines_BF: Tensor, S: int, law: Law) -> Geometry:
 
 
 def thin(a_BN: Tensor, law: Law) -> Tensor:
-    """The gates of which only the `top_k` largest stay open."""
-    if law.top_k == 0:
+    """The gates of which only the `gate_top_k` largest stay open."""
+    if law.gate_top_k == 0:
         return a_BN
-    kept_BN = torch.zeros_like(a_BN).scatter(-1, a_BN.topk(law.top_k).indices, 1)
+    kept_BN = torch.zeros_like(a_BN).scatter(-1, a_BN.topk(law.gate_top_k).indices, 1)
     few_BN = a_BN * kept_BN
-    return few_BN * (a_BN.sum(-1, keepdim=True) / few_BN.sum(-1, keepdim=True)) if law.renorm else few_BN
+    return few_BN * (a_BN.sum(-1, keepdim=True) / few_BN.sum(-1, keepdim=True)) if law.gate_renorm else few_BN
 
 
 class Plan(NamedTuple):

@@ -30,12 +30,12 @@ def run(
     kept_BF = state.geometry_BF
     if torch.is_inference_mode_enabled():
         columns, solved, _ = _forward(drive_TBG, state.z_BS, kept_BF, w, law, when, keep=False)
-        if law.interval > 1:
+        if law.geometry_interval > 1:
             kept_BF = lines(Geometry(*solved[-1][:4]))
         z_BTS = torch.stack([column.z_BS for column in columns], 1)
         return z_BTS, State(columns[-1].z_BS, kept_BF, when.length_B), None
     z_TBS, v_TBS, V_BNS, *shown = _Loop.apply(law, when, drive_TBG, state.z_BS, kept_BF, *w)
-    if law.interval > 1:
+    if law.geometry_interval > 1:
         kept_BF = lines(Geometry(V_BNS, *(x_JB[-1] for x_JB in shown)))
         slot_T = torch.tensor(when.slot, device=z_TBS.device)
         shown = [x_JB[slot_T] for x_JB in shown]
@@ -51,7 +51,7 @@ def _forward(
     columns, solved, made = list[Column](), list[Solved](), list[Made]()
     read_SG, eye_RR = w.read_w.mT, torch.eye(law.rank, dtype=z_BS.dtype, device=z_BS.device)
     flow = 2 * w.trunk_w.shape[-1]
-    if law.interval > 1:
+    if law.geometry_interval > 1:
         solved.append(_solved(of_lines(geometry_BF, z_BS.shape[1], law), law, eye_RR))
     for t, drive_BG in enumerate(drive_TBG.unbind()):
         if (reset_B1 := when.resets[t]) is not None:
@@ -90,16 +90,16 @@ def _made(h_BG: Tensor, w: Weights, law: Law) -> tuple[Geometry, Made]:
     if w.metric_basis is not None:
         U_BRS = U_part @ w.metric_basis
     norm_BN1 = None
-    if law.normalise:
+    if law.direction_norm:
         norm_BN1 = torch.linalg.vector_norm(V_BNS, dim=-1, keepdim=True).clamp_min_(NORM)
         V_BNS = V_BNS / norm_BN1
-    gate_BN = torch.sigmoid((gate_line + law.gate_bias).div_(law.temperature))
-    d_BS = F.softplus(Y_BM[:, :S]).add_(law.floor)
+    gate_BN = torch.sigmoid((gate_line + law.gate_bias).div_(law.gate_temperature))
+    d_BS = F.softplus(Y_BM[:, :S]).add_(law.metric_floor)
     made = Made(
         q_2BH,
         None if w.direction_basis is None else V_part,
         norm_BN1,
-        gate_BN if law.top_k else None,
+        gate_BN if law.gate_top_k else None,
         Y_BM[:, :S],
         None if w.metric_basis is None else U_part,
     )

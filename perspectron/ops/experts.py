@@ -95,9 +95,7 @@ class _Experts(torch.autograd.Function):
         weights = (gate_EFD, up_EFD, down_EDF)
         sample = torch.cat([gate_EFD[:, units], up_EFD[:, units], down_EDF[..., units].mT], 1)
         sorted_ND = x_ND.index_select(0, order_N)
-        forward: Callable[..., tuple[Tensor, ...]] = (
-            _forward_grouped if isinstance(groups, Tensor) else _forward
-        )
+        forward = _forward_grouped if isinstance(groups, Tensor) else _forward
         y_ND, a_NF, b_NF = forward(sorted_ND, weights, groups, rounded)
         return _put_back(y_ND, order_N), sample, sorted_ND, a_NF, b_NF
 
@@ -151,9 +149,7 @@ def _gradients(
     """Gradients of x and, if they learn, of the three weights."""
     *weights, order_N = rest
     dy_ND = torch.zeros_like(sorted_ND) if dy_ND is None else dy_ND.index_select(0, order_N)
-    backward: Callable[..., tuple[Tensor, ...]] = (
-        _backward_grouped if isinstance(groups, Tensor) else _backward
-    )
+    backward = _backward_grouped if isinstance(groups, Tensor) else _backward
     dx_ND, *gradients = backward(dy_ND, sorted_ND, a_NF, b_NF, weights, groups, rounded, learn)
     if not learn:
         return _put_back(dx_ND, order_N), None, None, None
@@ -256,7 +252,7 @@ def _madvise() -> Any:
 
 
 def _forward_grouped(
-    x_ND: Tensor, weights: tuple[Tensor, ...], groups: Tensor, rounded: Any
+    x_ND: Tensor, weights: tuple[Tensor, ...], groups: Any, rounded: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate_EFD, up_EFD, down_EDF = weights
     a_NF, b_NF = (F.grouped_mm(x_ND, weight.mT, offs=groups) for weight in (gate_EFD, up_EFD))
@@ -269,7 +265,7 @@ def _backward_grouped(
     a_NF: Tensor,
     b_NF: Tensor,
     weights: Any,
-    groups: Tensor,
+    groups: Any,
     rounded: Any,
     learn: bool = True,
 ) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ def scan(
         return v, state
     if gate.shape[-1] == K:
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
-    return (TREE.run if dispatch.gradients_off() else TREE.differentiable)(q, k, v, gate, state)
+    return TREE.run(q, k, v, gate, state)
 
 
 def _check(inputs: list[Tensor], state_BHKV: Tensor | None) -> None:

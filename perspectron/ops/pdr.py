@@ -82,7 +82,7 @@ def scan(
         return _step_(q, k, v, gamma, dispatch.owned(state, consume_state))
     if T == 0 or B == 0:
         return v, state
-    return (TREE.run if dispatch.gradients_off() else TREE.differentiable)(q, k, v, gamma, state)
+    return TREE.run(q, k, v, gamma, state)
 
 
 def _obstacle(*tensors: Tensor) -> str | None:

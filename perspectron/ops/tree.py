@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops.dispatch import full_precision, once
+from perspectron.ops.dispatch import full_precision, gradients_off, once
 
 Tensors = tuple[Tensor, ...]
 
@@ -53,13 +53,9 @@ class Recurrence:
         return [slice(start, min(start + self.size, T)) for start in range(0, T, self.size)]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """All chunks, (outputs, last state), without a graph."""
-        return self._walk(q, k, v, gate, state, None)
-
-    def differentiable(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """All chunks as in `run`, differentiable once."""
+        """All chunks, (outputs, last state); differentiable once where gradients are on."""
+        if gradients_off():
+            return self._walk(q, k, v, gate, state, None)
         o, state, _ = _Scan.apply(self, q, k, v, gate, state)
         return o, state
 
@@ -71,7 +67,7 @@ class Recurrence:
         for i, span in enumerate(self.spans(v.shape[-2])):
             if borders is not None:
                 borders[i] = state
-            o_chunk, state = self.forward(*_zeros(span, q, k, v), _ones(span, gate), state)
+            o_chunk, state = self.forward(*_cut(span, q, k, v), *_cut(span, gate, past=1.0), state)
             o[..., span, :] = _tokens(o_chunk, span)
         return o, state
 
@@ -81,8 +77,8 @@ class Recurrence:
         """Gradients of q, k, v, the gate and the first state: chunks from the last to the first."""
         gradients = [torch.empty_like(x) for x in (q, k, v, gate)]
         for i, span in reversed(list(enumerate(self.spans(v.shape[-2])))):
-            q_k_v, do_chunk = _zeros(span, q, k, v), *_zeros(span, do)
-            *parts, dstate = self.backward(*q_k_v, _ones(span, gate), do_chunk, borders[i], dstate)
+            q_k_v, do_chunk = _cut(span, q, k, v), *_cut(span, do)
+            *parts, dstate = self.backward(*q_k_v, *_cut(span, gate, past=1.0), do_chunk, borders[i], dstate)
             for whole, part in zip(gradients, parts, strict=True):
                 whole[..., span, :] = _tokens(part, span)
         return *gradients, dstate
@@ -92,29 +88,19 @@ class Recurrence:
         assert self.tangent is not None
         (q, k, v, gate, state), (*inputs, dstate), outputs = primals, tangents, []
         for span in self.spans(v.shape[-2]):
-            q_k_v, d_chunk = _zeros(span, q, k, v), _zeros(span, *inputs)
-            do, state, dstate = self.tangent(*q_k_v, _ones(span, gate), *d_chunk, state, dstate)
+            q_k_v, d_chunk = _cut(span, q, k, v), _cut(span, *inputs)
+            do, state, dstate = self.tangent(*q_k_v, *_cut(span, gate, past=1.0), *d_chunk, state, dstate)
             outputs.append(_tokens(do, span))
         return torch.cat(outputs, -2), dstate
 
 
-def _padding(span: slice) -> int:
-    """Tokens that a chunk lacks to a power of two."""
+def _cut(span: slice, *tensors: Tensor, past: float = 0.0) -> list[Tensor]:
+    """The chunk of each, with `past` for the tokens that it lacks to a power of two. For all but the gate that is 0:
+    there nothing is written, read, or comes back. A gate of 1, with nothing written, is the recurrence's identity."""
     L = span.stop - span.start
-    return (1 << (L - 1).bit_length()) - L
-
-
-def _zeros(span: slice, *tensors: Tensor) -> list[Tensor]:
-    """The chunk of each, zeros past its end: there nothing is written, read, or comes back."""
-    pad = _padding(span)
+    pad = (1 << (L - 1).bit_length()) - L
     chunks = (x[..., span, :] for x in tensors)
-    return [(F.pad(x, (0, 0, 0, pad)) if pad else x).contiguous() for x in chunks]
-
-
-def _ones(span: slice, gate: Tensor) -> Tensor:
-    """The chunk of the gate, ones past its end: with nothing written, that is the identity of the recurrence."""
-    pad, gate = _padding(span), gate[..., span, :]
-    return (F.pad(gate, (0, 0, 0, pad), value=1.0) if pad else gate).contiguous()
+    return [(F.pad(x, (0, 0, 0, pad), value=past) if pad else x).contiguous() for x in chunks]
 
 
 def _tokens(chunk: Tensor, span: slice) -> Tensor:

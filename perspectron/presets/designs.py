@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from perspectron.config import (
     BlockConfig,
@@ -29,14 +29,16 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-LAYER_NORM_EPS = 1e-5  # GPT-2's
+GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
 
 
-def stack(name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig) -> ModelConfig:
-    """`layers` times the same block, RMSNorm, a tied head."""
+def stack(
+    name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig, **more: Any
+) -> ModelConfig:
+    """`layers` times the same block, RMSNorm, a tied head; `more`: other fields of the model."""
     require(layers >= 1, "layers", layers, "≥ 1")
-    return ModelConfig(name, vocab_size, d_model, (block,) * layers)
+    return ModelConfig(name, vocab_size, d_model, (block,) * layers, **more)
 
 
 # ---------------------------------------------------------------- Perspective
@@ -78,38 +80,32 @@ def perspective(
     return ModelConfig(name, vocab_size, d_model, tuple(blocks))
 
 
+width_384 = partial(
+    perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64),
+    gqa=WindowGQAConfig(6, 2, 512), routed=RoutedConfig(1408, (4, 4)),
+)  # fmt: skip
+width_768 = partial(
+    perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128),
+    gqa=WindowGQAConfig(12, 3, 512), routed=RoutedConfig(2816, (4, 4, 2)),
+)  # fmt: skip
+width_4096 = partial(
+    perspective, vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256),
+    gqa=WindowGQAConfig(32, 8, 512), routed=RoutedConfig(11008, (8, 4, 4)),
+)  # fmt: skip
 preset("perspective-tiny", "3 PDR layers with 8 experts each, 1 windowed GQA", perspective, ffn="routed")
 preset(
     "perspective-166m", "6 PDR layers with 16 experts each, 2 windowed GQA, width 384; 20 M active",
-    perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64),
-    gqa=WindowGQAConfig(6, 2, 512), ffn="routed", routed=RoutedConfig(1408, (4, 4)),
+    width_384, ffn="routed",
 )  # fmt: skip
 preset(
     "perspective-1.9b", "9 PDR layers with 32 experts each, 3 windowed GQA, width 768; 125 M active",
-    perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128),
-    gqa=WindowGQAConfig(12, 3, 512), ffn="routed", routed=RoutedConfig(2816, (4, 4, 2)),
+    width_768, ffn="routed",
 )  # fmt: skip
 preset("perspective-tiny-dense", "the quickstart's model: 3 PDR layers, 1 windowed GQA", perspective)
-preset(
-    "perspective-20m-dense", "6 PDR and 2 windowed GQA layers of width 384", perspective,
-    vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64), gqa=WindowGQAConfig(6, 2, 512),
-    routed=RoutedConfig(1408, (4, 4)),
-)  # fmt: skip
-preset(
-    "perspective-125m-dense", "9 PDR and 3 windowed GQA layers of width 768", perspective,
-    vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128), gqa=WindowGQAConfig(12, 3, 512),
-    routed=RoutedConfig(2816, (4, 4, 2)),
-)  # fmt: skip
-preset(
-    "perspective-1t-dense", "the 6.83 B that all experts share", perspective,
-    vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256), gqa=WindowGQAConfig(32, 8, 512),
-    ffn="seed",
-)  # fmt: skip
-preset(
-    "perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", perspective,
-    vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256), gqa=WindowGQAConfig(32, 8, 512),
-    ffn="routed", routed=RoutedConfig(11008, (8, 4, 4)),
-)  # fmt: skip
+preset("perspective-20m-dense", "6 PDR and 2 windowed GQA layers of width 384", width_384)
+preset("perspective-125m-dense", "9 PDR and 3 windowed GQA layers of width 768", width_768)
+preset("perspective-1t-dense", "the 6.83 B that all experts share", width_4096, ffn="seed")
+preset("perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", width_4096, ffn="routed")
 
 
 # ---------------------------------------------------------------- ADR
@@ -149,7 +145,7 @@ def adr(
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
-        positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS,
+        positions=positions, **GPT2_NORM,
     )  # fmt: skip
 
 
@@ -199,7 +195,8 @@ def lens(
     residual: ResidualConfig = SequentialConfig()
     if route:
         residual = RouteGatedConfig(route_scale, anneal, anneal_after)
-    return _gpt2(name, vocab_size, d_model, layers, positions, BlockConfig(mixer, ffn, residual))
+    block = BlockConfig(mixer, ffn, residual)
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
 
 
 preset("lens-tiny", "GPT-2 with lenses, width 128", lens)
@@ -267,14 +264,7 @@ def gpt2(
     """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
     mixer = AttentionConfig(heads, rope_base=None, bias=True)
     block = BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh"))
-    return _gpt2(name, vocab_size, d_model, layers, positions, block)
-
-
-def _gpt2(
-    name: str, vocab_size: int, d_model: int, layers: int, positions: int, block: BlockConfig
-) -> ModelConfig:
-    plain = stack(name, vocab_size, d_model, layers, block)
-    return replace(plain, positions=positions, norm="layer", norm_eps=LAYER_NORM_EPS)
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
 
 
 @design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)

@@ -98,9 +98,9 @@ def preset(
     *args: P.args,
     **own: P.kwargs,
 ) -> None:
-    """Enter a design with these sizes as a preset."""
+    """Enter a design, or one of which some sizes are given (a `partial`), with these sizes as a preset."""
     assert not args, "sizes have names"
-    PRESETS[name] = Preset(partial(make, **own), about, make.__name__)
+    PRESETS[name] = Preset(partial(make, **own), about, getattr(make, "func", make).__name__)
 
 
 def names() -> list[str]:
@@ -133,15 +133,16 @@ def design_of(config: ModelConfig) -> str:
 
 def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     """What `make` gives under this name with some of its sizes replaced."""
-    known, changes = sizes_of(make), {}
+    known, changes = sizes_of(make), dict[str, Any]()
     for key, value in overrides.items():
         size = known[one_of(key, known, f"{name}: key")]
-        changes[size.path] = load(size.hint, value, key)
-    parts = {path[0] for path in changes if len(path) > 1}
+        *parts, last = size.path
+        inside = changes
+        for part in parts:
+            inside = inside.setdefault(part, {})
+        inside[last] = load(size.hint, value, key)
     defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
-    keywords = {path[0]: value for path, value in changes.items() if len(path) == 1}
-    keywords |= {part: _changed(defaults[part], _inside(part, changes)) for part in parts}
-    return make(name, **keywords)
+    return make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
 
 
 @cache
@@ -167,17 +168,11 @@ def _fields(part: Any, path: tuple[str, ...]) -> Iterable[Size]:
             yield Size(value, hints[field.name], own)
 
 
-def _changed(part: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """The part with all changes at once, so that its own checks see them together."""
-    flat = {path[0]: value for path, value in changes.items() if len(path) == 1}
-    inner = {path[0] for path in changes if len(path) > 1}
-    return replace(
-        part, **flat, **{key: _changed(getattr(part, key), _inside(key, changes)) for key in inner}
-    )
-
-
-def _inside(part: str, changes: Mapping[tuple[str, ...], Any]) -> dict[tuple[str, ...], Any]:
-    return {path[1:]: value for path, value in changes.items() if path[0] == part and len(path) > 1}
+def _changed(old: Any, new: Any) -> Any:
+    """The new value; of a part, the old one with all changes at once, so that its own checks see them together."""
+    if not is_dataclass(old) or isinstance(old, type):
+        return new
+    return replace(old, **{key: _changed(getattr(old, key), value) for key, value in new.items()})
 
 
 def _make(name: str) -> Make:

@@ -18,13 +18,14 @@ from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
 from perspectron.mixers.drm import DRM
 from perspectron.model import LanguageModel
-from perspectron.ops.packing import Packed, dequantise, sizes
+from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
 
 SMALL = 32  # rows or columns: less is not worth its bits
 BATCH = 8  # texts at a time
+MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 
 @dataclass
@@ -66,7 +67,9 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
         require(least >= 0 and most < V, "calibration", f"{least} … {most}", f"ids in 0 … {V - 1}")
     _embeddings(model)
     if calibration_nT is not None:
-        texts = [_read(model, ids_BT) for ids_BT in calibration_nT.to(model.device).split(BATCH)]
+        for ids_BT in calibration_nT.to(model.device).split(BATCH):
+            length_B = model.init_state(len(ids_BT)).length_B
+            texts.append(model.placed(model.embedding(ids_BT), length_B)[0])
     work = _Work(model, linear, report, texts)
     for index in range(len(model.blocks)):
         work.block(index)
@@ -75,7 +78,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     if report.experts:
         float_experts = (m for m in model.modules() if isinstance(m, RoutedSwiGLU))
         for ffn in float_experts:
-            report.bytes["float32"] -= sum(w.nbytes for w in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF))
+            report.bytes["float32"] -= sum(getattr(ffn, name).nbytes for name in MATRICES)
     return report
 
 
@@ -93,7 +96,7 @@ def rounded(ffn: RoutedSwiGLU) -> RoutedSwiGLU:
     config = replace(ffn.config, base=False, ternary=False, int8_activations=True)
     with torch.device("meta"):
         made = RoutedSwiGLU(ffn.route_proj.in_features, config)
-    weights = {name: torch.empty_like(getattr(ffn, name)) for name in ("gate_EFD", "up_EFD", "down_EDF")}
+    weights = {name: torch.empty_like(getattr(ffn, name)) for name in MATRICES}
     for expert in range(len(ffn.gate_EFD)):
         for into, matrix in zip(weights.values(), pack_expert(ffn, expert), strict=True):
             into[expert] = dequantise(matrix)
@@ -107,15 +110,6 @@ def _embeddings(model: LanguageModel) -> None:
         table = getattr(model, name, None)
         if table is not None:
             setattr(model, name, QuantEmbedding.of(quantise(table.weight, "int8")))
-
-
-def _ternary_bytes(shape: torch.Size) -> int:
-    codes, scales, _ = sizes("ternary", (shape[0], shape[1]))
-    return codes[0] * codes[1] + 4 * scales[0]
-
-
-def _read(model: LanguageModel, ids_BT: Tensor) -> Tensor:
-    return model.placed(model.embedding(ids_BT), model.init_state(len(ids_BT)).length_B)[0]
 
 
 class _Work:
@@ -133,8 +127,8 @@ class _Work:
         if isinstance(ffn, RoutedSwiGLU):
             block.ffn = rounded(ffn)
             self.report.experts += len(ffn.gate_EFD)
-            shapes = (weight.shape[1:] for weight in (ffn.gate_EFD, ffn.up_EFD, ffn.down_EDF))
-            self.report.expert_bytes += len(ffn.gate_EFD) * sum(map(_ternary_bytes, shapes))
+            one = sum(matrix.nbytes for matrix in pack_expert(ffn, 0))
+            self.report.expert_bytes += len(ffn.gate_EFD) * one
 
         def run(x_BTD: Tensor) -> Tensor:
             state = block.init_state(len(x_BTD), self.model.device, self.model.dtype)
@@ -154,7 +148,9 @@ class _Work:
         """Pack the matrices whose names begin with `prefix` in the order of their work, each after those before it."""
         left = self._linears(prefix)
         for names in _stages(left, run, self.texts):
-            hessian = self.waiting.pop(names[0], None) or self._hessian(left[names[0]])
+            hessian = self.waiting.pop(names[0], None) or Hessian(
+                left[names[0]].in_features, self.model.device
+            )
             with _watch({names[0]: left[names[0]]}, lambda _, x: hessian.add(x)):  # noqa: B023  (used up here)
                 for x_BTD in self.texts:
                     run(x_BTD)
@@ -183,12 +179,9 @@ class _Work:
         logits = name in ("lm_head", "lm_head.out_proj")
         return "int8" if unseen or logits else self.linear
 
-    def _hessian(self, linear: nn.Linear) -> Hessian:
-        return Hessian(linear.in_features, self.model.device)
-
     def _wait(self, name: str, x: Tensor) -> None:
         if name not in self.waiting:
-            self.waiting[name] = self._hessian(cast(nn.Linear, self.model.get_submodule(name)))
+            self.waiting[name] = Hessian(x.shape[-1], x.device)
         self.waiting[name].add(x)
 
     def _pack(self, name: str, linear: nn.Linear, hessian: Hessian | None) -> None:

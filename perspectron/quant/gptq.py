@@ -9,9 +9,9 @@ Shapes: N rows (outputs), K columns (inputs), C columns of a block, T tokens, G 
 import torch
 from torch import Tensor
 
-from perspectron.config import require
+from perspectron.config import one_of, require
 from perspectron.errors import DataError
-from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, pack
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack
 from perspectron.quant.formats import check, decode, encode, grid, rows_scale
 
 FORMATS = ("2bit", "4bit", "int8")
@@ -29,13 +29,6 @@ class Hessian:
         x_TK = x.detach().reshape(-1, x.shape[-1]).to(self.sum_KK)
         self.sum_KK.addmm_(x_TK.T, x_TK)
 
-    def error(self, weight_NK: Tensor, packed: Packed) -> float:
-        """‖(W − Ŵ) X‖ / ‖W X‖; 0 where both are."""
-        weight = weight_NK.detach().to(self.sum_KK)
-        off = dequantise(packed, torch.float64) - weight
-        whole, part = (((w @ self.sum_KK) * w).sum().clamp_min(0).sqrt() for w in (weight, off))
-        return float(part / whole) if whole > 0 else float(part)
-
 
 def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0.05) -> Packed:
     """The packed matrix whose products are nearest to W's on what `hessian` saw.
@@ -45,7 +38,7 @@ def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0
     corrected once for a block; blocks are groups, which get their scales and offsets when their turn comes.
     DataError: a weight or what was read is not finite, or there is too little of it to factor H with any damping.
     """
-    require(format in FORMATS, "format", format, "one of " + ", ".join(FORMATS))
+    one_of(format, FORMATS, "format")
     require(damping > 0, "damping", damping, "> 0")
     check(weight_NK.detach(), format)
     weight = weight_NK.detach().to(hessian.sum_KK, copy=True)

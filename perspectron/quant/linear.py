@@ -3,8 +3,9 @@
 Shapes: N rows (outputs), K columns (inputs), V vocabulary, D width.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -104,15 +105,10 @@ class QuantEmbedding(_Matrix):
 
 def bytes_of(module: nn.Module) -> dict[str, int]:
     """Of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed."""
-    found = dict[str, int]()
-    packed_names = set[str]()
-    for name, part in module.named_modules():
-        if isinstance(part, _Matrix):
-            found[part.format] = found.get(part.format, 0) + part.packed.nbytes
-            packed_names |= {f"{name}.codes".lstrip("."), f"{name}.scales".lstrip(".")}
-    rest: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in rest.items():
-        if name not in packed_names:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            found[kind] = found.get(kind, 0) + tensor.nbytes
+    found = Counter[str]()
+    for name, tensor in (*module.named_buffers(), *module.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        part = module.get_submodule(owner)
+        packed = isinstance(part, _Matrix) and own in ("codes", "scales")
+        found[str(part.format if packed else tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return found

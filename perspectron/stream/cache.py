@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol, Self
+from typing import Protocol
 
 from perspectron.errors import ConfigError, ShardError
 from perspectron.stream.expert_file import Shard
@@ -48,7 +48,7 @@ def needed(files: Sequence[ShardFile]) -> int:
     return distinct * slot_bytes
 
 
-class ShardCache:
+class ShardCache(AbstractContextManager["ShardCache"]):
     """An ExpertSource over the files of all layers, which it closes when nothing is to be read any more. Any number of
     threads may use it.
 
@@ -87,9 +87,6 @@ class ShardCache:
             thread.start()
         if self.resident:
             self._load_all()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,7 +17,7 @@ from perspectron.errors import BackendError
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.expert_file import Shard
 
-BUFFERS = 2
+BUFFERS = 2  # experts on a GPU: one computes while the other arrives
 ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 

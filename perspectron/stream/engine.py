@@ -41,7 +41,6 @@ class StreamedModel(LanguageModel):
 
     cache: ShardCache | None = None
     digest = plan = ""
-    state_bytes: int
 
     def __init__(self, header: Header) -> None:
         super().__init__(header.model)
@@ -59,8 +58,7 @@ class StreamedModel(LanguageModel):
         layers = tuple(ffn.layer for ffn in self.routed)
         told = header.experts.layers if header.experts is not None else ()
         require(layers == told, "experts.layers", told, f"those of the model, {layers}")
-        with torch.device("meta"):
-            self.state_bytes = LanguageModel(self.config).init_state(1, capacity=1).nbytes
+        self.state_bytes = self.init_state(1, capacity=1).nbytes
 
     def _pack(self, name: str, format: str) -> None:
         parent, _, own = name.rpartition(".")
@@ -145,11 +143,6 @@ class StreamedModel(LanguageModel):
             self.attach(cache, predict=not cache.resident)
 
     @property
-    def expert_bytes(self) -> int:
-        """Bytes of the shards that a token uses, one in each routed layer."""
-        return len(self.routed) * self.header.experts.shard_bytes if self.header.experts is not None else 0
-
-    @property
     def shared_bytes(self) -> int:
         """Bytes of all weights that are always in memory."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
@@ -167,10 +160,11 @@ class StreamedModel(LanguageModel):
     def open(
         self, folder: Path, cache_bytes: int | None, method: Method | None = None, *, verify: bool = False
     ) -> None:
-        """Take experts from the artifact's files: all into memory if they fit, else through a cache. verify: check
-        every weight first."""
+        """Take experts from the artifact's files: all into memory if they fit, else through a cache of so many bytes
+        (None: the free memory less a tenth and one conversation). verify: check every weight first."""
         assert self.header.experts is not None
-        budget = self.budget(cache_bytes)
+        free = max(0, free_memory() * 9 // 10 - self.state_bytes)
+        budget = free if cache_bytes is None else cache_bytes
         with contextlib.ExitStack() as opened:
             files = []
             for layer in self.header.experts.layers:
@@ -194,13 +188,7 @@ class StreamedModel(LanguageModel):
             self.plan += "all in memory, nothing streams"
         else:
             self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
-            self.plan += f"up to {_size(self.expert_bytes)} for a token"
-
-    def budget(self, asked: int | None) -> int:
-        """Bytes for experts: as asked, else the free memory less a tenth and one conversation."""
-        if asked is not None:
-            return asked
-        return max(0, free_memory() * 9 // 10 - self.state_bytes)
+            self.plan += f"up to {_size(len(files) * self.header.experts.shard_bytes)} for a token"
 
     def line(self) -> str:
         """One line on what is in memory, what streams, and what a token costs."""

@@ -77,15 +77,6 @@ class ExpertLayout:
         return tuple(slice(*pair) for pair in pairwise(np.cumsum([0, *lengths]).tolist()))
 
     @cached_property
-    def code_bytes(self) -> int:
-        """Bytes of all codes; the scales follow them."""
-        return self.parts[2].stop
-
-    @cached_property
-    def scale_bytes(self) -> int:
-        return self.parts[5].stop - self.code_bytes
-
-    @cached_property
     def bytes(self) -> int:
         """Bytes of the expert with its padding: whole pages."""
         return self.parts[-1].stop

@@ -16,11 +16,11 @@ from perspectron.config import ModelConfig, one_of
 from perspectron.experts.router import RoutedConfig
 from perspectron.model import LanguageModel
 from perspectron.quant.gptq import FORMATS
+from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.trace import missed, stack_distances
 
 USES = 1 << 17  # of random experts
-DEVICE_SLOTS = 2  # experts on a GPU: one computes while the other arrives
 
 
 # ---------------------------------------------------------------- what a model needs
@@ -158,7 +158,7 @@ def place(needs: Needs, ram: int, vram: int | None = None) -> Placement:
         ram,
         vram,
         resident + one,
-        0 if vram is None else needs.resident + DEVICE_SLOTS * one,
+        0 if vram is None else needs.resident + BUFFERS * one,
         resident + needs.shards * needs.slot,
         max(0, min(slots, needs.shards)),
         needs.shards,

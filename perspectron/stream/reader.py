@@ -11,9 +11,10 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from xxhash import xxh3_64
 
@@ -67,7 +68,7 @@ class Digests:
         return tuple(hashed.hexdigest() for hashed in self._hashes)
 
 
-class ShardFile:
+class ShardFile(AbstractContextManager["ShardFile"]):
     """One layer's experts. Any number of threads may read at once.
 
     method: "direct" reads past the page cache, "buffered" through it. read: what reads; for tests.
@@ -91,15 +92,15 @@ class ShardFile:
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be opened ({error.strerror})") from None
         try:
-            self._identity = self._opened()
-            self.header: Header = parse(self._bytes, os.fstat(self._fd).st_size, path)
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise ArtifactError(f"{path}: not a file")
+            self._identity = _identity(status)
+            self.header: Header = parse(self._bytes, status.st_size, path)
             self.use(method)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -113,7 +114,11 @@ class ShardFile:
     def use(self, method: Method) -> None:
         """Read so from now on. ConfigError: a method that the disk does not have."""
         if method == "direct":
-            self._go_direct()
+            try:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            except (OSError, AttributeError):
+                raise self._no_direct() from None
         self.method = method
 
     @property
@@ -169,24 +174,11 @@ class ShardFile:
 
     # ------------------------------------------------------------ opening
 
-    def _opened(self) -> tuple[int, ...]:
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ArtifactError(f"{self.path}: not a file")
-        return _identity(status)
-
     def _bytes(self, offset: int, count: int) -> bytes:
         try:
             return os.pread(self._fd, count, offset)
         except OSError as error:
             raise ArtifactError(f"{self.path}: header cannot be read ({error.strerror})") from None
-
-    def _go_direct(self) -> None:
-        try:
-            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except (OSError, AttributeError):
-            raise self._no_direct() from None
 
     def _no_direct(self) -> ConfigError:
         return ConfigError(f"method = 'direct', must be 'buffered' on the disk of {self.path}")

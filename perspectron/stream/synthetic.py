@@ -59,7 +59,7 @@ class Draw(NamedTuple):
             rows = _legal(rows, self.format)
             if S > K:
                 rows = rows.copy() if not rows.flags.writeable else rows
-                rows[:, K:] = _padding(self.format)
+                rows[:, K:] = layout.padding * sum(layout.radix)
             yield rows
         if blocks > whole:  # the last block has rows past the end
             digits = random.integers(layout.lowest, layout.highest, (N % layout.rows, K), np.uint8, True)
@@ -69,15 +69,13 @@ class Draw(NamedTuple):
         """Scales, as the format keeps them."""
         scale = self.gain / (SPREAD[self.format] * math.sqrt(self.shape[1]))
         _, shape, dtype = packing.sizes(self.format, self.shape)
-        layout = LAYOUTS[self.format]
-        if layout.zero is not None:
-            return torch.full(shape, scale, dtype=dtype)
-        filled = torch.full(shape, scale, dtype=dtype)
-        filled[..., layout.rows :] *= layout.highest / 2
-        past = -self.shape[0] % layout.rows
-        if past:  # rows past the end weigh nothing
-            filled[-1, :, layout.rows - past : layout.rows] = 0
-            filled[-1, :, 2 * layout.rows - past :] = 0
+        layout, filled = LAYOUTS[self.format], torch.full(shape, scale, dtype=dtype)
+        if layout.zero is None:
+            filled[..., layout.rows :] *= layout.highest / 2
+            past = -self.shape[0] % layout.rows
+            if past:  # rows past the end weigh nothing
+                filled[-1, :, layout.rows - past : layout.rows] = 0
+                filled[-1, :, 2 * layout.rows - past :] = 0
         return filled
 
     def packed(self, seed: int | tuple[int, ...]) -> Packed:
@@ -111,7 +109,9 @@ def synthesize(
     header = Header(FORMAT, config, "", everywhere(model, linear), files, None, about)
     shared = _shared(header, seed)
     need = sum(spec.bytes for spec in shared.values()) + len(routed) * (experts * files.shard_bytes + MARGIN)
-    _room(folder, need)
+    free = shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.exists())).free
+    if need > free:
+        raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
     layers = {
         layer: partial(_layer, layer=layer, experts=experts, config=config, seed=seed)
         for layer in files.layers
@@ -122,13 +122,6 @@ def synthesize(
     return header
 
 
-def _room(folder: Path, need: int) -> None:
-    there = next(parent for parent in folder.resolve().parents if parent.exists())
-    free = shutil.disk_usage(there).free
-    if need > free:
-        raise StorageError(f"{folder}: needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
-
-
 def _shared(header: Header, seed: int) -> dict[str, Spec]:
     """Specs of all weights but the experts'."""
     with torch.device("meta"):
@@ -136,14 +129,12 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
     specs, writes = dict[str, Spec](), (2 * len(model.blocks)) ** -0.5
     for index, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, QuantLinear | QuantEmbedding):
-            shape = module.packed.shape
             gain = writes if name.endswith(("o_proj", "down_proj")) else 1.0
             if isinstance(module, QuantEmbedding):
-                gain = header.model.embedding_std * math.sqrt(shape[1])
-            draw = Draw(module.format, shape, gain)
-            codes = module.codes
+                gain = header.model.embedding_std * math.sqrt(module.shape[1])
+            draw = Draw(module.format, module.shape, gain)
             chunks = partial(draw.codes, seed + 7919 * index)
-            specs[f"{name}.codes"] = Spec(codes.dtype, tuple(codes.shape), chunks)
+            specs[f"{name}.codes"] = Spec(module.codes.dtype, tuple(module.codes.shape), chunks)
             specs[f"{name}.scales"] = tensors.spec(draw.scales())
     random = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
@@ -184,8 +175,3 @@ def _legal(bytes_: NDArray[np.uint8], format: str) -> NDArray[np.uint8]:
     if format == "ternary":
         return np.take(np.resize(TERNARY, 256), bytes_)
     return np.maximum(bytes_, 1) if format == "int8" else bytes_
-
-
-def _padding(format: str) -> int:
-    layout = LAYOUTS[format]
-    return sum(layout.padding * radix for radix in layout.radix)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from perspectron.config import ModelConfig, dump, load
+from perspectron.config import dump, load
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
@@ -59,15 +59,23 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Size and digest of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A folder, what its index says of the run, and size and digest of its other files. config: the resolved
-    config as plain values; tokenizer: its fingerprint."""
+    """A folder, what its index says of the run, and its other files. config: as it was when this was written;
+    tokenizer: its fingerprint."""
 
     path: Path
     progress: Progress
-    config: dict[str, Any]
+    config: RunConfig
     tokenizer: str
-    files: dict[str, Any]
+    files: dict[str, Record]
 
 
 def folder(run: Path) -> Path:
@@ -173,31 +181,37 @@ def read(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path / INDEX}: format {index['format']!r}, must be {FORMAT!r}")
         if digest != _digest(index):
             raise CheckpointError(f"{path / INDEX}: damaged, it does not match its digest")
-        progress = load(Progress, index["progress"])
-        config, tokenizer, files = index["config"], index["tokenizer"], index["files"]
-    except (AttributeError, KeyError, TypeError, ConfigError):
+        known = index | {"config": _run_config(index["config"])}
+        whole = load(_Index, known, str(path / INDEX))
+    except (AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
-    counts = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
-    for name, value in counts.items():
-        if value < 0:
+    except ConfigError as error:
+        raise CheckpointError(f"{error}") from None
+    if not {MODEL} <= whole.files.keys() <= {MODEL, TRAINING}:
+        names = ", ".join(map(repr, whole.files))[:200] or "none"
+        raise CheckpointError(f"{path / INDEX}: files are {names}, must be {MODEL} and perhaps {TRAINING}")
+    if path.name.startswith("step-") and path.name != path_of(path, whole.progress.step).name:
+        raise CheckpointError(f"{path / INDEX}: of step {whole.progress.step}, its folder is {path.name}")
+    for name in ("step", "tokens", "seconds"):
+        if (value := getattr(whole.progress, name)) < 0:
             raise CheckpointError(f"{path / INDEX}: progress.{name} is {value}, must be ≥ 0")
-    if not isinstance(config, dict) or not isinstance(tokenizer, str):
-        raise CheckpointError(f"{path / INDEX}: config or tokenizer is of another type")
-    _check_files(path / INDEX, files)
-    return Checkpoint(path, progress, config, tokenizer, files)
+    return Checkpoint(path, whole.progress, whole.config, whole.tokenizer, whole.files)
 
 
-def _check_files(where: Path, files: Any) -> None:
-    """CheckpointError unless the files are those that a checkpoint may have, each with a size and a digest."""
-    names = set(files) if isinstance(files, dict) else set()
-    if not {MODEL} <= names <= {MODEL, TRAINING}:
-        told = ", ".join(map(repr, sorted(names)))[:200] or "none"
-        raise CheckpointError(f"{where}: files are {told}, must be {MODEL} and perhaps {TRAINING}")
-    for name, entry in files.items():
-        given = entry if isinstance(entry, dict) and set(entry) == {"bytes", "sha256"} else {}
-        size, digest = given.get("bytes"), given.get("sha256")
-        if type(size) is not int or size < 0 or not isinstance(digest, str):
-            raise CheckpointError(f"{where}: files.{name} must tell its bytes and its sha256")
+@dataclass(frozen=True)
+class _Index:
+    """checkpoint.json, without its digest."""
+
+    format: str
+    progress: Progress
+    config: RunConfig
+    tokenizer: str
+    files: dict[str, Record]
+
+
+def _run_config(values: Any) -> Any:
+    """The values of a run's config. One that 0.1 wrote names no order of the windows: it keeps the first."""
+    return {"order": 1} | values if isinstance(values, dict) else values
 
 
 def found_in(run: Path) -> list[Checkpoint]:
@@ -224,34 +238,32 @@ def set_aside(path: Path, why: str) -> None:
         raise StorageError(f"{path}: not renamed ({error.strerror})") from error
 
 
-def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
+def changes(saved: RunConfig, config: RunConfig) -> list[str]:
     """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
     is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that was settled
     since, nothing."""
-    before = dict(saved["train"])
-    now: dict[str, Any] = dump(config.train)
-    now |= {name: before[name] for name in WITHOUT_EFFECT if name in before}
-    if before.get("optim", {}).get("schedule") == "constant":
+    before: dict[str, Any] = dump(saved.train) | {"order": saved.order}
+    now: dict[str, Any] = dump(config.train) | {"order": config.order}
+    now |= {name: before[name] for name in WITHOUT_EFFECT}
+    if saved.train.optim.schedule == "constant":
         for share in ("ternary_from", "ternary_until"):
             if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
                 before[share] = now[share]
         before["steps"] = max(before["steps"], now["steps"])
-    if before.get("dtype") == "auto":
+    if before["dtype"] == "auto":
         before["dtype"] = now["dtype"]
-    before["order"], now["order"] = saved.get("order", 1), config.order
     told = [f"{name} was {old}, is {new}" for name, old, new in _unlike(before, now)]
-    if saved.get("id") and config.id and saved["id"] != config.id:
-        told.insert(0, f"id was {saved['id'][:12]}, is {config.id[:12]}: it is of another run")
+    if saved.id and config.id and saved.id != config.id:
+        told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
     return told
 
 
 def _unlike(before: dict[str, Any], now: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name in before | now:
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _unlike(old, new, f"{where}{name}.")
-        elif old != new and name in before:  # a field that is newer than the checkpoint says nothing
-            yield where + name, old, new
+    for name, old in before.items():
+        if isinstance(old, dict):
+            yield from _unlike(old, now[name], f"{where}{name}.")
+        elif old != now[name]:
+            yield where + name, old, now[name]
 
 
 def resume(
@@ -296,15 +308,15 @@ def verify(checkpoint: Checkpoint) -> None:
         try:
             with open_file(part) as file:
                 size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{part}: {size} bytes, must be {expected['bytes']}")
+            if size != expected.bytes:
+                raise CheckpointError(f"{part}: {size} bytes, must be {expected.bytes}")
             digest = sha256(part)
         except FileNotFoundError:
             raise CheckpointError(f"{part}: no such file") from None
         except OSError as error:
             raise CheckpointError(f"{part}: unreadable ({error.strerror})") from None
-        if digest != expected["sha256"]:
-            raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected['sha256'][:12]}…")
+        if digest != expected.sha256:
+            raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
 
 
 def restore(
@@ -316,7 +328,7 @@ def restore(
     """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
-    if load(ModelConfig, checkpoint.config["model"], f"{checkpoint.path / INDEX}: model") != model.config:
+    if checkpoint.config.model != model.config:
         raise CheckpointError(f"{checkpoint.path}: has another model config than the run's config.json")
     _check_tokenizer(checkpoint.path, checkpoint.tokenizer, tokenizer)
     _fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
@@ -326,16 +338,35 @@ def restore(
         raise CheckpointError(
             f"{checkpoint.path}: holds the weights alone, training cannot go on from it; start a new run with --init"
         )
-    tensors = _tensors(checkpoint.path / TRAINING)
-    _check_training(tensors, model, checkpoint.path / TRAINING)
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["rng.cuda"])
+    _restore_training(checkpoint.path / TRAINING, model, optimizer)
+
+
+def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimizer's moments and the random state. CheckpointError unless each is what this model's are."""
+    tensors = _tensors(path)
+    moments: dict[Tensor, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        state = {key: tensors.get(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device) for key, value in state.items() if value is not None
-        }
+        shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        state = {key: tensors.pop(f"{key}.{name}") for key in shapes if f"{key}.{name}" in tensors}
+        for key, value in state.items():
+            if value.shape != shapes[key] or not value.is_floating_point() or len(state) < len(shapes):
+                raise CheckpointError(
+                    f"{path}: {key}.{name} is {value.dtype} {list(value.shape)}, must be as in training"
+                )
+        if state and not 0 <= state["step"].item() < math.inf:
+            raise CheckpointError(f"{path}: step.{name} is {state['step'].item()}, must be ≥ 0 and finite")
+        moments[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)
+    if random is None or tensors:
+        why = f"has {min(tensors)}" if tensors else "lacks rng.cpu"
+        raise CheckpointError(f"{path}: {why}, must hold what training of this model keeps")
+    try:
+        torch.set_rng_state(random)
+        if random_cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_cuda)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path}: no random state ({error})") from None
+    optimizer.state.update(moments)
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -369,24 +400,6 @@ def _kind(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _check_training(tensors: dict[str, Tensor], model: LanguageModel, path: Path) -> None:
-    """CheckpointError unless the moments of every parameter have its shape, or it has none, and the random states are
-    such."""
-    wanted = {"rng.cpu": _kind(torch.get_rng_state())}
-    if "rng.cuda" in tensors and torch.cuda.is_available():
-        wanted["rng.cuda"] = _kind(torch.cuda.get_rng_state())
-    for name, parameter in model.named_parameters():
-        kinds = {"step": "[] float32", "exp_avg": _kind(parameter), "exp_avg_sq": _kind(parameter)}
-        if any(f"{key}.{name}" in tensors for key in kinds):
-            wanted |= {f"{key}.{name}": kind for key, kind in kinds.items()}
-    for name, kind in wanted.items():
-        there = _kind(tensors[name]) if name in tensors else "missing"
-        if there != kind:
-            raise CheckpointError(f"{path}: {name} is {there}, must be {kind}")
-        if name.startswith("step.") and not 0 <= tensors[name].item() < math.inf:
-            raise CheckpointError(f"{path}: {name} is {tensors[name].item()}, must be ≥ 0 and finite")
-
-
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         open_file(path).close()  # before a library that would wait for a pipe
@@ -396,11 +409,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_config(run: Path) -> RunConfig:
-    """The resolved config of a run; CheckpointError when there is none. One that 0.1 wrote names no order of the
-    windows: it keeps the first."""
+    """The resolved config of a run; CheckpointError when there is none."""
     values = read_json(run / "config.json", CheckpointError)
-    values = {"order": 1} | values if isinstance(values, dict) else values
-    return load(RunConfig, values, f"{run / 'config.json'}")
+    return load(RunConfig, _run_config(values), f"{run / 'config.json'}")
 
 
 def save_config(run: Path, config: RunConfig) -> None:

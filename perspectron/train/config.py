@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perspectron.config import ModelConfig, one_of, require
+from perspectron.config import ModelConfig, at_least, one_of, positive, require
 from perspectron.data.shuffle import ORDER
 from perspectron.train.optim import OptimConfig
 
@@ -62,18 +62,15 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "accumulate", "keep"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
-        for name in ("eval_every", "save_every", "eval_tokens"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "≥ 0")
+        at_least(1, self, "steps", "batch_size", "seq_len", "accumulate", "keep")
+        at_least(0, self, "eval_every", "save_every", "eval_tokens", "teacher_weight")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         one_of(self.dtype, ("auto", "float32", "bfloat16"), "dtype")
         require(0 <= self.ternary_from <= 1, "ternary_from", self.ternary_from, "in [0, 1]")
         least = self.ternary_from
         require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
-        require(self.teacher_weight >= 0, "teacher_weight", self.teacher_weight, "≥ 0")
-        require(self.teacher_temperature > 0, "teacher_temperature", self.teacher_temperature, "> 0")
+        positive(self, "teacher_temperature")
 
     @property
     def ternary_between(self) -> tuple[float, float]:
@@ -96,11 +93,10 @@ class StagedConfig:
     """Weight of learning from the float experts while they become ternary, and while the router follows them."""
 
     def __post_init__(self) -> None:
-        for name in ("dense_share", "differentiate_share", "ternary_share"):
-            require(getattr(self, name) > 0, name, getattr(self, name), "> 0")
+        positive(self, "dense_share", "differentiate_share", "ternary_share")
         total = self.dense_share + self.differentiate_share + self.ternary_share
         require(total < 1, "dense_share + differentiate_share + ternary_share", total, "< 1")
-        require(self.distill >= 0, "distill", self.distill, "≥ 0")
+        at_least(0, self, "distill")
 
 
 @dataclass(frozen=True)

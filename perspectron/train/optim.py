@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from perspectron.config import one_of, require
+from perspectron.config import at_least, one_of, positive, require
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         one_of(self.schedule, ("cosine", "constant"), "schedule")
-        require(self.lr > 0, "lr", self.lr, "> 0")
-        require(self.warmup >= 0, "warmup", self.warmup, "≥ 0")
+        positive(self, "lr")
+        at_least(0, self, "warmup", "weight_decay", "clip")
         require(0 <= self.final <= 1, "final", self.final, "in [0, 1]")
         require(0 <= self.cooldown <= 1, "cooldown", self.cooldown, "in [0, 1]")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "≥ 0")
         require(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
         require(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
-        require(self.clip >= 0, "clip", self.clip, "≥ 0")
 
 
 def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

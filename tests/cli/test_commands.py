@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron.cli.main import main
+from perspectron.cli.main import COMMANDS, _parse, main
+from perspectron.cli.options import assignments
 from perspectron.data import open_shards
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +197,6 @@ def test_quickstart_is_whole(tmp_path, text, capsys):
 
 
 MISTAKES = [
-    ([], "command = nothing, must be one of quickstart"),
     (["nope"], "command = 'nope', must be one of quickstart"),
     (["train"], "--out FOLDER for a new run, or --resume RUN"),
     (["train", "--stepz", "1"], "--stepz"),
@@ -219,6 +219,7 @@ MISTAKES = [
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
     (["eval", "{tmp}/missing"], "missing/config.json: no such file"),
     (["train", "--resume", "{run}", "--steps", "50"], "a cosine schedule ends at the step it was planned for, 30;"),
+    (["train", "--resume", "{run}/checkpoints/step-00000030"], "must be the run's folder, {run}: it goes on from"),
     (["train", "--resume", "{run}", "--lr", "0.1"], "--lr cannot stand beside --resume, where only --steps can change"),
     (["train", "--resume", "{run}", "--batch-size", "9"], "--batch-size cannot stand beside --resume"),
     (["train", "--resume", "{run}", "--preset", "adr-tiny"], "--preset cannot stand beside --resume"),
@@ -228,7 +229,7 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--init", "{run}", "--set", "rank=4"], "set: rank=4 are sizes of a preset"),
     (["train", "--out", "{tmp}/o", "--seed", "18446744073709551616"], "seed = 18446744073709551616, must be in"),
     (["train", "--out", "{tmp}/o", "--device", "meta"], "device = 'meta', must be one that this machine has"),
-    (["inspect", "{run}", "--set", "rank=5"], "must be left out for a run"),
+    (["inspect", "{run}", "--set", "rank=5"], "must be left out for a folder"),
     (["eval", "{run}", "--seq-len", "0"], "seq_len = 0, must be ≥ 1"),
     (["inspect", "nope"], "preset = 'nope', must be one of"),
     (["inspect", "perspective-tiny", "--set", "heads=10"], "heads = 10, must be"),
@@ -242,9 +243,34 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, run, tmp_path, 
     (tmp_path / "empty.txt").touch()
     assert main([part.format(run=run, tmp=tmp_path) for part in arguments]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert words.replace("{run}", str(run)) in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_without_arguments_it_says_what_there_is_and_fails(capsys):
+    assert main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "usage: perspectron COMMAND" in captured.err
+    assert all(f"\n  {name} " in captured.err for name in COMMANDS)
+
+
+SETS = {
+    "train": [], "eval": ["a-run"], "inspect": ["a-preset"],
+    "plan": ["a-preset", "--ram", "1G"], "synthesize": ["a-preset", "--out", "o"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", SETS)
+def test_sizes_may_be_given_one_by_one(command):
+    arguments = [*SETS[command], "--set", "a=1", "b=2", "--set", "c=3", "--set", "a=4"]
+    assert assignments(_parse([command, *arguments]).set) == {"a": 4, "b": 2, "c": 3}
+
+
+def test_flags_replace_single_sizes_of_a_file(tmp_path):
+    (tmp_path / "sizes.toml").write_text('[model]\npreset = "perspective-tiny"\nrank = 16\nwindow = 32\n')
+    parsed = _parse(["train", "--config", str(tmp_path / "sizes.toml"), "--set", "rank=8"])
+    assert assignments(parsed.set) == {"rank": 8, "window": 32}
 
 
 def test_a_run_is_not_overwritten(run, capsys):

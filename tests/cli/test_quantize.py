@@ -81,6 +81,20 @@ def test_quantize_refuses(run, artifact, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["init", "teacher", "resume"])
+def test_training_refuses_an_artifact(name, artifact, text, tmp_path, capsys):
+    beside = () if name == "resume" else ("--data", text, "--out", tmp_path / "a")
+    error = refused(capsys, "train", f"--{name}", artifact, *beside)
+    assert f"{name} = '{artifact}', must be a run, not an artifact in few bits" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ablations_are_of_runs(artifact, tmp_path, capsys):
+    error = refused(capsys, "ablate", artifact, "--out", tmp_path / "a")
+    assert f"run = '{artifact}', must be a run, not an artifact in few bits" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_quantize_refuses_before_it_reads_weights(run, artifact, tmp_path, capsys, monkeypatch):
     """An artifact, and a run of more experts than a file of them can hold."""
     monkeypatch.setattr(quantize, "open_model", lambda path: pytest.fail("too late"))
@@ -169,8 +183,8 @@ def test_wrong_caches_and_folders(run, artifact, tmp_path, capsys):
         capsys, "generate", artifact, "x", "--cache", "lots"
     )
     error = refused(capsys, "generate", artifact, "x", "--cache", "1K")
-    assert "cache = 1000 bytes, must be at least 4096, one expert" in error
-    assert "cache = 1000000000, must be left out for a run" in refused(
+    assert "cache = '1K' (1,000 bytes), must be at least 4096, one expert" in error
+    assert "cache = '1G' (1,000,000,000 bytes), must be left out for a run" in refused(
         capsys, "generate", run, "x", "--cache", "1G"
     )
     assert "verify = True, must be left out for a run" in refused(capsys, "generate", run, "x", "--verify")

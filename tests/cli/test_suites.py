@@ -131,10 +131,10 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
     ("arguments", "words"),
     [
         (["--suite", "nope"], f"suite = 'nope', must be one of {', '.join(SUITES)}"),
-        (["--suite", "position", "--carry"], "option of suite position = 'carry', must be one of tokens"),
+        (["--suite", "position", "--carry"], "suite position: key = 'carry', must be one of tokens"),
         (
             ["--suite", "position", "--set", "bins=4"],
-            "option of suite position = 'bins', must be one of tokens",
+            "suite position: key = 'bins', must be one of tokens",
         ),
         (["--suite", "calibration", "--set", "bins=0"], "bins = 0, must be ≥ 1"),
         (
@@ -156,7 +156,7 @@ def test_the_harness_computes_as_eval_does(run, text, capsys):
             ["--suite", "recall", "--device", "cpu"],
             "device = 'cpu', must be left out with suite recall, which",
         ),
-        (["--suite", "recall", "--tokens", "8"], "option of suite recall = 'tokens', must be one of profile"),
+        (["--suite", "recall", "--tokens", "8"], "suite recall: key = 'tokens', must be one of profile"),
         (["--heldout", "0.1"], "heldout = 0.1, must be left out without --data"),
     ],
     ids=str,

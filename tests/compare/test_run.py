@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import perspectron
+from claims import keep
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
@@ -293,6 +294,11 @@ def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path, capsys)
     assert full["losses_sha256"] != left["losses_sha256"]
     one = json.loads((tmp_path / "adr" / "results.json").read_text())  # on as many threads
     assert full["losses_sha256"] == one["designs"]["adr"]["cells"][0]["losses_sha256"]
+    keep.main([str(out), str(tmp_path / "kept.json")])
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    measured = [design["cells"][0].pop("gates") for design in kept["designs"].values()]
+    assert all(shift > 0 for gates in measured for shift in gates["adr_roughness"])
+    assert kept == found
 
 
 def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import perspectron.data.tokenizer as tokenizer
-from perspectron.data import END_OF_TEXT, Tokenizer, open_corpus
+from perspectron.data import END_OF_TEXT, Tokenizer, open_corpus, tokenizer
 from perspectron.errors import DataError, StorageError
+from perspectron.eval.timing import Peak
 
 TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 123456 äöü 😀\r\n" * 20]
 TOKENIZER = Tokenizer.train(TEXTS, 300)
@@ -338,3 +338,20 @@ def test_save_to_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pyt
         Tokenizer.train(["ab ab"], 300).save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@given(st.text(alphabet="ab1 \n\r\t_.,'é²終\u0300", max_size=200))
+def test_a_long_text_is_encoded_in_pieces_as_in_one(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_PIECE", 3)
+        assert TOKENIZER.encode(text) == TOKENIZER.encode_batch([text])[0]
+
+
+def test_encoding_a_long_text_takes_little_memory() -> None:
+    """A million characters: their ids, and what encoding one piece takes."""
+    text = "the cat sat on the mat, again\n" * 33_334
+    assert TOKENIZER.encode(text) == TOKENIZER.encode_batch([text])[0]
+    assert len(list(tokenizer._pieces(text))) > 10
+    with Peak() as peak:
+        TOKENIZER.encode(text)
+    assert peak.bytes is None or peak.bytes < 48 << 20

@@ -1,4 +1,7 @@
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -334,3 +337,31 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
         generate(model, tokenizer, [[]], max_tokens=25, conversation=begun.fork())
     assert generate(model, tokenizer, [[]], max_tokens=24, conversation=begun.fork()).ids == [[9] * 24]
     assert len(generate(model, tokenizer, [[5, 0, 6]], max_tokens=31, conversation=begun).ids[0]) == 31
+
+
+def test_a_prompt_of_a_million_characters_is_read_in_constant_memory(tmp_path):
+    """In a process of its own: beyond the text and its ids it takes what a short prompt takes, and it says how far it
+    is."""
+    program = """
+import torch
+from perspectron import build, presets
+from perspectron.data import Tokenizer
+from perspectron.decode.generate import generate
+from perspectron.eval.timing import Peak
+torch.set_num_threads(1)
+text = "the cat sat on the mat, and the dog sat on the log\\n" * 20_000
+tokenizer = Tokenizer.train([text[:50_000]], 400)
+sizes = dict(layers=2, d_model=16, hidden=16, rank=4, heads=2, kv_heads=1, window=8)
+model = build(presets.get("perspective-tiny-dense", vocab_size=400, **sizes))
+generate(model, tokenizer, [text[:30_000]], max_tokens=2)
+told = []
+with Peak() as peak:
+    generate(model, tokenizer, [text], max_tokens=2, on_read=lambda *both: told.append(both))
+read, prompts = map(list, zip(*told))
+assert len(text) > 1_000_000 and read == sorted(read) and len(set(prompts)) == 1 and read[-1] < prompts[0]
+assert len(read) > 300, len(read)
+assert peak.bytes is None or peak.bytes < 40 << 20, peak.bytes
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perspectron.eval import timing
-from perspectron.eval.timing import MOST, Spread, interleave, ratios, take_turns, timed
+from perspectron.eval.timing import MOST, Spread, take_turns, timed
 
 
 @pytest.fixture
@@ -38,19 +38,6 @@ def test_quick_ones_go_on_for_some_seconds_and_slow_ones_end(clock, cost, expect
     assert len(take_turns({"a": call}, 2, seconds=5.0)["a"]) == expected
 
 
-def test_interleave_tells_seconds_of_each_call(clock):
-    costs = {"slow": 3.0, "quick": 1.0}
-
-    def waits(cost):
-        def call():
-            clock[0] += cost
-
-        return call
-
-    found = interleave({name: waits(cost) for name, cost in costs.items()}, 3)
-    assert found == {"slow": [3.0] * 3, "quick": [1.0] * 3}
-
-
 def test_what_is_left_to_a_device_counts(clock, monkeypatch):
     def finish(device):
         clock[0] += 2.0
@@ -61,8 +48,5 @@ def test_what_is_left_to_a_device_counts(clock, monkeypatch):
 
 
 def test_spreads():
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
     assert Spread.middle([1.0, 2.0, 3.0, 4.0, 100.0]) == Spread(3.0, 2.0, 4.0, 5)
     assert Spread.middle([7.0]) == Spread(7.0, 7.0, 7.0, 1)
-    assert ratios([4.0, 9.0], [2.0, 3.0]).median == 2.5
-    assert ratios([2.0, 9.0, 16.0], [2.0, 3.0, 2.0], Spread.middle) == Spread(3.0, 2.0, 5.5, 3)

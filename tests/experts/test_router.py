@@ -22,6 +22,7 @@ from perspectron.experts.router import (
 )
 from perspectron.experts.torus import cells, distance2, lattice
 from perspectron.stream.experts import PackedExperts
+from tests.native.isa import forced_isa
 
 D = 24
 TORI = [(8, 4), (3, 2, 5), (7,), (1, 4), (2, 1, 2)]
@@ -212,7 +213,7 @@ def test_the_native_choice_is_the_least_distance_with_ties_to_the_lowest_id(isa)
     place_EA = lattice(torus)
     handicap_E = torch.tensor([0.0, 0.25, 0.0, 0.25, 0.0, 0.0, 0.25, 0.0])
     try:
-        with native.forced_isa(isa):
+        with forced_isa(isa):
             for x, y in itertools.product(range(-8, 17), range(-4, 9)):
                 query = torch.tensor([x / 8, y / 4])
                 for handicap in (None, handicap_E):

@@ -6,13 +6,14 @@ from contextlib import ExitStack
 import pytest
 
 from perspectron import native
+from tests.native.isa import forced_isa, poisoned
 
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch() -> Iterator[None]:
     with ExitStack() as stack:
         if native.available():
-            stack.enter_context(native.poisoned())
+            stack.enter_context(poisoned())
         yield
 
 
@@ -23,7 +24,7 @@ def use_isa() -> Iterator[Callable[[str], None]]:
 
         def use(name: str) -> None:
             try:
-                stack.enter_context(native.forced_isa(name))
+                stack.enter_context(forced_isa(name))
             except ValueError as error:
                 pytest.skip(str(error))
 

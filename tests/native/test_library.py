@@ -17,6 +17,7 @@ import torch
 from perspectron import native
 from perspectron.native import library
 from perspectron.ops import pdr
+from tests.native.isa import forced_isa
 from tests.native.packing import matrix
 
 needed = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
@@ -76,7 +77,7 @@ def test_nothing_is_written_past_the_end(monkeypatch):
 
     for isa in ISAS:
         try:
-            with native.forced_isa(isa):
+            with forced_isa(isa):
                 expected = list(products())
                 with monkeypatch.context() as patch:
                     patch.setattr(native, "_empty", at_the_end)
@@ -186,10 +187,10 @@ def test_measurements_and_instruction_sets():
     assert native.peak(1) > 1e8
     assert native.read(torch.full((1000,), 3, dtype=torch.uint8), 1) > 0
     assert native.isa() in ISAS
-    with native.forced_isa("scalar"):
+    with forced_isa("scalar"):
         assert native.isa() == "scalar"
     assert native.reason() is None
-    with pytest.raises(ValueError, match="isa = 'mmx'"), native.forced_isa("mmx"):
+    with pytest.raises(ValueError, match="isa = 'mmx'"), forced_isa("mmx"):
         pass
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from perspectron import native
+from tests.native.isa import forced_isa
 from tests.native.packing import (
     GROUP_FORMATS,
     ROW_FORMATS,
@@ -161,7 +162,7 @@ def test_swiglu(format):
     found = []
     for isa in ISAS:
         try:
-            with native.forced_isa(isa):
+            with forced_isa(isa):
                 found.append(native.swiglu(torch.from_numpy(x), gate, up, down, format, F).numpy())
         except ValueError:
             continue

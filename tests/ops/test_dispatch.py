@@ -18,7 +18,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
-LAW = drm_law.Law(2, 1, 0.1, 3.0, True, 0.5, 0.3, 1e-4, 0.0, 1.0, 0, renorm=False, normalise=True, interval=1)
+LAW = drm_law.Law(2, 1, 0.1, 3.0, True, 0.5, 0.3, 1e-4, 0.0, 1.0, 0, False, True, 1)
 
 
 def drm_scan(e_BTE: Tensor, z_BS: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from perspectron.ops.drm_law import Geometry, Law, State, Trace, Weights, of_lin
 B, S, E, H, N, R = 3, 7, 4, 6, 5, 3
 LENGTHS = [1, 63, 64, 65]
 BASE = Law(
-    directions=N, rank=R, dt=0.3, radius=2.0, squash=True, strength=0.4, damping=0.3, floor=1e-4, gate_bias=-1.0,
-    temperature=1.5, top_k=0, renorm=False, normalise=True, interval=1,
+    directions=N, rank=R, dt=0.3, radius=2.0, squash=True, strength=0.4, damping=0.3, metric_floor=1e-4, gate_bias=-1.0,
+    gate_temperature=1.5, gate_top_k=0, gate_renorm=False, direction_norm=True, geometry_interval=1,
 )  # fmt: skip
 VARIANTS = {
     "plain": {},
@@ -27,15 +27,15 @@ VARIANTS = {
     "not squashed": {"squash": False, "radius": 1.0},
     "not clipped": {"squash": False, "clip": False, "radius": 1.0},
     "far from the edge": {"radius": 30.0},
-    "long directions": {"normalise": False},
-    "top-k": {"top_k": 2},
-    "top-k renormalised": {"top_k": 2, "renorm": True},
+    "long directions": {"direction_norm": False},
+    "top-k": {"gate_top_k": 2},
+    "top-k renormalised": {"gate_top_k": 2, "gate_renorm": True},
     "direction basis": {"K": 4},
     "both bases": {"K": 4, "K_metric": 3},
-    "interval 4": {"interval": 4},
+    "interval 4": {"geometry_interval": 4},
     "no directions": {"directions": 0},
-    "no directions, interval 4": {"directions": 0, "interval": 4, "K_metric": 3},
-    "all at once": {"interval": 4, "K": 4, "K_metric": 3, "top_k": 3, "renorm": True},
+    "no directions, interval 4": {"directions": 0, "geometry_interval": 4, "K_metric": 3},
+    "all at once": {"geometry_interval": 4, "K": 4, "K_metric": 3, "gate_top_k": 3, "gate_renorm": True},
 }
 MASKS = [(), ("reset_BT",), ("pad_BT",), ("reset_BT", "pad_BT")]
 
@@ -67,7 +67,7 @@ def inputs(law: Law, T: int, seed: int = 1, dtype=torch.float64) -> tuple[Tensor
     """Tokens, and a state in the middle of documents: rows are 0 to 2 tokens past a refresh."""
     draw = torch.Generator().manual_seed(seed)
     e, z = (torch.randn(*shape, generator=draw, dtype=dtype) for shape in ((B, T, E), (B, S)))
-    lines = width(S, law) if law.interval > 1 else 0
+    lines = width(S, law) if law.geometry_interval > 1 else 0
     geometry = torch.rand(B, lines, generator=draw, dtype=dtype)
     return e, State(z, geometry, torch.arange(4, 4 + B))
 
@@ -202,7 +202,7 @@ def test_inference_gives_the_same_states(variant, masked):
 def test_inference_keeps_no_past():
     law, w = law_of("interval 4"), weights()
     _, state = inputs(law, 20)
-    when = plan(state.length_B, 20, law.interval, 0, None, None)
+    when = plan(state.length_B, 20, law.geometry_interval, 0, None, None)
     drive = torch.randn(20, B, 3 * H, dtype=torch.float64)
     columns, solved, made = drm_loop._forward(drive, *state[:2], w, law, when, keep=False)
     assert len(solved) == len(made) == 1
@@ -227,7 +227,7 @@ def test_woodbury_equals_the_dense_solve(rank):
 
 def out_of_span(strength: float) -> Tensor:
     """How much of each velocity the directions in force cannot give."""
-    law, w = law_of("interval 4")._replace(strength=strength, directions=N, interval=4), weights()
+    law, w = law_of("interval 4")._replace(strength=strength, directions=N, geometry_interval=4), weights()
     e, state = inputs(law, 1)
     state = state._replace(length_B=torch.tensor([1, 2, 3]))  # the state's own geometry is in force
     V_BNS = of_lines(state.geometry_BF, S, law).V_BNS
@@ -263,7 +263,11 @@ def test_the_state_cannot_leave_the_ball(squash):
 def test_top_k_closes_the_other_gates_and_renorm_keeps_their_sum():
     e, state = inputs(BASE, 1)
     gates = {}
-    for name, change in {"all": {}, "few": {"top_k": 2}, "renormed": {"top_k": 2, "renorm": True}}.items():
+    for name, change in {
+        "all": {},
+        "few": {"gate_top_k": 2},
+        "renormed": {"gate_top_k": 2, "gate_renorm": True},
+    }.items():
         gates[name] = drm.scan(e, state, weights(), BASE._replace(**change))[2].a_BTN[:, 0]
     assert (gates["all"] > 0).all() and ((gates["few"] > 0).sum(1) == 2).all()
     assert torch.equal(gates["few"].amax(1), gates["all"].amax(1))
@@ -287,7 +291,7 @@ def test_coupling_is_the_metric_between_directions():
 
 
 def test_gradcheck():
-    law, w = law_of("all at once")._replace(top_k=0, renorm=False), weights("all at once")
+    law, w = law_of("all at once")._replace(gate_top_k=0, gate_renorm=False), weights("all at once")
     e, state = inputs(law, 3)
     tensors = [x.requires_grad_() for x in (e, state.z_BS, state.geometry_BF, *w)]
 

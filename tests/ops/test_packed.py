@@ -14,6 +14,7 @@ from perspectron.errors import BackendError, DataError
 from perspectron.ops import packed, packing
 from perspectron.ops.packed import linear, swiglu
 from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, unpack
+from tests.native.isa import forced_isa
 
 FORMATS = list(LAYOUTS)
 SHAPES = [(1, 1), (5, 64), (7, 65), (37, 200), (130, 448), (4, 1100)]
@@ -299,7 +300,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason="the native lib
 def test_native_gives_the_same_bits(format, isa, shape):
     whole = matrix(format, *shape)
     try:
-        with native.forced_isa(isa):
+        with forced_isa(isa):
             for T in (0, 1, 2, 7, 33, 130):
                 x = tokens(T, shape[1])
                 if T == 33:

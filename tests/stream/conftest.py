@@ -23,9 +23,9 @@ class Lab:
     def expert(self, layer: int, expert: int) -> Bytes:
         """Random codes and scales that only (layer, expert) give, as they stand in the file."""
         rng = np.random.default_rng([layer, expert])
-        buffer, start, count = self.buffer(), self.layout.code_bytes, self.layout.scale_bytes
+        buffer, start, end = self.buffer(), self.layout.parts[3].start, self.layout.parts[-1].start
         buffer[:start] = LEGAL[rng.integers(0, len(LEGAL), start)]
-        buffer[start : start + count] = rng.random(count // 4, dtype=np.float32).view(np.uint8)
+        buffer[start:end] = rng.random((end - start) // 4, dtype=np.float32).view(np.uint8)
         return buffer
 
     def layer(self, path: Path, layer: int, weights_of: list[int]) -> dict[int, Bytes]:

@@ -49,6 +49,7 @@ from perspectron.stream.speed import probe
 from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
 from perspectron.stream.tensors import aligned
+from tests.native.isa import forced_isa
 
 SIZES = {
     "d_model": 64,
@@ -340,7 +341,7 @@ def test_the_short_way_has_the_same_bits_on_every_instruction_set(full, isa):
     model, _ = load_artifact(full)
     expected = logits(model, ids(), 3)
     try:
-        with native.forced_isa(isa):
+        with forced_isa(isa):
             found = logits(model, ids(), 3)
     except ValueError:
         pytest.skip(f"no {isa} here")

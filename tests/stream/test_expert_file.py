@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
+from perspectron.census import packed_expert
 from perspectron.errors import ArtifactError, DataError
 from perspectron.ops.packing import unpack
 from perspectron.stream.expert_file import MAX_HEADER, PARTS, ExpertLayout, dump, write_layer
@@ -40,9 +41,9 @@ def test_what_is_written_is_read(tmp_path_factory, d_model: int, hidden: int, ki
     experts = {}
     for expert in sorted(set(weights_of)):
         experts[expert] = buffer = aligned(layout.bytes)
-        buffer[: layout.code_bytes] = rng.integers(0, 3, (layout.code_bytes, 5)) @ np.array([1, 3, 9, 27, 84])
-        scales = rng.normal(size=layout.scale_bytes // 4).astype(np.float32)
-        buffer[layout.code_bytes : layout.parts[-1].start] = scales.view(np.uint8)
+        codes, end = layout.parts[3].start, layout.parts[-1].start
+        buffer[:codes] = rng.integers(0, 3, (codes, 5)) @ np.array([1, 3, 9, 27, 84])
+        buffer[codes:end] = rng.normal(size=(end - codes) // 4).astype(np.float32).view(np.uint8)
     path: Path = tmp_path_factory.mktemp("written") / "layer"
     header = write_layer(path, 9, layout, weights_of, map(layout.shard, experts.values()))
     buffer = aligned(layout.bytes)
@@ -83,8 +84,11 @@ def test_any_reader_of_safetensors_reads_it(tmp_path: Path, lab, widths) -> None
 
 def test_the_sizes_of_the_full_model() -> None:
     layout = ExpertLayout(4096, 11008)
-    assert (layout.code_bytes, layout.scale_bytes) == (27_065_344, 104_448)
-    assert layout.bytes % 4096 == 0 and layout.bytes - layout.code_bytes - layout.scale_bytes < 4096
+    codes, scales = packed_expert(4096, 11008)
+    assert (
+        (layout.parts[3].start, layout.parts[-1].start) == (codes, codes + scales) == (27_065_344, 27_169_792)
+    )
+    assert layout.bytes % 4096 == 0 and layout.bytes - codes - scales < 4096
 
 
 # ---------------------------------------------------------------- what is refused
@@ -345,7 +349,7 @@ def test_what_cannot_be_written(tmp_path: Path, lab) -> None:
     wrong = lab.expert(0, 1)
     wrong[5] = 255
     endless = lab.expert(0, 1)
-    endless[layout.code_bytes :][:4] = np.array([np.inf], np.float32).view(np.uint8)
+    endless[layout.parts[3].start :][:4] = np.array([np.inf], np.float32).view(np.uint8)
     wider = other.shard(aligned(other.bytes))
     cases = [
         ([0, 1], [good], ArtifactError, "fewer shards than the 2 experts to store"),

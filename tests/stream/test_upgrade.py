@@ -139,8 +139,9 @@ def test_a_damaged_one_is_refused(tmp_path):
 
 
 def test_options_that_would_change_the_weights_are_refused(tmp_path, capsys):
-    assert main(["quantize", str(OLD), "--out", str(tmp_path / "new"), "--linear", "4bit"]) == 2
-    assert "its weights stay as they are" in capsys.readouterr().err
+    for flag, value in (("--linear", "4bit"), ("--windows", "4")):
+        assert main(["quantize", str(OLD), "--out", str(tmp_path / "new"), flag, value]) == 2
+        assert f"{flag}: leave it out for an artifact of 0.1" in capsys.readouterr().err
     assert main(["quantize", str(OLD), "--out", str(tmp_path / "new")]) == 0
     assert main(["quantize", str(tmp_path / "new"), "--out", str(tmp_path / "newer")]) == 2
     assert "artifact in few bits" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
 def test_a_checkpoint_of_another_run_is_told(run, capsys):
     values = json.loads((run / "config.json").read_text())
     assert len(values["id"]) == 32
-    assert {c.config["id"] for c in checkpoint.found_in(run)} == {values["id"]}
+    assert {c.config.id for c in checkpoint.found_in(run)} == {values["id"]}
     write_json(run / "config.json", values | {"id": "0" * 32})
     assert "it is of another run" in refused(capsys, "train", "--resume", str(run))
 

@@ -4,11 +4,11 @@ Whether a claim holds is not said here; `python -m claims` judges it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from perspectron.compare.report import figures, tables
-from perspectron.compare.report.numbers import fixed, grouped, short
+from perspectron.compare.report.numbers import context, fixed, grouped, short
 from perspectron.compare.report.summary import Row, leader, ranked
 from perspectron.compare.report.tables import Table
 from perspectron.errors import ConfigError
@@ -79,14 +79,15 @@ def sections(results: dict[str, Any]) -> list[Section]:
         _conditions(plan, results["conditions"]),
         _ranking(rows, results, noun),
         Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style)),
-        _suite("position", "Loss by place in the context", rows, [], tables.position(rows, noun)),
+        _suite("position", "Loss by place in the context", rows, [], [tables.position(rows, noun)]),
         _suite("recall", "Recall", rows, [], tables.recall(rows, noun), _recall_note(rows)),
-        _suite("cost", "Cost", rows, figures.cost(rows, style), tables.costs(rows, noun), _cost_note(rows)),
-        _suite("calibration", "Calibration", rows, [], tables.calibration(rows, noun),
+        _suite("cost", "Cost", rows, figures.cost(rows, style), [tables.costs(rows, noun)], _cost_note(rows)),
+        _suite("calibration", "Calibration", rows, [], [tables.calibration(rows, noun)],
                "With one seed the interval is of bootstrapped windows of text."),
-        _suite("robustness", "Robustness", rows, [], tables.robustness(rows, noun)),
-        Section("trainings", "Trainings", "", (), [*tables.rates(rows, noun), tables.cells(rows, noun)]),
+        _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
+        Section("trainings", "Trainings", "", (), [tables.rates(rows, noun), tables.cells(rows, noun)]),
     ]  # fmt: skip
+    parts = [replace(part, tables=[table for table in part.tables if table.rows]) for part in parts]
     return [part for part in parts if part.figures or part.tables or part.facts]
 
 
@@ -155,9 +156,10 @@ def _recall_note(rows: Sequence[Row]) -> str:
 def _cost_note(rows: Sequence[Row]) -> str:
     """What times at long contexts are of, and what was not measured."""
     notes = [f"{row.name}: {how}." for row in rows if (how := row.cost.get("positions"))]
-    notes += [
-        f"{row.name}, {what}: not measured, {why}." for row in rows for what, why in tables.skipped(row)
-    ]
+    for row in rows:
+        for what, why in (row.cost.get("skipped") or {}).items():
+            at = f"at {context(int(what))}" if what.isdigit() else what
+            notes.append(f"{row.name}, {at}: not measured, {why}.")
     return " ".join(["All designs took turns in one run. Small figures: range of the measurements.", *notes])
 
 
@@ -169,9 +171,7 @@ def _suite(
     listed: Sequence[Table],
     note: str = "",
 ) -> Section:
-    """Section of one suite, which names those that lack it; empty where nothing was measured."""
-    if not drawn and not listed:
-        return Section(slug, title)
+    """Section of one suite, which names those that lack it."""
     lacking = [row.name for row in rows if not (row.entry.get("suites", {}).get(slug) or row.suite(slug))]
     missing = f"Not measured: {', '.join(lacking)}." if lacking else ""
     return Section(slug, title, " ".join(filter(None, (note, missing))), drawn, listed)

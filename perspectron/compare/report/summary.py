@@ -16,22 +16,14 @@ LOSS = "heldout_bits_per_byte"
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A seed without a loss: "diverged" or "missing", and why."""
-
-    seed: int
-    status: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Row:
-    """A design, its entry in the results, and the held-out bits per byte of each seed that finished."""
+    """A design, its entry in the results, and the held-out bits per byte of each seed that finished. faults: of each
+    seed without a loss, "diverged" or "missing", and why."""
 
     name: str
     entry: dict[str, Any]
     losses: dict[int, float]
-    faults: tuple[Fault, ...]
+    faults: dict[int, tuple[str, str]]
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -91,7 +83,7 @@ def leader(rows: Sequence[Row]) -> Row | None:
 
 def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:
     cells = {cell["seed"]: cell for cell in entry.get("cells", [])}
-    losses, faults = dict[int, float](), list[Fault]()
+    losses, faults = dict[int, float](), dict[int, tuple[str, str]]()
     for seed in [*seeds, *(seed for seed in cells if seed not in seeds)]:
         cell = cells.get(seed, {"status": "missing", "why": "it has not been run"})
         loss = known(cell.get(LOSS))
@@ -99,5 +91,5 @@ def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:
             losses[seed] = loss
         else:
             status = "without a loss" if cell["status"] == "finished" else cell["status"]
-            faults.append(Fault(seed, status, cell.get("why") or ""))
-    return Row(name, entry, losses, tuple(faults))
+            faults[seed] = status, cell.get("why") or ""
+    return Row(name, entry, losses, faults)

@@ -24,6 +24,9 @@ from perspectron.stats import interval
 
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]
+MEASURED = {
+    "chance", "parameters", "state_bytes", "lr", "rates", "accuracy", "beyond", "steps", "steps_allowed", "seconds",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,6 @@ class Table:
     words: Sequence[int] = (0,)
 
 
-def _some(table: Table) -> list[Table]:
-    """The table, if it has a row."""
-    return [table] if table.rows else []
-
-
 def estimate(values: Sequence[Any], text: Text = fixed, kind: str = "") -> Cell:
     """Mean over seeds and its interval; a dash where a seed has no value, for the mean of the others would flatter."""
     numbers = [number for value in values if (number := known(value)) is not None]
@@ -67,7 +65,11 @@ def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
 def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], noun: str) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
     best, other = leader(rows), next(row for row in rows if row.name == reference)
-    states = {row.name: states_of(row) for row in rows}
+    # as the cost suite measured them, else as they are counted
+    states = {
+        row.name: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
+        for row in rows
+    }
     contexts = {at for sizes in states.values() for at in sizes}
     ends = sorted({min(contexts), max(contexts)}) if contexts else []
     head = [noun, "rank", "bits per byte", f"against {reference}", "parameters", "tokens", "learning rate"]
@@ -76,7 +78,7 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     for row in rows:
         place += not row.faults
         kind = "best" if best is not None and row.name == best.name else ""
-        faults = "; ".join(f"seed {fault.seed} {fault.status}" for fault in row.faults)
+        faults = "; ".join(f"seed {seed} {status}" for seed, (status, _) in row.faults.items())
         parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
         body.append([
             Cell(row.name, faults), Cell(NONE if row.faults else str(place)),
@@ -93,23 +95,18 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
 
 
-def states_of(row: Row) -> dict[int, float]:
-    """State bytes by context: as the cost suite measured them, else as they are counted."""
-    return measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
-
-
 def _difference(row: Row, other: Row) -> Cell:
     """Paired difference to the reference; above zero is worse."""
     pair = None if row.name == other.name else row.against(other)
     if pair is None:
         return Cell(NONE, "" if row.name == other.name else "no seed in common", "quiet")
-    if pair.low is None:
+    if pair.low is None or pair.p is None:
         return Cell(signed(pair.mean), "one seed, no test")
     note = f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
     return Cell(signed(pair.mean), note)
 
 
-def position(rows: Sequence[Row], noun: str) -> list[Table]:
+def position(rows: Sequence[Row], noun: str) -> Table:
     """Bits per byte in each bin of places."""
     bins = {
         row.name: [{line["to"]: line for line in suite["bins"]} for suite in row.suite("position")]
@@ -125,49 +122,42 @@ def position(rows: Sequence[Row], noun: str) -> list[Table]:
         if suites
     ]
     caption = "Bits per byte by place in the context, mean over seeds"
-    return _some(Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body))
+    return Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body)
 
 
 def recall(rows: Sequence[Row], noun: str) -> list[Table]:
     """Accuracy in each setting of each task, and past the length of training where it was measured."""
-    result = []
-    for name, tasks in tasks_of(rows).items():
-        settings = settings_of(tasks.values())
-        varied, places = varied_of(settings)
-        lines = {
-            design: {tuple(line["sizes"].items()): line for line in task["settings"]}
-            for design, task in tasks.items()
-        }
-        past = any("beyond" in line for by_setting in lines.values() for line in by_setting.values())
-        body = []
-        for design, by_setting in lines.items():
-            cells = [estimate(by_setting.get(at, {}).get("accuracy", []), percent) for at in settings]
-            longer = [estimate(by_setting.get(at, {}).get("beyond", []), percent) for at in settings if past]
-            body.append([Cell(design), *cells, *longer])
-        task = next(iter(tasks.values()))
-        chance = [
-            Cell(percent(line.get("chance", task.get("chance"))), kind="quiet") for line in task["settings"]
-        ]
-        chance += [Cell("")] * (len(settings) * (1 + past) - len(chance))
-        body.append([Cell("chance", kind="quiet"), *chance])
-        theory = f" ({task['theory']})" if task.get("theory") else ""
-        head = [noun, *places, *(f"{place}, past its length" for place in places if past)]
-        result.append(Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", head, body))
-    return result
-
-
-def tasks_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Results by task and design."""
     tasks = dict[str, dict[str, Any]]()
     for row in rows:
         for name, task in row.recall.get("tasks", {}).items():
             tasks.setdefault(name, {})[row.name] = task
-    return tasks
+    return [_recalled(name, designs, noun) for name, designs in tasks.items()]
 
 
-def settings_of(tasks: Any) -> list[Setting]:
-    """Settings of one task, in their order."""
-    return list(dict.fromkeys(tuple(line["sizes"].items()) for task in tasks for line in task["settings"]))
+def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
+    """One task; of each setting what the last design that has it says is chance."""
+    lines = {design: {sizes_of(line): line for line in task["settings"]} for design, task in designs.items()}
+    every = {at: line for of_design in lines.values() for at, line in of_design.items()}
+    varied, places = varied_of(list(every))
+    columns = [("accuracy", at) for at in every]
+    if any("beyond" in line for line in every.values()):
+        columns += [("beyond", at) for at in every]
+        places += [f"{place}, past its length" for place in places]
+    body = [
+        [Cell(design), *(estimate(own.get(at, {}).get(key, []), percent) for key, at in columns)]
+        for design, own in lines.items()
+    ]
+    chance = [percent(every[at].get("chance")) if key == "accuracy" else "" for key, at in columns]
+    body.append([Cell(text, kind="quiet" if text else "") for text in ("chance", *chance)])
+    task = next(iter(designs.values()))
+    theory = f" ({task['theory']})" if task.get("theory") else ""
+    return Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", [noun, *places], body)
+
+
+def sizes_of(line: dict[str, Any]) -> Setting:
+    """Sizes of a task; version 1 of the suite wrote them only beside what it measured."""
+    own = {key: value for key, value in line.items() if key not in MEASURED}
+    return tuple(line.get("sizes", own).items())
 
 
 def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -183,7 +173,7 @@ def _value(value: Any) -> str:
     return context(value) if known(value) is not None or value is None else str(value)
 
 
-def costs(rows: Sequence[Row], noun: str) -> list[Table]:
+def costs(rows: Sequence[Row], noun: str) -> Table:
     """Speed and memory of training, time and state of decoding at each context."""
     costs = {row.name: row.cost for row in rows if row.cost}
     times = {name: measured(cost.get("decode_ms")) for name, cost in costs.items()}
@@ -201,16 +191,10 @@ def costs(rows: Sequence[Row], noun: str) -> list[Table]:
         line = [Cell(name), ranged(speed, spread, short), Cell(size(cost.get("train_peak_bytes")))]
         line += [ranged(times[name].get(at), ranges.get(str(at)), short) for at in contexts]
         body.append([*line, *(Cell(size(states[name].get(at))) for at in contexts)])
-    return _some(Table("Cost, medians of one run in which all took turns", head, body))
+    return Table("Cost, medians of one run in which all took turns", head, body)
 
 
-def skipped(row: Row) -> list[tuple[str, str]]:
-    """What the cost suite did not measure of a design, and why."""
-    reasons = row.cost.get("skipped") or {}
-    return [(f"at {context(int(what))}" if what.isdigit() else what, why) for what, why in reasons.items()]
-
-
-def calibration(rows: Sequence[Row], noun: str) -> list[Table]:
+def calibration(rows: Sequence[Row], noun: str) -> Table:
     """Calibration errors beside those of a model whose confidences are exactly right."""
     body = []
     for row in rows:
@@ -226,10 +210,10 @@ def calibration(rows: Sequence[Row], noun: str) -> list[Table]:
             tokens = grouped(statistics.fmean(suite.get("tokens", 0) for suite in suites))
             body.append([Cell(row.name), ece, *columns, Cell(tokens)])
     head = [noun, "ECE", "ECE if calibrated", "Brier score", "tokens"]
-    return _some(Table("Calibration, mean over seeds; lower is better", head, body))
+    return Table("Calibration, mean over seeds; lower is better", head, body)
 
 
-def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
+def robustness(rows: Sequence[Row], noun: str) -> Table:
     """Loss read whole, resumed from disk, and after a harmed context."""
     suites = {row.name: suites for row in rows if (suites := row.suite("robustness"))}
     harmed = {name: [_harmed(suite) for suite in each] for name, each in suites.items()}
@@ -245,21 +229,19 @@ def robustness(rows: Sequence[Row], noun: str) -> list[Table]:
         after = [estimate([suite.get(harm) for suite in harmed[name]]) for harm in harms]
         body.append([Cell(name), *losses, Cell(same, kind="" if all(equal) else "bad"), *after])
     caption = "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds"
-    return _some(Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body))
+    return Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body)
 
 
 def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     """Bits per byte by what was done to the context."""
     harms = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
-    harms |= {f"shuffled: {name.replace('_', ' ')}": harm for name, harm in suite.get("shuffled", {}).items()}
-    harms |= {f"{percent(harm['share'], 0)} corrupted": harm for harm in suite.get("corrupted", [])}
-    bits = {
-        name: harm.get("bits_per_byte") if isinstance(harm, dict) else harm for name, harm in harms.items()
-    }
-    return {name: value for name, value in bits.items() if value is not None}
+    harms |= {f"shuffled: {name.replace('_', ' ')}": bits for name, bits in suite.get("shuffled", {}).items()}
+    for harm in suite.get("corrupted", []):
+        harms[f"{percent(harm['share'], 0)} corrupted"] = harm["bits_per_byte"]
+    return {name: bits for name, bits in harms.items() if bits is not None}
 
 
-def rates(rows: Sequence[Row], noun: str) -> list[Table]:
+def rates(rows: Sequence[Row], noun: str) -> Table:
     """Loss of each learning rate tried; none where a single rate was asked for."""
     tried = {row.name: {known(line["lr"]): line for line in row.entry.get("rates", [])} for row in rows}
     columns = sorted({lr for lines in tried.values() for lr in lines if lr is not None})
@@ -268,7 +250,7 @@ def rates(rows: Sequence[Row], noun: str) -> list[Table]:
         cells = [_tried(tried[row.name].get(lr), lr == known(row.entry.get("lr"))) for lr in columns]
         body.append([Cell(row.name), *cells])
     caption = "Held-out bits per byte after a short training; the chosen rate is strong"
-    return _some(Table(caption, [noun, *map(rate, columns)], body))
+    return Table(caption, [noun, *map(rate, columns)], body)
 
 
 def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
@@ -284,10 +266,9 @@ def cells(rows: Sequence[Row], noun: str) -> Table:
     body = []
     for row in rows:
         by_seed = {cell["seed"]: cell for cell in row.cells}
-        faults = {fault.seed: fault for fault in row.faults}
-        for seed in sorted({*by_seed, *faults}):
-            cell, fault = by_seed.get(seed, {}), faults.get(seed)
-            status = Cell(fault.status, fault.why, "bad") if fault else Cell("finished")
+        for seed in sorted({*by_seed, *row.faults}):
+            cell, fault = by_seed.get(seed, {}), row.faults.get(seed)
+            status = Cell(*fault, "bad") if fault else Cell("finished")
             numbers = [
                 fixed(row.losses.get(seed), 4),
                 grouped(cell.get("steps")),

@@ -51,17 +51,15 @@ const Kernels* const* all_kernels(int* count) {
   return found;
 }
 
-const Kernels* widest() {
-  int count;
-  const Kernels* const* found = all_kernels(&count);
-  return found[count - 1];
-}
-
 std::atomic<const Kernels*> chosen{nullptr};
 
 const Kernels& kernels() {
   const Kernels* now = chosen.load(std::memory_order_relaxed);
-  if (now == nullptr) chosen.store(now = widest(), std::memory_order_relaxed);
+  if (now == nullptr) {
+    int count;
+    const Kernels* const* found = all_kernels(&count);
+    chosen.store(now = found[count - 1], std::memory_order_relaxed);
+  }
   return *now;
 }
 

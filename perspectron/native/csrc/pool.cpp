@@ -127,13 +127,6 @@ Pool& the_pool() {
   return *found;
 }
 
-void together(Pool& mine, int workers, Body body, void* context) {
-  Job job(workers + 1, body, context);
-  for (int i = 0; i < workers; i++) mine[i].give(&job);
-  body(context, job.team);
-  await([&job] { return job.working.load(std::memory_order_acquire) == 0; });
-}
-
 }  // namespace
 
 void Team::barrier() {
@@ -151,8 +144,11 @@ void run(int threads, Body body, void* context) {
   if (threads > 1) {
     Pool& mine = the_pool();
     if (mine.take()) {
-      const int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
-      together(mine, mine.grow(wanted), body, context);
+      const int workers = mine.grow(threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS);
+      Job job(workers + 1, body, context);
+      for (int i = 0; i < workers; i++) mine[i].give(&job);
+      body(context, job.team);
+      await([&job] { return job.working.load(std::memory_order_acquire) == 0; });
       mine.leave();
       return;
     }

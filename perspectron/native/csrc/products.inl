@@ -285,16 +285,11 @@ void multiply_as(const Matrix& m, const Tokens& tokens, int64_t first, int64_t l
   }
 }
 
-template <class F>
-inline void with_format(Format format, F&& f) {
-  switch (format) {
-    case TERNARY: return f(std::integral_constant<Format, TERNARY>{});
-    case TWO_BIT: return f(std::integral_constant<Format, TWO_BIT>{});
-    case FOUR_BIT: return f(std::integral_constant<Format, FOUR_BIT>{});
-    case INT8: return f(std::integral_constant<Format, INT8>{});
-  }
-}
-
 void multiply(const Matrix& m, const Tokens& tokens, int64_t first, int64_t last, float* y, int64_t ld) {
-  with_format(m.format, [&](auto F) { multiply_as<F>(m, tokens, first, last, y, ld); });
+  switch (m.format) {
+    case TERNARY: return multiply_as<TERNARY>(m, tokens, first, last, y, ld);
+    case TWO_BIT: return multiply_as<TWO_BIT>(m, tokens, first, last, y, ld);
+    case FOUR_BIT: return multiply_as<FOUR_BIT>(m, tokens, first, last, y, ld);
+    case INT8: return multiply_as<INT8>(m, tokens, first, last, y, ld);
+  }
 }

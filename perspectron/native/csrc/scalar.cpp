@@ -21,15 +21,9 @@ struct Floats {
 };
 constexpr int FEW = 1, FEW_GROUPED = 1, STREAMS = 1, TILE = 1, TILE_GROUPED = 1;
 
-template <class F>
-inline Floats each(F f) {
-  Floats y;
-  for (int i = 0; i < 16; i++) y.at[i] = f(i);
-  return y;
-}
-template <class F>
-inline Ints each_int(F f) {
-  Ints y;
+template <class T = Floats, class F>
+inline T each(F f) {
+  T y;
   for (int i = 0; i < 16; i++) y.at[i] = f(i);
   return y;
 }
@@ -105,7 +99,7 @@ inline void dot(Ints& sum, const Bytes& codes, const Bytes& q) {
 
 inline Ints zero_ints() { return Ints{}; }
 inline Ints add(const Ints& a, const Ints& b) {
-  return each_int([&](int i) { return a.at[i] + b.at[i]; });
+  return each<Ints>([&](int i) { return a.at[i] + b.at[i]; });
 }
 inline Floats to_floats(const Ints& a) {
   return each([&](int i) { return float(a.at[i]); });
@@ -148,10 +142,10 @@ inline Floats load_floats(const float* p, int64_t n = 16) {
 inline void store(float* p, const Floats& x, int64_t n = 16) { std::memcpy(p, x.at, size_t(n) * 4); }
 
 inline Ints magnitude_bits(const Floats& x) {
-  return each_int([&](int i) { return bits_of(x.at[i]) & 0x7fffffff; });
+  return each<Ints>([&](int i) { return bits_of(x.at[i]) & 0x7fffffff; });
 }
 inline Ints greatest(const Ints& a, const Ints& b) {
-  return each_int([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
+  return each<Ints>([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
 }
 inline int32_t greatest_of(const Ints& a) {
   int32_t found = a.at[0];
@@ -159,7 +153,7 @@ inline int32_t greatest_of(const Ints& a) {
   return found;
 }
 inline Ints round_to_ints(const Floats& x) {
-  return each_int([&](int i) { return int32_t(std::lrintf(x.at[i])); });
+  return each<Ints>([&](int i) { return int32_t(std::lrintf(x.at[i])); });
 }
 inline void store_bytes(int8_t* p, const Ints& x) {
   for (int i = 0; i < 16; i++) p[i] = int8_t(x.at[i]);  // within ±127

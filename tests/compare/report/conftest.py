@@ -151,9 +151,9 @@ def _calibration():
 def _harm(final):
     corrupted = [{"share": share, "bits_per_byte": final + 4 * share} for share in (0.01, 0.05, 0.2)]
     harm = {"whole": 1.2 * final, "resumed": 1.2 * final, "resumed_equal": True}
-    harm |= {"bits_per_byte": final, "no_context": {"bits_per_byte": final + 2}}
+    harm |= {"bits_per_byte": final, "no_context": final + 2}
     return harm | {
-        "shuffled": {"64": {"bits_per_byte": final + 0.2}, "all": {"bits_per_byte": final + 1.1}},
+        "shuffled": {"within_64": final + 0.2, "whole": final + 1.1},
         "corrupted": corrupted,
     }
 

@@ -279,6 +279,16 @@ def test_seconds_are_by_speeds_measured_in_turns(results):
     assert "seconds of training, by speeds measured in turns (log)" in html(timed)
 
 
+def test_recall_of_the_first_version_is_read(results):
+    """Its settings have their sizes only beside what was measured."""
+    old = copy.deepcopy(results)
+    for design in old["designs"].values():
+        for task in design["suites"].get("recall", {}).get("tasks", {}).values():
+            for setting in task["settings"]:
+                setting |= setting.pop("sizes")
+    assert tables_of(old, "recall") == tables_of(results, "recall")
+
+
 def test_recall_tables_have_each_setting_and_what_is_past_it(results):
     mqar, needle, parity = tables_of(results, "recall")
     assert mqar.head == ["design", *["4/32", "8/64", "16/128", "32/256"], *[

@@ -97,7 +97,7 @@ def _shift(q_BHTK: Tensor, k_BHTK: Tensor) -> float:
 
 def _drm(mixer: DRM, x_BTE: Tensor, state: DRMState) -> dict[str, Any]:
     """Geometry is that of every token, whatever the interval."""
-    law, weights = mixer.law()._replace(interval=1), mixer.weights()
+    law, weights = mixer.law()._replace(geometry_interval=1), mixer.weights()
     before = State(state.z_BD, state.geometry_BF[:, :0], state.length_B)
     _, _, trace = drm.scan(x_BTE, before, weights, law)
     assert trace is not None

@@ -1,4 +1,5 @@
-"""What is not finite ends at a reset.
+"""What padding and resets mean to every mixer: what stands at padding is not read, and what is not finite ends at a
+reset.
 
 A gate of 0 forgets a number and a mask hides it, but 0·NaN and 0·∞ are NaN: neither forgets what is not finite. So
 where a reset follows, a mixer never sees it, and the tokens before that reset, which would have, get NaN afterwards.
@@ -8,7 +9,7 @@ Shapes: B batch, T time, D model width.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,14 +17,17 @@ from torch import Tensor
 
 from perspectron.terms import Term
 
-Forward = TypeVar("Forward", bound=Callable[..., Any])
+Mask = Tensor | None
+"""[B,T]; None where it is True nowhere."""
+Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
-def ends_at_resets(forward: Forward) -> Forward:
-    """Decorate a mixer's `forward`: no token from a reset on, and no state after it, depends on a state or a token
-    before it that was not finite. (Numbers that overflow inside the mixer are its own.)
+def masked(forward: Forward) -> Forward:
+    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state): it reads zeros at padding,
+    and no token from a reset on, and no state after it, depends on a state or a token before it that was not finite.
+    (Numbers that overflow inside the mixer are its own.)
 
-    Costs nothing where no reset is given, and a sum over state and input where one is: all is finite, as a rule.
+    A reset costs a sum over state and input: all is finite, as a rule.
     """
 
     @functools.wraps(forward)
@@ -32,18 +36,19 @@ def ends_at_resets(forward: Forward) -> Forward:
         x_BTD: Tensor,
         state: Any,
         *,
-        reset_BT: Tensor | None = None,
-        pad_BT: Tensor | None = None,
+        reset_BT: Mask = None,
+        pad_BT: Mask = None,
         consume_state: bool = False,
     ) -> tuple[Tensor, Any, dict[str, Term]]:
         lost_BT = None
+        if pad_BT is not None:
+            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         if reset_BT is not None and not x_BTD.is_meta and not _finite(x_BTD, state):
-            x_BTD, state, lost_BT = _forgotten(x_BTD, state, reset_BT, pad_BT)
-        masks = {"reset_BT": reset_BT, "pad_BT": pad_BT}
-        y_BTD, state, aux = forward(self, x_BTD, state, **masks, consume_state=consume_state)
+            x_BTD, state, lost_BT = _forgotten(x_BTD, state, reset_BT)
+        y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
-    return cast(Forward, run)
+    return run
 
 
 def _floats(state: Any) -> list[Tensor]:
@@ -58,9 +63,7 @@ def _finite(x_BTD: Tensor, state: Any) -> bool:
     return bool(torch.stack(sums).isfinite().all())
 
 
-def _forgotten(
-    x_BTD: Tensor, state: Any, reset_BT: Tensor, pad_BT: Tensor | None
-) -> tuple[Tensor, Any, Tensor]:
+def _forgotten(x_BTD: Tensor, state: Any, reset_BT: Tensor) -> tuple[Tensor, Any, Tensor]:
     """Input and state with zeros for what is not finite and followed by a reset, and the tokens [B,T] that are lost
     by it: from there to the next reset."""
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
@@ -68,8 +71,6 @@ def _forgotten(
         torch.where(reset_BT, time_T, -1).cummax(1).values
     )  # of each token's document; -1 is the state's
     bad_BT = ~x_BTD.isfinite().all(-1) & (time_T < begun_BT[:, -1:])
-    if pad_BT is not None:
-        bad_BT &= ~pad_BT
     bad_B = reset_BT.any(1)
     bad_B &= ~torch.stack([leaf.isfinite().flatten(1).all(1) for leaf in _floats(state)]).all(0)
     latest_BT = torch.where(bad_BT, time_T, torch.where(bad_B, -1, -2)[:, None]).cummax(1).values

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from claims.measures.gates import gates
 from perspectron import presets
 from perspectron.compare.ablations import ABLATIONS, ablate
-from perspectron.eval.gates import gates
 from perspectron.mixers.adr import ADRConfig
 from perspectron.model import build
 from perspectron.ops.attention import places

@@ -1,0 +1,163 @@
+"""Mutations of files: of their bytes, of the JSON in them, and of safetensors headers."""
+
+import json
+import struct
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+NASTY: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 10**30,
+    -(2**63), 0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, "", "a", "..", "../x", "/etc/passwd", "\0", "é\u202e\x1b[2J",
+    "x" * 300, "x" * 70_000, [], [[]], {}, {"": 0}, [0] * 5, [None] * 1000, "step-00000001", "F64", "U8",
+)  # fmt: skip
+WORDS = (
+    *(b"NaN", b"-Infinity", b"1e999", b"\xff\xfe", b"\0", b'"', b"}", b",", b"1" * 5000),
+    *(b"[" * 5000, b'{"a":' * 3000),
+)
+
+
+def mutated(data: bytes, draw: Random, kind: str) -> bytes:
+    """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors" or "bytes"."""
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        try:
+            data = draw.choice(KINDS[kind])(data, draw)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error, RecursionError):
+            data = of_bytes(data, draw)  # not of its kind any more
+    return data
+
+
+def of_bytes(data: bytes, draw: Random) -> bytes:
+    at, length = draw.randint(0, len(data)), draw.choice((1, 1, 2, 4, 8, 64, 1000))
+    piece = data[at : at + length]
+    match draw.randrange(8):
+        case 0 if piece:
+            return data[:at] + bytes([piece[0] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+        case 1:
+            return data[:at]
+        case 2:
+            return data[:at] + data[at + length :]
+        case 3:
+            return data[:at] + piece * draw.choice((2, 3, 50)) + data[at + length :]
+        case 4:
+            return data[:at] + draw.randbytes(len(piece)) + data[at + length :]
+        case 5:
+            return data[:at] + draw.choice(WORDS) + data[at:]
+        case 6:
+            return data[:at] + bytes(len(piece)) + data[at + length :]
+        case _:
+            return data + draw.choice((b"\0", b"\n", b" ", draw.randbytes(9), data[:1000]))
+
+
+def of_json(data: bytes, draw: Random) -> bytes:
+    """Another value somewhere, a key gone, doubled or renamed, or two values in each other's place."""
+    value = json.loads(data)
+    places = list(walk(value))
+    (parent, key), (other, other_key) = draw.choice(places), draw.choice(places)
+    match draw.randrange(7):
+        case 0 | 1 | 2:
+            parent[key] = draw.choice(NASTY)
+        case 3 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
+            parent[key] = parent[key] * draw.choice((-1, 2, 10, 1000, 0.5, 1.0)) + draw.choice((0, 0, 1, -1))
+        case 3 | 4:
+            del parent[key]
+        case 5:
+            parent[key], other[other_key] = other[other_key], parent[key]
+        case _ if isinstance(parent, dict):
+            text = json.dumps(value)
+            return text.replace(json.dumps(key), json.dumps(key + "x"), 1).encode()
+        case _:
+            parent.insert(key, parent[key])
+    if draw.randrange(20) == 0:
+        return json.dumps(value).encode().replace(b": 1", b": NaN", 1)
+    if draw.randrange(20) == 0 and isinstance(value, dict) and value:
+        return json.dumps(value)[:-1].encode() + f", {json.dumps(next(iter(value)))}: 0}}".encode()
+    return json.dumps(value).encode()
+
+
+def walk(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything inside."""
+    found, waiting = [], [value]
+    while waiting:
+        container = waiting.pop()
+        keys = (
+            container
+            if isinstance(container, dict)
+            else range(len(container))
+            if isinstance(container, list)
+            else ()
+        )
+        for key in keys:
+            found.append((container, key))
+            waiting += [container[key]] if isinstance(container[key], dict | list) else []
+    return found
+
+
+def of_lines(data: bytes, draw: Random) -> bytes:
+    lines = data.split(b"\n")
+    at = draw.randrange(len(lines))
+    match draw.randrange(4):
+        case 0:
+            del lines[at]
+        case 1:
+            lines.insert(at, draw.choice(lines))
+        case _:
+            lines[at] = of_json(lines[at], draw) if draw.randrange(2) else of_bytes(lines[at], draw)
+    return b"\n".join(lines)
+
+
+def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """(header, what follows it) of a safetensors file."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def with_header(header: bytes | dict[str, Any], rest: bytes, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 8)
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + rest
+
+
+def of_safetensors(data: bytes, draw: Random) -> bytes:
+    """Its header as JSON, its length, the type, shape or place of a tensor, a tensor of its own, or its metadata."""
+    header, rest = header_of(data)
+    names = [name for name in header if name != "__metadata__"]
+    entry = header[draw.choice(names)]
+    match draw.randrange(9):
+        case 0 | 1:
+            return with_header(of_json(json.dumps(header).encode(), draw), rest)
+        case 2:
+            return with_header(header, rest, draw.choice((0, 1, 2**31, 2**62, len(data), 2**64 - 1)))
+        case 3:
+            entry["dtype"] = draw.choice(("F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "?"))
+        case 4:
+            shape = entry["shape"]
+            shape[draw.randrange(len(shape))] = draw.choice((0, 1, 2**31, 2**62, -1, shape[0] + 1))
+        case 5:
+            entry["shape"] = draw.choice(
+                ([], [0], [1, *entry["shape"]], entry["shape"][1:], entry["shape"][::-1])
+            )
+        case 6:
+            entry["data_offsets"] = [
+                draw.choice((0, -1, 8, 2**62, *other["data_offsets"]))
+                for other in (entry, header[draw.choice(names)])
+            ]
+        case 7:  # a tensor of the same name and another shape, with bytes to fit
+            start, end = entry["data_offsets"]
+            entry["shape"] = draw.choice(([1], [2, 2], [end - start], [0, 4], [len(rest)]))
+            entry["dtype"] = "U8" if draw.randrange(2) else entry["dtype"]
+        case _:
+            numbers = struct.pack("<q", draw.choice((-7, -1, 0, 1, 2**62, -(2**63), 2**63 - 1)))
+            start, end = entry["data_offsets"]
+            size = (end - start) // 8 * 8
+            rest = rest[:start] + numbers * (size // 8) + rest[start + size :]
+    return with_header(header, rest)
+
+
+Mutator = Callable[[bytes, Random], bytes]
+KINDS: dict[str, tuple[Mutator, ...]] = {
+    "bytes": (of_bytes,),
+    "json": (of_json, of_json, of_json, of_bytes),
+    "lines": (of_lines,),
+    "safetensors": (of_safetensors, of_safetensors, of_safetensors, of_bytes),
+}
