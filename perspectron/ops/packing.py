@@ -26,7 +26,7 @@ from perspectron.errors import DataError
 
 ALIGN = 64  # columns
 GROUP = 128  # columns
-CHECKED = 1 << 22  # numbers at a time
+CHECKED = 1 << 18  # numbers at a time
 MAX_COLUMNS = 65536  # 255 · 127 · K must stay below 2³¹
 
 
@@ -155,7 +155,7 @@ def check(packed: Packed, name: str = "matrix") -> None:
     if LAYOUTS[packed.format].zero is None:
         return  # all bytes are codes
     parts = packed.codes.flatten().split(CHECKED)
-    wrong = sum(int(illegal(part, packed.format).sum()) for part in parts)
+    wrong = sum(int(illegal(part, packed.format).count_nonzero()) for part in parts)
     if wrong:
         raise DataError(f"{name}: {wrong} bytes, must be 0, are no {packed.format} codes")
 
@@ -167,8 +167,9 @@ def finite(tensor: Tensor) -> bool:
 
 def illegal(codes: Tensor, format: str) -> Tensor:
     """The places where a byte is none that packing gives, bool like `codes`."""
-    if format == "ternary":
-        return (codes % 84 > 80) | (codes >= 252)
+    if format == "ternary":  # 81 to 83, 165 to 167, 249 to 255: by comparisons, which are quicker than a remainder
+        first, second = (codes > 80) & (codes < 84), (codes > 164) & (codes < 168)
+        return first | second | (codes > 248)
     return codes == 0 if format == "int8" else torch.zeros_like(codes, dtype=torch.bool)
 
 
