@@ -145,8 +145,9 @@ def _watch(child: int, shared: mmap.mmap) -> tuple[int, bool]:
 
 
 def _lines(results: Any) -> list[str]:
-    results.seek(0)
-    return results.read().decode(errors="replace").splitlines()
+    with results:
+        results.seek(0)
+        return results.read().decode(errors="replace").splitlines()
 
 
 def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.mmap, results: Any) -> None:
