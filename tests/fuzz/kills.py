@@ -199,10 +199,8 @@ def main() -> int:
             folder.mkdir()
             same, hits = go(scenario, share, text, folder, draw)
             total, bad = total + hits, bad + (not same)
-            print(
-                f"{scenario.name}: {hits} of {share} kills hit it at work; {'the same bits' if same else 'ANOTHER RESULT'}",
-                flush=True,
-            )
+            told = "the same bits" if same else "ANOTHER RESULT"
+            print(f"{scenario.name}: {hits} of {share} kills hit it at work; {told}", flush=True)
     print(f"{total} kills")
     return int(bad > 0)
 
