@@ -20,7 +20,15 @@ MUTANTS = {"results": 10, "artifact": 80, "run-config": 150, "checkpoint": 150}
 def test_mutants_are_refused_in_a_line_or_read(name, record_property):
     """In processes of its own, so that a crash is told and not suffered. The seed is drawn, and printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.fuzz", "--formats", name, "--mutants", str(MUTANTS.get(name, 400))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--formats",
+        name,
+        "--mutants",
+        str(MUTANTS.get(name, 400)),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
@@ -58,8 +66,10 @@ def test_a_reader_that_believes_is_caught(tmp_path, capfd):
             pass
         return digest(data)
 
-    made = Format("believer", tmp_path / "sample", tmp_path / "sample" / "file", {"file": "bytes"}, True, read)
+    made = Format(
+        "believer", tmp_path / "sample", tmp_path / "sample" / "file", {"file": "bytes"}, True, read
+    )
     outcome = fuzz(made, 60, 1, tmp_path)
     assert outcome.mutants == 60 or len(outcome.failures) >= 50
-    assert min(outcome.counts[kind] for kind in ("tracebacks", "signals", "believed")) > 0
+    assert min(outcome.counts[kind] for kind in ("tracebacks", "signals", "believed")) > 0, outcome.counts
     assert header_of(with_header({"a": {}}, b"x"))[0] == {"a": {}}
