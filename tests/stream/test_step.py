@@ -196,3 +196,18 @@ def test_a_state_of_other_shapes_is_not_written_into(made):
     twice = dataclasses.replace(first, memory_BDR=first.memory_BDR.repeat(2, 1, 1))
     for layers in ((short, *state.layers[1:]), state.layers[:-1], (twice, *state.layers[1:])):
         assert not step.takes(dataclasses.replace(state, layers=layers))
+
+
+def test_making_the_step_takes_no_memory_of_a_state(made):
+    """In full size a state is a third of a gigabyte."""
+    model, asked = made["torus"], []
+    real = model.init_state
+
+    def init_state(batch_size, **options):
+        asked.append(options.get("device"))
+        return real(batch_size, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "init_state", init_state)
+        Step(model)
+    assert asked == ["meta"]
