@@ -189,20 +189,18 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def safe_join(folder: Path, name: object) -> Path:
-    """The file of that name in `folder` or below. ArtifactError: a name that could lead out of it, also by a link."""
+def safe_join(folder: Path, name: object, error: type[PerspectronError] = ArtifactError) -> Path:
+    """The file of that name in `folder` or below. `error`: a name that could lead out of it, also by a link."""
     parts = name.split("/") if isinstance(name, str) and len(name) < 256 else []
     if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
-        raise ArtifactError(
-            f"{folder}: name {str(name)[:80]!r}, must be a short relative path without . and .."
-        )
+        raise error(f"{folder}: name {str(name)[:80]!r}, must be a short relative path without . and ..")
     path = folder.joinpath(*parts)
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):  # too long in bytes, a ring of links, a lone surrogate
         inside = False
     if not inside:
-        raise ArtifactError(f"{folder}: name {str(name)[:80]!r}, must not lead out of the folder")
+        raise error(f"{folder}: name {str(name)[:80]!r}, must not lead out of the folder")
     return path
 
 

@@ -1,5 +1,7 @@
 """One thread (small matmuls stall on two), and scratch memory that starts as NaN."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="perspectron-cache-")  # nothing in the user's own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,5 +1,6 @@
 """`perspectron routes`."""
 
+import io
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ from torch import Tensor
 from perspectron.cli.options import answer, table
 from perspectron.config import require
 from perspectron.data import Tokenizer
-from perspectron.errors import DataError
+from perspectron.errors import DataError, StorageError
 from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, of_document, summary
 from perspectron.experts.torus import cells
-from perspectron.files import write_json
+from perspectron.files import open_file, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
@@ -68,7 +69,7 @@ class ShowRoutes:
         with opened.autocast():
             routes = joined([of_document(model, text.ids) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
-        out = opened.folder.path / "routes" if self.out is None else self.out
+        out = self.out or safe_join(opened.folder.path, "routes", StorageError)
         write(out / "routes.svg", _picture(routes, measures, runs))
         write_json(out / "routes.json", report)
         lines = [f"in {out}: routes.svg, routes.json"]
@@ -90,7 +91,7 @@ def _read(source: str, tokenizer: Tokenizer, limit: int) -> _Text:
 def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
     """First `limit` tokens of a file (0: all). DataError where it is missing, no text, or shorter than 2 tokens."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="") as file:
             text = file.read(CHARACTERS * limit if limit else -1)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None

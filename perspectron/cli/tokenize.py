@@ -8,6 +8,8 @@ import tyro
 from perspectron.cli.options import answer
 from perspectron.config import require
 from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.errors import StorageError
+from perspectron.files import locked
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,15 @@ class Tokenize:
     def __call__(self) -> int:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
         corpus, kept = open_corpus(self.data, self.heldout), self.out / "tokenizer.json"
-        if self.tokenizer is not None:
-            tokenizer = Tokenizer.load(self.tokenizer)
-        else:
-            tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
-        tokenizer.save(kept)
-        shards = encode(corpus, tokenizer, self.out)
+        if self.out.exists() and not self.out.is_dir():
+            raise StorageError(f"{self.out}: not a folder")
+        with locked(self.out):
+            if self.tokenizer is not None:
+                tokenizer = Tokenizer.load(self.tokenizer)
+            else:
+                tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
+            tokenizer.save(kept)
+            shards = encode(corpus, tokenizer, self.out)
         splits = {name: shards.split(name) for name in ("train", "heldout")}
         facts = {
             name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}

@@ -16,7 +16,7 @@ from perspectron.cli.options import Sets, assignments, differences, resolved
 from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
-from perspectron.files import locked, remove
+from perspectron.files import locked, read_text, remove
 from perspectron.machine import pick_device
 from perspectron.opening import describe
 from perspectron.train import checkpoint
@@ -139,7 +139,7 @@ def of_run(config: RunConfig) -> Train:
 def from_toml(path: str) -> Train:
     """The command that a TOML file describes. ConfigError for a file that does not read or an unknown key."""
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(Path(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config = {path!r}, must be a readable TOML file ({error})") from None
     for name in tables:

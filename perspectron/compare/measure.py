@@ -19,7 +19,7 @@ from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES, plain
-from perspectron.files import read_json, write_json
+from perspectron.files import read_json, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
@@ -40,7 +40,7 @@ def jobs(out: Path, settings: Settings, finished: list[Cell]) -> list[Job]:
             )
     firsts = {cell.arm: cell for cell in reversed(finished) if "recall" in settings.suites}
     for name, first in reversed(firsts.items()):
-        path = out / "recall" / f"{name}.json"
+        path = safe_join(out, f"recall/{name}.json", ConfigError)
         if not path.is_file():
             arguments = (MODULE, "recall", settings.recall, str(first.folder), str(path))
             missing_jobs.append(Job(f"{name} recall", out / "recall" / name, arguments))
@@ -54,7 +54,7 @@ def cost_jobs(out: Path) -> list[Job]:
 
 
 def path_of(cell: Cell, name: str) -> Path:
-    return cell.folder / "suites" / f"{name}.json"
+    return safe_join(cell.folder, f"suites/{name}.json", ConfigError)
 
 
 def suites_of(cell: Cell) -> dict[str, Any]:

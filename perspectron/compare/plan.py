@@ -21,7 +21,7 @@ from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, ope
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.training import Setting, seconds_per_step
-from perspectron.files import read_json, remove, write_json
+from perspectron.files import read_json, remove, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.model import build
 from perspectron.train.config import TrainConfig
@@ -140,7 +140,7 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
 def data_of(out: Path, settings: Settings) -> Path:
     """Folder of the tokenised text."""
     data = Path(settings.data)
-    return data if (data / "manifest.json").is_file() else out / DATA
+    return data if (data / "manifest.json").is_file() else safe_join(out, DATA, ConfigError)
 
 
 def plan(
@@ -188,10 +188,13 @@ def plan(
 def _clear(out: Path, settings: Settings) -> None:
     """Delete text in `out` that a comparison encoded for other settings and stopped before it had a plan."""
     asked = {"data": settings.data, "heldout": settings.heldout, "vocab_size": settings.vocab_size}
-    path = out / DATA / ASKED
+    folder = safe_join(out, DATA, ConfigError)
+    path = folder / ASKED
     if not path.is_file() or read_json(path, ConfigError) != asked:
-        remove(out / DATA)
-        path.parent.mkdir(parents=True)
+        ours = path.is_file() or not folder.exists() or not any(folder.glob("[!.]*"))
+        require(ours, "out", str(out), f"another folder: {folder} is there, and no comparison made it")
+        remove(folder)
+        folder.mkdir(parents=True)
         write_json(path, asked)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from perspectron.files import append_to, locked
+from perspectron.files import append_to, locked, read_text
 from perspectron.train.guard import signals
 
 LOG = "log.txt"
+MOST_LOG = 1 << 28  # bytes
 PAUSE = 0.5  # seconds between looks
 PATIENCE = 60.0  # seconds for a process that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -104,7 +105,10 @@ class _Running:
 def last_line(folder: Path) -> str:
     """Last line of the log in a folder; "" where there is none."""
     path = folder / LOG
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    try:
+        lines = read_text(path, MOST_LOG, errors="replace").splitlines()
+    except (OSError, ValueError):
+        lines = []
     return lines[-1] if lines else ""
 
 

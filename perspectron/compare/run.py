@@ -20,7 +20,7 @@ from perspectron.compare.pool import Ended, Job
 from perspectron.data import Tokenizer
 from perspectron.data.shuffle import ORDER
 from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
-from perspectron.files import read_json, write_json
+from perspectron.files import open_file, read_json, safe_join, write_json
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.loop import METRICS, read_metrics
@@ -57,10 +57,15 @@ class Trained(NamedTuple):
 def cells(out: Path, plan: Plan, rates: dict[str, float]) -> list[Cell]:
     """Cells of every arm with the first seed, then with the next."""
     return [
-        Cell(name, seed, rates[name], arm.steps, out / "cells" / name / str(seed), MEASURED)
+        Cell(name, seed, rates[name], arm.steps, _folder(out, f"cells/{name}/{seed}"), MEASURED)
         for seed in range(plan.settings.seeds)
         for name, arm in plan.arms.items()
     ]
+
+
+def _folder(out: Path, name: str) -> Path:
+    """ConfigError: a name that leads out of the comparison's folder, also by a link."""
+    return safe_join(out, name, ConfigError)
 
 
 def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
@@ -68,7 +73,12 @@ def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
     share = plan.settings.rate_share
     return [
         Cell(
-            name, 0, rate, max(1, round(share * plan.arms[name].steps)), out / "rates" / name / f"{rate:g}", 1
+            name,
+            0,
+            rate,
+            max(1, round(share * plan.arms[name].steps)),
+            _folder(out, f"rates/{name}/{rate:g}"),
+            1,
         )
         for name, values in rates.items()
         for rate in values
@@ -93,7 +103,7 @@ def reached(cell: Cell) -> int:
     """Last step in the metrics of a cell."""
     path, step = cell.folder / METRICS, 0
     if path.is_file():
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, path.stat().st_size - TAIL))
             steps = re.findall(rb'^\{"step": (\d+),.*\}$', file.read(), re.MULTILINE)
         step = int(steps[-1]) if steps else 0

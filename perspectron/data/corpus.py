@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from perspectron.errors import DataError
+from perspectron.files import open_file
 
 SplitName = Literal["train", "heldout"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -250,8 +251,12 @@ def _halves(path: Path, name: str, size: int, heldout: float) -> dict[SplitName,
 def _reading(path: Path) -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, decompressed if it is named `.gz`; what goes wrong becomes a DataError."""
     try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
-            yield file
+        with open_file(path) as plain:
+            if path.name.endswith(".gz"):
+                with gzip.open(plain, "rb") as file:
+                    yield file
+            else:
+                yield plain
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
 

@@ -11,9 +11,12 @@ A shard ends where a document does. A document longer than a shard gets shards o
 first has a start.
 """
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,12 +27,24 @@ from numpy.typing import NDArray
 from perspectron.data.corpus import SPLITS, Corpus, Document, SplitName
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError, StorageError
-from perspectron.files import atomic, read_json, remove, sha256, write_json
+from perspectron.files import (
+    atomic,
+    locked,
+    open_file,
+    read_json,
+    remove,
+    safe_join,
+    sha256,
+    sweep,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 JOURNAL = "progress.json"
 FORMAT = "perspectron-shards"
 VERSION = 1
+MOST = {"vocab_size": 2**24, "shard_tokens": 2**40, "tokens": 2**40, "documents": 2**40, "text_bytes": 2**50}
+"""Numbers of a manifest are at most these."""
 
 _START = np.dtype("<i8")
 _BATCH_CHARACTERS = 2**21
@@ -78,14 +93,14 @@ class Split:
         self.tokens = sum(record.tokens for record in records)
         self.text_bytes = sum(record.text_bytes for record in records)
         self.documents = sum(record.documents for record in records)
-        self._shards: list[Ids] = [
-            np.memmap(_file(folder, name, i, "bin"), dtype, "r", shape=(record.tokens,))
-            for i, record in enumerate(records)
-        ]
+        self._shards: list[Ids] = []
+        for i, record in enumerate(records):
+            with _opened(_file(folder, name, i, "bin")) as file:
+                self._shards.append(np.memmap(file, dtype, "r", shape=(record.tokens,)))
         self._offsets: NDArray[np.int64] = np.cumsum(
             [0, *(record.tokens for record in records)], dtype=np.int64
         )
-        starts = [np.fromfile(_file(folder, name, i, "starts"), _START) for i in range(len(records))]
+        starts = [_read(_file(folder, name, i, "starts"), _START) for i in range(len(records))]
         self.starts: NDArray[np.int64] = np.concatenate(
             [
                 local.astype(np.int64) + offset
@@ -136,9 +151,10 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
     """Encode both splits of `corpus` into the folder `out`, shards of at most `shard_tokens` ids.
 
     What was interrupted continues after its last complete shard, and ends with the same bytes as if it had
-    not been; what is complete is opened, without reading its ids. Shards of another corpus or tokenizer that
-    stand in `out` are deleted and made anew.
-    DataError: a split without text, or a folder with damaged or foreign files. StorageError: not written.
+    not been; what is complete is opened, and verified. Shards of another corpus or tokenizer that stand in `out` are
+    deleted and made anew.
+    DataError: a split without text, or a folder with damaged or foreign files. StorageError: not written, or another
+    process encodes into the folder.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens: {shard_tokens} is below 1")
@@ -154,9 +170,19 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
         corpus.fingerprint,
         shard_tokens,
     )
-    if (out / MANIFEST).exists() and _load(out / MANIFEST)[0] == head:
-        remove(out / JOURNAL)
+    if (out / MANIFEST).exists():
+        _load(_named(out, MANIFEST))  # of something else: refused before anything is written
+    with locked(out):
+        if (out / MANIFEST).exists() and _load(_named(out, MANIFEST))[0] == head:
+            shards = open_shards(out)
+            remove(out / JOURNAL)
+            return shards
+        _encode(corpus, tokenizer, out, head)
         return open_shards(out, verify=False)
+
+
+def _encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, head: _Head) -> None:
+    dtype, shard_tokens = np.dtype(head.dtype), head.shard_tokens
     records = _resume(out, head)
     for split in SPLITS:
         done = records[split]
@@ -169,7 +195,6 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
             raise DataError(f"{corpus.source}: no text in its {split} split")
     _dump(out / MANIFEST, head, records)
     remove(out / JOURNAL)
-    return open_shards(out, verify=False)
 
 
 def open_shards(path: Path, verify: bool = True) -> Shards:
@@ -178,7 +203,7 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
     Sizes are always checked; `verify` also reads everything and checks digests, ids and document starts.
     DataError: missing, truncated, changed or foreign files; it names file, value and what was expected.
     """
-    head, records = _load(path / MANIFEST)
+    head, records = _load(_named(path, MANIFEST))
     for split in SPLITS:
         if not records[split]:
             raise DataError(f"{path / MANIFEST}: splits.{split} has 0 shards, expected at least 1")
@@ -192,11 +217,9 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
 
 def _resume(out: Path, head: _Head) -> _Records:
     """The shards an interrupted encoding with the same head left complete; without any, a cleared folder."""
-    for name in (MANIFEST, JOURNAL, *(f"{split}-*" for split in SPLITS)):
-        for leftover in out.glob(f".{name}.*.tmp"):  # of a process that was killed while writing
-            remove(leftover)
+    sweep(out)
     if (out / JOURNAL).exists():
-        begun, records = _load(out / JOURNAL)
+        begun, records = _load(_named(out, JOURNAL))
         if begun == head:
             for split in SPLITS:
                 for i, record in enumerate(records[split]):
@@ -273,8 +296,28 @@ def _dump(path: Path, head: _Head, records: _Records) -> None:
 # Reading
 
 
+def _named(folder: Path, name: str) -> Path:
+    return safe_join(folder, name, DataError)
+
+
 def _file(folder: Path, split: SplitName, index: int, kind: Literal["bin", "starts"]) -> Path:
-    return folder / f"{split}-{index:05d}.{kind}"
+    return _named(folder, f"{split}-{index:05d}.{kind}")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        with open_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _read(path: Path, dtype: np.dtype[Any]) -> Ids:
+    with _opened(path) as file:
+        return np.fromfile(file, dtype)
 
 
 def _load(path: Path) -> tuple[_Head, _Records]:
@@ -301,8 +344,18 @@ def _load(path: Path) -> tuple[_Head, _Records]:
             _checked(_Record, record, f"{path}: splits.{split}[{i}]")
             for i, record in enumerate(splits[split])
         ]
-        if records[split] and records[split][0].documents == 0:
-            raise DataError(f"{path}: splits.{split}[0].documents is 0, expected at least 1")
+        for i, record in enumerate(records[split]):
+            least = 1 if i == 0 else 0
+            if not least <= record.documents <= record.tokens:
+                bound = f"{least} to {record.tokens}, its tokens"
+                raise DataError(
+                    f"{path}: splits.{split}[{i}].documents is {record.documents}, expected {bound}"
+                )
+            if record.text_bytes < record.documents:  # none of them is empty
+                bound = f"at least {record.documents}, its documents"
+                raise DataError(
+                    f"{path}: splits.{split}[{i}].text_bytes is {record.text_bytes}, expected {bound}"
+                )
     return head, records
 
 
@@ -312,10 +365,10 @@ def _checked(kind: type[T], value: Any, where: str) -> T:
     if not isinstance(value, dict) or set(value) != set(names):
         raise DataError(f"{where}: keys are not exactly {', '.join(names)}")
     for name, type_ in names.items():
-        low = 0 if name in ("documents", "text_bytes") else 1
-        if type(value[name]) is not type_ or (type_ is int and value[name] < low):
-            wanted = "a string" if type_ is str else f"a whole number of at least {low}"
-            raise DataError(f"{where}: {name} is {value[name]!r}, expected {wanted}")
+        low, most = 0 if name in ("documents", "text_bytes") else 1, MOST.get(name, 1)
+        if type(value[name]) is not type_ or (type_ is int and not low <= value[name] <= most):
+            wanted = "a string" if type_ is str else f"a whole number from {low} to {most}"
+            raise DataError(f"{where}: {name} is {repr(value[name])[:80]}, expected {wanted}")
     return kind(**value)
 
 
@@ -328,11 +381,11 @@ def _check_shard(
     _check_file(starts_file, record.documents * _START.itemsize, record.starts_sha256 if verify else None)
     if not verify:
         return
-    ids = np.fromfile(ids_file, dtype)
+    ids = _read(ids_file, dtype)
     if ids.max() >= head.vocab_size:
         at = int(np.argmax(ids >= head.vocab_size))
         raise DataError(f"{ids_file}: id {ids[at]} at {at}, expected below {head.vocab_size}")
-    if not np.array_equal(np.fromfile(starts_file, _START), np.flatnonzero(ids == Tokenizer.end_of_text)):
+    if not np.array_equal(_read(starts_file, _START), np.flatnonzero(ids == Tokenizer.end_of_text)):
         raise DataError(f"{starts_file}: not the positions of the separators in {ids_file.name}")
     if index == 0 and ids[0] != Tokenizer.end_of_text:
         raise DataError(
@@ -342,7 +395,8 @@ def _check_shard(
 
 def _check_file(path: Path, size: int, digest: str | None) -> None:
     try:
-        actual_size = path.stat().st_size
+        with open_file(path) as file:
+            actual_size = os.fstat(file.fileno()).st_size
         if actual_size != size:
             raise DataError(f"{path}: {actual_size} bytes, expected {size}")
         if digest is not None and (actual := sha256(path)) != digest:

@@ -8,7 +8,6 @@ watched ends or is chosen by it, and the test decides nothing.
 Suffixes: B batch, T time.
 """
 
-import json
 import math
 import time
 from collections import Counter
@@ -24,10 +23,11 @@ from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.config import BlockConfig, ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
+from perspectron.errors import ConfigError
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations
-from perspectron.files import write_json
+from perspectron.files import read_json, write_json
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
 
@@ -347,8 +347,10 @@ def _key(setting: Setting) -> str:
 def _done(kept: Path | None, head: dict[str, Any]) -> dict[str, Any]:
     if kept is None or not kept.is_file():
         return {}
-    kept_before = json.loads(kept.read_text(encoding="utf-8"))
-    done: dict[str, Any] = kept_before["done"] if {key: kept_before.get(key) for key in head} == head else {}
+    before = read_json(kept, ConfigError)
+    if not isinstance(before, dict) or not isinstance(before.get("done"), dict):
+        raise ConfigError(f"{kept}: not the results of this suite")
+    done: dict[str, Any] = before["done"] if {key: before.get(key) for key in head} == head else {}
     return done
 
 

@@ -5,25 +5,28 @@ experts/layer-NNN.safetensors those of one routed layer, to be read one by one; 
 each of the others. The folder appears whole or not at all.
 """
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from perspectron.block import Block
-from perspectron.config import ModelConfig, dump, load, require
+from perspectron.config import MOST_SIZE, ModelConfig, dump, load, require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import converted
-from perspectron.files import atomic, read_json, safe_join, sha256
+from perspectron.files import atomic, open_file, read_json, safe_join, sha256
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
@@ -47,6 +50,9 @@ class ExpertFiles:
     distinct: int
     shard_bytes: int
 
+    def __post_init__(self) -> None:
+        require(1 <= self.distinct <= self.count, "experts.distinct", self.distinct, f"in 1 … {self.count}")
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -55,6 +61,10 @@ class Trained:
     data: str
     heldout: float
     seq_len: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.heldout < 1, "trained.heldout", self.heldout, "in [0, 1)")
+        require(1 <= self.seq_len <= MOST_SIZE, "trained.seq_len", self.seq_len, f"in 1 … {MOST_SIZE:,}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,20 @@ class Header:
     def __post_init__(self) -> None:
         require(self.format == FORMAT, "format", self.format, repr(FORMAT))
         for name, format in self.quant.items():
-            require(format in LAYOUTS, f"quant.{name}", format, f"one of {', '.join(LAYOUTS)}")
+            require(format in LAYOUTS, f"quant.{name[:80]}", format, f"one of {', '.join(LAYOUTS)}")
+        routed = {i: b.ffn for i, b in enumerate(self.model.blocks) if isinstance(b.ffn, RoutedConfig)}
+        told = () if self.experts is None else self.experts.layers
+        require(tuple(routed) == told, "experts.layers", told, f"those of the model, {tuple(routed)}")
+        if self.experts is not None:
+            require(len(told) >= 1, "experts.layers", told, "one or more")
+            first = routed[told[0]]
+            try:
+                size = ExpertLayout(self.model.d_model, first.hidden).bytes
+            except ValueError as error:
+                raise ConfigError(f"blocks[{told[0]}].ffn: {error}") from None
+            count, shard_bytes = math.prod(first.torus), self.experts.shard_bytes
+            require(self.experts.count == count, "experts.count", self.experts.count, f"{count}, the model's")
+            require(shard_bytes == size, "experts.shard_bytes", shard_bytes, f"{size}, the model's")
 
     def files(self, *, old: bool = False) -> list[str]:
         """Files of the folder beside the manifest; old: those of version 0.1."""
@@ -214,28 +237,27 @@ def read_manifest(folder: Path, header: Header, *, old: bool = False) -> Manifes
     itself: no link leads out of it."""
     path = safe_join(folder, MANIFEST)
     read = read_json(path, ArtifactError)
-    try:
-        format, files = read["format"], read["files"]
-        known = {
-            name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-            for name, entry in files.items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise ArtifactError(f"{path}: not a manifest") from None
-    if format != FORMAT:
-        raise ArtifactError(f"{path}: format {format!r}, must be {FORMAT!r}")
+    known = read.get("files") if isinstance(read, dict) else None
+    if not isinstance(known, dict):
+        raise ArtifactError(f"{path}: not a manifest")
+    if read.get("format") != FORMAT:
+        raise ArtifactError(f"{path}: format {str(read.get('format'))[:40]!r}, must be {FORMAT!r}")
+    for name, entry in known.items():
+        size, sum_ = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(sum_, str) or len(entry) != 2:
+            raise ArtifactError(f"{path}: files.{name[:80]!r} must tell its bytes and its sha256")
     if unlike := set(known) ^ set(header.files(old=old)):
         name = min(unlike)
         verb = "lacks" if name not in known else "has"
         raise ArtifactError(
-            f"{path}: {verb} {name!r}, must tell of the files that config.json says there are"
+            f"{path}: {verb} {name[:80]!r}, must tell of the files that config.json says there are"
         )
     for name, entry in known.items():
         part = safe_join(folder, name)
-        if not part.is_file():
-            raise ArtifactError(f"{part}: no such file")
-        if part.stat().st_size != entry["bytes"]:
-            raise ArtifactError(f"{part}: {part.stat().st_size} bytes, must be {entry['bytes']}")
+        with _opened(part) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry["bytes"]:
+            raise ArtifactError(f"{part}: {size} bytes, must be {entry['bytes']}")
     text = json.dumps(known, sort_keys=True)
     return Manifest(known, hashlib.sha256(text.encode()).hexdigest())
 
@@ -246,7 +268,20 @@ def expect(path: Path, digest: str, entry: Mapping[str, Any]) -> None:
         raise ArtifactError(f"{path}: damaged, its SHA-256 is not {entry['sha256'][:12]}…")
 
 
-def verify(folder: Path, manifest: Manifest) -> None:
-    """Read every file whole. ArtifactError, naming it: one is not as it was written."""
-    for name, entry in manifest.files.items():
-        expect(folder / name, sha256(folder / name), entry)
+def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """Read these files whole; None: all. ArtifactError, naming it: one is not as it was written."""
+    for name in manifest.files if names is None else names:
+        part = safe_join(folder, name)
+        with _opened(part) as file:
+            expect(part, hashlib.file_digest(file, "sha256").hexdigest(), manifest.files[name])
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        with open_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ArtifactError(f"{path}: unreadable ({error.strerror})") from None

@@ -173,7 +173,9 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             while entry.state in (State.QUEUED, State.READING):
                 if self._closed:
                     raise self._error(entry.key, "the cache was closed")
-                left = max(start, self._moved) + self._deadline - time.monotonic()
+                reading = entry.state is State.READING  # then it counts how that gets on, not how others do
+                moved = entry.moved if reading else self._moved
+                left = max(start, moved) + self._deadline - time.monotonic()
                 if left <= 0:
                     raise self._error(entry.key, self._stuck(entry))
                 entry.done.wait(left)
@@ -246,7 +248,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
 
     def _stop(self, entry: Entry) -> bool:
         """Whether to give up a read, asked before each piece: one that is awaited goes before one that is not."""
-        self._moved = time.monotonic()
+        self._moved = entry.moved = time.monotonic()
         if self._schedule.asked and not entry.wanted:
             with self._lock:
                 while self._schedule.asked and not (entry.wanted or entry.cancelled or self._closed):

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.block import Block
-from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError, DataError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.files import sha256
 from perspectron.machine import free_memory, return_memory
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
-from perspectron.stream.artifact import SHARED, TOKENIZER, Header
+from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
 from perspectron.stream.cache import ExpertSource, ShardCache, needed
 from perspectron.stream.device import DeviceExperts
 from perspectron.stream.expert_file import ExpertLayout
@@ -55,9 +54,6 @@ class StreamedModel(LanguageModel):
             if isinstance(block.config.ffn, RoutedConfig):
                 block.ffn = PackedExperts(header.model.d_model, block.config.ffn, layer)
                 self.routed.append(block.ffn)
-        layers = tuple(ffn.layer for ffn in self.routed)
-        told = header.experts.layers if header.experts is not None else ()
-        require(layers == told, "experts.layers", told, f"those of the model, {layers}")
         self.state_bytes = self.init_state(1, capacity=1).nbytes
 
     def _pack(self, name: str, format: str) -> None:
@@ -74,7 +70,7 @@ class StreamedModel(LanguageModel):
         elif isinstance(module, nn.Embedding):
             made = QuantEmbedding(module.num_embeddings, module.embedding_dim, format)
         else:
-            raise ConfigError(f"quant key = {name!r}, must be a matrix of the model")
+            raise ConfigError(f"quant key = {name[:80]!r}, must be a matrix of the model")
         setattr(self.get_submodule(parent), own, made)
 
     def attach(self, source: ExpertSource, *, predict: bool) -> None:
@@ -219,46 +215,69 @@ def load_artifact(
     manifest = artifact.read_manifest(folder, header)
     if verify:
         artifact.verify(folder, manifest)
-    for name in (artifact.CONFIG, TOKENIZER):
-        artifact.expect(folder / name, sha256(folder / name), manifest.files[name])
+    model, tokenizer = load_shared(folder, header, manifest, check=verify)
+    if header.experts is not None:
+        model.open(folder, cache_bytes, method, verify=verify)
+    return model, tokenizer
+
+
+def load_shared(
+    folder: Path, header: Header, manifest: Manifest, *, check: bool
+) -> tuple[StreamedModel, Tokenizer]:
+    """Model of an artifact but for its experts, and its tokenizer. That all codes and numbers are possible ones is
+    checked once for a manifest by each user, who keeps an empty file of its digest; check: now in any case.
+
+    ArtifactError: a file is missing, damaged or not what config.json says."""
+    artifact.verify(folder, manifest, (artifact.CONFIG, TOKENIZER))
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.fingerprint != header.tokenizer:
         raise ArtifactError(f"{folder / TOKENIZER}: of another tokenizer than config.json says")
-    weights, digest = tensors.read(folder / SHARED)
-    artifact.expect(folder / SHARED, digest, manifest.files[SHARED])
     try:
         with torch.device("meta"):
             model = StreamedModel(header)
     except (ConfigError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
         cause = " ".join(str(error).split())[:200] or type(error).__name__  # torch's, of sizes that cannot be
         raise ArtifactError(f"{folder / artifact.CONFIG}: {cause}") from None
-    _fill(model, weights, folder / SHARED)
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    weights, digest = tensors.read(folder / SHARED, wanted)
+    artifact.expect(folder / SHARED, digest, manifest.files[SHARED])
+    model.load_state_dict(weights, assign=True)
+    model.requires_grad_(False).eval()
     model.digest = manifest.digest
-    if verify:
+    known = _known(manifest.digest)
+    with contextlib.suppress(OSError):
+        check = check or known is None or not known.is_file()
+    if check:
         _legal(model, folder / SHARED)
-    if header.experts is not None:
-        model.open(folder, cache_bytes, method, verify=verify)
+        with contextlib.suppress(OSError):  # no place to keep it: it is checked again next time
+            if known is not None:
+                known.parent.mkdir(parents=True, exist_ok=True)
+                os.close(os.open(known, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
     return model, tokenizer
 
 
-def _fill(model: StreamedModel, weights: dict[str, torch.Tensor], path: Path) -> None:
-    wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in model.state_dict().items()}
-    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    if wanted != stored:
-        name = min(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n))
-        raise ArtifactError(f"{path}: {name} is {stored.get(name)}, must be {wanted.get(name)}")
-    model.load_state_dict(weights, assign=True)
-    model.requires_grad_(False).eval()
+def _known(digest: str) -> Path | None:
+    """File whose presence says that the weights of this manifest were checked; None: nowhere to keep it."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return cache / "perspectron" / f"legal-1-{digest}"
 
 
 def _legal(model: StreamedModel, path: Path) -> None:
-    """Check the codes and scales of all packed matrices in memory. ArtifactError: one is not possible."""
+    """Check the codes and scales of all packed matrices in memory, and that all other numbers are finite.
+    ArtifactError: one is not possible."""
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantEmbedding):
             try:
                 packing.check(module.packed, name)
             except DataError as error:
                 raise ArtifactError(f"{path}: {error}") from None
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not packing.finite(tensor):
+            raise ArtifactError(f"{path}: {name}: a number is not finite")
 
 
 def _check(file: ShardFile, layer: int, header: Header) -> None:
@@ -270,11 +289,10 @@ def _check(file: ShardFile, layer: int, header: Header) -> None:
     if stored != wanted:
         raise ArtifactError(f"{file.path}: layer, experts and widths are {stored}, must be {wanted}")
     assert header.experts is not None
-    told = header.experts.count, header.experts.shard_bytes
-    has = file.header.experts, file.header.layout.bytes
-    if told != has and layer == header.experts.layers[0]:  # the others may have more experts or fewer
+    if layer == header.experts.layers[0] and len(file.header.stored) != header.experts.distinct:
         raise ArtifactError(
-            f"{file.path}: experts and bytes of each are {has}, must be {told} as config.json says"
+            f"{file.path}: {len(file.header.stored)} experts with weights of their own, must be "
+            f"{header.experts.distinct} as config.json says"
         )
 
 

@@ -27,7 +27,7 @@ from xxhash import xxh3_64
 
 from perspectron.errors import ArtifactError
 from perspectron.experts.router import MOST_EXPERTS
-from perspectron.files import atomic
+from perspectron.files import atomic, parse_json
 from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
 from perspectron.stream.tensors import PAGE, Bytes
@@ -176,7 +176,7 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
         if len(first) < 8 or length > min(MAX_HEADER, size - 8):
             raise ValueError(f"header of {length} bytes in a file of {size}, must be at most {MAX_HEADER}")
         text = read(8, length)
-        fields = json.loads(text.decode())["__metadata__"]
+        fields = parse_json(text.decode())["__metadata__"]
         if not all(isinstance(value, str) for value in fields.values()):
             raise ValueError("metadata that are no strings")
         if fields["format"] != FORMAT:

@@ -24,6 +24,10 @@ from perspectron.stream.expert_file import MATRICES, PARTS, Header, parse
 from perspectron.stream.tensors import PAGE, Bytes, aligned
 
 PIECE = 4 << 20  # bytes read at a time: between pieces a read can be given up
+FIRST = 64 << 10  # of the first piece of a file, before it is known how fast its disk is
+SHARE = (
+    1 / 8
+)  # of the deadline that a piece may take at the speed of the one before: on a slow disk it is smaller
 RETRIES = 3
 BACKOFF = 0.01  # seconds before the first retry; four times as long before each further one
 DEADLINE = 30.0  # seconds of reading for one expert
@@ -87,6 +91,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
     ) -> None:
         self.path, self._read = path, read
         self.retries, self.backoff, self.deadline = retries, backoff, deadline
+        self._most = FIRST
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
         except OSError as error:
@@ -200,16 +205,18 @@ class ShardFile(AbstractContextManager["ShardFile"]):
                     raise Cancelled
                 if spent > self.deadline:
                     raise self._error(expert, f"slow disk: {at} of {len(view)} bytes in {spent:.3g} s")
-                piece = view[at : at + PIECE]
+                piece = view[at : at + min(self._most, PIECE)]
                 start = time.monotonic()
                 try:
                     count = self._read(self._fd, piece, offset + at)
                 except OSError as error:
                     return f"read error at byte {offset + at} ({error.strerror or error})"
-                spent += time.monotonic() - start
+                took = time.monotonic() - start
+                spent += took
                 if count <= 0 or (count < len(piece) and count % PAGE):
                     return f"short read at byte {offset + at}: {count} bytes, must be {len(piece)}"
                 at += count
+                self._most = max(PAGE, int(count / max(took, 1e-9) * self.deadline * SHARE) // PAGE * PAGE)
                 if checked is not None:
                     checked.result()
                 checked = _checkers(os.getpid()).submit(digests.go_on, at) if at < len(view) else None

@@ -50,7 +50,7 @@ class State(Enum):
 class Entry:
     """An expert in memory or on its way there. slot: None while it waits, or until the reader allocates one. pins:
     contexts that hold it. wanted: someone waits for it, or did. hinted: the turn it was hinted in, until it is asked
-    for. done: told when it is READY or FAILED."""
+    for. moved: when the read of it last got on. done: told when it is READY or FAILED."""
 
     def __init__(self, key: Key, file: ShardFile, done: Condition) -> None:
         self.key, self.file, self.done = key, file, done
@@ -59,6 +59,7 @@ class Entry:
         self.pins = 0
         self.wanted = self.cancelled = False
         self.hinted: int | None = None
+        self.moved = 0.0
         self.error: Exception | None = None
 
 

@@ -8,21 +8,23 @@ The JSON lists the kind of each expert: "full", at an offset; "alias", the same 
 from a full one, which is read no more.
 """
 
-import json
 import math
+import os
 from collections.abc import Iterator
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from perspectron.config import ModelConfig
-from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import ArtifactError
+from perspectron.errors import ArtifactError, DataError
 from perspectron.experts.router import RoutedConfig
+from perspectron.files import open_file, parse_json, safe_join
 from perspectron.stream import artifact, tensors
-from perspectron.stream.artifact import SHARED, TOKENIZER, Header, old_layer_file
+from perspectron.stream.artifact import Header, old_layer_file
+from perspectron.stream.engine import load_shared
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
-from perspectron.stream.tensors import PAGE, aligned
+from perspectron.stream.tensors import MAX_SIZE, PAGE, aligned
 
 MAX_JSON = 1 << 20
 
@@ -34,56 +36,57 @@ def upgrade(folder: Path, out: Path) -> Header:
     StorageError: not written.
     """
     header = artifact.read_header(folder, old=True)
-    artifact.verify(folder, artifact.read_manifest(folder, header, old=True))
-    weights, _ = tensors.read(folder / SHARED)
-    shared = {name: tensors.spec(tensor) for name, tensor in weights.items()}
+    manifest = artifact.read_manifest(folder, header, old=True)
+    artifact.verify(folder, manifest)
+    weights, tokenizer = load_shared(folder, header, manifest, check=True)
+    shared = {name: tensors.spec(tensor) for name, tensor in weights.state_dict().items()}
     layers = header.experts.layers if header.experts is not None else ()
     experts = {
-        layer: partial(_layer, layer=layer, model=header.model, source=folder / old_layer_file(layer))
+        layer: partial(
+            _layer, layer=layer, model=header.model, source=safe_join(folder, old_layer_file(layer))
+        )
         for layer in layers
     }
-    artifact.write(out, header, Tokenizer.load(folder / TOKENIZER), shared, experts)
+    artifact.write(out, header, tokenizer, shared, experts)
     return header
 
 
 def _layer(path: Path, *, layer: int, model: ModelConfig, source: Path) -> None:
     try:
-        with source.open("rb") as file:
+        with open_file(source) as file:
             _rewrite(path, layer, model, source, file)
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ArtifactError(f"{source}: no expert file of 0.1 ({type(error).__name__}: {error})") from None
+    except (ValueError, DataError) as error:
+        raise ArtifactError(f"{source}: no expert file of 0.1 ({error})") from None
+    except OSError as error:
+        raise ArtifactError(f"{source}: unreadable ({error.strerror})") from None
 
 
 def _rewrite(path: Path, layer: int, model: ModelConfig, source: Path, file: BufferedReader) -> None:
     length = int.from_bytes(file.read(16)[12:], "little")
+    size = os.fstat(file.fileno()).st_size
+    if not 2 <= length <= min(MAX_JSON, size - 24):
+        raise ValueError(f"header of {length} bytes, must be at most {min(MAX_JSON, max(0, size - 24))}")
     file.seek(24)
-    fields = json.loads(file.read(min(length, MAX_JSON)))
+    fields = parse_json(file.read(length).decode())
     ffn = model.blocks[layer].ffn
-    if not isinstance(ffn, RoutedConfig):
-        raise ValueError(f"layer {layer} of the model has no experts")
-    experts, entries = math.prod(ffn.torus), fields["shards"]
+    assert isinstance(ffn, RoutedConfig)  # as config.json was checked
+    experts, layout = math.prod(ffn.torus), ExpertLayout(model.d_model, ffn.hidden)
     must = {"layer": layer, "experts": experts, "d_model": model.d_model, "hidden": ffn.hidden}
     for name, value in must.items():
-        if fields[name] != value:
-            raise ValueError(f"{name} = {fields[name]!r}, must be {value}, the model's")
-    layout = ExpertLayout(model.d_model, ffn.hidden)
-    if any(entry["kind"] == "delta" for entry in entries):
-        raise ArtifactError(
-            f"{source}: experts stored as changes (--deltas of 0.1) are read no more; quantize the run again"
-        )
-    of = {entry["expert"]: entry.get("of", entry["expert"]) for entry in entries}
-    places = {entry["expert"]: entry["offset"] for entry in entries if entry["kind"] == "full"}
-    if len(of) != experts or any(place < PAGE or place % PAGE for place in places.values()):
-        raise ValueError("experts are missing, or not on pages")
-    if len(set(places.values())) != len(places):
-        raise ValueError("two experts in one place")
-    size = source.stat().st_size
-    for expert, place in places.items():
-        if place + layout.bytes > size:
+        found = fields.get(name) if isinstance(fields, dict) else None
+        if type(found) is not int or found != value:
+            raise ValueError(f"{name} = {repr(found)[:40]}, must be {value}, the model's")
+    of, places = _shards(fields.get("shards"), experts, source)
+    last = -(-(24 + length) // PAGE) * PAGE
+    for expert, place in sorted(places.items(), key=lambda item: item[1]):
+        if place % PAGE or place < last:
+            raise ValueError(f"offset of expert {expert} is {place}, must be a page from {last} on")
+        last = place + layout.bytes
+        if last > size:
             raise ArtifactError(f"{source}: ends within expert {expert}")
     # An alias could stand for a later expert: now the first of those that are the same is the stored one.
-    first = {stored: min(expert for expert in of if of[expert] == stored) for stored in places}
-    weights_of = [first[of[expert]] for expert in range(experts)]
+    first = {stored: min(expert for expert, own in enumerate(of) if own == stored) for stored in places}
+    weights_of = [first[own] for own in of]
 
     def shards() -> Iterator[Shard]:
         for stored in sorted(places, key=lambda stored: first[stored]):
@@ -94,3 +97,35 @@ def _rewrite(path: Path, layer: int, model: ModelConfig, source: Path, file: Buf
             yield layout.shard(buffer)
 
     write_layer(path, layer, layout, weights_of, shards())
+
+
+def _shards(entries: Any, experts: int, source: Path) -> tuple[list[int], dict[int, int]]:
+    """(for each expert the one whose weights it has; offsets of those that are stored). ValueError: a header that 0.1
+    did not write. ArtifactError: one with experts that are read no more."""
+    if not isinstance(entries, list) or len(entries) != experts:
+        told = len(entries) if isinstance(entries, list) else "no list"
+        raise ValueError(f"shards: {told}, must be {experts}; experts are missing, or too many")
+    known, places = dict[int, int](), dict[int, int]()
+    for i, entry in enumerate(entries):
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        if kind == "delta":
+            raise ArtifactError(
+                f"{source}: experts stored as changes (--deltas of 0.1) are read no more; quantize the run again"
+            )
+        if kind not in ("full", "alias"):
+            raise ValueError(f"shards[{i}].kind = {repr(kind)[:40]}, must be full or alias")
+        second = ("offset", MAX_SIZE) if kind == "full" else ("of", experts - 1)
+        for name, most in (("expert", experts - 1), second):
+            value = entry.get(name)
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(f"shards[{i}].{name} = {repr(value)[:40]}, must be in 0 … {most}")
+        expert = entry["expert"]
+        if kind == "full":
+            places[expert] = entry["offset"]
+        known[expert] = entry.get("of", expert) if kind == "alias" else expert
+    if len(known) != experts:
+        raise ValueError(f"shards: of {len(known)} experts, must be {experts}; experts are missing")
+    for expert, own in known.items():
+        if own not in places:
+            raise ValueError(f"expert {expert} has the weights of {own}, must be of one that is stored")
+    return [known[expert] for expert in range(experts)], places

@@ -25,8 +25,10 @@ from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
+    open_file,
     read_json,
     remove,
+    safe_join,
     save_tensors,
     sha256,
     temporary_beside,
@@ -77,7 +79,8 @@ class Checkpoint:
 
 
 def folder(run: Path) -> Path:
-    return run / "checkpoints"
+    """CheckpointError: a link that leads out of the run."""
+    return safe_join(run, "checkpoints", CheckpointError)
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -160,14 +163,18 @@ def _best(there: list[Checkpoint]) -> Checkpoint:
 
 
 def paths(run: Path) -> list[Path]:
-    """The folders of a run's checkpoints, oldest first, whatever is in them."""
-    return sorted(path for path in folder(run).glob("step-*") if path.name[len("step-") :].isdecimal())
+    """The folders of a run's checkpoints, oldest first, whatever is in them. CheckpointError: one is a link that leads
+    out of the run."""
+    there = sorted(path for path in folder(run).glob("step-*") if path.name[len("step-") :].isdecimal())
+    for path in there:
+        safe_join(run, f"{path.parent.name}/{path.name}", CheckpointError)
+    return there
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint in a folder; CheckpointError unless its index is as it was written. The other files are
     not verified yet."""
-    index = read_json(path / INDEX, CheckpointError)
+    index = read_json(safe_join(path, INDEX, CheckpointError), CheckpointError)
     try:
         digest = index.pop("digest")
         if index["format"] != FORMAT:
@@ -181,10 +188,13 @@ def read(path: Path) -> Checkpoint:
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
     if not {MODEL} <= whole.files.keys() <= {MODEL, TRAINING}:
-        names = ", ".join(whole.files)
+        names = ", ".join(map(repr, whole.files))[:200] or "none"
         raise CheckpointError(f"{path / INDEX}: files are {names}, must be {MODEL} and perhaps {TRAINING}")
     if path.name.startswith("step-") and path.name != path_of(path, whole.progress.step).name:
         raise CheckpointError(f"{path / INDEX}: of step {whole.progress.step}, its folder is {path.name}")
+    for name in ("step", "tokens", "seconds"):
+        if (value := getattr(whole.progress, name)) < 0:
+            raise CheckpointError(f"{path / INDEX}: progress.{name} is {value}, must be ≥ 0")
     return Checkpoint(path, whole.progress, whole.config, whole.tokenizer, whole.files)
 
 
@@ -294,12 +304,18 @@ def resume(
 def verify(checkpoint: Checkpoint) -> None:
     """CheckpointError, naming the file, unless every byte is as it was written."""
     for name, expected in checkpoint.files.items():
-        part = checkpoint.path / name
-        if not part.is_file():
-            raise CheckpointError(f"{part}: no such file")
-        if part.stat().st_size != expected.bytes:
-            raise CheckpointError(f"{part}: {part.stat().st_size} bytes, must be {expected.bytes}")
-        if sha256(part) != expected.sha256:
+        part = safe_join(checkpoint.path, name, CheckpointError)
+        try:
+            with open_file(part) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != expected.bytes:
+                raise CheckpointError(f"{part}: {size} bytes, must be {expected.bytes}")
+            digest = sha256(part)
+        except FileNotFoundError:
+            raise CheckpointError(f"{part}: no such file") from None
+        except OSError as error:
+            raise CheckpointError(f"{part}: unreadable ({error.strerror})") from None
+        if digest != expected.sha256:
             raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
 
 
@@ -337,6 +353,8 @@ def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.O
                 raise CheckpointError(
                     f"{path}: {key}.{name} is {value.dtype} {list(value.shape)}, must be as in training"
                 )
+        if state and not 0 <= state["step"].item() < math.inf:
+            raise CheckpointError(f"{path}: step.{name} is {state['step'].item()}, must be ≥ 0 and finite")
         moments[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
     random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)
     if random is None or tensors:
@@ -372,14 +390,19 @@ def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     """Load the tensors; CheckpointError that names the first which does not fit."""
     own = model.state_dict()
     for name in own | tensors:
-        here, there = (list(side[name].shape) if name in side else "missing" for side in (own, tensors))
+        here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:
             raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
     model.load_state_dict(tensors)
 
 
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
+        open_file(path).close()  # before a library that would wait for a pipe
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from None

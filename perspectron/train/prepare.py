@@ -4,6 +4,7 @@ from pathlib import Path
 
 from perspectron.data import Corpus, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError, DataError
+from perspectron.files import safe_join
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 
@@ -17,13 +18,13 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
     RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and when shards
     and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer.
     """
-    source, kept = config.train.data, run / "tokenizer.json"
+    source, kept, encoded = config.train.data, run / "tokenizer.json", safe_join(run, "data", DataError)
     resumes = (run / "config.json").is_file()
     if (Path(source) / "manifest.json").is_file():
         shards, tokenizer = open_shards(Path(source)), Tokenizer.load(Path(source) / "tokenizer.json")
         summary = source
-    elif resumes and (run / "data" / "manifest.json").is_file():
-        shards, tokenizer = open_shards(run / "data"), Tokenizer.load(kept)
+    elif resumes and (encoded / "manifest.json").is_file():
+        shards, tokenizer = open_shards(encoded), Tokenizer.load(kept)
         summary = f"{source}, as encoded before"
     else:
         corpus = open_corpus(source, config.train.heldout)
@@ -33,7 +34,7 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
         else:
             texts = (document.text for document in corpus.documents("train"))
             tokenizer = Tokenizer.train(texts, config.model.vocab_size)
-        shards = encode(corpus, tokenizer, run / "data")
+        shards = encode(corpus, tokenizer, encoded)
         summary = _summary(corpus, shards)
     _check(run, config, tokenizer, shards)
     if not resumes:

@@ -579,8 +579,27 @@ def register(folder: Path, name: str) -> None:
     ("change", "message"),
     [
         (lambda header: header["quant"].update({"blocks.0.ffn.route_proj": "int8"}), "route_proj"),
-        (lambda header: header["experts"].update(count=7), "must be \\(7, "),
-        (lambda header: header["experts"].update(shard_bytes=4096), "4096\\) as config.json says"),
+        (lambda header: header["experts"].update(count=7), "experts.count = 7, must be 6"),
+        (
+            lambda header: header["experts"].update(shard_bytes=4096),
+            "experts.shard_bytes = 4096, must be 8192",
+        ),
+        (
+            lambda header: header["experts"].update(distinct=5),
+            "4 experts with weights of their own, must be 5",
+        ),
+        (lambda header: header["experts"].update(distinct=7), "experts.distinct = 7, must be in 1 … 6"),
+        (lambda header: header["experts"].update(distinct=0), "experts.distinct = 0, must be in 1 … 6"),
+        (lambda header: header["experts"].update(layers=[]), "experts.layers = \\(\\), must be those"),
+        (
+            lambda header: header["experts"].update(layers=[0, 1]),
+            "experts.layers = .*must be those of the model",
+        ),
+        (lambda header: header.update(experts=None), "experts.layers = \\(\\), must be those of the model"),
+        (
+            lambda header: header.update(trained={"data": "", "heldout": 0, "seq_len": 2**40}),
+            "trained.seq_len",
+        ),
     ],
 )
 def test_a_header_that_tells_of_other_files_is_refused(full, tmp_path, change, message):

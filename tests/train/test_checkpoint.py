@@ -302,7 +302,7 @@ def full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("when", ["model", "training", "training in Rust", "index", "rename", "metrics"])
+@pytest.mark.parametrize("when", ["model", "training", "training in Rust", "index", "rename"])
 def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, when):
     trainer = go_on(run)
     before = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
@@ -330,13 +330,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, wh
         patch.setattr(files, "save_file", save_file)
         patch.setattr(Path, "write_text", write_text)
         patch.setattr(os, "replace", replace)
-        if when == "metrics":  # on a disk that really is full
-            (run / "metrics.jsonl").unlink()
-            (run / "metrics.jsonl").symlink_to("/dev/full")
         with pytest.raises(StorageError, match="No space left on device") as error:
             trainer.fit(until=8)
-    named = "metrics.jsonl" if when == "metrics" else "step-00000008"
-    assert named in one_line(error)
+    assert "step-00000008" in one_line(error)
     assert {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()} == before
     assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
     assert (run / "config.json").read_bytes() == config

@@ -1,0 +1,375 @@
+"""Folders that somebody else made: what their names and links lead to, what is no file in them, and numbers that no
+program of ours wrote, behind right digests. Every refusal is one line, and nothing outside is touched."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import perspectron
+from perspectron.cli.main import main
+from perspectron.compare import plan as plans
+from perspectron.compare import run as comparison
+from perspectron.compare.plan import Arm, Plan, Settings, models_of_designs
+from perspectron.data import Tokenizer, encode, open_corpus, open_shards
+from perspectron.errors import CheckpointError, ConfigError, DataError, PerspectronError, StorageError
+from perspectron.eval.recall import _done
+from perspectron.train import checkpoint
+
+RUN = Path("tests/vectors/run-0.1")
+LAST = "checkpoints/step-00000006"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(RUN, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    """Who waits for a pipe is let go after 20 s, so that the test fails and does not hang."""
+    ended = threading.Event()
+
+    def feed() -> None:
+        while not ended.wait(20):
+            for path in waiting:
+                os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+    waiting.clear()
+    thread = threading.Thread(target=feed, daemon=True)
+    thread.start()
+    before = time.monotonic()
+    yield
+    ended.set()
+    assert not waiting or time.monotonic() - before < 20
+
+
+waiting: list[Path] = []
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    waiting.append(path)
+
+
+def one_line(error: pytest.ExceptionInfo[PerspectronError]) -> str:
+    said = str(error.value)
+    assert "\n" not in said and len(said) < 500
+    return said
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def reindex(run: Path, change: Callable[[dict[str, Any]], object] = lambda index: None) -> None:
+    """Change the index of the last checkpoint, with right sizes and digests."""
+    path = run / LAST / "checkpoint.json"
+    index = json.loads(path.read_text())
+    for name in index["files"]:
+        part = path.with_name(name)
+        digest = hashlib.sha256(part.read_bytes()).hexdigest()
+        index["files"][name] = {"bytes": part.stat().st_size, "sha256": digest}
+    change(index)
+    index.pop("digest")
+    index["digest"] = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(index))
+
+
+def last(run: Path) -> tuple[torch.nn.Module, Tokenizer]:
+    """Of a run whose other checkpoint is gone, so that no older one takes the place."""
+    shutil.rmtree(run / "checkpoints/step-00000003", ignore_errors=True)
+    return perspectron.load(run)
+
+
+# Links
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "data"])
+def test_a_folder_of_a_run_that_is_elsewhere_is_refused(run, tmp_path, name, capsys):
+    shutil.move(run / name, tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    before = snapshot(tmp_path)
+    assert main(["train", "--resume", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert f"{run}: name '{name}', must not lead out of the folder" in error and error.count("\n") == 1
+    after = {path: value for path, value in snapshot(tmp_path).items() if not path.endswith(".lock")}
+    assert after == before
+    if name == "checkpoints":
+        with pytest.raises(CheckpointError, match="must not lead out of the folder"):
+            perspectron.load(run)
+
+
+def test_links_that_stay_inside_and_a_run_that_is_a_link_are_fine(run, tmp_path):
+    for name in ("checkpoints", "data"):
+        (run / name).rename(run / f"real-{name}")
+        (run / name).symlink_to(f"real-{name}")
+    (tmp_path / "link").symlink_to(run)
+    model, _ = perspectron.load(tmp_path / "link")
+    assert torch.equal(*(next(m.parameters()) for m in (model, perspectron.load(RUN)[0])))
+    open_shards(tmp_path / "link" / "data")
+    assert main(["train", "--resume", str(tmp_path / "link")]) == 0
+
+
+def test_a_checkpoint_and_its_files_that_are_elsewhere_are_refused(run, tmp_path):
+    shutil.move(run / LAST, tmp_path / "elsewhere")
+    (run / LAST).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="step-00000006', must not lead out of the folder"):
+        perspectron.load(run)
+    (run / LAST).unlink()
+    shutil.copytree(tmp_path / "elsewhere", run / LAST)
+    for name in ("model.safetensors", "checkpoint.json"):
+        (run / LAST / name).unlink()
+        (run / LAST / name).symlink_to(tmp_path / "elsewhere" / name)
+        with pytest.raises(CheckpointError, match=f"{name}', must not lead out of the folder") as error:
+            last(run)
+        one_line(error)
+
+
+def test_shards_that_are_elsewhere_are_refused(run, tmp_path):
+    for name in ("train-00000.bin", "train-00000.starts", "manifest.json"):
+        folder = Path(shutil.copytree(run / "data", tmp_path / name))
+        shutil.move(folder / name, tmp_path / "elsewhere")
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(DataError, match=f"name '{name}', must not lead out of the folder"):
+            open_shards(folder)
+
+
+# No files
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "checkpoint.json"])
+def test_a_pipe_in_a_checkpoint(run, name):
+    pipe(run / LAST / name)
+    with pytest.raises(CheckpointError, match=f"{name}: unreadable .*not a regular file"):
+        last(run)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_pipe_in_a_run(run, name):
+    pipe(run / name)
+    with pytest.raises(PerspectronError, match=f"{name}: .*not a regular file"):
+        perspectron.load(run)
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "heldout-00000.starts", "manifest.json"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_pipe_among_shards(run, name, verify):
+    pipe(run / "data" / name)
+    with pytest.raises(DataError, match=f"{name}: .*not a regular file"):
+        open_shards(run / "data", verify)
+
+
+def test_other_pipes(tmp_path, capsys):
+    for name in ("config.toml", "text.txt"):
+        (tmp_path / name).touch()
+        pipe(tmp_path / name)
+    assert main(["train", "--config", str(tmp_path / "config.toml"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(["routes", str(RUN), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]) == 2
+    )
+    said = capsys.readouterr().err
+    assert said.count("not a regular file") == 2 and said.count("perspectron: error") == 2
+    assert not (tmp_path / "out").exists()
+
+
+# Numbers
+
+
+INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda i: i["files"].pop("model.safetensors"), "files are 'training.safetensors', must be model.saf"),
+    (lambda i: i.update(files={}), "files are none, must be"),
+    (lambda i: i.update(files=[]), "files = .., must be an object"),
+    (lambda i: i["files"].update({"../../x": {"bytes": 1, "sha256": ""}}), "files are .*'../../x', must be"),
+    (lambda i: i["files"].update({"model.safetensors": 3}), "files.model.safetensors = 3, must be"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=-1), "78932 bytes, must be -1"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=True), "safetensors.bytes = True, must be of type int"),
+    (lambda i: i["files"]["model.safetensors"].update(sha256=None), "safetensors.sha256 = None, must be of type str"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=2**62), "78932 bytes, must be 4611686018427387904"),
+    (lambda i: i["progress"].update(step=-1), "of step -1, its folder is step-00000006"),
+    (lambda i: i["progress"].update(tokens=-1), "progress.tokens is -1, must be ≥ 0"),
+    (lambda i: i["progress"].update(tokens=1.5), "progress.tokens = 1.5, must be of type int"),
+    (lambda i: i.update(config=None), "config = None, must be an object"),
+    (lambda i: i.update(tokenizer=None), "tokenizer = None, must be of type str"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_nobody_wrote(run, change, message):
+    reindex(run, change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        last(run)
+    assert one_line(error).startswith(str(run / LAST))
+
+
+def moments(name: str, value: torch.Tensor | None) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop(name)
+        if value is not None:
+            tensors[name] = value
+
+    return change
+
+
+BIAS = "blocks.0.mixer.p_proj.bias"
+TRAININGS = [
+    (moments("rng.cpu", None), "lacks rng.cpu, must hold"),
+    (moments("rng.cpu", torch.zeros(7, dtype=torch.uint8)), "no random state .*size to be 7"),
+    (moments("rng.cpu", torch.zeros(5056)), "no random state"),
+    (moments(f"exp_avg.{BIAS}", torch.zeros(3)), rf"exp_avg.{BIAS} is torch.float32 \[3\], must be as in training"),
+    (moments(f"exp_avg_sq.{BIAS}", None), rf"{BIAS} is torch.float32 \[\], must be as in training"),
+    (moments(f"step.{BIAS}", torch.tensor(-1.0)), rf"step.{BIAS} is -1.0, must be ≥ 0 and finite"),
+    (moments(f"step.{BIAS}", torch.tensor(float("nan"))), f"step.{BIAS} is nan, must be"),
+    (moments(f"step.{BIAS}", torch.tensor([1.0, 2.0])), rf"step.{BIAS} is torch.float32 \[2\], must be as in training"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), TRAININGS, ids=range(len(TRAININGS)))
+def test_moments_and_random_states_of_another_kind(run, change, message, capsys):
+    path = run / LAST / "training.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    reindex(run)
+    shutil.rmtree(run / "checkpoints/step-00000003")
+    model, tokenizer = perspectron.load(RUN)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.restore(checkpoint.read(run / LAST), model, tokenizer, optimizer)
+    assert main(["train", "--resume", str(run), "--steps", "8"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_weights_of_another_dtype(run):
+    path = run / LAST / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {BIAS: tensors[BIAS].double()}, path)
+    reindex(run)
+    with pytest.raises(CheckpointError, match=rf"{BIAS} is \[16\] float64 there, \[16\] float32 here"):
+        last(run)
+
+
+RECORDS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda m: m.update(vocab_size=2**40), "vocab_size is 1099511627776, expected a whole number from 1 to 16777216"),
+    (lambda m: m.update(shard_tokens=2**62), "shard_tokens is 4611686018427387904, expected a whole number"),
+    (lambda m: m["splits"]["train"][0].update(tokens=2**61), "tokens is 2305843009213693952, expected a whole"),
+    (lambda m: m["splits"]["train"][0].update(tokens=2**39), r"train-00000.bin: \d+ bytes, expected 1099511627776"),
+    (lambda m: m["splits"]["train"][0].update(documents=2**39), "documents is 549755813888, expected 1 to"),
+    (lambda m: m["splits"]["train"][0].update(text_bytes=0), "text_bytes is 0, expected at least"),
+    (lambda m: m["splits"]["train"][0].update(text_bytes=2**62), "text_bytes is 4611686018427387904, expected a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), RECORDS, ids=range(len(RECORDS)))
+@pytest.mark.parametrize("verify", [True, False])
+def test_numbers_of_shards_are_bounded(run, change, message, verify):
+    path = run / "data" / "manifest.json"
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(DataError, match=message) as error:
+        open_shards(run / "data", verify)
+    one_line(error)
+
+
+# Encoding
+
+
+def test_two_processes_do_not_encode_into_one_folder(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
+    out = tmp_path / "out"
+    wait = "import sys; from pathlib import Path; from perspectron.files import locked\n"
+    wait += "with locked(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", wait, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main(["tokenize", str(tmp_path / "text.txt"), "--out", str(out)]) == 2
+        assert "another process works in it" in capsys.readouterr().err
+        tokenizer = Tokenizer.train(["the cat"], 300)
+        with pytest.raises(StorageError, match="another process works in it"):
+            encode(open_corpus(str(tmp_path / "text.txt")), tokenizer, out)
+        assert [path.name for path in out.iterdir()] == [".lock"]
+        other.communicate()
+    assert main(["tokenize", str(tmp_path / "text.txt"), "--out", str(out)]) == 0
+
+
+def test_what_was_encoded_by_somebody_is_verified_before_it_is_taken(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
+    corpus, tokenizer = open_corpus(str(tmp_path / "text.txt")), Tokenizer.train(["the cat"], 300)
+    encode(corpus, tokenizer, tmp_path / "out")
+    path = tmp_path / "out" / "train-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
+    with pytest.raises(DataError, match=r"train-00000\.bin: SHA-256"):
+        encode(corpus, tokenizer, tmp_path / "out")
+
+
+# Comparisons
+
+
+def planned(name: str = "transformer") -> Plan:
+    settings = Settings(
+        ("transformer",), 200_000, 4096, 1, vocab_size=300, seq_len=32, batch_size=4, dtype="float32"
+    )
+    ((model, about, source),) = models_of_designs(settings).values()
+    return Plan("designs", settings, {name: Arm(model, 4, 1.0, about, source)})
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/tmp/elsewhere", "..", "a//b", ""])
+def test_arms_do_not_lead_out_of_a_comparison(tmp_path, name):
+    """Their names are keys of compare.json."""
+    what = planned(name)
+    with pytest.raises(ConfigError, match="must be a short relative path"):
+        comparison.cells(tmp_path, what, {name: 1e-3})
+    with pytest.raises(ConfigError, match="must be a short relative path"):
+        comparison.trials(tmp_path, what, {name: [1e-3]})
+
+
+def test_links_do_not_lead_out_of_a_comparison(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("cells", "data"):
+        (out / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must not lead out"):
+        comparison.cells(out, planned(), {"transformer": 1e-3})
+    with pytest.raises(ConfigError, match="name 'data', must not lead out"):
+        plans.prepare(out, planned().settings)
+
+
+def test_a_data_folder_that_no_comparison_made_is_not_deleted(tmp_path, capsys):
+    (tmp_path / "out" / "data").mkdir(parents=True)
+    (tmp_path / "out" / "data" / "thesis.txt").write_text("years of work")
+    command = [
+        "compare",
+        "--designs",
+        "transformer",
+        "--params",
+        "200k",
+        "--tokens",
+        "4k",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(command) == 2
+    assert "no comparison made it" in capsys.readouterr().err
+    assert (tmp_path / "out" / "data" / "thesis.txt").read_text() == "years of work"
+
+
+def test_results_of_recall_that_are_none(tmp_path):
+    for text in ("[]", "{", '{"done": 3}'):
+        (tmp_path / "kept").write_text(text)
+        with pytest.raises(ConfigError, match="kept: "):
+            _done(tmp_path / "kept", {})
