@@ -147,13 +147,16 @@ class LanguageModel(nn.Module):
         """Every model has it, packed or not."""
         return cast(Tensor, self.norm.weight)
 
-    def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
-        """The state before any token. `capacity`: make room for that many tokens at once (caches only)."""
-        blocks = cast("list[Block]", self.blocks)
-        states = (b.init_state(batch_size, self.device, self.dtype, capacity) for b in blocks)
+    def init_state(
+        self, batch_size: int, *, capacity: int = 0, device: torch.device | str | None = None
+    ) -> LMState:
+        """The state before any token. capacity: make room for that many tokens at once (caches only). device: "meta"
+        for the shapes alone; the model's when None."""
+        blocks, place = cast("list[Block]", self.blocks), torch.device(device or self.device)
+        states = (b.init_state(batch_size, place, self.dtype, capacity) for b in blocks)
         length_B = None
         if self.config.positions > 0:
-            length_B = torch.zeros(batch_size, dtype=torch.int64, device=self.device)
+            length_B = torch.zeros(batch_size, dtype=torch.int64, device=place)
         return LMState(tuple(states), length_B, self.number)
 
     def set_step(self, step: int) -> None:

@@ -180,7 +180,7 @@ class Stateful(Protocol):
 
     config: ModelConfig
 
-    def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState: ...
+    def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState: ...
     def fingerprint(self) -> str: ...
 
 
@@ -224,8 +224,8 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
             "load it with the config and the weights that it was saved with"
         )
     numbers = _json(path, header, "numbers")
-    start = model.init_state(1)
-    rooms = (pytree.tree_leaves(model.init_state(1, capacity=capacity)) for capacity in (2, 3))
+    start = model.init_state(1, device="meta")
+    rooms = (pytree.tree_leaves(model.init_state(1, capacity=room, device="meta")) for room in (2, 3))
     known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
     wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
     if other := set(wanted) ^ (set(tensors) | set(numbers)):

@@ -30,7 +30,7 @@ from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
-from perspectron.files import locked, read_json
+from perspectron.files import locked
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 
@@ -96,9 +96,7 @@ class Compare:
             require(
                 self == Compare(report=self.report), "report", str(self.report), "alone: nothing is trained"
             )
-            page = self.report.with_suffix(".html")
-            results.write_page(page, read_json(self.report, ConfigError))
-            console.print(f"report: {page}")
+            console.print(f"report: {results.write_page_of(self.report)}")
             return 0
         folder = self.resume or self.out
         if folder is None or (self.resume and self.out):

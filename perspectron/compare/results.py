@@ -105,6 +105,20 @@ def write_page(path: Path, results: dict[str, Any]) -> None:
         temporary.write_text(page, encoding="utf-8")
 
 
+def write_page_of(path: Path) -> Path:
+    """Write the report of a results.json beside it, and return its path. ConfigError: the file has none, or other
+    values in it than a comparison writes."""
+    from jinja2 import TemplateError
+
+    page, results = path.with_suffix(".html"), read_json(path, ConfigError)
+    try:
+        write_page(page, results)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: not the results of a comparison, or damaged ({cause})") from error
+    return page
+
+
 def _arm(
     out: Path, arm: Arm, cells: list[Cell], tried: list[dict[str, Any]], cost: dict[str, Any] | None
 ) -> dict[str, Any]:

@@ -137,15 +137,8 @@ class Step:
             except Unsuited as error:
                 raise Unsuited(f"blocks[{i}]: {error}") from None
         self._x = torch.empty(0)
-        self._shapes = [
-            [
-                torch.Size((shape[1], block.mixer.config.window, shape[3])) if len(shape) == 4 else shape[1:]
-                for shape in (tensor.shape for tensor in self._tensors(layer))
-            ]
-            for block, layer in zip(
-                cast("list[Block]", model.blocks), model.init_state(1).layers, strict=True
-            )
-        ]
+        whole = model.init_state(1, capacity=1, device="meta")
+        self._shapes = [[tensor.shape[1:] for tensor in self._tensors(layer)] for layer in whole.layers]
 
     def takes(self, state: LMState) -> bool:
         """Whether the library can write into a state: the shapes are this model's, its windows are there, and all is

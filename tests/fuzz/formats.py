@@ -19,10 +19,12 @@ from xxhash import xxh3_64
 import perspectron
 from perspectron import opening, presets
 from perspectron.cli.main import main
+from perspectron.compare.results import write_page_of
 from perspectron.config import BlockConfig, ModelConfig, dump
 from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ArtifactError, PerspectronError
 from perspectron.ffn import SwiGLUConfig
+from perspectron.files import write_json
 from perspectron.mixers import MIXERS
 from perspectron.quant.convert import convert
 from perspectron.state import _digest as state_digest
@@ -35,6 +37,7 @@ from perspectron.stream.trace import load as load_trace
 from perspectron.stream.trace import stack_distances
 from perspectron.train import checkpoint, loop
 from perspectron.train.config import RunConfig, TrainConfig
+from tests.compare.report.conftest import made_up
 from tests.fuzz.mutate import header_of, with_header
 
 SIZES = {
@@ -343,6 +346,19 @@ class Samples:
             reseal,
         )
 
+    def results(self, folder: Path) -> Format:
+        """Two designs and one seed: a page is drawn for each mutant, which takes its time."""
+        whole = made_up(seeds=(0,))
+        whole["designs"] = {name: whole["designs"][name] for name in ("perspective", "transformer")}
+        write_json(folder / "results.json", whole)
+
+        def read(path: Path) -> str:
+            page = write_page_of(path).read_text()
+            assert "<script" not in page
+            return digest(json.loads(path.read_text()))
+
+        return Format("results", folder, folder / "results.json", {"results.json": "json"}, False, read)
+
     def trace(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
         (folder / "text.txt").write_text("the cat sat on the mat " * 20)
@@ -371,5 +387,5 @@ class Samples:
 NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
 FORMATS = (
     *("state", "packed-state", "checkpoint", "run-config", "metrics"),
-    *("tokenizer", "shards", "artifact", "experts", "trace"),
+    *("tokenizer", "shards", "artifact", "experts", "trace", "results"),
 )

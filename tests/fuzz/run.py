@@ -5,6 +5,7 @@ another child goes on after it.
 """
 
 import contextlib
+import faulthandler
 import io
 import logging
 import mmap
@@ -145,12 +146,15 @@ def _watch(child: int, shared: mmap.mmap) -> tuple[int, bool]:
 
 
 def _lines(results: Any) -> list[str]:
-    results.seek(0)
-    return results.read().decode(errors="replace").splitlines()
+    with results:
+        results.seek(0)
+        return results.read().decode(errors="replace").splitlines()
 
 
 def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.mmap, results: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.disable()  # a crash is told by the parent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _hung)
     work = scratch / f"{made.name}-{os.getpid()}"
     shutil.copytree(made.folder, work)
@@ -183,6 +187,7 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
             kind, text = _program(made.command(path), kind)
         where = f" mutant {index} ({name}): {' '.join(text.split())[-400:]}" if text else ""
         results.write(f"{kind}{where}\n".encode(errors="replace"))
+        results.flush()  # the next one may end this process
         for other, data in good.items():
             (work / other).write_bytes(data)
     results.write(f"memory-most {most}\n".encode())

@@ -221,3 +221,18 @@ def test_counts_of_fewer_rows_are_not_handed_to_the_library(made):
     short = dataclasses.replace(state.layers[0], length_B=state.layers[0].length_B[:1])
     assert model._step.takes(state)
     assert not model._step.takes(dataclasses.replace(state, layers=(short, *state.layers[1:])))
+
+
+def test_making_the_step_takes_no_memory_of_a_state(made):
+    """In full size a state is a third of a gigabyte."""
+    model, asked = made["torus"], []
+    real = model.init_state
+
+    def init_state(batch_size, **options):
+        asked.append(options.get("device"))
+        return real(batch_size, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "init_state", init_state)
+        Step(model)
+    assert asked == ["meta"]

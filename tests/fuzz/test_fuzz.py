@@ -1,0 +1,75 @@
+"""A short run of the fuzzer over every format; `python -m tests.fuzz` is the long one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.fuzz.formats import FORMATS
+from tests.fuzz.mutate import header_of, mutated, with_header
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = {"results": 10, "artifact": 80, "run-config": 150, "checkpoint": 150}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_mutants_are_refused_in_a_line_or_read(name, record_property):
+    """In processes of its own, so that a crash is told and not suffered. The seed is drawn, and printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--formats",
+        name,
+        "--mutants",
+        str(MUTANTS.get(name, 400)),
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("kind", ["json", "lines", "safetensors", "bytes"])
+def test_mutants_differ_and_can_be_made_again(kind):
+    header = {"__metadata__": {"a": "1"}, "x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    good = {
+        "json": json.dumps({"a": [1, 2.5, "x"], "b": {"c": None}}).encode(),
+        "lines": b'{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n',
+        "safetensors": with_header(header, bytes(16)),
+        "bytes": bytes(range(256)),
+    }[kind]
+    made = [mutated(good, Random(seed), kind) for seed in range(300)]
+    assert made == [mutated(good, Random(seed), kind) for seed in range(300)]
+    assert sum(mutant != good for mutant in made) > 250
+    assert len(set(made)) > 150
+
+
+def test_a_reader_that_believes_is_caught(tmp_path, capfd):
+    """Of the fuzzer itself: it tells a traceback, a signal, a hang and contents that were changed and believed."""
+    from tests.fuzz.formats import Format, digest
+    from tests.fuzz.run import fuzz
+
+    (tmp_path / "sample").mkdir()
+    (tmp_path / "sample" / "file").write_bytes(b"0123456789" * 5)
+
+    def read(path: Path) -> str:
+        data = path.read_bytes()
+        if len(data) > 50:
+            os.kill(os.getpid(), 11)
+        if len(data) < 50:
+            raise ValueError(len(data))
+        while data.startswith(b"1"):
+            pass
+        return digest(data)
+
+    made = Format(
+        "believer", tmp_path / "sample", tmp_path / "sample" / "file", {"file": "bytes"}, True, read
+    )
+    outcome = fuzz(made, 60, 1, tmp_path)
+    assert outcome.mutants == 60 or len(outcome.failures) >= 50
+    assert min(outcome.counts[kind] for kind in ("tracebacks", "signals", "believed")) > 0, outcome.counts
+    assert header_of(with_header({"a": {}}, b"x"))[0] == {"a": {}}
