@@ -167,7 +167,7 @@ def finite(tensor: Tensor) -> bool:
 
 def illegal(codes: Tensor, format: str) -> Tensor:
     """The places where a byte is none that packing gives, bool like `codes`."""
-    if format == "ternary":  # 81 to 83, 165 to 167, 249 to 255: by comparisons, which are quicker than a remainder
+    if format == "ternary":  # by comparisons, which are quicker than a remainder of 84
         first, second = (codes > 80) & (codes < 84), (codes > 164) & (codes < 168)
         return first | second | (codes > 248)
     return codes == 0 if format == "int8" else torch.zeros_like(codes, dtype=torch.bool)
