@@ -124,7 +124,7 @@ class LMState:
     @property
     def batch_size(self) -> int:
         """Rows; every tensor has the batch first."""
-        return next(len(leaf) for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor))
+        return next(len(leaf) for leaf in pytree.tree_iter(self) if isinstance(leaf, Tensor))
 
     @property
     def nbytes(self) -> int:

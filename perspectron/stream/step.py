@@ -143,12 +143,12 @@ class Step:
     def takes(self, state: LMState) -> bool:
         """Whether the library can write into a state: the shapes are this model's, its windows are there, and all is
         contiguous float32."""
-        layers = [self._tensors(layer) for layer in state.layers]
+        layers, B = [self._tensors(layer) for layer in state.layers], state.batch_size
         length_B = cast(PDRState, state.layers[0]).length_B
-        if length_B.shape != (state.batch_size,) or length_B.dtype != torch.int64:
+        if length_B.shape != (B,) or length_B.dtype != torch.int64:
             return False
         return [[tensor.shape[1:] for tensor in tensors] for tensors in layers] == self._shapes and all(
-            tensor.is_contiguous() and tensor.dtype == torch.float32 and len(tensor) == state.batch_size
+            tensor.is_contiguous() and tensor.dtype == torch.float32 and len(tensor) == B
             for tensor in itertools.chain.from_iterable(layers)
         )
 

@@ -12,6 +12,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
+from perspectron.state import LMState
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.step import SUITED, Step, Unsuited, check
 from perspectron.stream.synthetic import synthesize
@@ -236,3 +237,13 @@ def test_making_the_step_takes_no_memory_of_a_state(made):
         patch.setattr(model, "init_state", init_state)
         Step(model)
     assert asked == ["meta"]
+
+
+def test_looking_at_a_state_walks_through_it_once(made, monkeypatch):
+    """It is looked at before every token: to ask every tensor's place for the rows cost as much as the token itself."""
+    model, asked = made["torus"], []
+    state = run(model, prefill(model, PROMPTS[:2])[1], [0, 1], 1)[1]
+    rows = LMState.batch_size.fget
+    monkeypatch.setattr(LMState, "batch_size", property(lambda self: asked.append(1) or rows(self)))
+    assert model._step.takes(state)
+    assert len(asked) == 1
