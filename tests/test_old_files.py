@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import perspectron
-from perspectron.cli.train import Train
+from perspectron.cli.main import main
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -52,7 +52,7 @@ def test_an_old_run_goes_on(tmp_path):
     run, last = tmp_path / "run", "checkpoints/step-00000006"
     shutil.copytree(RUN, run)
     shutil.rmtree(run / last)
-    assert Train(resume=run)() == 0
+    assert main(["train", "--resume", str(run)]) == 0
     for name in ("model.safetensors", "training.safetensors"):
         found, wanted = load_file(run / last / name), load_file(RUN / last / name)
         assert found.keys() == wanted.keys()

@@ -141,7 +141,15 @@ def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
     cell.folder.mkdir(parents=True)
     steps = steps or cell.steps
     metrics = [
-        {"step": steps, "tokens": steps * 128, "loss": 1.0, "seconds": 2.0, "tokens_per_second": 640.0}
+        {
+            "step": steps,
+            "tokens": steps * 128,
+            "loss": 1.0,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+            "seconds": 2.0,
+            "tokens_per_second": 640.0,
+        }
     ]
     if bits is not None:
         metrics.append({"step": steps, "heldout_bits_per_byte": bits})
@@ -317,6 +325,8 @@ def test_a_pause_does_not_slow_a_cell(tmp_path):
             "seconds": 0.1 + 50 * (i > 0),
             "tokens_per_second": rate,
             "loss": 1.0,
+            "lr": 0.1,
+            "grad_norm": 1.0,
         }
         for i, rate in enumerate(rates)
     ]
