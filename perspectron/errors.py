@@ -14,9 +14,13 @@ class PerspectronError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        text = " ".join(super().__str__().split())
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
+        return _one_line(super().__str__())
+
+
+def _one_line(words: str) -> str:
+    text = " ".join(words.split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 
 
 class ConfigError(PerspectronError):
@@ -61,4 +65,4 @@ class ShardError(PerspectronError):
         self.path, self.layer, self.expert, self.cause = path, layer, expert, cause
 
     def __str__(self) -> str:
-        return f"{self.path}: layer {self.layer}, expert {self.expert}: {self.cause}"
+        return _one_line(f"{self.path}: layer {self.layer}, expert {self.expert}: {self.cause}")

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and files that are read without believing them."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -28,15 +29,19 @@ MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
 MAX_DIGITS = 19  # of a number without fraction: what 64 bits hold
 LOCK = ".lock"
 PAUSE = 0.5  # seconds between tries to lock a folder
+TRIES = 20  # to put a folder in the place of another
 
 
 def open_file(path: Path) -> BufferedReader:
     """Open a regular file to read its bytes. OSError for anything else: a pipe is refused, not waited for."""
-    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")  # noqa: SIM115  (for the caller)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(0, "not a regular file", str(path))
-    return file
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(0, "not a regular file", str(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def append_to(path: Path) -> FileIO:
@@ -75,15 +80,14 @@ def atomic(path: Path) -> Iterator[Path]:
     neither a regular file nor a folder: a link is not followed and a device not replaced.
     """
     temporary, aside = temporary_beside(path), temporary_beside(path)
+    _written.update((temporary.name, aside.name))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _refuse_special(path)
         yield temporary
         for part in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
             sync(part)
-        if temporary.is_dir() and path.is_dir():
-            os.replace(path, aside)
-        os.replace(temporary, path)
+        _put(temporary, path, aside)
         sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: not written ({error.strerror or error})") from error
@@ -94,6 +98,25 @@ def atomic(path: Path) -> Iterator[Path]:
         for leftover in (aside, temporary):
             with contextlib.suppress(OSError):
                 remove(leftover)
+            _written.discard(leftover.name)
+
+
+_written: set[str] = set()  # names that this process writes to or puts away now
+
+
+def _put(temporary: Path, path: Path, aside: Path) -> None:
+    """Rename onto `path`. A folder takes two steps, between which somebody else may put theirs there."""
+    for left in reversed(range(TRIES)):
+        try:
+            if temporary.is_dir() and path.is_dir():
+                remove(aside)
+                os.replace(path, aside)
+            os.replace(temporary, path)
+            return
+        except OSError as error:
+            taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+            if not (left and taken and temporary.is_dir()):
+                raise
 
 
 def _refuse_special(path: Path) -> None:
@@ -117,11 +140,14 @@ def sweep(folder: Path) -> None:
     files of other names."""
     for leftover in folder.glob(".*.tmp"):
         name = _TEMPORARY.fullmatch(leftover.name)
-        if name is not None and not _alive(int(name[1] or name[2])):
+        if name is not None and leftover.name not in _written and not _alive(int(name[1] or name[2])):
             remove(leftover)
 
 
 def _alive(pid: int) -> bool:
+    """Whether another process of this number runs; in a container a program has the same one each time."""
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -138,12 +164,20 @@ def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[in
 
     StorageError: another process still has it after `patience` seconds, or nothing can be written there.
     """
-    path = folder.resolve() / name
-    with _LOCKS:
-        descriptor, count = _held.get(path) or (_lock(folder, path, patience), 0)
-        _held[path] = (descriptor, count + 1)
     try:
-        yield descriptor
+        folder.mkdir(parents=True, exist_ok=True)
+        path, until = folder.resolve() / name, time.monotonic() + patience
+        while not _take(path):
+            if time.monotonic() >= until:
+                raise StorageError(
+                    f"{folder}: another process works in it; wait until that ends, or choose another folder"
+                )
+            time.sleep(min(PAUSE, patience))
+    except (OSError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(f"{folder}: not a folder to write in ({why})") from None
+    try:
+        yield _held[path][0]
     finally:
         with _LOCKS:
             descriptor, count = _held.pop(path)
@@ -153,31 +187,30 @@ def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[in
                 os.close(descriptor)
 
 
-_LOCKS = threading.RLock()
+_LOCKS = threading.Lock()
 _held: dict[Path, tuple[int, int]] = {}  # descriptor of each lock of this process, and how often it was taken
 
 
-def _lock(folder: Path, path: Path, patience: float) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+def _take(path: Path) -> bool:
+    """Lock a file, if no other process has it. OSError: it cannot be written."""
+    with _LOCKS:
+        if path in _held:
+            descriptor, count = _held[path]
+            _held[path] = (descriptor, count + 1)
+            return True
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise StorageError(f"{folder}: not a folder to write in ({error.strerror})") from None
-    until = time.monotonic() + patience
-    while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() < until:
-                time.sleep(min(PAUSE, patience))
-                continue
-            os.close(descriptor)
-            raise StorageError(
-                f"{folder}: another process works in it; wait until that ends, or choose another folder"
-            ) from None
+            there = os.path.samestat(os.fstat(descriptor), path.stat())  # not deleted since it was opened
+        except (BlockingIOError, FileNotFoundError):
+            there = False
         except OSError:  # a disk without locks: nothing to keep it by
-            return descriptor
+            there = True
+        if there:
+            _held[path] = (descriptor, 1)
+        else:
+            os.close(descriptor)
+        return there
 
 
 def remove(path: Path) -> None:

@@ -204,6 +204,10 @@ def save_state(
         "numbers": json.dumps(numbers),
         "extra": json.dumps(extra or {}),
     }
+    try:
+        parse_json(header["extra"])
+    except ValueError as error:
+        raise StateError(f"{path}: extra cannot be kept as JSON ({error})") from None
     header["digest"] = _digest(header, tensors)
     with atomic(Path(path)) as temporary:
         save_tensors(temporary, tensors, header)
@@ -333,7 +337,7 @@ def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -343,5 +347,5 @@ def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
     for name in sorted(weights):
         digest.update(name.encode())
-        digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

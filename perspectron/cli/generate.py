@@ -87,7 +87,7 @@ class Generate:
                 sampling=self.sampling,
                 stop=self.stop,
                 conversation=conversation,
-                on_text=(lambda row, piece: print(piece, end="", flush=True)) if single else None,
+                on_text=reading.say if single else None,
                 on_read=reading.tell,
             )
         if self.save_state is not None:
@@ -161,9 +161,15 @@ class _Reading:
         )
         self.said = now
 
+    def say(self, row: int, piece: str) -> None:
+        """Print a piece of the answer, where the progress of reading stood."""
+        self._clear()
+        print(piece, end="", flush=True)
+
     def _clear(self) -> None:
         if self.terminal and self.said > self.start:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.said = self.start
 
 
 def _standard_input() -> str:

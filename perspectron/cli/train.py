@@ -1,5 +1,6 @@
 """`perspectron train`."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -168,9 +169,10 @@ def fit(
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
     pick_device(config.train.device)
-    before = set(run.iterdir()) if run.is_dir() else None
+    new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK):
-        trainer = None
+        trainer, before = None, set(run.iterdir())
+        new = new and {path.name for path in before} <= {checkpoint.RUN_LOCK}
         try:
             tokenizer, shards, summary = prepare(run, config)
             if tokenizer.vocab_size < config.model.vocab_size:
@@ -185,13 +187,13 @@ def fit(
                 training_batches(config, shards)  # too little text is said before anything is written
         except PerspectronError as error:
             if not isinstance(error, StorageError) and not (run / "config.json").exists():
-                for path in [run] if before is None else set(run.iterdir()) - before:
+                for path in [run] if new else set(run.iterdir()) - before:
                     remove(path)
             raise
         console.print(summary)
         finished = checkpoint.path_of(run, config.train.steps).is_dir()
         if trainer is None:
-            code = _fit_staged(run, config, tokenizer, shards, as_json, console)
+            code = _fit_staged(run, config, tokenizer, shards, allow_changed, as_json, console)
         else:
             code = _fit_plain(trainer, as_json, console)
     if finished and code == 0:
@@ -203,7 +205,8 @@ def _fit_plain(trainer: Trainer, as_json: bool, console: Console) -> int:
     run = trainer.run_dir
     stopped = _fit(trainer, as_json, console)
     if stopped is not None:
-        console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
         return 128 + stopped
     if trainer.best < math.inf:
         console.print(f"best held-out: {trainer.best:.3f} bits per byte; curve: {run / CURVE}")
@@ -211,7 +214,13 @@ def _fit_plain(trainer: Trainer, as_json: bool, console: Console) -> int:
 
 
 def _fit_staged(
-    run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards, as_json: bool, console: Console
+    run: Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    shards: Shards,
+    allow_changed: bool,
+    as_json: bool,
+    console: Console,
 ) -> int:
     def train(trainer: Trainer, stage: Stage) -> int | None:
         console.print(f"{stage.number}  {stage.name}")
@@ -222,9 +231,10 @@ def _fit_staged(
             print(json.dumps(row), flush=True)
         console.print(stage_line(row))
 
-    stopped = staged(run, config, tokenizer, shards, fit=train, report=report)
+    stopped = staged(run, config, tokenizer, shards, fit=train, report=report, allow_changed=allow_changed)
     if stopped is not None:
-        console.print(f"stopped and saved; go on with --resume {run}")
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            console.print(f"stopped and saved; go on with --resume {run}")
         return 128 + stopped
     console.print(f"stages: {run / ROWS}; curve: {run / CURVE}")
     return 0

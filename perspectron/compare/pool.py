@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from perspectron.files import append_to, locked, read_text
+from perspectron.files import append_to, locked, open_file
 from perspectron.train.guard import signals
 
 LOG = "log.txt"
-MOST_LOG = 1 << 28  # bytes
+TAIL = 1 << 16  # bytes of a log that hold its last line
 PAUSE = 0.5  # seconds between looks
 PATIENCE = 60.0  # seconds for a process that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
@@ -104,10 +104,11 @@ class _Running:
 
 def last_line(folder: Path) -> str:
     """Last line of the log in a folder; "" where there is none."""
-    path = folder / LOG
     try:
-        lines = read_text(path, MOST_LOG, errors="replace").splitlines()
-    except (OSError, ValueError):
+        with open_file(folder / LOG) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read(TAIL).decode(errors="replace").splitlines()
+    except OSError:
         lines = []
     return lines[-1] if lines else ""
 

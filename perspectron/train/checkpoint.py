@@ -252,6 +252,8 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
         before["steps"] = max(before["steps"], now["steps"])
     if before["dtype"] == "auto":
         before["dtype"] = now["dtype"]
+    if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
+        before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
     told = [f"{name} was {old}, is {new}" for name, old, new in _unlike(before, now)]
     if saved.id and config.id and saved.id != config.id:
         told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")

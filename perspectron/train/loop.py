@@ -73,8 +73,6 @@ class Trainer:
         self.wrap()
         with locked(run, RUN_LOCK):
             self.resume()
-            if not self.config.id:
-                self.config = replace(self.config, id=secrets.token_hex(16))
             checkpoint.save_config(run, self.config)
 
     def build(self, sample: Batch) -> None:
@@ -113,6 +111,9 @@ class Trainer:
         newest, self.damaged = checkpoint.resume(
             self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged
         )
+        if not self.config.id:
+            known = "" if newest is None else newest.config.id
+            self.config = replace(self.config, id=known or secrets.token_hex(16))
         if newest is not None:
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
@@ -139,11 +140,17 @@ class Trainer:
         with locked(self.run_dir, RUN_LOCK), signals() as caught, append_to(self.run_dir / METRICS) as log:
 
             def note(line: Metrics) -> None:
+                text = memoryview(json.dumps(line).encode() + b"\n")
                 try:
-                    log.write(json.dumps(line).encode() + b"\n")
+                    while text:
+                        text = text[log.write(text) or 0 :]
                 except OSError as error:
                     raise StorageError(f"{self.run_dir / METRICS}: not written ({error.strerror})") from error
-                report(line)
+                try:
+                    report(line)
+                except OSError:
+                    if not caught:  # else whoever read it has gone, and the run is saved
+                        raise
 
             while self.progress.step < last and not caught:
                 note(self.step())

@@ -118,6 +118,7 @@ def staged(
     *,
     fit: Callable[[Trainer, Stage], int | None] = lambda trainer, stage: trainer.fit(),
     report: Callable[[Row], None] = lambda row: None,
+    allow_changed: bool = False,
 ) -> int | None:
     """Do what is left of the recipe in the folder `run`; `fit` trains a stage, `report` is called as each ends.
 
@@ -133,7 +134,8 @@ def staged(
         if stage.number > len(rows):
             tokenizer.save(folder / "tokenizer.json")
             if stage.steps:
-                trainer = Trainer(folder, _config(config, stage, folder, before), tokenizer, shards)
+                own = _config(config, stage, folder, before)
+                trainer = Trainer(folder, own, tokenizer, shards, allow_changed=allow_changed)
                 signal = fit(trainer, stage)
                 if signal is not None:
                     return signal

@@ -185,11 +185,11 @@ def test_fifty_starts_on_one_folder_hurt_nobody(tmp_path, text):
 
 
 def test_what_a_living_process_writes_is_not_swept(tmp_path):
-    mine = files.temporary_beside(tmp_path / "config.json")
+    other = f".{os.getppid()}-0123456789abcdef.tmp"
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     names = [
-        mine.name,
+        other,
         f".{dead.pid}-0123456789abcdef.tmp",
         f".config.json.{dead.pid}.tmp",
         ".somebody.else.tmp",
@@ -198,9 +198,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     sweep(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [mine.name, ".somebody.else.tmp", ".x.tmp"]
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other, ".somebody.else.tmp", ".x.tmp"])
 
 
 def test_a_changed_config_is_told_and_taken_when_asked(run, capsys):
@@ -346,3 +344,68 @@ def test_a_disk_that_cannot_be_written(small_disk, run, capsys):
         assert "Read-only file system" in refused(capsys, "train", *place)
     assert main(["inspect", str(small_disk / "run")]) == 0
     assert main(["generate", str(small_disk / "run"), "the", "--max-tokens", "3"]) == 0
+
+
+def test_refusing_a_folder_leaves_no_descriptor_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with pytest.raises(OSError, match="not a regular file"):
+            files.open_file(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_lock_file_that_was_deleted_locks_nothing(tmp_path):
+    """Who waited with the old file open must not take it for the lock."""
+    with held(tmp_path):
+        (tmp_path / checkpoint.RUN_LOCK).unlink()
+        with locked(tmp_path, checkpoint.RUN_LOCK), held_by_another_fails(tmp_path):
+            pass
+
+
+@contextlib.contextmanager
+def held_by_another_fails(folder: Path):
+    command = [sys.executable, "-c", HOLDER, str(folder), checkpoint.RUN_LOCK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert "another process works in it" in done.stderr
+    yield
+
+
+def test_what_this_process_left_when_it_had_the_number_before_is_swept(tmp_path):
+    """In a container a program has the same process number each time."""
+    left = tmp_path / f".{os.getpid()}-0123456789abcdef.tmp"
+    left.touch()
+    with atomic(tmp_path / "a") as temporary:
+        temporary.write_text("x")
+        sweep(tmp_path)
+        assert temporary.exists()
+    assert not left.exists()
+
+
+def test_threads_that_write_one_folder(tmp_path):
+    errors = []
+
+    def save(number: int) -> None:
+        try:
+            for _ in range(40):
+                with atomic(tmp_path / "folder") as temporary:
+                    temporary.mkdir()
+                    (temporary / "number").write_text(str(number))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert (tmp_path / "folder" / "number").read_text() in "0123"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_id_of_a_run_stays(run, text):
+    """Also for who makes the trainer from a config without one."""
+    values = json.loads((run / "config.json").read_text())
+    write_json(run / "config.json", {key: value for key, value in values.items() if key != "id"})
+    assert go_on(run) == 0
+    assert json.loads((run / "config.json").read_text())["id"] == values["id"]
