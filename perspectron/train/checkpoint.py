@@ -114,7 +114,7 @@ def save(
         }
         index["digest"] = _digest(index)
         (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    _prune(run, config.train)
+    prune(run, config.train)
     return path
 
 
@@ -141,7 +141,8 @@ def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> d
     return tensors
 
 
-def _prune(run: Path, train: TrainConfig) -> None:
+def prune(run: Path, train: TrainConfig) -> None:
+    """Drop the checkpoints that are not to be kept; `save` does it, unless it was killed before."""
     there = found_in(run)
     stay = [*there[-train.keep :], _best(there), *extendable(there, train)[-1:]]
     for checkpoint in there:

@@ -269,6 +269,7 @@ class Trainer:
         """Write a checkpoint of this step, unless it is there."""
         path = checkpoint.path_of(self.run_dir, self.progress.step)
         if any(c.path == path and c.progress == self.progress for c in checkpoint.found_in(self.run_dir)):
+            checkpoint.prune(self.run_dir, self.config.train)
             return path
         return checkpoint.save(
             self.run_dir, self.config, self.tokenizer, self.model, self.optimizer, self.progress

@@ -128,7 +128,7 @@ def test_the_fast_loop_equals_the_plain_one(variant, masked):
     absent = {name for name, gradient in gradients.items() if gradient.numel() == 0}
     assert set(gradients) - reached - absent <= {"z0_S", "geometry"}
     assert ("z0_S" in reached) == ("reset_BT" in masked)
-    assert ("geometry" in reached) == (law_of(variant).interval > 1)
+    assert ("geometry" in reached) == (law_of(variant).geometry_interval > 1)
 
 
 def test_a_row_that_waits_in_padding_with_an_empty_geometry():
@@ -147,7 +147,7 @@ def test_at_any_length(variant, T):
 @pytest.mark.parametrize("variant", ["plain", "all at once"])
 def test_gradients_of_each_result_alone(variant, chosen):
     found = same(variant, 10, chosen, **masks(("reset_BT", "pad_BT"), 10))
-    wanted = chosen != "geometry" or law_of(variant).interval > 1
+    wanted = chosen != "geometry" or law_of(variant).geometry_interval > 1
     assert (found["read_w"].norm() > 0) == wanted
 
 
