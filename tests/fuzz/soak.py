@@ -1,12 +1,15 @@
 """`python -m tests.fuzz.soak --minutes 60`: train, generate, save, load and quantise tiny models over and over in one
 process, and say whether memory, open files or leftovers grow.
 
-Memory is resident memory after each round, the slope a line through the second half of the rounds over the whole time,
-as a share of where it stands.
+Memory is what is resident after each round once the C library has given back what is free: it keeps freed pieces, 10 MB of
+them after forty curves drawn, which are no leak. The slope is a line through the second half of the rounds, over the whole
+time, as a share of where memory stands.
 """
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import io
 import os
 import shutil
@@ -59,6 +62,8 @@ def turn(folder: Path, text: Path, preset: str) -> None:
 
 
 def resident() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
