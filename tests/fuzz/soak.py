@@ -1,9 +1,9 @@
 """`python -m tests.fuzz.soak --minutes 60`: train, generate, save, load and quantise tiny models over and over in one
 process, and say whether memory, open files or leftovers grow.
 
-Memory is what is resident after each round once the C library has given back what is free: it keeps freed pieces, 10 MB of
-them after forty curves drawn, which are no leak. The slope is a line through the second half of the rounds, over the whole
-time, as a share of where memory stands.
+Memory is what is resident after each round once the C library has given back what is free: it keeps freed pieces, 10 MB
+of them after forty curves drawn, which are no leak. The slope is a line through the second half of the rounds, over the
+whole time, as a share of where memory stands.
 """
 
 import argparse
