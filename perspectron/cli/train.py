@@ -171,8 +171,7 @@ def fit(
     pick_device(config.train.device)
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK):
-        trainer, before = None, set(run.iterdir())
-        new = new and {path.name for path in before} <= {checkpoint.RUN_LOCK}
+        trainer, before = None, {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
         try:
             tokenizer, shards, summary = prepare(run, config)
             if tokenizer.vocab_size < config.model.vocab_size:
@@ -187,7 +186,7 @@ def fit(
                 training_batches(config, shards)  # too little text is said before anything is written
         except PerspectronError as error:
             if not isinstance(error, StorageError) and not (run / "config.json").exists():
-                for path in [run] if new else set(run.iterdir()) - before:
+                for path in [run] if new and not before else set(run.iterdir()) - before:
                     remove(path)
             raise
         console.print(summary)

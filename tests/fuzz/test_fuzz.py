@@ -27,7 +27,7 @@ def test_mutants_are_refused_in_a_line_or_read(name, record_property):
         "--formats",
         name,
         "--mutants",
-        str(MUTANTS.get(name, 400)),
+        str(MUTANTS.get(name, 250)),
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
