@@ -210,7 +210,7 @@ def _require_like(value: Any, wanted: Any, path: Path, where: str, whole: bool) 
                 )
             if key in value:
                 _require_like(value[key], wanted[key], path, at, whole)
-            elif whole or at in _NEEDED or where.startswith("pre_tokenizer."):
+            elif whole or at in _NEEDED or at.startswith("pre_tokenizer."):
                 raise DataError(f"{path}: not a tokenizer file (it has no {at})")
         return
     if isinstance(wanted, list):

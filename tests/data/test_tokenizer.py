@@ -355,3 +355,13 @@ def test_encoding_a_long_text_takes_little_memory() -> None:
     with Peak() as peak:
         TOKENIZER.encode(text)
     assert peak.bytes is None or peak.bytes < 48 << 20
+
+
+@pytest.mark.parametrize("field", ["type", "pretokenizers"])
+def test_a_file_without_its_splits_is_refused(tmp_path: Path, field: str) -> None:
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    value = json.loads((tmp_path / "tokenizer.json").read_text())
+    del value["pre_tokenizer"][field]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match=f"it has no pre_tokenizer.{field}"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
