@@ -44,6 +44,18 @@ def open_file(path: Path) -> BufferedReader:
         raise
 
 
+@contextlib.contextmanager
+def opened(path: Path, error: type[PerspectronError]) -> Iterator[BufferedReader]:
+    """Open as `open_file` does. `error`, with one line that names the file: it is missing or cannot be read."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except OSError as cause:
+        raise error(f"{path}: unreadable ({cause.strerror})") from None
+
+
 def append_to(path: Path) -> FileIO:
     """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
     where it cannot be written: a link is not followed."""

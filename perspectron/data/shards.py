@@ -11,12 +11,10 @@ A shard ends where a document does. A document longer than a shard gets shards o
 first has a start.
 """
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,6 +29,7 @@ from perspectron.files import (
     atomic,
     locked,
     open_file,
+    opened,
     read_json,
     remove,
     safe_join,
@@ -95,7 +94,7 @@ class Split:
         self.documents = sum(record.documents for record in records)
         self._shards: list[Ids] = []
         for i, record in enumerate(records):
-            with _opened(_file(folder, name, i, "bin")) as file:
+            with opened(_file(folder, name, i, "bin"), DataError) as file:
                 self._shards.append(np.memmap(file, dtype, "r", shape=(record.tokens,)))
         self._offsets: NDArray[np.int64] = np.cumsum(
             [0, *(record.tokens for record in records)], dtype=np.int64
@@ -304,19 +303,8 @@ def _file(folder: Path, split: SplitName, index: int, kind: Literal["bin", "star
     return _named(folder, f"{split}-{index:05d}.{kind}")
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        with open_file(path) as file:
-            yield file
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
 def _read(path: Path, dtype: np.dtype[Any]) -> Ids:
-    with _opened(path) as file:
+    with opened(path, DataError) as file:
         return np.fromfile(file, dtype)
 
 

@@ -5,15 +5,13 @@ experts/layer-NNN.safetensors those of one routed layer, to be read one by one; 
 each of the others. The folder appears whole or not at all.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +24,7 @@ from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import converted
-from perspectron.files import atomic, open_file, read_json, safe_join, sha256
+from perspectron.files import atomic, opened, read_json, safe_join, sha256
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
@@ -254,7 +252,7 @@ def read_manifest(folder: Path, header: Header, *, old: bool = False) -> Manifes
         )
     for name, entry in known.items():
         part = safe_join(folder, name)
-        with _opened(part) as file:
+        with opened(part, ArtifactError) as file:
             size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise ArtifactError(f"{part}: {size} bytes, must be {entry['bytes']}")
@@ -272,16 +270,5 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
     """Read these files whole; None: all. ArtifactError, naming it: one is not as it was written."""
     for name in manifest.files if names is None else names:
         part = safe_join(folder, name)
-        with _opened(part) as file:
+        with opened(part, ArtifactError) as file:
             expect(part, hashlib.file_digest(file, "sha256").hexdigest(), manifest.files[name])
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        with open_file(path) as file:
-            yield file
-    except FileNotFoundError:
-        raise ArtifactError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ArtifactError(f"{path}: unreadable ({error.strerror})") from None

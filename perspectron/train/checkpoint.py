@@ -26,6 +26,7 @@ from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
     open_file,
+    opened,
     read_json,
     remove,
     safe_join,
@@ -308,16 +309,11 @@ def verify(checkpoint: Checkpoint) -> None:
     """CheckpointError, naming the file, unless every byte is as it was written."""
     for name, expected in checkpoint.files.items():
         part = safe_join(checkpoint.path, name, CheckpointError)
-        try:
-            with open_file(part) as file:
-                size = os.fstat(file.fileno()).st_size
+        with opened(part, CheckpointError) as file:
+            size = os.fstat(file.fileno()).st_size
             if size != expected.bytes:
                 raise CheckpointError(f"{part}: {size} bytes, must be {expected.bytes}")
-            digest = sha256(part)
-        except FileNotFoundError:
-            raise CheckpointError(f"{part}: no such file") from None
-        except OSError as error:
-            raise CheckpointError(f"{part}: unreadable ({error.strerror})") from None
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != expected.sha256:
             raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
 
