@@ -92,15 +92,18 @@ class Block(nn.Module):
         reset_BT: Tensor | None,
         pad_BT: Tensor | None,
         consume_state: bool = False,
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, object, dict[str, Term]]:
+        """shared: what mixers that say `shares` hand on to those above them, for these tokens alone."""
         check_consumed(consume_state)
         residual = self.config.residual
         if self.config.mixer is None:
             mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
         else:
             read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
+            handed = {"shared": shared} if getattr(self.mixer, "shares", False) else {}
             mixed_BTD, state, aux = self.mixer(
-                read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+                read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state, **handed
             )
         if isinstance(residual, NoResidualConfig):
             return mixed_BTD.to(x_BTD.dtype), state, aux

@@ -136,9 +136,10 @@ class BlockConfig:
 class ModelConfig:
     """A language model: embedding, blocks, final norm, head.
 
-    head: None is the embedding, transposed. embedding_std: spread of the embedding at the start. positions: length
-    of a learned table of positions added to the embedding, the longest document that can be read; 0 is none. norm:
-    "rms", or "layer" with biases.
+    head: None is the embedding, transposed. embedding_std: spread of the embedding at the start. embedding_norm: what
+    the first block reads is the embedding, divided by its root mean square, so that it stands beside what the mixers
+    add. positions: length of a learned table of positions added to it, the longest document that can be read; 0 is
+    none. norm: "rms", or "layer" with biases.
     """
 
     name: str
@@ -147,6 +148,7 @@ class ModelConfig:
     blocks: tuple[BlockConfig, ...]
     head: HeadConfig | None = None
     embedding_std: float = 0.02
+    embedding_norm: bool = False
     positions: int = 0
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6

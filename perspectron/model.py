@@ -221,14 +221,14 @@ class LanguageModel(nn.Module):
         if state.batch_size != x_BTD.shape[0]:
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
         x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
-        layers, aux = [], dict[str, Term]()
+        layers, aux, shared = [], dict[str, Term](), dict[str, Tensor]()
         for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
             if self.recompute and torch.is_grad_enabled():
-                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
-                    block, x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, use_reentrant=False
-                )
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared)
+                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)
             else:
-                x_BTD, layer, terms = block(x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state)
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared)
+                x_BTD, layer, terms = block(*given)
             layers.append(layer)
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term
@@ -269,8 +269,10 @@ class LanguageModel(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Token embeddings [B,T,·] with the learned positions added, if there are any, and the tokens of the document
-        after them."""
+        """What the first block reads of token embeddings [B,T,·]: each normed to a mean square of 1, where the config
+        says so, and with its learned position added, if there are any; and the tokens of the document after them."""
+        if self.config.embedding_norm:
+            x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)

@@ -39,13 +39,14 @@ def masked(forward: Forward) -> Forward:
         reset_BT: Mask = None,
         pad_BT: Mask = None,
         consume_state: bool = False,
+        **shared: Any,
     ) -> tuple[Tensor, Any, dict[str, Term]]:
         lost_BT = None
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
         if reset_BT is not None and not x_BTD.is_meta and not _finite(x_BTD, state):
             x_BTD, state, lost_BT = _forgotten(x_BTD, state, reset_BT)
-        y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state)
+        y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state, **shared)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
     return run

@@ -5,7 +5,6 @@ Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head wid
 channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +13,12 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import ShortConv, softplus_of_steps
 from perspectron.ops import gla
-from perspectron.ops.conv import convolve
 from perspectron.state import register
 from perspectron.terms import Term
 
 DECAY = (1.0, 16.0)  # what A is drawn from, evenly
-STEP = (0.001, 0.1)  # what Δ is drawn from, evenly in its logarithm
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class SSD(nn.Module):
         self.config = config
         self.split = [inner, channels, heads]
         self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
-        self.conv1d = nn.Conv1d(channels, channels, config.conv, groups=channels)
+        self.conv1d = ShortConv(channels, config.conv)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
@@ -71,13 +69,10 @@ class SSD(nn.Module):
         self.o_proj = nn.Linear(inner, d_model, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Spread A and Δ over the heads, D = 1; the convolution as torch draws it, U(-W^-½, W^-½)."""
-        edge = self.config.conv**-0.5
-        for parameter in self.conv1d.parameters():
-            parameter.uniform_(-edge, edge, generator=generator)
+        """Spread A and Δ over the heads, D = 1."""
+        self.conv1d.draw(generator)
         self.A_log.uniform_(*DECAY, generator=generator).log_()
-        step = self.dt_bias.uniform_(math.log(STEP[0]), math.log(STEP[1]), generator=generator).exp()
-        self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus gives the step back
+        softplus_of_steps(self.dt_bias, generator)
         self.D.fill_(1)
 
     def init_state(
@@ -85,18 +80,16 @@ class SSD(nn.Module):
     ) -> SSDState:
         """The empty state, at least float32; its size does not depend on `capacity`."""
         dtype = torch.promote_types(dtype, torch.float32)
-        config, (_, channels, heads) = self.config, self.split
+        config, (*_, heads) = self.config, self.split
         memory = torch.zeros(batch_size, heads, config.state, config.head_dim, device=device, dtype=dtype)
-        window = torch.zeros(batch_size, config.conv - 1, channels, device=device, dtype=dtype)
-        return SSDState(memory, window)
+        return SSDState(memory, self.conv1d.window(batch_size, device, dtype))
 
     @masked
     def forward(
         self, x_BTD: Tensor, state: SSDState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
-        weight_C1W, bias_C = self.conv1d.parameters()
-        u_BTC, window_BZC = convolve(u_BTC, state.window_BZC, weight_C1W, bias_C, reset_BT, pad_BT)
+        u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
         delta_BTH = F.softplus(delta_BTH.to(full) + self.dt_bias)
         if pad_BT is not None:

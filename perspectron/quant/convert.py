@@ -7,7 +7,7 @@ Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     require(converted(model), "experts", "half converted", "float or ternary as a whole")
     report = Report(sum(bytes_of(model).values()))
     model.eval().requires_grad_(False)
-    texts = list[Tensor]()
+    texts = list[Text]()
     if calibration_nT is not None:
         V = model.config.vocab_size
         good = calibration_nT.ndim == 2 and calibration_nT.numel() > 0
@@ -69,7 +69,7 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     if calibration_nT is not None:
         for ids_BT in calibration_nT.to(model.device).split(BATCH):
             length_B = model.init_state(len(ids_BT)).length_B
-            texts.append(model.placed(model.embedding(ids_BT), length_B)[0])
+            texts.append(Text(model.placed(model.embedding(ids_BT), length_B)[0], {}))
     work = _Work(model, linear, report, texts)
     for index in range(len(model.blocks)):
         work.block(index)
@@ -112,11 +112,18 @@ def _embeddings(model: LanguageModel) -> None:
             setattr(model, name, QuantEmbedding.of(quantise(table.weight, "int8")))
 
 
-class _Work:
-    """One conversion under way. texts: what the next block reads, batch by batch [B,T,·]; empty without calibration.
-    waiting: what a network has read in blocks that are tied to it and come before its own."""
+class Text(NamedTuple):
+    """What the next block reads of a batch [B,T,·], and what the blocks below have handed on to it."""
 
-    def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Tensor]) -> None:
+    x_BTD: Tensor
+    shared: dict[str, Tensor]
+
+
+class _Work:
+    """One conversion under way. texts: what the next block reads, batch by batch; empty without calibration. waiting: what a
+    network has read in blocks that are tied to it and come before its own."""
+
+    def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Text]) -> None:
         self.model, self.linear, self.report, self.texts = model, linear, report, texts
         self.waiting = dict[str, Hessian]()
 
@@ -130,21 +137,21 @@ class _Work:
             one = sum(matrix.nbytes for matrix in pack_expert(ffn, 0))
             self.report.expert_bytes += len(ffn.gate_EFD) * one
 
-        def run(x_BTD: Tensor) -> Tensor:
-            state = block.init_state(len(x_BTD), self.model.device, self.model.dtype)
-            y_BTD: Tensor = block(x_BTD, state, self.model.ffn_of(block), None, None)[0]
+        def run(text: Text) -> Tensor:
+            state = block.init_state(len(text.x_BTD), self.model.device, self.model.dtype)
+            given = (text.x_BTD, state, self.model.ffn_of(block), None, None, False, text.shared)
+            y_BTD: Tensor = block(*given)[0]
             return y_BTD
 
         self._own(f"blocks.{index}.", run)
         with _watch(self._linears(""), self._wait):
-            self.texts = [run(x_BTD) for x_BTD in self.texts]
+            self.texts = [text._replace(x_BTD=run(text)) for text in self.texts]
 
     def head(self) -> None:
         """Pack a head that is not the embedding."""
-        self.texts = [self.model.norm(x_BTD) for x_BTD in self.texts]
-        self._own("lm_head", self.model.head)
+        self._own("lm_head", lambda text: self.model.head(self.model.norm(text.x_BTD)))
 
-    def _own(self, prefix: str, run: Callable[[Tensor], Tensor]) -> None:
+    def _own(self, prefix: str, run: Callable[[Text], Tensor]) -> None:
         """Pack the matrices whose names begin with `prefix` in the order of their work, each after those before it."""
         left = self._linears(prefix)
         for names in _stages(left, run, self.texts):
@@ -152,8 +159,8 @@ class _Work:
                 left[names[0]].in_features, self.model.device
             )
             with _watch({names[0]: left[names[0]]}, lambda _, x: hessian.add(x)):  # noqa: B023  (used up here)
-                for x_BTD in self.texts:
-                    run(x_BTD)
+                for text in self.texts:
+                    run(text)
             for name in names:
                 self.waiting.pop(name, None)
                 self._pack(name, left.pop(name), hessian)
@@ -192,7 +199,7 @@ class _Work:
 
 
 def _stages(
-    linears: dict[str, nn.Linear], run: Callable[[Tensor], Tensor], texts: list[Tensor]
+    linears: dict[str, nn.Linear], run: Callable[[Text], Tensor], texts: list[Text]
 ) -> list[list[str]]:
     """Names of the matrices that are used, in order, those that read the same input together."""
     stages: list[tuple[Tensor, list[str]]] = []
@@ -207,8 +214,8 @@ def _stages(
         stages.append((x, [name]))
 
     with _watch(linears, note):
-        for x_BTD in texts[:1]:
-            run(x_BTD[:1])
+        for text in texts[:1]:
+            run(text)
     return [names for _, names in stages]
 
 

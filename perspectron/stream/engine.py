@@ -104,7 +104,7 @@ class StreamedModel(LanguageModel):
         assert self._step is not None
         state = state if consume_state else state.fork()
         pad_B = None if pad_BT is None else pad_BT[:, 0]
-        x_BD, state = self._step(self.embedding(ids_BT)[:, 0], state, pad_B)
+        x_BD, state = self._step(self.placed(self.embedding(ids_BT), None)[0][:, 0], state, pad_B)
         return self.norm(x_BD)[:, None], state, {}
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:

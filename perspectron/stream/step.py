@@ -45,7 +45,9 @@ def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
 
 SUITED: dict[type, dict[str, tuple[Any, ...] | None]] = {
     ModelConfig: {
-        **_any("name", "vocab_size", "d_model", "blocks", "head", "embedding_std", "norm_eps"),
+        **_any(
+            "name", "vocab_size", "d_model", "blocks", "head", "embedding_std", "embedding_norm", "norm_eps"
+        ),
         "positions": (0,),
         "norm": ("rms",),
     },

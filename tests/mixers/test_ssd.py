@@ -16,8 +16,8 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 import perspectron
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import ConfigError
-from perspectron.mixers import ssd
 from perspectron.mixers.ssd import SSD, SSDConfig, SSDState
+from perspectron.ops.conv import convolve
 
 D, P, N = 12, 6, 5
 INNER, H = 24, 4
@@ -186,7 +186,7 @@ def test_the_convolution_sees_its_own_documents_last_tokens(use, W, T):
     reset, pad = chosen(use, B, T)
     none = torch.zeros(B, T, dtype=torch.bool)
     expected, end = literal(u, window, weight, bias, *(none if m is None else m for m in (reset, pad)))
-    y, after = ssd.convolve(u, window, weight, bias, reset, pad)
+    y, after = convolve(u, window, weight, bias, reset, pad)
     keep = ~none if pad is None else ~pad
     torch.testing.assert_close(y[keep], expected[keep], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(after, end, rtol=1e-12, atol=1e-12)
@@ -203,11 +203,11 @@ def test_the_window_carries_over_any_split(use, split):
         normal(width),
     )
     reset, pad = chosen(use, B, T)
-    whole, end = ssd.convolve(u, window, weight, bias, reset, pad)
+    whole, end = convolve(u, window, weight, bias, reset, pad)
     parts = []
     for part in (slice(0, split), slice(split, T)):
         some = (None if mask is None else mask[:, part] for mask in (reset, pad))
-        y, window = ssd.convolve(u[:, part], window, weight, bias, *some)
+        y, window = convolve(u[:, part], window, weight, bias, *some)
         parts.append(y)
     keep = torch.ones(B, T, dtype=torch.bool) if pad is None else ~pad
     torch.testing.assert_close(torch.cat(parts, 1)[keep], whole[keep], rtol=1e-12, atol=1e-12)
@@ -231,7 +231,7 @@ def test_gradients_of_the_convolution(use, T):
         ).sum()
         return torch.autograd.grad(loss, tensors)
 
-    fast = gradients(*ssd.convolve(*tensors, reset, pad))
+    fast = gradients(*convolve(*tensors, reset, pad))
     slow = gradients(*literal(*tensors, *(none if mask is None else mask for mask in (reset, pad))))
     for a, b in zip(fast, slow, strict=True):
         assert b.abs().max() > 0
@@ -240,7 +240,7 @@ def test_gradients_of_the_convolution(use, T):
 
 def test_second_derivatives_are_an_error_not_a_silent_zero():
     u = normal(1, 20, 3).requires_grad_()
-    y, _ = ssd.convolve(u, normal(1, 3, 3), normal(3, 1, 4), normal(3), None, None)
+    y, _ = convolve(u, normal(1, 3, 3), normal(3, 1, 4), normal(3), None, None)
     (gradient,) = torch.autograd.grad(y.square().sum(), u, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(gradient.square().sum() + u.sum(), u)

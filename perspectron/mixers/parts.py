@@ -1,0 +1,78 @@
+"""Parts that recurrent mixers share: a short convolution, a shift by one token, and where decays start.
+
+Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.mixers.masks import Mask
+from perspectron.ops.conv import convolve
+
+STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
+
+
+class ShortConv(nn.Module):
+    """A causal convolution of each channel over its last W tokens, then swish (`perspectron.ops.conv`). weight [C,1,W];
+    bias [C], if there is one. The mixer that has it calls `draw` in its `init_weights` and keeps its window as
+    state."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Start as torch starts a convolution, at U(−W^-½, W^-½)."""
+        edge = self.weight.shape[-1] ** -0.5
+        for parameter in self.parameters():
+            parameter.uniform_(-edge, edge, generator=generator)
+
+    def window(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The window before any token [B,Z,C]: zeros, at least float32."""
+        channels, _, taps = self.weight.shape
+        dtype = torch.promote_types(dtype, torch.float32)
+        return torch.zeros(batch_size, taps - 1, channels, device=device, dtype=dtype)
+
+    def forward(
+        self, u_BTC: Tensor, window_BZC: Tensor, reset_BT: Mask, pad_BT: Mask
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs [B,T,C], in the window's dtype, and the window after them."""
+        bias_C = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        return convolve(u_BTC, window_BZC, self.weight, bias_C, reset_BT, pad_BT)
+
+
+def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
+    """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D], to start
+    from next time. last_BD: the token before x, in the dtype of the outputs."""
+    B, T, D = x_BTD.shape
+    if T == 0:
+        return x_BTD.to(last_BD.dtype), last_BD
+    all_BSD = torch.cat([last_BD[:, None], x_BTD.to(last_BD.dtype)], 1)
+    if pad_BT is None:
+        before_BTD, after_BD = all_BSD[:, :-1], all_BSD[:, -1].clone()
+    else:  # the last token that is none of padding; 0 is the one before x
+        at_BT = torch.where(pad_BT, 0, torch.arange(1, T + 1, device=x_BTD.device)).cummax(1).values
+        from_BT = torch.cat([at_BT.new_zeros(B, 1), at_BT], 1)
+        all_BSD = all_BSD.gather(1, from_BT[:, :, None].expand(-1, -1, D))
+        before_BTD, after_BD = all_BSD[:, :-1], all_BSD[:, -1]
+    if reset_BT is not None:
+        before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
+    return before_BTD, after_BD
+
+
+def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """The bias, filled such that softplus gives steps Δ, log-uniform in STEP (Mamba's start)."""
+    step = parameter.uniform_(math.log(STEP[0]), math.log(STEP[1]), generator=generator).exp()
+    return parameter.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def logits_of_halflives(
+    parameter: Tensor, shortest: float, longest: float, generator: torch.Generator
+) -> Tensor:
+    """The bias, filled such that its sigmoid, a decay, has half-lives log-uniform between these, in tokens."""
+    halflife = parameter.uniform_(math.log(shortest), math.log(longest), generator=generator).exp()
+    rate = math.log(2) / halflife.double()
+    return parameter.copy_(-rate - torch.log(-torch.expm1(-rate)))  # logit of e^-rate, without 1 − e^-rate

@@ -1,0 +1,55 @@
+"""Parts that recurrent mixers share."""
+
+import math
+
+import pytest
+import torch
+
+from perspectron.mixers.parts import logits_of_halflives, shift, softplus_of_steps
+
+
+def plain(x, last, reset, pad):
+    """The token before, one at a time."""
+    outputs, ends = torch.zeros_like(x), last.clone()
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            if pad[b, t]:
+                continue
+            outputs[b, t] = 0 if reset[b, t] else ends[b]
+            ends[b] = x[b, t]
+    return outputs, ends
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 12])
+def test_shift_is_the_plain_loop_at_any_cut(cut):
+    draw = torch.Generator().manual_seed(3)
+    x, last = torch.randn(4, 12, 3, generator=draw), torch.randn(4, 3, generator=draw)
+    reset, pad = (torch.rand(4, 12, generator=draw) < 0.3 for _ in range(2))
+    reset &= ~pad
+    expected, ends = plain(x, last, reset, pad)
+    a, middle = shift(x[:, :cut], last, reset[:, :cut], pad[:, :cut])
+    b, end = shift(x[:, cut:], middle, reset[:, cut:], pad[:, cut:])
+    assert torch.equal(torch.cat([a, b], 1).masked_fill(pad[:, :, None], 0), expected)
+    assert torch.equal(end, ends)
+
+
+def test_shift_without_masks():
+    x, last = torch.randn(2, 5, 3), torch.randn(2, 3)
+    before, end = shift(x, last, None, None)
+    assert torch.equal(before, torch.cat([last[:, None], x[:, :-1]], 1)) and torch.equal(end, x[:, -1])
+
+
+def test_half_lives_are_spread_evenly_in_their_logarithm():
+    bias = logits_of_halflives(torch.empty(4096), 1, 1000, torch.Generator().manual_seed(0))
+    halflife = -math.log(2) / torch.nn.functional.logsigmoid(bias.double())
+    assert halflife.min() >= 0.999 and halflife.max() <= 1001
+    quartiles = torch.quantile(halflife.log() / math.log(1000), torch.tensor([0.25, 0.5, 0.75]).double())
+    torch.testing.assert_close(quartiles, torch.tensor([0.25, 0.5, 0.75]).double(), atol=0.03, rtol=0)
+
+
+def test_steps_are_spread_evenly_in_their_logarithm():
+    step = torch.nn.functional.softplus(
+        softplus_of_steps(torch.empty(4096), torch.Generator().manual_seed(0))
+    )
+    assert step.min() >= 0.00099 and step.max() <= 0.101
+    assert 0.008 < step.median() < 0.0125
