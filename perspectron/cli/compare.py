@@ -63,7 +63,8 @@ class Compare:
     seeds: int = Settings.seeds
     """Trainings of each design: weights and order of the text."""
     data: str = Settings.data
-    """ "stdlib", a text file, a folder, a .jsonl or .jsonl.gz, or a folder written by `tokenize`."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
+    folder written by `tokenize`."""
     heldout: float = Settings.heldout
     """Share of the text that is never trained on."""
     match: Literal["tokens", "flops", "time"] = Settings.match

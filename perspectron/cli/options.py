@@ -101,7 +101,9 @@ def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
 
 def resolved(data: str) -> str:
     """A corpus or a run by its full path, so that a run goes on from any folder."""
-    return data if data in ("stdlib", "") else str(Path(data).resolve())
+    from perspectron.data import NAMED
+
+    return data if data in (*NAMED, "") else str(Path(data).resolve())
 
 
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":

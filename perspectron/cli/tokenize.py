@@ -22,7 +22,7 @@ class Tokenize:
     """
 
     data: tyro.conf.Positional[str]
-    """ "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, or a .jsonl or .jsonl.gz."""
     out: Path
     """Folder for the tokenizer and the shards."""
     vocab_size: int = 8192
@@ -31,12 +31,14 @@ class Tokenize:
     """A tokenizer.json to use instead of training one."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
+    dev: float = 0.0
+    """Share of the text to choose by, taken from what would be trained on."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        corpus, kept = open_corpus(self.data, self.heldout), self.out / "tokenizer.json"
+        corpus, kept = open_corpus(self.data, self.heldout, dev=self.dev), self.out / "tokenizer.json"
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
         with locked(self.out):
@@ -46,13 +48,14 @@ class Tokenize:
                 tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
             tokenizer.save(kept)
             shards = encode(corpus, tokenizer, self.out)
-        splits = {name: shards.split(name) for name in ("train", "heldout")}
+        splits = {name: shards.split(name) for name in corpus.splits}
         facts = {
             name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}
             for name, s in splits.items()
         }
         extra = {
             "vocab_size": tokenizer.vocab_size,
+            "digest": corpus.digest,
             "skipped_count": corpus.skipped_count,
             "skipped": corpus.skipped,
         }
@@ -60,7 +63,7 @@ class Tokenize:
             f"{name}: {s.documents:,} documents, {s.text_bytes:,} bytes, {s.tokens:,} tokens"
             for name, s in splits.items()
         ]
-        lines.append(f"vocabulary: {tokenizer.vocab_size:,}; in {self.out}")
+        lines.append(f"vocabulary: {tokenizer.vocab_size:,}; text {corpus.digest}; in {self.out}")
         if corpus.skipped_count:
             lines.append(f"unreadable and left out: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
         return answer(self.json, facts | extra, *lines)

@@ -16,7 +16,7 @@ from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
 from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
 from perspectron.config import dump
-from perspectron.data import Shards
+from perspectron.data import NAMED, Shards
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import plain
 from perspectron.files import atomic, read_json, write_json
@@ -87,8 +87,9 @@ def collect(
 
 
 def text_of(data: str, shards: Shards) -> str:
-    """Name of the text: as the user gave it, or "stdlib" for a folder with the ids of that, which ablations use."""
-    return "stdlib" if shards.corpus_fingerprint.startswith("stdlib:") else data
+    """Name of the text: as the user gave it, or that of a text of NAMED, of which a folder has the ids."""
+    kind = shards.corpus_fingerprint.partition(":")[0]
+    return kind if kind in NAMED else data
 
 
 def write(out: Path, results: dict[str, Any]) -> None:

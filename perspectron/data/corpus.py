@@ -1,4 +1,5 @@
-"""Text from Python's own library, a folder, a file or JSON lines, split into train and held-out documents.
+"""Text from Python's own library, a folder, a file or JSON lines, split into documents to train on, to choose on (dev)
+and held-out ones.
 
 Nothing here holds a corpus in memory: files stream in pieces of at most PIECE bytes cut at line ends,
 JSON lines one record at a time. Text is the file's own bytes decoded as UTF-8; line ends and byte order
@@ -12,20 +13,22 @@ import fnmatch
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from perspectron.errors import DataError
-from perspectron.files import open_file
+from perspectron.files import open_file, sha256
 
-SplitName = Literal["train", "heldout"]
+SplitName = Literal["train", "dev", "heldout"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 PIECE = 2**20
@@ -35,7 +38,36 @@ SKIPPED_NAMES = 1000
 """Most names of skipped files or records kept per split; the count goes on."""
 
 _HIDDEN = (".*",)
-_NOT_STDLIB = (*_HIDDEN, "test", "tests", "idle_test", "*-packages", "__pycache__", "config-*")
+
+
+class _Named(NamedTuple):
+    """A corpus that has a name. folder: a key of `sysconfig.get_path`. files: patterns, in lower case, of which one
+    fits a file's path in it. left_out: of names of folders and files. alike: whether copies of a file stay."""
+
+    folder: str
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    alike: bool
+
+
+_NOT_TEXT = (*_HIDDEN, "__pycache__", "perspectron", "perspectron-*")
+NAMED = {
+    "stdlib": _Named(
+        "stdlib",
+        ("*.py",),
+        (*_HIDDEN, "test", "tests", "idle_test", "*-packages", "__pycache__", "config-*"),
+        alike=True,
+    ),
+    "sources": _Named("purelib", ("*.py",), _NOT_TEXT, alike=False),
+    "prose": _Named(
+        "purelib",
+        ("*.md", "*.rst", "*.dist-info/metadata", "*/licen[sc]e*", "*/copying*", "*/notice*", "*/authors*"),
+        (*_NOT_TEXT, "*.py", "*.pyi"),
+        alike=False,
+    ),
+}
+"""Texts that every machine with Python has: `stdlib`, the sources of Python's own library without its tests; of the
+packages that are installed, `sources`, their Python files, and `prose`, what documents and licenses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +79,25 @@ class Document:
 
 
 class Corpus(abc.ABC):
-    """Documents of two disjoint splits. Made by `open_corpus`.
+    """Documents of disjoint splits. Made by `open_corpus`.
 
+    `splits`: "train" and "heldout", and between them "dev" where a share of the text was asked for.
     `fingerprint` changes when the source, its files (paths, sizes, times) or the way they are split change.
     `skipped` names what the latest pass over each split left out because it is not UTF-8 text (or not a valid
     record), at most SKIPPED_NAMES per split; `skipped_count` counts all of it.
     """
 
-    def __init__(self, source: str, fingerprint: str) -> None:
+    def __init__(self, source: str, fingerprint: str, splits: tuple[SplitName, ...]) -> None:
         self.source = source
         self.fingerprint = fingerprint
+        self.splits = splits
         self._names: dict[SplitName, list[str]] = {split: [] for split in SPLITS}
         self._counts: dict[SplitName, int] = dict.fromkeys(SPLITS, 0)
+
+    @property
+    def digest(self) -> str:
+        """Of the fingerprint, the part that a person compares."""
+        return self.fingerprint.partition(":")[2][:12]
 
     @property
     def skipped(self) -> list[str]:
@@ -70,8 +109,8 @@ class Corpus(abc.ABC):
 
     def documents(self, split: SplitName) -> Iterator[Document]:
         """Stream one split, in the same order every time. DataError if a source cannot be read any more."""
-        if split not in SPLITS:
-            raise DataError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
+        if split not in self.splits:
+            raise DataError(f"split: {split!r} is not one of {', '.join(self.splits)}")
         self._names[split] = []
         self._counts[split] = 0
         return self._stream(split)
@@ -86,31 +125,54 @@ class Corpus(abc.ABC):
             self._names[split].append(name)
 
 
-def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text") -> Corpus:
-    """Open `source` and decide its held-out share (a fraction between 0 and 1).
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The parts of a text that are not trained on: what `_share` of a name or a record is below `heldout` is held out,
+    and of the rest what is below heldout + dev is for choices, so that a dev split leaves the held-out text alone."""
 
-    `source` is `"stdlib"` (the `.py` files of the running Python, tests excluded), a folder (every file in
-    it, hidden ones excluded; `./stdlib` for a folder of that name), a `.jsonl` or `.jsonl.gz` file (the
+    heldout: float
+    dev: float
+
+    @property
+    def splits(self) -> tuple[SplitName, ...]:
+        return tuple(split for split in SPLITS if split != "dev" or self.dev)
+
+    def of(self, share: float) -> SplitName:
+        if share < self.heldout:
+            return "heldout"
+        return "dev" if share < self.heldout + self.dev else "train"
+
+    def __str__(self) -> str:
+        return f"{self.heldout} dev {self.dev}" if self.dev else str(self.heldout)
+
+
+def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *, dev: float = 0.0) -> Corpus:
+    """Open `source` and decide its held-out share (a fraction between 0 and 1), and that of its dev split.
+
+    `source` is a name in NAMED (`"stdlib"`: the `.py` files of the running Python, tests excluded), a folder (every
+    file in it, hidden ones excluded; `./stdlib` for a folder of that name), a `.jsonl` or `.jsonl.gz` file (the
     string under `text_field` of each line), or a text file, plain or `.gz`. Files and records go to a split
     by a hash of their relative path, or of a record's text; of a single text file the last `heldout` of its
-    bytes is held out.
+    bytes is held out. `dev` is taken from what would be trained on: the held-out text is the same without it.
 
-    DataError: nothing there, no text in it, too little to split, or `heldout` out of bounds.
+    DataError: nothing there, no text in it, too little to split, or shares out of bounds.
     """
     if not 0 < heldout < 1:
         raise DataError(f"heldout: {heldout} is not between 0 and 1, both excluded")
-    if source == "stdlib":
-        return _open_stdlib(heldout)
-    path = Path(source)
+    if not 0 <= dev < 1 - heldout:
+        raise DataError(f"dev: {dev} is not from 0 to what is not held out, {1 - heldout:g}, excluded")
+    shares, path = _Shares(heldout, dev), Path(source)
+    if source in NAMED:
+        return _open_named(source, shares)
     if path.is_dir():
-        return _open_folder(path, heldout)
+        return _open_folder(path, shares)
     if not path.is_file():
         raise DataError(
             f"{source}: " + ("not a file or folder" if path.exists() else "no such file or folder")
         )
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _JsonLines(path, heldout, text_field)
-    return _open_file(path, heldout)
+        return _JsonLines(path, shares, text_field)
+    return _open_file(path, shares)
 
 
 # Plain files
@@ -128,7 +190,7 @@ class _Part:
 
 class _Files(Corpus):
     def __init__(self, source: str, fingerprint: str, parts: dict[SplitName, list[_Part]]) -> None:
-        super().__init__(source, fingerprint)
+        super().__init__(source, fingerprint, tuple(parts))
         self._parts = parts
 
     def _stream(self, split: SplitName) -> Iterator[Document]:
@@ -142,29 +204,47 @@ class _Files(Corpus):
                 yield Document(part.name if alone else f"{part.name}@{offset}", text)
 
 
-def _open_stdlib(heldout: float) -> Corpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [(name, path) for name, path in _walk(root, _NOT_STDLIB) if name.endswith(".py")]
-    # Sizes but no times: the same Python installed elsewhere is the same corpus.
-    listing = [f"{name}\0{path.stat().st_size}" for name, path in files]
-    identity = _fingerprint("stdlib", [platform.python_version(), str(heldout), *listing])
-    return _Files("stdlib", identity, _divide("stdlib", files, heldout))
+def _open_named(name: str, shares: _Shares) -> Corpus:
+    folder, patterns, left_out, alike = NAMED[name]
+    root = Path(sysconfig.get_path(folder))
+    files = [
+        (path, file)
+        for path, file in _walk(root, left_out)
+        if any(fnmatch.fnmatchcase(path.lower(), pattern) for pattern in patterns)
+    ]
+    files = files if alike else _distinct(files)
+    # Sizes but no times: the same Python with the same packages elsewhere is the same corpus.
+    listing = [f"{path}\0{file.stat().st_size}" for path, file in files]
+    identity = _fingerprint(name, [platform.python_version(), str(shares), *listing])
+    return _Files(name, identity, _divide(name, files, shares))
 
 
-def _open_folder(root: Path, heldout: float) -> Corpus:
+def _distinct(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """The files without copies of those before them, of which one could be held out and the other trained on."""
+    sizes = Counter(file.stat().st_size for _, file in files)
+    seen, kept = set[str](), []
+    for path, file in files:
+        digest = sha256(file) if sizes[file.stat().st_size] > 1 else path
+        if digest not in seen:
+            seen.add(digest)
+            kept.append((path, file))
+    return kept
+
+
+def _open_folder(root: Path, shares: _Shares) -> Corpus:
     files = _walk(root, _HIDDEN)
-    identity = _fingerprint("folder", [str(root.resolve()), str(heldout), *(_facts(*file) for file in files)])
-    return _Files(str(root), identity, _divide(str(root), files, heldout))
+    identity = _fingerprint("folder", [str(root.resolve()), str(shares), *(_facts(*file) for file in files)])
+    return _Files(str(root), identity, _divide(str(root), files, shares))
 
 
-def _open_file(path: Path, heldout: float) -> Corpus:
-    identity = _fingerprint("file", [str(path.resolve()), str(heldout), _facts(path.name, path)])
+def _open_file(path: Path, shares: _Shares) -> Corpus:
+    identity = _fingerprint("file", [str(path.resolve()), str(shares), _facts(path.name, path)])
     size = _text_size(path)
     if not size:
         raise DataError(
             f"{path}: not UTF-8 text" if size is None else f"{path}: empty, there is no text in it"
         )
-    return _Files(str(path), identity, _halves(path, path.name, size, heldout))
+    return _Files(str(path), identity, _cut(path, path.name, size, shares))
 
 
 def _walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -205,33 +285,50 @@ def _share(key: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "big") / 2**48
 
 
-def _divide(source: str, files: list[tuple[str, Path]], heldout: float) -> dict[SplitName, list[_Part]]:
-    """Files to splits by the hash of their name; a split without a readable file gets the nearest hash's."""
-    shares = {name: _share(name.encode("utf-8", "surrogateescape")) for name, _ in files}
-    ranked = sorted(files, key=lambda file: (shares[file[0]], file[0]))
-    smallest = next((file for file in ranked if _text_size(file[1])), None)
-    if smallest is None:
+def _divide(source: str, files: list[tuple[str, Path]], shares: _Shares) -> dict[SplitName, list[_Part]]:
+    """Files to splits by the hash of their name. A split without a readable file gets the one whose hash is nearest;
+    fewer such files than splits are cut themselves."""
+    ranked = sorted(files, key=lambda file: (_share(_key(file[0])), file[0]))
+    split_of = {name: shares.of(_share(_key(name))) for name, _ in ranked}
+    readable = (file for file in ranked if _text_size(file[1]))
+    first = list(itertools.islice(readable, len(shares.splits) - 1))
+    last = next((file for file in reversed(ranked) if _text_size(file[1])), None)
+    if last is None:
         raise DataError(f"{source}: no text in it ({len(files)} files, none of them non-empty UTF-8)")
-    largest = next(file for file in reversed(ranked) if _text_size(file[1]))
-    kept_back = {name for name, share in shares.items() if share < heldout}
-    kept_back = (kept_back | {smallest[0]}) - {largest[0]}
-    parts: dict[SplitName, list[_Part]] = {split: [] for split in SPLITS}
-    for name, path in files:
-        parts["heldout" if name in kept_back else "train"].append(_Part(path, name))
-    if smallest == largest:
-        size = _text_size(smallest[1])
+    parts: dict[SplitName, list[_Part]] = {split: [] for split in shares.splits}
+    cut = dict[SplitName, list[_Part]]()
+    if last in first:
+        name, path = last
+        size = _text_size(path)
         assert size is not None
-        halves = _halves(smallest[1], smallest[0], size, heldout)
-        parts = {
-            split: [p for p in parts[split] if p.name != smallest[0]] + halves[split] for split in SPLITS
-        }
-    return parts
+        cut = _cut(path, name, size, shares)
+        del split_of[name]
+    else:
+        split_of |= {first[0][0]: "heldout", last[0]: "train"}
+        if shares.dev and not any(split_of[name] == "dev" and _text_size(path) for name, path in ranked):
+            split_of[first[1][0]] = "dev"
+    for name, path in files:
+        if name in split_of:
+            parts[split_of[name]].append(_Part(path, name))
+    return {split: parts[split] + cut.get(split, []) for split in parts}
 
 
-def _halves(path: Path, name: str, size: int, heldout: float) -> dict[SplitName, list[_Part]]:
-    """One file's text of `size` bytes, cut at the line end nearest to where `heldout` of it begins."""
-    target = min(max(round(size * (1 - heldout)), 0), size)
-    low = max(target - PIECE, 0)
+def _key(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _cut(path: Path, name: str, size: int, shares: _Shares) -> dict[SplitName, list[_Part]]:
+    """One file's text of `size` bytes, cut where the dev part of it begins, if there is one, and the held-out one."""
+    edges = [_border_at(path, size, round(size * (1 - shares.heldout))), size]
+    if shares.dev:
+        edges.insert(0, _border_at(path, edges[0], round(size * (1 - shares.heldout - shares.dev))))
+    pairs = itertools.pairwise([0, *edges])
+    return {split: [_Part(path, name, *pair)] for split, pair in zip(shares.splits, pairs, strict=True)}
+
+
+def _border_at(path: Path, size: int, target: int) -> int:
+    """The line end nearest to `target` in the first `size` bytes of a file, with text on both sides."""
+    low, target = max(target - PIECE, 0), min(max(target, 0), size)
     with _reading(path) as file:
         file.seek(low)
         near = file.read(min(target + PIECE, size) - low)
@@ -241,10 +338,10 @@ def _halves(path: Path, name: str, size: int, heldout: float) -> dict[SplitName,
         inside = [low + i for i, byte in enumerate(near) if byte & 0xC0 != 0x80 and low + i > 0]
     if not inside:
         raise DataError(
-            f"{path}: {size} bytes of text, need at least 2 characters, to train on and to hold out"
+            f"{path}: {size} bytes of text, need at least 2 characters for each two parts of it: "
+            "to train on, to choose on and to hold out"
         )
-    cut = min(inside, key=lambda at: abs(at - target))
-    return {"train": [_Part(path, name, 0, cut)], "heldout": [_Part(path, name, cut, size)]}
+    return min(inside, key=lambda at: abs(at - target))
 
 
 @contextlib.contextmanager
@@ -303,29 +400,34 @@ def _border(block: bytes) -> int:
 
 
 class _JsonLines(Corpus):
-    def __init__(self, path: Path, heldout: float, text_field: str) -> None:
-        facts = [str(path.resolve()), str(heldout), text_field, _facts(path.name, path)]
-        super().__init__(str(path), _fingerprint("jsonl by text", facts))
+    def __init__(self, path: Path, shares: _Shares, text_field: str) -> None:
+        facts = [str(path.resolve()), str(shares), text_field, _facts(path.name, path)]
+        super().__init__(str(path), _fingerprint("jsonl by text", facts), shares.splits)
         self._path = path
-        self._heldout = heldout
+        self._shares = shares
         self._field = text_field
         self._moved: dict[int, SplitName] = {}
         self._settle()
 
     def _settle(self) -> None:
-        """Make sure both splits have a record: read until both are seen, or move the one nearest in hash."""
+        """Make sure every split has a record: read until all are seen, or move those nearest in hash."""
         seen: list[tuple[float, int]] = []
+        need, found = len(self.splits), set[SplitName]()
         for number, text, share in self._records():
             if text:
-                seen.append((share, number))
-                if min(seen)[0] < self._heldout <= max(seen)[0]:
+                found.add(self._shares.of(share))
+                if len(found) == need:
                     return
-                seen = [min(seen), max(seen)]
+                seen = sorted([*seen, (share, number)])
+                seen = [*seen[: need - 1], seen[-1]] if len(seen) > need else seen
         if not seen:
             raise DataError(f"{self._path}: no record with text under {self._field!r}")
-        if min(seen) == max(seen):
-            raise DataError(f"{self._path}: 1 record with text, need at least 2, to train on and to hold out")
-        self._moved = {min(seen)[1]: "heldout", max(seen)[1]: "train"}
+        if len(seen) < need:
+            counted = f"{len(seen)} record{'s' * (len(seen) > 1)} with text, need at least {need}"
+            raise DataError(f"{self._path}: {counted}, one for each of {', '.join(self.splits)}")
+        self._moved = {seen[0][1]: "heldout", seen[-1][1]: "train"}
+        if "dev" in self.splits and "dev" not in found:
+            self._moved[seen[1][1]] = "dev"
 
     def _records(self) -> Iterator[tuple[int, str | None, float]]:
         """(line number from 1, text or None if it is no valid record, share) of every line not blank."""
@@ -337,7 +439,7 @@ class _JsonLines(Corpus):
 
     def _stream(self, split: SplitName) -> Iterator[Document]:
         for number, text, share in self._records():
-            if self._moved.get(number, "heldout" if share < self._heldout else "train") != split:
+            if self._moved.get(number, self._shares.of(share)) != split:
                 continue
             if text is None:
                 self._skip(split, f"{self._path.name}:{number}")

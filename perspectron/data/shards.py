@@ -1,7 +1,7 @@
 """A corpus as ids on disk: memory-mapped little-endian shards, verified when opened.
 
 Every document is the separator followed by its tokens. The separator is where state resets, and what the last
-token of the document before predicts. A folder holds, for `train` and `heldout`:
+token of the document before predicts. A folder holds, for each split:
 
     train-00000.bin       ids, uint16 if the vocabulary has at most 65536 tokens, else uint32
     train-00000.starts    int64 positions in that shard where a document starts
@@ -137,17 +137,17 @@ class Shards:
         self.vocab_size = head.vocab_size
         self.tokenizer_fingerprint = head.tokenizer
         self.corpus_fingerprint = head.corpus
-        self._splits = {name: Split(name, path, np.dtype(head.dtype), records[name]) for name in SPLITS}
+        self._splits = {name: Split(name, path, np.dtype(head.dtype), part) for name, part in records.items()}
 
     def split(self, name: SplitName) -> Split:
-        """`train` or `heldout`. DataError: another name."""
+        """`train`, `heldout`, or `dev` where the corpus had one. DataError: another name."""
         if name not in self._splits:
-            raise DataError(f"split: {name!r} is not one of {', '.join(SPLITS)}")
+            raise DataError(f"{self.path}: split {name!r} is not one of {', '.join(self._splits)}")
         return self._splits[name]
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int = 2**24) -> Shards:
-    """Encode both splits of `corpus` into the folder `out`, shards of at most `shard_tokens` ids.
+    """Encode the splits of `corpus` into the folder `out`, shards of at most `shard_tokens` ids.
 
     What was interrupted continues after its last complete shard, and ends with the same bytes as if it had
     not been; what is complete is opened, and verified. Shards of another corpus or tokenizer that stand in `out` are
@@ -182,8 +182,8 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int
 
 def _encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, head: _Head) -> None:
     dtype, shard_tokens = np.dtype(head.dtype), head.shard_tokens
-    records = _resume(out, head)
-    for split in SPLITS:
+    records = _resume(out, head) or {split: [] for split in corpus.splits}
+    for split in corpus.splits:
         done = records[split]
         documents = islice(corpus.documents(split), sum(record.documents for record in done), None)
         for group in _groups(_encoded(documents, tokenizer, dtype), shard_tokens):
@@ -203,7 +203,7 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
     DataError: missing, truncated, changed or foreign files; it names file, value and what was expected.
     """
     head, records = _load(_named(path, MANIFEST))
-    for split in SPLITS:
+    for split in records:
         if not records[split]:
             raise DataError(f"{path / MANIFEST}: splits.{split} has 0 shards, expected at least 1")
         for i, record in enumerate(records[split]):
@@ -215,12 +215,12 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
 
 
 def _resume(out: Path, head: _Head) -> _Records:
-    """The shards an interrupted encoding with the same head left complete; without any, a cleared folder."""
+    """The shards an interrupted encoding with the same head left complete; without one, a cleared folder, {}."""
     sweep(out)
     if (out / JOURNAL).exists():
         begun, records = _load(_named(out, JOURNAL))
         if begun == head:
-            for split in SPLITS:
+            for split in records:
                 for i, record in enumerate(records[split]):
                     _check_shard(out, split, i, record, head, verify=True)
             return records
@@ -231,7 +231,7 @@ def _resume(out: Path, head: _Head) -> _Records:
                 remove(old)
     except OSError as error:
         raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
-    return {split: [] for split in SPLITS}
+    return {}
 
 
 def _encoded(
@@ -288,7 +288,7 @@ def _write_shard(out: Path, split: SplitName, index: int, ids: Ids, text_bytes: 
 
 def _dump(path: Path, head: _Head, records: _Records) -> None:
     write_json(
-        path, asdict(head) | {"splits": {split: [asdict(r) for r in records[split]] for split in SPLITS}}
+        path, asdict(head) | {"splits": {split: [asdict(r) for r in part] for split, part in records.items()}}
     )
 
 
@@ -322,10 +322,10 @@ def _load(path: Path) -> tuple[_Head, _Records]:
         raise DataError(
             f"{path}: dtype is {head.dtype!r}, expected {expected!r} for {head.vocab_size} tokens"
         )
-    if not isinstance(splits, dict) or set(splits) != set(SPLITS):
-        raise DataError(f"{path}: splits has not exactly the keys {', '.join(SPLITS)}")
+    if not isinstance(splits, dict) or {*splits, "dev"} != set(SPLITS):
+        raise DataError(f"{path}: splits has not exactly the keys {', '.join(SPLITS)}, dev or not")
     records: _Records = {}
-    for split in SPLITS:
+    for split in (name for name in SPLITS if name in splits):
         if not isinstance(splits[split], list):
             raise DataError(f"{path}: splits.{split} is not a list")
         records[split] = [

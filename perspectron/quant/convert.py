@@ -120,8 +120,8 @@ class Text(NamedTuple):
 
 
 class _Work:
-    """One conversion under way. texts: what the next block reads, batch by batch; empty without calibration. waiting: what a
-    network has read in blocks that are tied to it and come before its own."""
+    """One conversion under way. texts: what the next block reads, batch by batch; empty without calibration. waiting:
+    what a network has read in blocks that are tied to it and come before its own."""
 
     def __init__(self, model: LanguageModel, linear: str, report: Report, texts: list[Text]) -> None:
         self.model, self.linear, self.report, self.texts = model, linear, report, texts

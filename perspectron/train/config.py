@@ -13,7 +13,8 @@ class TrainConfig:
     """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
-    """ "stdlib", a text file, a folder, a .jsonl or .jsonl.gz, or a folder written by `tokenize`."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
+    folder written by `tokenize`."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     steps: int = 1000

@@ -60,6 +60,6 @@ def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -
 def _summary(corpus: Corpus, shards: Shards) -> str:
     skipped = corpus.skipped_count
     train, rest = shards.split("train"), shards.split("heldout")
-    read = f"{corpus.source}: {train.documents} documents, {train.text_bytes / 1e6:.1f} MB to train on, "
-    read += f"{rest.text_bytes / 1e6:.2f} MB held out"
+    read = f"{corpus.source} (digest {corpus.digest}): {train.documents} documents, "
+    read += f"{train.text_bytes / 1e6:.1f} MB to train on, {rest.text_bytes / 1e6:.2f} MB held out"
     return read + (f"; {skipped} unreadable, the first {corpus.skipped[0]}" if skipped else "")

@@ -156,7 +156,7 @@ def test_a_file_holds_out_its_end_at_a_line(
     whole = "\ufeff" + "".join(f"line {i}: ünïcode\r\n" for i in range(500)) + "no end"
     (tmp_path / name).write_bytes(gzip.compress(whole.encode()) if name.endswith("gz") else whole.encode())
     corpus = open_corpus(str(tmp_path / name), heldout=0.1)
-    train, heldout = ("".join(texts(corpus, split).values()) for split in corpus_module.SPLITS)
+    train, heldout = ("".join(texts(corpus, split).values()) for split in corpus.splits)
     assert train + heldout == whole
     assert train.endswith("\r\n")
     assert len(heldout.encode()) == pytest.approx(0.1 * len(whole.encode()), abs=30)
@@ -171,7 +171,7 @@ def test_tiny_files_give_both_splits(tmp_path: Path, text: str, heldout: float) 
     path = tmp_path / "tiny"
     path.write_bytes(text.encode())
     corpus = open_corpus(str(path), heldout=heldout)
-    train, heldout_text = ("".join(texts(corpus, split).values()) for split in corpus_module.SPLITS)
+    train, heldout_text = ("".join(texts(corpus, split).values()) for split in corpus.splits)
     assert train and heldout_text
     assert train + heldout_text == text
 
@@ -205,7 +205,7 @@ def records(count: int) -> list[bytes]:
 def test_jsonl_plain_and_gzip_are_equal(tmp_path: Path) -> None:
     plain = open_corpus(str(write_records(tmp_path / "a.jsonl", records(100))), heldout=0.3)
     zipped = open_corpus(str(write_records(tmp_path / "a.jsonl.gz", records(100))), heldout=0.3)
-    for split in corpus_module.SPLITS:
+    for split in plain.splits:
         ours, theirs = texts(plain, split), texts(zipped, split)
         assert list(ours.values()) == list(theirs.values())
         assert ours == {name: f"Ünit {int(name.split(':')[1]) - 1}\r\n" for name in ours}
@@ -309,3 +309,100 @@ def test_equal_jsonl_records_never_stand_on_both_sides(tmp_path: Path) -> None:
     train, held = (set(texts(corpus, split).values()) for split in ("train", "heldout"))
     assert len(train | held) == 40 and not train & held
     assert 4 < len(held) < 20
+
+
+# The dev split
+
+
+def sources_of(root: Path) -> dict[str, str]:
+    """A folder, a file and JSON lines of the same size."""
+    folder(root / "folder", 200)
+    (root / "book.txt").write_text("".join(f"line {i}\n" for i in range(2000)))
+    write_records(root / "a.jsonl", records(300))
+    return {name: str(root / name) for name in ("folder", "book.txt", "a.jsonl")}
+
+
+@pytest.mark.parametrize("name", ["folder", "book.txt", "a.jsonl"])
+def test_dev_is_taken_from_training_text_and_leaves_the_held_out_text(tmp_path: Path, name: str) -> None:
+    source = sources_of(tmp_path)[name]
+    plain, three = open_corpus(source, 0.2), open_corpus(source, 0.2, dev=0.1)
+    assert plain.splits == ("train", "heldout") and three.splits == ("train", "dev", "heldout")
+    assert plain.fingerprint != three.fingerprint
+    whole = {split: "".join(texts(three, split).values()) for split in three.splits}
+    assert "".join(texts(plain, "heldout").values()) == whole["heldout"]
+    assert whole["train"] and whole["dev"]
+    size = sum(map(len, whole.values()))
+    assert len(whole["dev"]) == pytest.approx(0.1 * size, rel=0.5)
+    before = sorted("".join(texts(plain, "train").values()).splitlines())
+    assert sorted((whole["train"] + whole["dev"]).splitlines()) == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("shares", [(1e-6, 1e-6), (0.5, 0.4), (0.9, 0.09)])
+def test_few_files_give_all_three_splits(tmp_path: Path, count: int, shares: tuple[float, float]) -> None:
+    corpus = open_corpus(str(folder(tmp_path, count)), shares[0], dev=shares[1])
+    found = [text for split in corpus.splits for text in texts(corpus, split).values()]
+    assert all(texts(corpus, split) for split in corpus.splits)
+    assert sorted("".join(found)) == sorted("".join(f"text {i}\r\nand more\n" for i in range(count)))
+
+
+def test_few_records_give_all_three_splits(tmp_path: Path) -> None:
+    path = str(write_records(tmp_path / "three.jsonl", records(3)))
+    corpus = open_corpus(path, 1e-6, dev=1e-6)
+    assert [len(texts(corpus, split)) for split in corpus.splits] == [1, 1, 1]
+    with pytest.raises(
+        DataError, match="2 records with text, need at least 3, one for each of train, dev, heldout"
+    ):
+        open_corpus(str(write_records(tmp_path / "two.jsonl", records(2))), dev=0.1)
+
+
+@pytest.mark.parametrize("dev", [-0.1, 0.95, float("nan")])
+def test_a_dev_share_out_of_bounds_is_an_error(tmp_path: Path, dev: float) -> None:
+    with pytest.raises(DataError, match="dev: "):
+        open_corpus(str(folder(tmp_path, 5)), dev=dev)
+
+
+# Texts that have a name
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment of two packages, one with a copy of the other's licence."""
+    for name in ("one", "two"):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        (info / "licenses").mkdir(parents=True)
+        (info / "licenses" / "LICENSE").write_text("the same licence\n")
+        (info / "METADATA").write_text(f"Name: {name}\n")
+        (info / "RECORD").write_text("digests\n")
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "code.py").write_text(f"name = {name!r}\n")
+        (tmp_path / name / "README.md").write_text(f"About {name}.\n")
+        (tmp_path / name / "tests" / "test.py").write_text(f"assert {name!r}\n")
+    (tmp_path / "perspectron").mkdir()
+    (tmp_path / "perspectron" / "code.py").write_text("ours\n")
+    (tmp_path / "two" / "copy.py").write_text("name = 'one'\n")
+    monkeypatch.setattr(corpus_module.sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
+    return tmp_path
+
+
+def test_sources_and_prose_of_the_packages_installed_without_copies_and_without_us(packages: Path) -> None:
+    found = {
+        name: {d for split in ("train", "heldout") for d in texts(open_corpus(name), split)}
+        for name in ("sources", "prose")
+    }
+    assert found["sources"] == {"one/code.py", "one/tests/test.py", "two/code.py", "two/tests/test.py"}
+    assert found["prose"] == {
+        "one/README.md",
+        "two/README.md",
+        "one-1.0.dist-info/METADATA",
+        "two-1.0.dist-info/METADATA",
+        "one-1.0.dist-info/licenses/LICENSE",
+    }
+
+
+def test_the_digest_of_a_named_text_follows_its_files_alone(packages: Path) -> None:
+    first = open_corpus("prose").digest
+    os.utime(packages / "one" / "README.md", (1, 1))
+    assert open_corpus("prose").digest == first and len(first) == 12
+    (packages / "one" / "README.md").write_text("About one, and more.\n")
+    assert open_corpus("prose").digest != first
