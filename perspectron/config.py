@@ -6,6 +6,7 @@ known kinds are the classes that derive from it, so a new mixer registers itself
 
 import dataclasses
 import math
+import tomllib
 import types
 import typing
 from collections.abc import Iterable
@@ -43,6 +44,16 @@ def divides(heads: int, d_model: int, *, even: bool = False) -> None:
     """Raise ConfigError unless so many heads divide the model width, with `even` into even widths."""
     bound = f"d_model / 2 = {d_model / 2:g}" if even else f"d_model = {d_model}"
     require(d_model % ((1 + even) * heads) == 0, "heads", heads, f"a divisor of {bound}")
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
+    key, equals, value = text.partition("=")
+    require(equals == "=" and key != "", "set", text, "KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
 
 
 class Kind:

@@ -68,7 +68,8 @@ class Ablate:
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
-            resolved(train.data), train.heldout, "tokens", config.model.vocab_size, train.seq_len,
-            train.batch_size * train.accumulate, (train.optim.lr,), dtype=train.dtype, device=train.device,
+            resolved(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
+            config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
+            (train.optim.warmup / train.steps,), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in listed(self.suites)),
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """`perspectron compare`."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -55,7 +56,7 @@ class Compare:
     report: Path | None = None
     """A results.json, of which the page is written beside it; nothing is trained."""
     designs: str = DESIGNS
-    """Designs to compare, with commas between."""
+    """Designs to compare, with commas between; one with other sizes as "gla[embedding_norm=false]"."""
     params: str = "5M"
     """Active parameters of each design, within 2%."""
     tokens: str = "20M"
@@ -66,7 +67,9 @@ class Compare:
     """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
     folder written by `tokenize`."""
     heldout: float = Settings.heldout
-    """Share of the text that is never trained on."""
+    """Share of the text that is never trained on, and read once, at the end."""
+    dev: float = Settings.dev
+    """Share of the text that is not trained on either, by whose loss rates are chosen."""
     match: Literal["tokens", "flops", "time"] = Settings.match
     """What is equal beside parameters; "flops" and "time" are those of the transformer at --tokens."""
     vocab_size: int = Settings.vocab_size
@@ -77,6 +80,8 @@ class Compare:
     """Windows in a batch."""
     rates: tuple[float, ...] = Settings.rates
     """Peak learning rates tried for each design, and beyond if the best is at an end; one is taken as it is."""
+    warmups: tuple[float, ...] = Settings.warmups
+    """Shares of the updates in which a rate is reached, each tried with each rate."""
     rate_share: float = Settings.rate_share
     """Share of the tokens for each try."""
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
@@ -125,15 +130,15 @@ class Compare:
         return Settings(
             listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
             resolved(self.data),
-            self.heldout, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
-            self.rate_share, self.dtype, self.device, suites=listed(self.suites),
+            self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
+            self.warmups, self.rate_share, self.dtype, self.device, suites=listed(self.suites),
             recall=self.recall,
         )  # fmt: skip
 
 
 def listed(names: str) -> tuple[str, ...]:
-    """Names between commas."""
-    return tuple(name.strip() for name in names.split(",") if name.strip())
+    """Names between commas, of which those inside brackets separate nothing."""
+    return tuple(name.strip() for name in re.split(r",(?![^\[]*\])", names) if name.strip())
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
@@ -145,7 +150,8 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             rates, tried = run.choose_rates(
                 folder, what, lambda cells: _train(folder, what, cells, jobs, console)
             )
-            console.print("learning rates: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()))
+            chosen = (f"{name} {lr:g} ({warmup:.0%} warm-up)" for name, (lr, warmup) in rates.items())
+            console.print("learning rates: " + ", ".join(chosen))
             cells = run.cells(folder, what, rates)
             _train(folder, what, cells, jobs, console)
             finished = [cell for cell in cells if run.trained(cell).status == "finished"]
@@ -216,7 +222,7 @@ def _train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Cons
 
 def _line(cell: Cell, end: Ended) -> str:
     state = run.trained(cell)
-    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate:g}  {end.seconds:.0f} s  "
+    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate.lr:g}  {end.seconds:.0f} s  "
     if state.bits is not None:
         return head + f"{state.bits:.4f} held-out bits per byte"
     return head + f"{state.status}: {state.why} (exit code {end.code})"

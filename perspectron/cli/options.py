@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from perspectron.config import require
+from perspectron.config import assignment, require
 from perspectron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,16 +60,6 @@ def _parse(amount: str, text: str, field: str, bound: str) -> int:
     value = float(number) * (1024 if binary else 1000) ** (POWERS.index(prefix.upper()) + 1 if prefix else 0)
     require(math.isfinite(value) and 1 <= value <= LARGEST, field, text, f"{bound}, from 1 to 2⁶²")
     return round(value)
-
-
-def assignment(text: str) -> tuple[str, Any]:
-    """("rank", 64) of "rank=64"; the value is read as TOML, and a bare word as a string."""
-    key, equals, value = text.partition("=")
-    require(equals == "=" and key != "", "set", text, "KEY=VALUE")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
 
 
 def assignments(given: Sequence[Sequence[str]]) -> dict[str, Any]:

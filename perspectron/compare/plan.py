@@ -18,7 +18,7 @@ from perspectron import presets
 from perspectron.census import census
 from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
-from perspectron.errors import ConfigError
+from perspectron.errors import ConfigError, DataError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.training import Setting, seconds_per_step
 from perspectron.files import read_json, remove, safe_join, write_json
@@ -28,12 +28,11 @@ from perspectron.train.config import TrainConfig
 from perspectron.train.optim import OptimConfig
 from perspectron.train.precision import faster
 
-VERSION = 1
+VERSION = 2
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
 CURVE_TOKENS = 32768  # held-out tokens measured during training
 LEAST_VOCABULARY = 512
-WARMUP = 50  # updates, where that is no more than a quarter of all
 ROUNDS = 4  # of timing, after one that is left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """Arms by name: the model, one line about it, and its source."""
@@ -43,8 +42,10 @@ Models = dict[str, tuple[ModelConfig, str, str]]
 class Settings:
     """Settings of a comparison as the user asks for them. Every arm has the same parameters, tokens and seeds; `match`
     "flops" or "time" gives each arm as many tokens as the transformer (or the first arm) pays for with its FLOPs or
-    its time at `tokens` tokens. vocab_size: 0 follows from the parameters. rates: peak learning rates to try on
-    `rate_share` of the tokens; a single one is taken as it is. threads: per training; 0 is open. suites: measured
+    its time at `tokens` tokens. dev: share of the text by whose loss rates are chosen and curves drawn; the held-out
+    text is read once, at the end. vocab_size: 0 follows from the parameters. rates, warmups: peak learning rates, and
+    shares of the updates in which they are reached, each with each tried on `rate_share` of the tokens; a single one
+    is taken as it is. threads: per training; 0 is open. suites: measured
     after training, beside the loss. recall: two tasks with one seed, or all with three."""
 
     arms: tuple[str, ...]
@@ -53,11 +54,13 @@ class Settings:
     seeds: int = 3
     data: str = "stdlib"
     heldout: float = 0.05
+    dev: float = 0.05
     match: Literal["tokens", "flops", "time"] = "tokens"
     vocab_size: int = 0
     seq_len: int = 256
     batch_size: int = 8
-    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    warmups: tuple[float, ...] = (0.05, 0.2)
     rate_share: float = 0.1
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
@@ -73,9 +76,16 @@ class Settings:
         least = self.seq_len * self.batch_size
         require(self.tokens >= least, "tokens", self.tokens, f"≥ {least}, one batch")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
+        rest = f"in [0, {1 - self.heldout:g}), what is not held out"
+        require(0 <= self.dev < 1 - self.heldout, "dev", self.dev, rest)
         room = self.vocab_size == 0 or self.vocab_size >= 257
         require(room, "vocab_size", self.vocab_size, "≥ 257, a byte each and the end of a text; or 0")
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
+        shares = len(self.warmups) >= 1 and min(self.warmups) >= 0 and max(self.warmups) <= 1
+        require(shares, "warmups", self.warmups, "one or more numbers in [0, 1]")
+        choices = len(self.rates) * len(self.warmups)
+        bound = f"> 0, to choose among {choices} rates and warm-ups by"
+        require(choices == 1 or self.dev > 0, "dev", self.dev, bound)
         require(0 < self.rate_share <= 1, "rate_share", self.rate_share, "in (0, 1]")
         require(self.threads >= 0, "threads", self.threads, "≥ 0")
         for suite in self.suites:
@@ -127,13 +137,20 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     """
     folder = data_of(out, settings)
     if not (folder / "manifest.json").is_file():
-        corpus, kept = open_corpus(settings.data, settings.heldout), folder / "tokenizer.json"
+        corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
+        kept = folder / "tokenizer.json"
         if not kept.is_file():
             texts = (document.text for document in corpus.documents("train"))
             Tokenizer.train(texts, settings.vocab_size or vocabulary(settings.params)).save(kept)
         encode(corpus, Tokenizer.load(kept), folder)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
+    bound = f"0, as {folder} has no dev split: choose one rate and one warm-up, or make it with tokenize --dev 0.05"
+    require(settings.dev == 0 or "dev" in shards.splits, "dev", settings.dev, bound)
+    tokens = shards.split("dev").tokens if settings.dev else settings.seq_len
+    if tokens < settings.seq_len:
+        bound = f"{settings.dev * settings.seq_len / tokens:.2g} or above: it has {tokens} tokens"
+        raise DataError(f"dev = {settings.dev:g}, must be {bound}, and a window has {settings.seq_len}")
     return tokenizer, shards
 
 
@@ -187,7 +204,7 @@ def plan(
 
 def _clear(out: Path, settings: Settings) -> None:
     """Delete text in `out` that a comparison encoded for other settings and stopped before it had a plan."""
-    asked = {"data": settings.data, "heldout": settings.heldout, "vocab_size": settings.vocab_size}
+    asked = {name: getattr(settings, name) for name in ("data", "heldout", "dev", "vocab_size")}
     folder = safe_join(out, DATA, ConfigError)
     path = folder / ASKED
     if not path.is_file() or read_json(path, ConfigError) != asked:
@@ -233,33 +250,29 @@ def models_of_designs(settings: Settings) -> Models:
     """Models of the designs at the budget. ConfigError for an unknown design, or a budget that it cannot meet."""
     made = {}
     for name in settings.arms:
+        design, _ = presets.variant(name)
         model = presets.solve(
-            one_of(name, presets.DESIGNS, "designs"),
+            name,
             settings.params,
             vocab_size=settings.vocab_size or vocabulary(settings.params),
             seq_len=settings.seq_len,
         )
-        made[name] = (model, presets.DESIGNS[name].about, presets.DESIGNS[name].source)
+        made[name] = (model, design.about, design.source)
     return made
 
 
 def train_config(
-    out: Path, settings: Settings, steps: int, seed: int, rate: float, measured: int
+    out: Path, settings: Settings, steps: int, seed: int, rate: float, warmup: float, measured: int
 ) -> TrainConfig:
-    """Training settings of a cell that is measured and saved `measured` times."""
+    """Training settings of a cell that is measured and saved `measured` times. warmup: share of the updates."""
     every = max(1, -(-steps // measured))
     return TrainConfig(
-        data=str(data_of(out, settings).resolve()), heldout=settings.heldout, steps=steps,
+        data=str(data_of(out, settings).resolve()), heldout=settings.heldout,
+        measured_on="dev" if settings.dev else "heldout", steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,
         device=settings.device, eval_every=every, eval_tokens=CURVE_TOKENS, save_every=every, keep=1,
-        optim=OptimConfig(lr=rate, warmup=warmup(steps)),
+        optim=OptimConfig(lr=rate, warmup=max(1, round(warmup * steps))),
     )  # fmt: skip
-
-
-def warmup(steps: int) -> int:
-    """Updates of warm-up: a twentieth, but in short trainings more. With 12 of 245, one of three perspective models
-    stays at 3.01 bits per byte; with 50 it reaches 2.41."""
-    return max(1, steps // 20, min(WARMUP, steps // 4))
 
 
 def _train_flops(model: ModelConfig, settings: Settings) -> float:

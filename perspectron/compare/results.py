@@ -50,15 +50,16 @@ def note_conditions(out: Path, plan: Plan, jobs: int) -> None:
 
 
 def collect(
-    out: Path, plan: Plan, rates: dict[str, float], tried: dict[str, list[dict[str, Any]]]
+    out: Path, plan: Plan, rates: dict[str, run.Rate], tried: dict[str, list[dict[str, Any]]]
 ) -> dict[str, Any]:
     """Results so far; cells that are not trained are "missing"."""
     _, shards = prepare(out, plan.settings)
     cells = run.cells(out, plan, rates)
     costs = read_json(out / "cost.json", ConfigError) if (out / "cost.json").is_file() else {}
     train, heldout = shards.split("train"), shards.split("heldout")
+    curve = shards.split("dev") if plan.settings.dev else heldout
     settings: dict[str, Any] = dump(plan.settings)
-    shown = ("params", "tokens", "match", "data", "seq_len", "batch_size", "rates", "rate_share")
+    shown = ("params", "tokens", "match", "data", "seq_len", "batch_size", "rates", "warmups", "rate_share")
     measured = [measure.suites_of(cell) for cell in cells]
     compressors: dict[str, float] = next(
         (m["perplexity"]["compressors"] for m in measured if "perplexity" in m), {}
@@ -75,7 +76,9 @@ def collect(
             "reference": plan.reference,
             "train_tokens": train.tokens,
             "heldout_tokens": heldout.tokens,
-            "curve_tokens": min(CURVE_TOKENS, heldout.tokens),
+            "curve_tokens": min(CURVE_TOKENS, curve.tokens),
+            "curve_on": curve.name,
+            "text_digest": shards.corpus_fingerprint.partition(":")[2][:12],
             "heldout_bytes": heldout.text_bytes,
         },
         "compressors": compressors,
@@ -136,7 +139,7 @@ def _arm(
         "train_flops_per_token": arm.train_flops_per_token,
         "state_bytes": {str(context): size for context, size in counted.state_bytes.items()},
         "rates": tried,
-        "lr": cells[0].rate,
+        **cells[0].rate._asdict(),
         "cells": [_cell(cell, arm) for cell in cells],
         "suites": suites,
     }

@@ -33,13 +33,20 @@ FACTOR = 2.0  # to the next learning rate outside the grid
 OUTSIDE = 1  # rates tried beyond an end of the grid, at most
 
 
+class Rate(NamedTuple):
+    """A peak learning rate, and the share of the updates in which it is reached."""
+
+    lr: float
+    warmup: float
+
+
 class Cell(NamedTuple):
     """One training: an arm with a seed and a learning rate, for `steps` updates. measured: number of measurements of
-    the held-out loss."""
+    the loss."""
 
     arm: str
     seed: int
-    rate: float
+    rate: Rate
     steps: int
     folder: Path
     measured: int
@@ -54,7 +61,7 @@ class Trained(NamedTuple):
     bits: float | None
 
 
-def cells(out: Path, plan: Plan, rates: dict[str, float]) -> list[Cell]:
+def cells(out: Path, plan: Plan, rates: dict[str, Rate]) -> list[Cell]:
     """Cells of every arm with the first seed, then with the next."""
     return [
         Cell(name, seed, rates[name], arm.steps, _folder(out, f"cells/{name}/{seed}"), MEASURED)
@@ -68,7 +75,7 @@ def _folder(out: Path, name: str) -> Path:
     return safe_join(out, name, ConfigError)
 
 
-def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
+def trials(out: Path, plan: Plan, rates: dict[str, list[Rate]]) -> list[Cell]:
     """Short trainings with the first seed, one for each rate of an arm."""
     share = plan.settings.rate_share
     return [
@@ -77,7 +84,7 @@ def trials(out: Path, plan: Plan, rates: dict[str, list[float]]) -> list[Cell]:
             0,
             rate,
             max(1, round(share * plan.arms[name].steps)),
-            _folder(out, f"rates/{name}/{rate:g}"),
+            _folder(out, f"rates/{name}/{rate.lr:g}-{rate.warmup:g}"),
             1,
         )
         for name, values in rates.items()
@@ -139,7 +146,8 @@ def train(
     queue = []
     for name, cell in by_name.items():
         if not (cell.folder / "config.json").is_file():
-            settings = train_config(out, plan.settings, cell.steps, cell.seed, cell.rate, cell.measured)
+            given = (cell.steps, cell.seed, *cell.rate, cell.measured)
+            settings = train_config(out, plan.settings, *given)
             tokenizer.save(cell.folder / "tokenizer.json")
             checkpoint.save_config(cell.folder, RunConfig(plan.arms[cell.arm].model, settings, order=order))
         arguments = ("perspectron", "train", "--resume", str(cell.folder))
@@ -151,17 +159,17 @@ def train(
 
 def choose_rates(
     out: Path, plan: Plan, run: Callable[[list[Cell]], None]
-) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """(best rate of each arm, all rates tried with their held-out bits per byte).
+) -> tuple[dict[str, Rate], dict[str, list[dict[str, Any]]]]:
+    """(best rate of each arm, all rates tried with their bits per byte on dev).
 
     `run` trains the trials. Where the best rate is at an end of the grid, the next one outside is tried too.
     """
-    grid = sorted(plan.settings.rates)
+    grid = sorted(Rate(lr, warmup) for lr in plan.settings.rates for warmup in plan.settings.warmups)
     if len(grid) == 1:
         return dict.fromkeys(plan.arms, grid[0]), {name: [] for name in plan.arms}
     if (out / RATES).is_file():  # what cells were trained with, whatever has become of the trials
         saved = read_json(out / RATES, CheckpointError)
-        return saved["chosen"], saved["tried"]
+        return {name: Rate(*rate) for name, rate in saved["chosen"].items()}, saved["tried"]
     wanted = {name: list(grid) for name in plan.arms}
     while True:
         run(trials(out, plan, wanted))
@@ -176,27 +184,31 @@ def choose_rates(
     return chosen, tried
 
 
-def _tried(out: Path, plan: Plan, name: str, values: list[float]) -> list[dict[str, Any]]:
+def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[str, Any]]:
     """What came of each rate of an arm. CheckpointError for a trial that did not end."""
     results = []
     for cell in trials(out, plan, {name: values}):
         state = trained(cell)
         if state.status == "missing":
             raise CheckpointError(f"{cell.folder}: {state.why}; mend that and go on with --resume {out}")
-        results.append({"lr": cell.rate, "heldout_bits_per_byte": state.bits, "why": state.why})
+        results.append(cell.rate._asdict() | {"heldout_bits_per_byte": state.bits, "why": state.why})
     return results
 
 
-def _best(tried: list[dict[str, Any]]) -> float:
+def _best(tried: list[dict[str, Any]]) -> Rate:
     """Rate with the lowest loss; the lowest rate where no trial has finished."""
-    losses = {line["lr"]: line["heldout_bits_per_byte"] for line in tried}
-    return min(losses, key=lambda lr: (math.inf if losses[lr] is None else losses[lr], lr))
+    losses = {Rate(line["lr"], line["warmup"]): line["heldout_bits_per_byte"] for line in tried}
+    return min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
 
 
-def _beyond(values: list[float], best: float) -> list[float]:
-    if best == min(values):
-        return [best / FACTOR]
-    return [best * FACTOR] if best == max(values) else []
+def _beyond(values: list[Rate], best: Rate) -> list[Rate]:
+    """The rate next to the best one where that is the lowest or the highest, at the same warm-up."""
+    rates = [rate.lr for rate in values if rate.warmup == best.warmup]
+    if len(rates) == 1:
+        return []
+    if best.lr == min(rates):
+        return [best._replace(lr=best.lr / FACTOR)]
+    return [best._replace(lr=best.lr * FACTOR)] if best.lr == max(rates) else []
 
 
 def history(cell: Cell, flops_per_token: float) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class Shards:
         self.vocab_size = head.vocab_size
         self.tokenizer_fingerprint = head.tokenizer
         self.corpus_fingerprint = head.corpus
+        self.splits = tuple(records)
         self._splits = {name: Split(name, path, np.dtype(head.dtype), part) for name, part in records.items()}
 
     def split(self, name: SplitName) -> Split:

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, lens, pdr, ssd, window_gqa
+from perspectron.mixers import adr, attention, drm, gla, lens, pdr, pdr2, ssd, window_gqa
 
 
 class Mixer(NamedTuple):
@@ -22,6 +22,12 @@ MIXERS = {
         pdr.PDRConfig(rank=4),
         "Perspective Decay Recurrence: a matrix memory whose rows fade by gates of their own",
         "seeds/pdr.md §2",
+    ),
+    "pdr2": Mixer(
+        pdr2.PDR2,
+        pdr2.PDR2Config(rank=3, groups=2),
+        "PDR behind a short convolution, with half-lives spread and its output normed and gated",
+        "docs/lab-notes.md",
     ),
     "window_gqa": Mixer(
         window_gqa.WindowGQA,

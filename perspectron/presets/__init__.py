@@ -6,7 +6,7 @@
 
 from perspectron.presets import designs as designs
 from perspectron.presets.fit import TOLERANCE, small, solve
-from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes
+from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, variant
 
 __all__ = [
     "DESIGNS",
@@ -19,4 +19,5 @@ __all__ = [
     "sizes",
     "small",
     "solve",
+    "variant",
 ]

@@ -9,6 +9,7 @@ from perspectron.config import (
     BlockConfig,
     FFNConfig,
     Law5Config,
+    MixerConfig,
     ModelConfig,
     NoResidualConfig,
     ResidualConfig,
@@ -24,6 +25,7 @@ from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
@@ -52,44 +54,50 @@ def perspective(
     d_model: int = 128,
     layers: int = 4,
     hidden: int = 472,
-    pdr: PDRConfig = PDRConfig(rank=32),
+    mixer: MixerConfig = PDRConfig(rank=32),
     gqa: WindowGQAConfig = WindowGQAConfig(heads=4, kv_heads=2, window=128),
     ffn: Literal["dense", "routed", "seed"] = "dense",
     routed: RoutedConfig = RoutedConfig(hidden=472, torus=(4, 2)),
+    period: int = 4,
+    embedding_norm: bool = True,
 ) -> ModelConfig:
-    """Blocks of four: three PDR layers, then windowed GQA (decisions.md §2).
+    """A recurrence, PDR, and in every fourth layer windowed GQA (decisions.md §2).
 
-    ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in the PDR layers, each as large; "seed",
-    the PDR layers use the network of the next GQA layer, which leaves what the routed model shares. hidden: of every
-    network, of experts too.
+    period: every so many layers, attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
+    the recurrent layers, each as large; "seed", the recurrent layers use the network of the next GQA layer, which
+    leaves what the routed model shares. hidden: of every network, of experts too.
     """
     for field in fields(routed):
         value, unused = getattr(routed, field.name), f"left out where ffn is {ffn!r}"
         plain = field.default is MISSING or value == field.default
         require(ffn == "routed" or plain, field.name, value, unused)
-    require(layers >= 1, "layers", layers, "≥ 1")
+    at = {"layers": layers, "period": period}
+    for key, value in at.items():
+        require(value >= 1, key, value, "≥ 1")
     dense = SwiGLUConfig(hidden)
     blocks = []
     for layer in range(layers):
         networks = {
             "dense": dense,
             "routed": replace(routed, hidden=hidden),
-            "seed": TiedConfig(layer // 4 * 4 + 3),
+            "seed": TiedConfig(layer // period * period + period - 1),
         }
-        blocks.append(BlockConfig(gqa, dense) if layer % 4 == 3 else BlockConfig(pdr, networks[ffn]))
-    return ModelConfig(name, vocab_size, d_model, tuple(blocks))
+        blocks.append(
+            BlockConfig(gqa, dense) if layer % period == period - 1 else BlockConfig(mixer, networks[ffn])
+        )
+    return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
 
 
 width_384 = partial(
-    perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, pdr=PDRConfig(64),
+    perspective, vocab_size=8192, d_model=384, layers=8, hidden=1408, mixer=PDRConfig(64),
     gqa=WindowGQAConfig(6, 2, 512), routed=RoutedConfig(1408, (4, 4)),
 )  # fmt: skip
 width_768 = partial(
-    perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, pdr=PDRConfig(128),
+    perspective, vocab_size=32768, d_model=768, layers=12, hidden=2816, mixer=PDRConfig(128),
     gqa=WindowGQAConfig(12, 3, 512), routed=RoutedConfig(2816, (4, 4, 2)),
 )  # fmt: skip
 width_4096 = partial(
-    perspective, vocab_size=32768, d_model=4096, layers=80, hidden=11008, pdr=PDRConfig(256),
+    perspective, vocab_size=32768, d_model=4096, layers=80, hidden=11008, mixer=PDRConfig(256),
     gqa=WindowGQAConfig(32, 8, 512), routed=RoutedConfig(11008, (8, 4, 4)),
 )  # fmt: skip
 preset("perspective-tiny", "3 PDR layers with 8 experts each, 1 windowed GQA", perspective, ffn="routed")
@@ -128,6 +136,7 @@ def adr(
     norm: Literal["post", "pre"] = "post",
     solver: Literal["sequential", "newton"] = "sequential",
     tied: bool = True,
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """GPT-2 whose keys and values are memories (decisions.md §4).
 
@@ -145,7 +154,7 @@ def adr(
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
-        positions=positions, **GPT2_NORM,
+        positions=positions, embedding_norm=embedding_norm, **GPT2_NORM,
     )  # fmt: skip
 
 
@@ -181,6 +190,7 @@ def lens(
     route_scale: float = 1.0,
     anneal: float = 0.0,
     anneal_after: int = 0,
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """GPT-2 with lenses; each part can be switched off, and without all of them it is GPT-2.
 
@@ -195,8 +205,8 @@ def lens(
     residual: ResidualConfig = SequentialConfig()
     if route:
         residual = RouteGatedConfig(route_scale, anneal, anneal_after)
-    block = BlockConfig(mixer, ffn, residual)
-    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
+    block, more = BlockConfig(mixer, ffn, residual), {"embedding_norm": embedding_norm} | GPT2_NORM
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
 
 
 preset("lens-tiny", "GPT-2 with lenses, width 128", lens)
@@ -206,7 +216,7 @@ preset(
 )  # fmt: skip
 preset(
     "lens-gpt2-124m", "GPT-2 124M with every lens: 209.4 M", lens, vocab_size=50257, d_model=768, layers=12,
-    mixer=LensConfig(12), mlp=ContextMLPConfig(3072, activation="gelu_tanh"),
+    mixer=LensConfig(12), mlp=ContextMLPConfig(3072, activation="gelu_tanh"), embedding_norm=False,
 )  # fmt: skip
 
 
@@ -229,11 +239,14 @@ def drm(
     emitter: int = 256,
     stability: float = 0.0,
     risk: bool = False,
+    embedding_norm: bool = False,
 ) -> ModelConfig:
     """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
-    return ModelConfig(name, vocab_size, d_model, (block,), head, embedding_std=1.0)
+    return ModelConfig(
+        name, vocab_size, d_model, (block,), head, embedding_std=1.0, embedding_norm=embedding_norm
+    )
 
 
 preset(
@@ -260,11 +273,15 @@ def gpt2(
     heads: int = 4,
     hidden: int = 536,
     positions: int = 1024,
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
     mixer = AttentionConfig(heads, rope_base=None, bias=True)
-    block = BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh"))
-    return stack(name, vocab_size, d_model, layers, block, positions=positions, **GPT2_NORM)
+    block, more = (
+        BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh")),
+        {"embedding_norm": embedding_norm} | GPT2_NORM,
+    )
+    return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
 
 
 @design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
@@ -276,10 +293,11 @@ def transformer(
     layers: int = 4,
     heads: int = 4,
     hidden: int = 448,
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """A modern transformer: full attention with RoPE and a SwiGLU in every layer."""
     block = BlockConfig(AttentionConfig(heads), SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block)
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
 @design("gated linear attention", BASELINE)
@@ -291,9 +309,11 @@ def gla(
     layers: int = 4,
     hidden: int = 440,
     mixer: GLAConfig = GLAConfig(heads=4),
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """Gated linear attention with SwiGLU, as published."""
-    return stack(name, vocab_size, d_model, layers, BlockConfig(mixer, SwiGLUConfig(hidden)))
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
 def _depths(shape: Shape) -> Iterable[Sizes]:
@@ -309,11 +329,33 @@ def ssd(
     d_model: int = 128,
     layers: int = 8,
     mixer: SSDConfig = SSDConfig(head_dim=32, state=64),
+    embedding_norm: bool = True,
 ) -> ModelConfig:
     """Mamba-2: a stack of mixers, without feed-forward networks."""
-    return stack(name, vocab_size, d_model, layers, BlockConfig(mixer, None))
+    block = BlockConfig(mixer, None)
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
+def _half_again(shape: Shape) -> Iterable[Sizes]:
+    """Half as many layers again as others have."""
+    return [{"layers": max(1, 3 * shape.layers // 2)}]
+
+
+DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
+    make=partial(perspective, layers=6, hidden=296, mixer=PDR2Config(rank=32), period=3),
+    about="improved PDR, and windowed attention in every third layer",
+    source="docs/lab-notes.md",
+    variants=_half_again,
+)
+FRAMED: dict[str, MixerConfig] = {
+    "pdr2": PDR2Config(rank=32),
+    "gla": GLAConfig(heads=4),
+    "ssd": SSDConfig(head_dim=32, state=64),
+}
+for kind, mixer in FRAMED.items():
+    DESIGNS[f"perspective[{kind}]"] = DESIGNS["perspective"]._replace(
+        make=partial(perspective, mixer=mixer), about=f"Perspective with {kind} in the place of PDR"
+    )
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",
@@ -339,7 +381,7 @@ preset(
 )  # fmt: skip
 preset(
     "gpt2-124m", "GPT-2 as published: its weights fit", gpt2,
-    vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072,
+    vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072, embedding_norm=False,
 )  # fmt: skip
 preset("gla-tiny", "gated linear attention, as large as perspective-tiny-dense", gla)
 preset(

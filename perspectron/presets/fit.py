@@ -7,8 +7,8 @@ reaches every layer, the knob, is then turned until the parameters match.
 import math
 
 from perspectron.census import active_parameters
-from perspectron.config import ModelConfig, one_of, require
-from perspectron.presets.table import DESIGNS, Design, Shape, Sizes, made, sizes_of
+from perspectron.config import ModelConfig, require
+from perspectron.presets.table import DESIGNS, Design, Shape, Sizes, made, sizes_of, variant
 
 HEAD_WIDTH = 32
 TOLERANCE = 0.02  # of the parameters
@@ -18,9 +18,9 @@ LEAST = 8  # of a knob
 
 
 def solve(design: str, params: int, *, vocab_size: int, seq_len: int) -> ModelConfig:
-    """The design at `params` parameters, within 2%; of experts, those that a token uses count.
+    """The design, or a variant of it, at `params` parameters, within 2%; of experts, those that a token uses count.
 
-    ConfigError for an unknown design, and for a budget that its embedding and least layers exceed.
+    ConfigError for an unknown design or size, and for a budget that its embedding and least layers exceed.
     """
     require(params >= 1, "params", params, "≥ 1")
     config, least = _fit(design, _shape(params, vocab_size, seq_len), params)
@@ -67,8 +67,8 @@ def _shared(design: Design, shape: Shape) -> dict[str, int]:
 
 def _fit(name: str, shape: Shape, params: int) -> tuple[ModelConfig, int]:
     """(the design as near to `params` as its knob comes, the fewest parameters that it could have)."""
-    design = DESIGNS[one_of(name, DESIGNS, "design")]
-    sizes = _nearest(design, shape, params)
+    design, given = variant(name)
+    sizes = _nearest(design, shape, params, given)
 
     def turned(knob: int) -> ModelConfig:
         return made(design.make, name, {**sizes, design.knob: knob})
@@ -79,11 +79,11 @@ def _fit(name: str, shape: Shape, params: int) -> tuple[ModelConfig, int]:
     return turned(max(LEAST, LEAST + turns * design.step)), count[LEAST]
 
 
-def _nearest(design: Design, shape: Shape, params: int) -> Sizes:
-    """The variant nearest to the budget with its knob at the default."""
+def _nearest(design: Design, shape: Shape, params: int, given: Sizes) -> Sizes:
+    """The sizes nearest to the budget with its knob at the default; `given` are as they are."""
     best: tuple[float, Sizes] = (math.inf, {})
-    for variant in design.variants(shape):
-        sizes = _shared(design, shape) | dict(variant)
+    for sizes in design.variants(shape):
+        sizes = _shared(design, shape) | dict(sizes) | dict(given)
         distance = abs(active_parameters(made(design.make, "", sizes)) - params)
         if distance >= best[0]:
             break  # variants grow

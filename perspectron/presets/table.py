@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
-from perspectron.config import ModelConfig, load, one_of
+from perspectron.config import ModelConfig, assignment, load, one_of, require
 from perspectron.errors import ConfigError
 
 Sizes = Mapping[str, Any]
@@ -50,11 +50,12 @@ class Preset(NamedTuple):
 
 
 class Size(NamedTuple):
-    """hint: its type. path: the keyword, and where that is a part the field in it."""
+    """hint: its type. paths: the keyword, and where that is a part the field in it; of a field that several parts have,
+    all of them, so that it is set in each."""
 
     default: Any
     hint: Any
-    path: tuple[str, ...]
+    paths: tuple[tuple[str, ...], ...]
 
 
 DESIGNS: dict[str, Design] = {}
@@ -121,9 +122,32 @@ def sizes(name: str) -> dict[str, Any]:
     return {key: size.default for key, size in sizes_of(_make(name)).items()}
 
 
+def variant(name: str) -> tuple[Design, dict[str, Any]]:
+    """(design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as "gla[embedding_norm=false]" or
+    "perspective[kda,rank=16]". ConfigError for what is neither."""
+    design, given = _parts(name)
+    table = DESIGNS[one_of(design, DESIGNS, "design")]
+    known = sizes_of(table.make)
+    for key in given:
+        require(key != table.knob, f"{name}: key", key, "left out: it is what the parameters follow from")
+        one_of(key, known, f"{name}: key")
+    return table, given
+
+
+def _parts(name: str) -> tuple[str, dict[str, Any]]:
+    """A design's name, of which a word in brackets is a part, and the sizes beside it."""
+    head, bracket, inside = name.partition("[")
+    items = [item.strip() for item in inside.removesuffix("]").split(",")] if bracket else []
+    words = [item for item in items if "=" not in item]
+    head += f"[{','.join(words)}]" if words else ""
+    return head, dict(assignment(item) for item in items if "=" in item)
+
+
 def design_of(config: ModelConfig) -> str:
-    """The design of a model, by its name, which is that of a preset or of a design. ConfigError when it is neither."""
+    """The design of a model, by its name, which is that of a preset, of a design or of a variant of one. ConfigError
+    when it is none of them."""
     name, _ = RENAMED.get(config.name, (config.name, ""))
+    name, _ = _parts(name)
     if name in PRESETS:
         name = PRESETS[name].design
         if name == "perspective" and any(getattr(block.ffn, "torus", None) for block in config.blocks):
@@ -136,36 +160,39 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     known, changes = sizes_of(make), dict[str, Any]()
     for key, value in overrides.items():
         size = known[one_of(key, known, f"{name}: key")]
-        *parts, last = size.path
-        inside = changes
-        for part in parts:
-            inside = inside.setdefault(part, {})
-        inside[last] = load(size.hint, value, key)
+        for *parts, last in size.paths:
+            inside = changes
+            for part in parts:
+                inside = inside.setdefault(part, {})
+            inside[last] = load(size.hint, value, key)
     defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
     return make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
 
 
 @cache
 def sizes_of(make: Make) -> dict[str, Size]:
-    """By key. A keyword comes before a field of a part that is called the same."""
+    """By key. A keyword comes before a field of a part that is called the same, and parts share a field of the same
+    name and type."""
     _, *parameters = inspect.signature(make).parameters.values()
     flat = [p for p in parameters if not is_dataclass(p.default)]
-    found = {p.name: Size(p.default, p.annotation, (p.name,)) for p in flat}
+    found = {p.name: Size(p.default, p.annotation, ((p.name,),)) for p in flat}
     for part in parameters:
         if is_dataclass(part.default):
-            for size in _fields(part.default, (part.name,)):
-                found.setdefault(size.path[-1], size)
+            for key, size in _fields(part.default, (part.name,)):
+                known = found.setdefault(key, size)
+                if known.hint == size.hint and len(known.paths[0]) > 1 and size is not known:
+                    found[key] = known._replace(paths=(*known.paths, *size.paths))
     return found
 
 
-def _fields(part: Any, path: tuple[str, ...]) -> Iterable[Size]:
+def _fields(part: Any, path: tuple[str, ...]) -> Iterable[tuple[str, Size]]:
     hints = get_type_hints(type(part))
     for field in fields(part):
         value, own = getattr(part, field.name), (*path, field.name)
         if is_dataclass(value):
             yield from _fields(value, own)
         else:
-            yield Size(value, hints[field.name], own)
+            yield field.name, Size(value, hints[field.name], (own,))
 
 
 def _changed(old: Any, new: Any) -> Any:

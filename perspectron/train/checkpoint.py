@@ -32,6 +32,7 @@ from perspectron.files import (
     safe_join,
     save_tensors,
     sha256,
+    sweep,
     temporary_beside,
     write_json,
 )
@@ -122,7 +123,10 @@ def save(
 def export(
     run: Path, config: RunConfig, tokenizer: Tokenizer, model: LanguageModel, progress: Progress
 ) -> None:
-    """A run in a new folder that holds these weights: to load, measure and generate from."""
+    """A run in a new folder that holds these weights: to load, measure and generate from. What a killed process left of
+    it is swept."""
+    for place in (run, folder(run)):
+        sweep(place)
     save_config(run, config)
     tokenizer.save(run / "tokenizer.json")
     save(run, config, tokenizer, model, None, progress)

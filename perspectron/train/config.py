@@ -17,6 +17,9 @@ class TrainConfig:
     folder written by `tokenize`."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
+    measured_on: Literal["heldout", "dev"] = "heldout"
+    """Split on which the loss is measured during training; "dev" where the text has one, so that what is chosen by it
+    is not chosen on the held-out text."""
     steps: int = 1000
     """Optimizer updates."""
     batch_size: int = 8
@@ -67,6 +70,7 @@ class TrainConfig:
         at_least(0, self, "eval_every", "save_every", "eval_tokens", "teacher_weight")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2⁶³)")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
+        one_of(self.measured_on, ("heldout", "dev"), "measured_on")
         one_of(self.dtype, ("auto", "float32", "bfloat16"), "dtype")
         require(0 <= self.ternary_from <= 1, "ternary_from", self.ternary_from, "in [0, 1]")
         least = self.ternary_from

@@ -64,7 +64,7 @@ class Trainer:
         self.run_dir, self.config, self.tokenizer, self.ended = run, config, tokenizer, ended
         self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
-        self.heldout_split = shards.split("heldout")
+        self.heldout_split = shards.split(config.train.measured_on)
         self.loader = training_batches(config, shards)
         self.progress = Progress(loader=self.loader.state_dict())
         self.best = math.inf

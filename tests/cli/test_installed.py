@@ -21,7 +21,8 @@ SIZES = "d_model=32 layers=4 hidden=32 rank=8 heads=2 kv_heads=1 window=16 vocab
 LENS = "d_model=32 layers=3 heads=2 hidden=32 vocab_size=300"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
 COMPARE = (
-    "--tokens 640 --seeds 1 --seq-len 32 --batch-size 4 --rates 0.004 --dtype float32 --suites calibration"
+    "--tokens 640 --seeds 1 --seq-len 32 --batch-size 4 --rates 0.004 --warmups 0.1 --dtype float32 "
+    "--suites calibration"
 )
 
 

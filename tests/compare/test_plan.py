@@ -108,7 +108,7 @@ def test_a_folder_of_another_version_is_refused(text, tmp_path, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 7}))
     assert main(["compare", "--resume", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "version = 7, must be 1, that of this program: choose a new folder" in said
+    assert "version = 7, must be 2, that of this program: choose a new folder" in said
     assert said.count("\n") == 1
 
 
@@ -120,7 +120,7 @@ def test_a_text_too_short_for_a_window_is_refused(text, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--designs", "rwkv"], "designs = 'rwkv', must be one of perspective, adr, lens"),
+        (["--designs", "rwkv"], "design = 'rwkv', must be one of perspective, adr, lens"),
         (["--designs", "gpt2,gpt2"], "designs = 'gpt2', must be named once"),
         (["--designs", ","], "designs = (), must be one or more"),
         (["--params", "50k", "--vocab-size", "32768"], "its embedding alone has 1,048,576"),
@@ -190,5 +190,20 @@ def test_a_tokenised_text_brings_its_vocabulary(text, tmp_path, capsys):
     assert "vocab_size = 300, must be 2" in capsys.readouterr().err
 
 
-def test_a_short_training_warms_up_over_more_of_it():
-    assert [plans.warmup(steps) for steps in (1, 3, 40, 245, 1465, 4000)] == [1, 1, 10, 50, 73, 200]
+def test_a_text_without_a_dev_split_says_what_would_work(text, tmp_path, capsys):
+    corpus, out = tmp_path / "corpus", tmp_path / "out"
+    assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
+    command = ["compare", "--data", str(corpus), "--out", str(out), "--tokens", "4096", "--params", "100k"]
+    assert main(command) == 2
+    assert "dev = 0.05, must be 0, as " in (said := capsys.readouterr().err)
+    assert "tokenize --dev 0.05" in said and said.count("\n") == 1
+
+
+def test_a_dev_split_of_less_than_a_window_says_which_share_would_do(text, tmp_path, capsys):
+    command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
+    command += ["--designs", "gla"]
+    assert (
+        main([*command, "--tokens", "65536", "--params", "100k", "--dev", "1e-9", "--seq-len", "8192"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "dev = 1e-09, must be " in said and "a window has 8192" in said and said.count("\n") == 1

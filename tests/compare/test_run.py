@@ -20,7 +20,7 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.compare import measure, results, run
 from perspectron.compare.plan import Settings, data_of, read
-from perspectron.compare.run import Cell
+from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, open_shards
 from perspectron.errors import CheckpointError
 from perspectron.train import checkpoint
@@ -28,8 +28,8 @@ from perspectron.train import checkpoint
 STEPS = 40
 COMMAND = [
     "compare", "--designs", "transformer,ssd", "--params", "120k", "--tokens", str(STEPS * 4 * 32), "--seeds", "1",
-    "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--rates", "0.004", "--dtype", "float32",
-    "--suites", "calibration", "--jobs", "2",
+    "--vocab-size", "300", "--seq-len", "32", "--batch-size", "4", "--rates", "0.004", "--warmups", "0.05",
+    "--dtype", "float32", "--suites", "calibration", "--jobs", "2",
 ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_cells_read_in_the_order_of_those_that_were_begun_before(tmp_path, monke
     )
     Tokenizer.train(["some text"], 270).save(data_of(tmp_path, settings) / "tokenizer.json")
     monkeypatch.setattr(run.pool, "work", lambda *given, **how: None)
-    wanted = [Cell("transformer", seed, 1e-3, 9, tmp_path / str(seed), 1) for seed in (0, 1, 2)]
+    wanted = [Cell("transformer", seed, Rate(1e-3, 0.1), 9, tmp_path / str(seed), 1) for seed in (0, 1, 2)]
     orders = []
     for begun in (1, 3):
         run.train(tmp_path, plan, wanted[:begun], 1)
@@ -159,7 +159,9 @@ def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
 
 def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_path, monkeypatch):
     plan = read(whole)
-    settings = plan.settings.__class__(**vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3)})
+    settings = plan.settings.__class__(
+        **vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3), "warmups": (0.1,)}
+    )
     plan = plan.__class__(plan.kind, settings, plan.arms)
     best = {"transformer": 8e-3, "ssd": 2e-3}
 
@@ -167,32 +169,39 @@ def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_
         for cell in wanted:
             if run.trained(cell).status != "missing":
                 continue
-            if cell.arm == "ssd" and cell.rate == 4e-3:
+            if cell.arm == "ssd" and cell.rate.lr == 4e-3:
                 cell.folder.mkdir(parents=True)
                 (cell.folder / run.FAILED).write_text('{"why": "step 7: loss is nan"}')
             else:
-                lines(cell, abs(cell.rate - best[cell.arm]))
+                lines(cell, abs(cell.rate.lr - best[cell.arm]))
 
     rates, tried = run.choose_rates(tmp_path, plan, train)
-    assert rates == best
+    assert {name: rate.lr for name, rate in rates.items()} == best
     assert [t["lr"] for t in tried["transformer"]] == [1e-3, 2e-3, 4e-3, 8e-3]
-    assert tried["ssd"][2] == {"lr": 4e-3, "heldout_bits_per_byte": None, "why": "step 7: loss is nan"}
+    assert tried["ssd"][2] == {
+        "lr": 4e-3,
+        "warmup": 0.1,
+        "heldout_bits_per_byte": None,
+        "why": "step 7: loss is nan",
+    }
 
 
 def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whole, tmp_path):
     plan = read(whole)
-    settings = plan.settings.__class__(**vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3)})
+    settings = plan.settings.__class__(
+        **vars(plan.settings) | {"rates": (1e-3, 2e-3, 4e-3), "warmups": (0.1,)}
+    )
     plan = plan.__class__(plan.kind, settings, plan.arms)
 
     def train(wanted: list[Cell], without: float = 0.0) -> None:
         for cell in wanted:
-            if run.trained(cell).status == "missing" and cell.rate != without:
-                lines(cell, abs(cell.rate - 2e-3))
+            if run.trained(cell).status == "missing" and cell.rate.lr != without:
+                lines(cell, abs(cell.rate.lr - 2e-3))
 
-    with pytest.raises(CheckpointError, match=r"0\.002: trained for 0 of 4 steps; mend that and go on"):
+    with pytest.raises(CheckpointError, match=r"0\.002-0\.1: trained for 0 of 4 steps; mend that and go on"):
         run.choose_rates(tmp_path, plan, lambda wanted: train(wanted, without=2e-3))
     rates, _ = run.choose_rates(tmp_path, plan, train)
-    assert rates == {"transformer": 2e-3, "ssd": 2e-3}
+    assert rates == dict.fromkeys(("transformer", "ssd"), Rate(2e-3, 0.1))
     shutil.rmtree(tmp_path / "rates")
     assert run.choose_rates(tmp_path, plan, train)[0] == rates
 
@@ -210,7 +219,7 @@ def test_where_every_rate_diverged_lower_ones_are_tried(whole, tmp_path):
 
     rates, tried = run.choose_rates(tmp_path, plan, train)
     assert [trial["lr"] for trial in tried["ssd"]] == [0.5, 1.0, 2.0]
-    assert rates["ssd"] == 0.5
+    assert rates["ssd"].lr == 0.5
 
 
 def test_suites_measure_the_last_step(whole, tmp_path):
@@ -231,7 +240,7 @@ def test_suites_measure_the_last_step(whole, tmp_path):
 
 
 def test_without_its_last_checkpoint_a_cell_is_not_finished(whole, tmp_path):
-    cell = Cell("ssd", 0, 1e-3, 10, tmp_path / "a", 8)
+    cell = Cell("ssd", 0, Rate(1e-3, 0.1), 10, tmp_path / "a", 8)
     lines(cell, 2.0)
     assert run.trained(cell) == ("finished", "", 2.0)
     checkpoint.path_of(cell.folder, 10).rename(checkpoint.path_of(cell.folder, 9))
@@ -260,7 +269,7 @@ def test_what_cannot_be_trained_or_measured_is_told(whole, text, tmp_path, capsy
 
 
 def test_a_cell_stands_as_its_folder_says(whole, tmp_path):
-    cell = Cell("ssd", 0, 1e-3, 10, tmp_path / "a", 8)
+    cell = Cell("ssd", 0, Rate(1e-3, 0.1), 10, tmp_path / "a", 8)
     assert run.trained(cell).status == "missing"
     lines(cell, None, steps=4)
     assert run.trained(cell) == ("missing", "trained for 4 of 10 steps", None)
@@ -316,7 +325,7 @@ def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
 
 
 def test_a_pause_does_not_slow_a_cell(tmp_path):
-    cell = Cell("transformer", 0, 1e-3, 3, tmp_path, 1)
+    cell = Cell("transformer", 0, Rate(1e-3, 0.1), 3, tmp_path, 1)
     rates = [1000.0, 2.0, 1000.0]
     metrics = [
         {

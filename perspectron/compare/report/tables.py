@@ -25,7 +25,8 @@ from perspectron.stats import interval
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]
 MEASURED = {
-    "chance", "parameters", "state_bytes", "lr", "rates", "accuracy", "beyond", "steps", "steps_allowed", "seconds",
+    "chance", "parameters", "state_bytes", "lr", "warmup", "rates", "accuracy", "beyond", "steps", "steps_allowed",
+    "seconds",
 }  # fmt: skip
 
 
@@ -242,15 +243,21 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
 
 
 def rates(rows: Sequence[Row], noun: str) -> Table:
-    """Loss of each learning rate tried; none where a single rate was asked for."""
-    tried = {row.name: {known(line["lr"]): line for line in row.entry.get("rates", [])} for row in rows}
-    columns = sorted({lr for lines in tried.values() for lr in lines if lr is not None})
+    """Loss of each learning rate and warm-up tried; none where a single one was asked for."""
+    tried = {row.name: {_rate(line): line for line in row.entry.get("rates", [])} for row in rows}
+    columns = sorted({at for lines in tried.values() for at in lines if at[0]})
     body = []
     for row in rows if columns else ():
-        cells = [_tried(tried[row.name].get(lr), lr == known(row.entry.get("lr"))) for lr in columns]
+        cells = [_tried(tried[row.name].get(at), at == _rate(row.entry)) for at in columns]
         body.append([Cell(row.name), *cells])
-    caption = "Held-out bits per byte after a short training; the chosen rate is strong"
-    return Table(caption, [noun, *map(rate, columns)], body)
+    caption = "Bits per byte after a short training, by learning rate and warm-up; the chosen one is strong"
+    heads = [rate(lr) + (f", {percent(warmup, 0)} warm-up" if warmup else "") for lr, warmup in columns]
+    return Table(caption, [noun, *heads], body)
+
+
+def _rate(line: dict[str, Any]) -> tuple[float, float]:
+    """Rate and warm-up of a trial or an arm; 0 where there is none, as in results before there were warm-ups."""
+    return known(line.get("lr")) or 0.0, known(line.get("warmup")) or 0.0
 
 
 def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
