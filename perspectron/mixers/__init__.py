@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, lens, pdr, ssd, window_gqa
+from perspectron.mixers import adr, attention, drm, gla, lens, mingru, pdr, ssd, window_gqa
 
 
 class Mixer(NamedTuple):
@@ -72,6 +72,12 @@ MIXERS = {
         attention.Attention,
         attention.AttentionConfig(heads=2),
         "full attention, with rotary positions or as in GPT-2",
+        "decisions.md §7",
+    ),
+    "mingru": Mixer(
+        mingru.MinGRU,
+        mingru.MinGRUConfig(),
+        "minGRU: a gated average in each channel, its gate read from the input alone, behind a short convolution",
         "decisions.md §7",
     ),
 }

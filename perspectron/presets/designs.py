@@ -23,6 +23,7 @@ from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.lens import LensConfig
+from perspectron.mixers.mingru import MinGRUConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -359,3 +360,22 @@ preset(
     "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
+
+
+@design("minGRU: gated averages behind short convolutions", BASELINE)
+def mingru(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 360,
+    embedding_norm: bool = True,
+    mixer: MinGRUConfig = MinGRUConfig(),
+) -> ModelConfig:
+    """minGRU with SwiGLU."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+preset("mingru-tiny", "minGRU, as large as perspective-tiny-dense", mingru)
