@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, lens, mingru, pdr, ssd, window_gqa
+from perspectron.mixers import adr, attention, drm, gla, hgrn2, lens, mingru, pdr, ssd, window_gqa
 
 
 class Mixer(NamedTuple):
@@ -78,6 +78,12 @@ MIXERS = {
         mingru.MinGRU,
         mingru.MinGRUConfig(),
         "minGRU: a gated average in each channel, its gate read from the input alone, behind a short convolution",
+        "decisions.md §7",
+    ),
+    "hgrn2": Mixer(
+        hgrn2.HGRN2,
+        hgrn2.HGRN2Config(heads=2),
+        "HGRN2: a matrix memory that writes what it forgets, its gates bounded from below by layer",
         "decisions.md §7",
     ),
 }

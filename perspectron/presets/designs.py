@@ -22,6 +22,7 @@ from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gla import GLAConfig
+from perspectron.mixers.hgrn2 import HGRN2Config
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.mingru import MinGRUConfig
 from perspectron.mixers.pdr import PDRConfig
@@ -379,3 +380,24 @@ def mingru(
 
 
 preset("mingru-tiny", "minGRU, as large as perspective-tiny-dense", mingru)
+
+
+@design("HGRN2: a matrix memory that writes what it forgets", BASELINE)
+def hgrn2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 448,
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """HGRN2 with SwiGLU; the gates of a layer are bounded from below, the more the higher it is."""
+    require(layers >= 1, "layers", layers, "≥ 1")
+    mixers = (HGRN2Config(heads, layer, layers) for layer in range(layers))
+    blocks = tuple(BlockConfig(mixer, SwiGLUConfig(hidden)) for mixer in mixers)
+    return ModelConfig(name, vocab_size, d_model, blocks, embedding_norm=embedding_norm)
+
+
+preset("hgrn2-tiny", "HGRN2, as large as perspective-tiny-dense", hgrn2)
