@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, hgrn2, lens, mingru, pdr, ssd, window_gqa
+from perspectron.mixers import adr, attention, drm, gla, hgrn2, lens, mamba3, mingru, pdr, ssd, window_gqa
 
 
 class Mixer(NamedTuple):
@@ -84,6 +84,12 @@ MIXERS = {
         hgrn2.HGRN2,
         hgrn2.HGRN2Config(heads=2),
         "HGRN2: a matrix memory that writes what it forgets, its gates bounded from below by layer",
+        "decisions.md §7",
+    ),
+    "mamba3": Mixer(
+        mamba3.Mamba3,
+        mamba3.Mamba3Config(head_dim=8, state=8),
+        "Mamba-3: Mamba-2's memory, written by the trapezoid rule with keys that turn, without a convolution",
         "decisions.md §7",
     ),
 }

@@ -24,6 +24,7 @@ from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.hgrn2 import HGRN2Config
 from perspectron.mixers.lens import LensConfig
+from perspectron.mixers.mamba3 import Mamba3Config
 from perspectron.mixers.mingru import MinGRUConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.ssd import SSDConfig
@@ -401,3 +402,22 @@ def hgrn2(
 
 
 preset("hgrn2-tiny", "HGRN2, as large as perspective-tiny-dense", hgrn2)
+
+
+@design("Mamba-3: state-space mixers that turn, with feed-forward networks", BASELINE)
+def mamba3(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 304,
+    embedding_norm: bool = True,
+    mixer: Mamba3Config = Mamba3Config(head_dim=32, state=64),
+) -> ModelConfig:
+    """Mamba-3 with one input and one output a head, and a SwiGLU in every layer."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+preset("mamba3-tiny", "Mamba-3, as large as perspective-tiny-dense", mamba3)
