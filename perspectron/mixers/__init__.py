@@ -3,7 +3,20 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, lens, pdr, pdr2, ssd, window_gqa
+from perspectron.mixers import (
+    adr,
+    attention,
+    drm,
+    gla,
+    hgrn2,
+    lens,
+    mamba3,
+    mingru,
+    pdr,
+    pdr2,
+    ssd,
+    window_gqa,
+)
 
 
 class Mixer(NamedTuple):
@@ -78,6 +91,24 @@ MIXERS = {
         attention.Attention,
         attention.AttentionConfig(heads=2),
         "full attention, with rotary positions or as in GPT-2",
+        "decisions.md §7",
+    ),
+    "mingru": Mixer(
+        mingru.MinGRU,
+        mingru.MinGRUConfig(),
+        "minGRU: a gated average in each channel, its gate read from the input alone, behind a short convolution",
+        "decisions.md §7",
+    ),
+    "hgrn2": Mixer(
+        hgrn2.HGRN2,
+        hgrn2.HGRN2Config(heads=2),
+        "HGRN2: a matrix memory that writes what it forgets, its gates bounded from below by layer",
+        "decisions.md §7",
+    ),
+    "mamba3": Mixer(
+        mamba3.Mamba3,
+        mamba3.Mamba3Config(head_dim=8, state=8),
+        "Mamba-3: Mamba-2's memory, written by the trapezoid rule with keys that turn, without a convolution",
         "decisions.md §7",
     ),
 }

@@ -23,7 +23,10 @@ from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gla import GLAConfig
+from perspectron.mixers.hgrn2 import HGRN2Config
 from perspectron.mixers.lens import LensConfig
+from perspectron.mixers.mamba3 import Mamba3Config
+from perspectron.mixers.mingru import MinGRUConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.ssd import SSDConfig
@@ -74,18 +77,24 @@ def perspective(
     at = {"layers": layers, "period": period}
     for key, value in at.items():
         require(value >= 1, key, value, "≥ 1")
-    dense = SwiGLUConfig(hidden)
-    blocks = []
+    dense, recurrent = SwiGLUConfig(hidden), layers - layers // period
+    blocks = list[BlockConfig]()
     for layer in range(layers):
         networks = {
             "dense": dense,
             "routed": replace(routed, hidden=hidden),
             "seed": TiedConfig(layer // period * period + period - 1),
         }
-        blocks.append(
-            BlockConfig(gqa, dense) if layer % period == period - 1 else BlockConfig(mixer, networks[ffn])
-        )
+        index = min(layer - layer // period, recurrent - 1)
+        own = BlockConfig(_numbered(mixer, index, recurrent), networks[ffn])
+        blocks.append(BlockConfig(gqa, dense) if layer % period == period - 1 else own)
     return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
+
+
+def _numbered(mixer: Any, layer: int, layers: int) -> MixerConfig:
+    """The config of a layer's mixer, where it must know which one of how many it is."""
+    config: MixerConfig = replace(mixer, layer=layer, layers=layers) if hasattr(mixer, "layers") else mixer
+    return config
 
 
 width_384 = partial(
@@ -351,6 +360,9 @@ FRAMED: dict[str, MixerConfig] = {
     "pdr2": PDR2Config(rank=32),
     "gla": GLAConfig(heads=4),
     "ssd": SSDConfig(head_dim=32, state=64),
+    "mamba3": Mamba3Config(head_dim=32, state=64),
+    "hgrn2": HGRN2Config(heads=4),
+    "mingru": MinGRUConfig(),
 }
 for kind, mixer in FRAMED.items():
     DESIGNS[f"perspective[{kind}]"] = DESIGNS["perspective"]._replace(
@@ -401,3 +413,62 @@ preset(
     "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
+
+
+@design("minGRU: gated averages behind short convolutions", BASELINE)
+def mingru(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 360,
+    embedding_norm: bool = True,
+    mixer: MinGRUConfig = MinGRUConfig(),
+) -> ModelConfig:
+    """minGRU with SwiGLU."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+preset("mingru-tiny", "minGRU, as large as perspective-tiny-dense", mingru)
+
+
+@design("HGRN2: a matrix memory that writes what it forgets", BASELINE)
+def hgrn2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 448,
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """HGRN2 with SwiGLU; the gates of a layer are bounded from below, the more the higher it is."""
+    require(layers >= 1, "layers", layers, "≥ 1")
+    mixers = (HGRN2Config(heads, layer, layers) for layer in range(layers))
+    blocks = tuple(BlockConfig(mixer, SwiGLUConfig(hidden)) for mixer in mixers)
+    return ModelConfig(name, vocab_size, d_model, blocks, embedding_norm=embedding_norm)
+
+
+preset("hgrn2-tiny", "HGRN2, as large as perspective-tiny-dense", hgrn2)
+
+
+@design("Mamba-3: state-space mixers that turn, with feed-forward networks", BASELINE)
+def mamba3(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 304,
+    embedding_norm: bool = True,
+    mixer: Mamba3Config = Mamba3Config(head_dim=32, state=64),
+) -> ModelConfig:
+    """Mamba-3 with one input and one output a head, and a SwiGLU in every layer."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+preset("mamba3-tiny", "Mamba-3, as large as perspective-tiny-dense", mamba3)

@@ -203,7 +203,7 @@ def test_a_dev_split_of_less_than_a_window_says_which_share_would_do(text, tmp_p
     command = ["compare", "--data", str(text), "--out", str(tmp_path / "out"), "--vocab-size", "300"]
     command += ["--designs", "gla"]
     assert (
-        main([*command, "--tokens", "65536", "--params", "100k", "--dev", "1e-9", "--seq-len", "8192"]) == 2
+        main([*command, "--tokens", "16384", "--params", "100k", "--dev", "1e-9", "--seq-len", "2048"]) == 2
     )
     said = capsys.readouterr().err
-    assert "dev = 1e-09, must be " in said and "a window has 8192" in said and said.count("\n") == 1
+    assert "dev = 1e-09, must be " in said and "a window has 2048" in said and said.count("\n") == 1
