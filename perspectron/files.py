@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from perspectron.errors import ArtifactError, PerspectronError, StorageError
+from perspectron.machine import memory
 
 MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
 MAX_DIGITS = 19  # of a number without fraction: what 64 bits hold
@@ -317,6 +318,25 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {twice[:80]!r} stands twice")
     return fields
+
+
+def load_tensors(path: Path, error: type[PerspectronError]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a safetensors file. `error`, naming it: missing, unreadable, larger than half the memory.
+
+    Read at once, not mapped: a file that is cut short meanwhile would end the process, and tensors that safetensors 0.8
+    maps leak two numbers for each of their axes.
+    """
+    with opened(path, error) as file:
+        size, most = os.fstat(file.fileno()).st_size, memory() // 2
+        if size > most:
+            raise error(f"{path}: {size:,} bytes, must be ≤ {most:,}, half the memory of this machine")
+        data = file.read()
+    try:
+        tensors = load(data)
+        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
+    except (SafetensorError, ValueError) as cause:
+        raise error(f"{path}: no safetensors ({cause})") from None
+    return header.get("__metadata__", {}), tensors
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:

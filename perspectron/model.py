@@ -403,10 +403,14 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 def allocated(model: LanguageModel) -> LanguageModel:
-    """The model, moved from the meta device into memory of the CPU, whose contents are none yet.
+    """The model, moved from the meta device into memory of the CPU, whose contents are none yet. ConfigError as in
+    `require_memory`."""
+    require_memory(model)
+    return model.to_empty(device="cpu")
 
-    ConfigError, before anything is allocated, when its weights are more than the memory of this machine."""
+
+def require_memory(model: LanguageModel) -> None:
+    """ConfigError when a model's weights are more than the memory of this machine; it may be on the meta device."""
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
     require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)
-    return model.to_empty(device="cpu")

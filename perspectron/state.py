@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic, open_file, parse_json, save_tensors
+from perspectron.files import atomic, load_tensors, parse_json, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -315,15 +314,7 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    try:
-        open_file(path).close()  # before a library that would wait for a pipe
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise StateError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise StateError(f"{path}: not a saved state ({error})") from None
+    header, tensors = load_tensors(path, StateError)
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
     digest = header.pop("digest", None)

@@ -332,9 +332,9 @@ def test_arms_do_not_lead_out_of_a_comparison(tmp_path, name):
     """Their names are keys of compare.json."""
     what = planned(name)
     with pytest.raises(ConfigError, match="must be a short relative path"):
-        comparison.cells(tmp_path, what, {name: 1e-3})
+        comparison.cells(tmp_path, what, {name: comparison.Rate(1e-3, 0.1)})
     with pytest.raises(ConfigError, match="must be a short relative path"):
-        comparison.trials(tmp_path, what, {name: [1e-3]})
+        comparison.trials(tmp_path, what, {name: [comparison.Rate(1e-3, 0.1)]})
 
 
 def test_links_do_not_lead_out_of_a_comparison(tmp_path):
@@ -344,7 +344,7 @@ def test_links_do_not_lead_out_of_a_comparison(tmp_path):
     for name in ("cells", "data"):
         (out / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="must not lead out"):
-        comparison.cells(out, planned(), {"transformer": 1e-3})
+        comparison.cells(out, planned(), {"transformer": comparison.Rate(1e-3, 0.1)})
     with pytest.raises(ConfigError, match="name 'data', must not lead out"):
         plans.prepare(out, planned().settings)
 

@@ -80,14 +80,15 @@ def perspective(
     dense, recurrent = SwiGLUConfig(hidden), layers - layers // period
     blocks = list[BlockConfig]()
     for layer in range(layers):
+        if layer % period == period - 1:
+            blocks.append(BlockConfig(gqa, dense))
+            continue
         networks = {
             "dense": dense,
             "routed": replace(routed, hidden=hidden),
             "seed": TiedConfig(layer // period * period + period - 1),
         }
-        index = min(layer - layer // period, recurrent - 1)
-        own = BlockConfig(_numbered(mixer, index, recurrent), networks[ffn])
-        blocks.append(BlockConfig(gqa, dense) if layer % period == period - 1 else own)
+        blocks.append(BlockConfig(_numbered(mixer, layer - layer // period, recurrent), networks[ffn]))
     return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from perspectron.config import dump, load
@@ -25,7 +23,7 @@ from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
-    open_file,
+    load_tensors,
     opened,
     read_json,
     remove,
@@ -36,7 +34,7 @@ from perspectron.files import (
     temporary_beside,
     write_json,
 )
-from perspectron.model import LanguageModel, allocated
+from perspectron.model import LanguageModel, allocated, require_memory
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 
@@ -396,6 +394,8 @@ def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
         here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:
             raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
+    if model.device.type == "meta":
+        allocated(model)  # now that what is to be in it has been seen
     model.load_state_dict(tensors)
 
 
@@ -404,11 +404,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        open_file(path).close()  # before a library that would wait for a pipe
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: unreadable ({error})") from None
+    return load_tensors(path, CheckpointError)[1]
 
 
 def load_config(run: Path) -> RunConfig:
@@ -438,7 +434,7 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     config, tokenizer = load_config(run), Tokenizer.load(run / "tokenizer.json")
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    allocated(model)
+    require_memory(model)
     if there:  # the best last, where the first is taken from
         there.append(there.pop(there.index(_best(there))))
     for checkpoint in reversed(there):

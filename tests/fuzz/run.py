@@ -163,7 +163,6 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
     wanted = made.read(path)
     for _ in range(3):
         made.read(path)
-    standing = _resident()
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + made.bytes + 4 * ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     most = 0
@@ -178,6 +177,7 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
             with contextlib.suppress(Exception):
                 made.reseal(path)
         Path("/proc/self/clear_refs").write_text("5")
+        standing = _resident()
         kind, text = _one(made, path, wanted, sealed)
         grown = _peak() - standing
         most = max(most, grown)
