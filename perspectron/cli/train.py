@@ -114,8 +114,8 @@ class Train:
 
 def defaults(arguments: list[str]) -> Train | None:
     """The command whose values flags left out have, where the arguments name a TOML file or a run to resume."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    values = dict(itertools.pairwise(words))
+    split = (a.split("=", 1) if a.startswith("--") else [a] for a in arguments)  # not the name of a folder
+    values = dict(itertools.pairwise(itertools.chain.from_iterable(split)))
     if "--config" in values:
         return from_toml(values["--config"])
     if "--resume" in values:

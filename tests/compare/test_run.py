@@ -357,3 +357,28 @@ def test_text_that_is_encoded_already_keeps_its_name(whole):
     assert results.text_of("somewhere/data", shards) == "somewhere/data"
     shards.corpus_fingerprint = "stdlib:0123"
     assert results.text_of("somewhere/data", shards) == "stdlib"
+
+
+def test_variants_of_a_design_are_arms_of_their_own(text, tmp_path):
+    arms = ["gla", "gla[embedding_norm=false,heads=1]"]
+    command = [
+        *COMMAND,
+        "--designs",
+        ",".join(arms),
+        "--tokens",
+        "256",
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path),
+    ]
+    command[command.index("--suites") + 1] = ""
+    assert main(command) == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["designs"]) == arms
+    assert [cell["status"] for design in found["designs"].values() for cell in design["cells"]] == [
+        "finished"
+    ] * 2
+    models = [checkpoint.load_config(tmp_path / "cells" / arm / "0").model for arm in arms]
+    assert [(m.embedding_norm, m.blocks[0].mixer.heads) for m in models] == [(True, 1), (False, 1)]
+    assert (tmp_path / "results.html").read_text().count("gla[embedding_norm=false,heads=1]") >= 1
