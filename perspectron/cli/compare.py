@@ -148,12 +148,12 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             console.print(_summary(what))
             results.note_conditions(folder, what, jobs)
             rates, tried = run.choose_rates(
-                folder, what, lambda cells: _train(folder, what, cells, jobs, console)
+                folder, what, lambda cells: train(folder, what, cells, jobs, console)
             )
             chosen = (f"{name} {lr:g} ({warmup:.0%} warm-up)" for name, (lr, warmup) in rates.items())
             console.print("learning rates: " + ", ".join(chosen))
             cells = run.cells(folder, what, rates)
-            _train(folder, what, cells, jobs, console)
+            train(folder, what, cells, jobs, console)
             finished = [cell for cell in cells if run.trained(cell).status == "finished"]
             failed = _measure(folder, what, finished, jobs, console)
             results.write(folder, results.collect(folder, what, rates, tried))
@@ -194,7 +194,7 @@ def _summary(what: Plan) -> str:
     )
 
 
-def _train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console) -> None:
+def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console) -> None:
     """Train cells with a bar that counts updates."""
     total, done = sum(cell.steps for cell in cells), {cell: run.reached(cell) for cell in cells}
     with Progress(

@@ -32,6 +32,7 @@ COMMANDS = {
     "tokenize": "tokenize:Tokenize",
     "ablate": "ablate:Ablate",
     "compare": "compare:Compare",
+    "search": "search:Search",
     "trace": "trace:TraceRoutes",
     "lm-eval": "harness:run",
 }

@@ -112,7 +112,7 @@ class Arm:
 class Plan:
     """Arms and settings of a comparison, with everything settled that was left open."""
 
-    kind: Literal["designs", "ablations"]
+    kind: Literal["designs", "ablations", "search"]
     settings: Settings
     arms: dict[str, Arm]
 
@@ -162,7 +162,7 @@ def data_of(out: Path, settings: Settings) -> Path:
 
 def plan(
     out: Path,
-    kind: Literal["designs", "ablations"],
+    kind: Literal["designs", "ablations", "search"],
     settings: Settings,
     models: Callable[[Settings], Models],
     threads: int,

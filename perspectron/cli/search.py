@@ -1,0 +1,116 @@
+"""`perspectron search`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from perspectron.cli.compare import listed, train
+from perspectron.cli.options import count, resolved
+from perspectron.compare import pool, search
+from perspectron.compare.plan import Settings, plan, threads_for
+from perspectron.config import require
+from perspectron.files import locked
+
+SHOWN = 10  # candidates of a rung
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search the sizes of a design by successive halving, at equal parameters, by the loss on a dev split.
+
+    Example: perspectron search --design perspective2 --space space.toml --tokens 300k,1M --out runs/search
+
+    space.toml has a list for each size to choose, such as rank = [16, 32], and for lr and warmup.
+    """
+
+    design: str
+    """Design, or a variant of one as "gla[heads=2]"."""
+    space: Path
+    """TOML file with the values of each size, and of lr and warmup."""
+    out: Path
+    """Folder for everything it makes; with the same options as before it goes on there."""
+    tokens: str = "300k,1M,3M"
+    """Tokens of each rung, growing."""
+    candidates: int = 27
+    """Candidates at most; of a larger space so many are drawn."""
+    keep: int = 3
+    """Of so many candidates, one goes on to the next rung."""
+    params: str = "2M"
+    """Active parameters of each candidate, within 2%."""
+    data: str = Settings.data
+    """Text, as in `compare`."""
+    heldout: float = Settings.heldout
+    """Share of the text that is neither trained on nor read."""
+    dev: float = Settings.dev
+    """Share of the text that is not trained on either, by whose loss candidates are chosen."""
+    seq_len: int = Settings.seq_len
+    """Tokens in a window."""
+    batch_size: int = Settings.batch_size
+    """Windows in a batch."""
+    dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
+    """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
+    device: str = Settings.device
+    """ "auto" is CUDA where there is one."""
+    seed: int = 0
+    """Seed of the draw from a space that is larger than --candidates."""
+    jobs: int = 1
+    """Trainings side by side."""
+
+    def __call__(self) -> int:
+        for name in ("candidates", "jobs"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
+        require(self.keep >= 2, "keep", self.keep, "≥ 2")
+        require(self.dev > 0, "dev", self.dev, "> 0, to choose by")
+        rungs = [count(part, "tokens") for part in listed(self.tokens)]
+        require(
+            rungs == sorted(set(rungs)) and len(rungs) > 0, "tokens", self.tokens, "growing, as 300k,1M,3M"
+        )
+        space = search.read_space(self.space, self.design)
+        everyone = search.candidates(self.design, space, self.candidates, self.seed)
+        settings = Settings(
+            tuple(dict.fromkeys(one.variant for one in everyone)), count(self.params, "params"), rungs[-1], 1,
+            resolved(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
+            dtype=self.dtype, device=self.device, suites=(),
+        )  # fmt: skip
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        try:
+            with locked(self.out):
+                search.settle(self.out, space, rungs, self.keep, self.seed)
+                what = plan(self.out, "search", settings, search.models, threads_for(self.jobs))
+                told = (
+                    f"{len(everyone)} candidates of {self.design}, {settings.params:,} parameters; rungs of "
+                )
+                console.print(told + ", ".join(f"{tokens:,}" for tokens in rungs) + " tokens")
+                results = search.halve(
+                    self.out, what, everyone, rungs, self.keep,
+                    lambda cells: train(self.out, what, cells, self.jobs, console),
+                    lambda tokens, lines: console.print(_table(tokens, lines)),
+                )  # fmt: skip
+        except pool.StoppedBy as stop:
+            console.print(f"stopped and saved; go on with the same command, --out {self.out}")
+            return 128 + stop.number
+        chosen, spent = results["chosen"], results["trained_tokens"]
+        console.print(
+            f"{len(results['refused'])} refused, {spent:,} tokens in all; numbers: {self.out / search.RESULTS}"
+        )
+        print(
+            f"{chosen['variant']}  lr {chosen['lr']:g}  warmup {chosen['warmup']:g}  {chosen['dev_bits_per_byte']:.4f}"
+        )
+        return 0
+
+
+def _table(tokens: int, lines: list[dict[str, Any]]) -> Table:
+    """The best of a rung."""
+    table = Table(title=f"{tokens:,} tokens: the best {min(SHOWN, len(lines))} of {len(lines)}")
+    for head in ("variant", "lr", "warm-up", "dev bits per byte", "state", "tokens/s"):
+        table.add_column(head, justify="left" if head == "variant" else "right")
+    for line in lines[:SHOWN]:
+        bits = line["dev_bits_per_byte"]
+        table.add_row(
+            line["variant"], f"{line['lr']:g}", f"{line['warmup']:.0%}", line["why"] if bits is None else f"{bits:.4f}",
+            f"{line['state_bytes']:,}", f"{line['tokens_per_second'] or 0:,.0f}",
+        )  # fmt: skip
+    return table

@@ -1,0 +1,170 @@
+"""A search for the sizes of a design by successive halving: all candidates are trained on little text, the best of them
+on more, and so on. What decides is the loss on dev; the held-out text is not read.
+
+A candidate is a variant of the design, solved for the same parameters, with a learning rate and a warm-up. Trainings are
+ordinary runs in DIR/rungs/TOKENS/VARIANT/RATE; finished ones are skipped, so a search that was stopped goes on.
+"""
+
+import itertools
+import math
+import random
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perspectron import presets
+from perspectron.census import census
+from perspectron.compare import run
+from perspectron.compare.plan import Models, Plan, Settings, models_of_designs
+from perspectron.compare.run import Cell, Rate
+from perspectron.config import require
+from perspectron.errors import ConfigError
+from perspectron.files import read_json, safe_join, write_json
+
+RESULTS = "search.json"
+SPACE = "space.json"
+OF_TRAINING = {"lr": 4e-3, "warmup": 0.05}  # and what they are where a space leaves them out
+Space = Mapping[str, list[Any]]
+"""The values of each size, and of lr and warmup, to choose from."""
+
+
+class Candidate(NamedTuple):
+    """A variant of the design, by name, and how it is trained."""
+
+    variant: str
+    rate: Rate
+
+
+def read_space(path: Path, design: str) -> Space:
+    """The space in a TOML file: a list of values for each size of the design, and for lr and warmup. ConfigError for
+    an unknown size, an empty list, and values that the design refuses."""
+    try:
+        space = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML ({error})") from None
+    require(len(space) > 0, str(path), "nothing", "one or more sizes, such as rank = [16, 32]")
+    for key, values in space.items():
+        bound = f"a list of one or more values, such as {key} = [1, 2]"
+        require(isinstance(values, list) and len(values) > 0, f"{path}: {key}", values, bound)
+        if key in OF_TRAINING:
+            numbers = all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
+            require(numbers, f"{path}: {key}", values, "numbers from 0 to 1")
+        else:
+            for value in values:
+                presets.variant(_named(design, {key: value}))
+    return space
+
+
+def candidates(design: str, space: Space, most: int, seed: int) -> list[Candidate]:
+    """All combinations of the space, or `most` of them, drawn without return."""
+    combined = list(itertools.product(*space.values()))
+    if len(combined) > most:
+        combined = random.Random(seed).sample(combined, most)
+    made = []
+    for values in combined:
+        sizes = dict(zip(space, values, strict=True))
+        rate = Rate(*(float(sizes.pop(key, default)) for key, default in OF_TRAINING.items()))
+        made.append(Candidate(_named(design, sizes), rate))
+    return made
+
+
+def _named(design: str, sizes: Mapping[str, Any]) -> str:
+    """The variant's name: "DESIGN[KEY=VALUE,…]"."""
+    items = ",".join(f"{key}={_toml(value)}" for key, value in sizes.items())
+    if not items:
+        return design
+    return f"{design.removesuffix(']')},{items}]" if design.endswith("]") else f"{design}[{items}]"
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> None:
+    """Write down what is asked for. ConfigError where the folder holds another search."""
+    asked = {"space": dict(space), "rungs": rungs, "keep": keep, "seed": seed}
+    if (out / SPACE).is_file():
+        same = read_json(out / SPACE, ConfigError) == asked
+        require(same, "out", str(out), f"a new folder, or as {out / SPACE} says")
+    write_json(out / SPACE, asked)
+
+
+def models(settings: Settings) -> Models:
+    """The variants that meet the budget. ConfigError, that of the first, where none does."""
+    made, why = Models(), list[ConfigError]()
+    for name in settings.arms:
+        try:
+            one = Settings((name,), settings.params, settings.tokens, vocab_size=settings.vocab_size)
+            made |= models_of_designs(one)
+        except ConfigError as error:
+            why.append(error)
+    if not made:
+        raise why[0]
+    return made
+
+
+def halve(
+    out: Path,
+    plan: Plan,
+    everyone: list[Candidate],
+    rungs: list[int],
+    keep: int,
+    train: Callable[[list[Cell]], None],
+    report: Callable[[int, list[dict[str, Any]]], None],
+) -> dict[str, Any]:
+    """The results: every rung with its candidates, best first, and the one chosen. keep: of so many, one goes on.
+    `train` trains cells, `report` is called with the tokens and the lines of each rung."""
+    left = [one for one in everyone if one.variant in plan.arms]
+    refused = sorted({one.variant for one in everyone} - plan.arms.keys())
+    results: dict[str, Any] = {"params": plan.settings.params, "data": plan.settings.data, "refused": refused}
+    results["rungs"] = []
+    for tokens in rungs:
+        steps = max(1, -(-tokens // plan.settings.batch_tokens))
+        cells = {one: _cell(out, one, tokens, steps) for one in left}
+        train(list(cells.values()))
+        lines = [_line(plan, one, cell) for one, cell in cells.items()]
+        ranked = sorted(zip(lines, left, strict=True), key=lambda pair: _loss(pair[0]))
+        results["rungs"].append(
+            {"tokens": steps * plan.settings.batch_tokens, "candidates": [line for line, _ in ranked]}
+        )
+        left = [one for line, one in ranked if math.isfinite(_loss(line))][
+            : max(1, math.ceil(len(ranked) / keep))
+        ]
+        report(tokens, [line for line, _ in ranked])
+        if not left:
+            raise ConfigError(
+                f"{out}: none of {len(ranked)} candidates ended its training; lower lr in the space"
+            )
+    results["chosen"] = results["rungs"][-1]["candidates"][0]
+    results["trained_tokens"] = sum(rung["tokens"] * len(rung["candidates"]) for rung in results["rungs"])
+    write_json(out / RESULTS, results)
+    return results
+
+
+def _cell(out: Path, one: Candidate, tokens: int, steps: int) -> Cell:
+    place = f"rungs/{tokens}/{one.variant}/{one.rate.lr:g}-{one.rate.warmup:g}"
+    return Cell(one.variant, 0, one.rate, steps, safe_join(out, place, ConfigError), 1)
+
+
+def _line(plan: Plan, one: Candidate, cell: Cell) -> dict[str, Any]:
+    """What came of a candidate."""
+    state, counted = run.trained(cell), census(plan.arms[one.variant].model, [plan.settings.seq_len])
+    (state_bytes,) = counted.state_bytes.values()
+    return {
+        "variant": one.variant,
+        **one.rate._asdict(),
+        "dev_bits_per_byte": state.bits,
+        "why": state.why,
+        "parameters": counted.active_parameters,
+        "state_bytes": state_bytes,
+        "train_flops_per_token": plan.arms[one.variant].train_flops_per_token,
+        "tokens_per_second": run.history(cell, 0.0)["tokens_per_second"],
+    }
+
+
+def _loss(line: dict[str, Any]) -> float:
+    bits = line["dev_bits_per_byte"]
+    return math.inf if bits is None else float(bits)
