@@ -3,7 +3,18 @@
 from typing import Any, NamedTuple
 
 from perspectron.config import MixerConfig
-from perspectron.mixers import adr, attention, drm, gla, lens, pdr, ssd, window_gqa
+from perspectron.mixers import (
+    adr,
+    attention,
+    drm,
+    gdn,
+    gla,
+    kda,
+    lens,
+    pdr,
+    ssd,
+    window_gqa,
+)
 
 
 class Mixer(NamedTuple):
@@ -73,5 +84,17 @@ MIXERS = {
         attention.AttentionConfig(heads=2),
         "full attention, with rotary positions or as in GPT-2",
         "decisions.md §7",
+    ),
+    "gdn": Mixer(
+        gdn.GDN,
+        gdn.GDNConfig(heads=2),
+        "Gated DeltaNet: a matrix memory corrected by the delta rule, which fades by one gate a head",
+        "arXiv 2412.06464",
+    ),
+    "kda": Mixer(
+        kda.KDA,
+        kda.KDAConfig(heads=2),
+        "Kimi Delta Attention: the same, whose key channels fade by gates of their own",
+        "arXiv 2510.26692",
     ),
 }

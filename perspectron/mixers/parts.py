@@ -1,4 +1,5 @@
-"""Parts that recurrent mixers share: a short convolution, a shift by one token, and where decays start.
+"""Parts that recurrent mixers share: a short convolution, a shift by one token, keys of length 1, and where decays
+start.
 
 Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
 """
@@ -12,6 +13,7 @@ from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
+UNIT_EPS = 1e-6
 
 
 class ShortConv(nn.Module):
@@ -66,6 +68,12 @@ def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple
         begun_BS = torch.cat([begun_BT, begun_BT[:, -1:]], 1)
         all_BSD = all_BSD.masked_fill((begun_BS > from_BS)[:, :, None], 0)
     return all_BSD[:, :-1], all_BSD[:, -1].clone()
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / √(|x|² + 10⁻⁶) along the last dimension, in float32 at least: length 1, and 0 stays 0."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

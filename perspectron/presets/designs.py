@@ -21,7 +21,9 @@ from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfi
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
+from perspectron.mixers.gdn import GDNConfig
 from perspectron.mixers.gla import GLAConfig
+from perspectron.mixers.kda import KDAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.ssd import SSDConfig
@@ -314,6 +316,38 @@ def ssd(
     return stack(name, vocab_size, d_model, layers, BlockConfig(mixer, None))
 
 
+@design("Gated DeltaNet", "arXiv 2412.06464")
+def gdn(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 356,
+    mixer: GDNConfig = GDNConfig(heads=4),
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """Gated DeltaNet with SwiGLU, as published."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+@design("Kimi Delta Attention", "arXiv 2510.26692")
+def kda(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 400,
+    mixer: KDAConfig = KDAConfig(heads=4),
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """Kimi Delta Attention with SwiGLU, in every layer."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",
@@ -359,3 +393,5 @@ preset(
     "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
+preset("gdn-tiny", "Gated DeltaNet, as large as perspective-tiny-dense", gdn)
+preset("kda-tiny", "Kimi Delta Attention, as large as perspective-tiny-dense", kda)
