@@ -21,6 +21,7 @@ from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.gdn import GDNConfig
+from perspectron.mixers.gdn2 import GDN2Config
 from perspectron.mixers.kda import KDAConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.state import LMState
@@ -37,6 +38,7 @@ OPTIONS = {
     "adr, values": ADRConfig(2, 0.9, remember="values"),
     "gdn, negative": GDNConfig(2, negative=True),
     "kda, negative": KDAConfig(2, negative=True),
+    "gdn2, negative": GDN2Config(2, negative=True),
 }
 ENTRIES = MIXERS | {name: MIXERS[small.kind]._replace(small=small) for name, small in OPTIONS.items()}
 

@@ -8,6 +8,7 @@ from perspectron.mixers import (
     attention,
     drm,
     gdn,
+    gdn2,
     gla,
     kda,
     lens,
@@ -96,5 +97,11 @@ MIXERS = {
         kda.KDAConfig(heads=2),
         "Kimi Delta Attention: the same, whose key channels fade by gates of their own",
         "arXiv 2510.26692",
+    ),
+    "gdn2": Mixer(
+        gdn2.GDN2,
+        gdn2.GDN2Config(heads=2),
+        "Gated DeltaNet-2: the same, which erases and writes each channel by gates of their own",
+        "arXiv 2605.22791",
     ),
 }

@@ -22,6 +22,7 @@ from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.gdn import GDNConfig
+from perspectron.mixers.gdn2 import GDN2Config
 from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.kda import KDAConfig
 from perspectron.mixers.lens import LensConfig
@@ -348,6 +349,22 @@ def kda(
     return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
+@design("Gated DeltaNet-2", "arXiv 2605.22791")
+def gdn2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 316,
+    mixer: GDN2Config = GDN2Config(heads=4),
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """Gated DeltaNet-2 with SwiGLU, as published."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",
@@ -395,3 +412,4 @@ preset(
 )  # fmt: skip
 preset("gdn-tiny", "Gated DeltaNet, as large as perspective-tiny-dense", gdn)
 preset("kda-tiny", "Kimi Delta Attention, as large as perspective-tiny-dense", kda)
+preset("gdn2-tiny", "Gated DeltaNet-2, as large as perspective-tiny-dense", gdn2)

@@ -15,12 +15,13 @@ from perspectron.config import BlockConfig, MixerConfig, ModelConfig
 from perspectron.errors import ConfigError
 from perspectron.mixers.delta import Delta, DeltaState
 from perspectron.mixers.gdn import GDN, GDNConfig
+from perspectron.mixers.gdn2 import GDN2, GDN2Config
 from perspectron.mixers.kda import KDA, KDAConfig
 from perspectron.ops import delta
 
 D, H = 16, 2
-KINDS = {"gdn": (GDN, GDNConfig), "kda": (KDA, KDAConfig)}
-WIDTHS = {"gdn": (6, 12), "kda": (8, 8)}
+KINDS = {"gdn": (GDN, GDNConfig), "kda": (KDA, KDAConfig), "gdn2": (GDN2, GDN2Config)}
+WIDTHS = {"gdn": (6, 12), "kda": (8, 8), "gdn2": (8, 8)}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -65,7 +66,7 @@ def plain(kind: str, module: Delta, x_BTD: Tensor, state: DeltaState) -> tuple[T
                 q, k = u[h * K : (h + 1) * K], u[(H + h) * K : (H + h + 1) * K]
                 v = u[2 * H * K + h * V : 2 * H * K + (h + 1) * V]
                 q, k = (z / torch.sqrt((z * z).sum() + 1e-6) for z in (q, k))
-                key = slice(h * K, (h + 1) * K)
+                key, value = slice(h * K, (h + 1) * K), slice(h * V, (h + 1) * V)
                 if kind == "gdn":
                     f = weight["a_proj.weight"][h] @ x + weight["dt_bias"][h]
                 else:
@@ -74,8 +75,12 @@ def plain(kind: str, module: Delta, x_BTD: Tensor, state: DeltaState) -> tuple[T
                         + weight["dt_bias"][key]
                     )
                 alpha = torch.exp(-torch.exp(weight["A_log"][h]) * torch.log(1 + torch.exp(f)))
-                beta = most * sigmoid(weight["b_proj.weight"][h] @ x)
-                erase, written = beta * k, beta * v
+                if kind == "gdn2":
+                    erase = most * sigmoid(weight["e_proj.weight"][key] @ x) * k
+                    written = sigmoid(weight["w_proj.weight"][value] @ x) * v
+                else:
+                    beta = most * sigmoid(weight["b_proj.weight"][h] @ x)
+                    erase, written = beta * k, beta * v
                 faded = alpha[:, None] * memory[h] if kind != "gdn" else alpha * memory[h]
                 memory[h] = faded + torch.outer(k, written - faded.T @ erase)
                 o = memory[h].T @ q / math.sqrt(K)
@@ -127,6 +132,18 @@ def test_its_gradients_are_those_of_the_published_layer(kind):
 # ---------------------------------------------------------------- how they follow from each other
 
 
+@torch.no_grad()
+def test_one_gate_for_erasing_and_writing_is_kimi_delta_attention():
+    one, other = build("kda", size=0.5), build("gdn2", size=0.5)
+    weights = {name: weight for name, weight in one.state_dict().items() if name != "b_proj.weight"}
+    for name in ("e_proj.weight", "w_proj.weight"):
+        weights[name] = one.b_proj.weight.repeat_interleave(D // H, 0)
+    other.load_state_dict(weights)
+    x, state = normal(2, 70, D), warm("kda", 2)
+    expected, found = (module(x, state)[1] for module in (one, other))
+    torch.testing.assert_close(found.memory_BHKV, expected.memory_BHKV, rtol=1e-12, atol=1e-12)
+
+
 def test_one_gate_for_all_channels_is_the_gated_delta_rule():
     q, k, e, v = (normal(2, 3, 70, width, seed=i) for i, width in enumerate((5, 5, 5, 4)))
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -152,7 +169,7 @@ def test_without_decay_and_with_full_gates_it_holds_the_last_value_of_each_key(k
     module.conv1d.weight[..., -1] = 1
     module.A_log.fill_(-torch.inf)
     for name, weight in module.named_parameters():
-        if name.split(".")[0] == "b_proj":
+        if name.split(".")[0] in ("b_proj", "e_proj", "w_proj"):
             weight.fill_(1e3)
     which = torch.randint(K, (1, 100), generator=torch.Generator().manual_seed(0))
     x = torch.zeros(1, 100, D, dtype=torch.float64)
@@ -177,7 +194,7 @@ def started(config: MixerConfig, seed: int = 0) -> Delta:
 
 @pytest.mark.parametrize(
     ("config", "rates"),
-    [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16))],
+    [(GDNConfig(128), (0, 16)), (KDAConfig(128), (1, 16)), (GDN2Config(128), (1, 16))],
 )
 def test_it_starts_as_published(config, rates):
     mixer, again, other = started(config), started(config), started(config, 1)
@@ -211,7 +228,7 @@ def test_parameters_and_state_are_as_large_as_said(kind, d_model, heads, conv):
         assert abs(count / d_model**2 - 6) < 0.2
     else:
         count += 4 * d_model * K + 2 * d_model
-        count += d_model * heads
+        count += d_model * heads if kind == "kda" else 2 * d_model**2
     assert sum(parameter.numel() for parameter in module.parameters()) == count
     start = module.init_state(3, torch.device("cpu"), torch.bfloat16)
     assert start.memory_BHKV.shape == (3, heads, K, V) and start.window_BZC.shape == (3, conv - 1, C)
@@ -243,6 +260,7 @@ def test_gates_are_not_rounded_to_16_bits(kind):
         (lambda: KDAConfig(2, conv=0), "conv = 0, must be ≥ 1"),
         (lambda: GDN(D, 1e-6, GDNConfig(5)), "heads = 5, must be a divisor of 3/4 d_model = 12"),
         (lambda: KDA(D, 1e-6, KDAConfig(3)), "heads = 3, must be a divisor of d_model = 16"),
+        (lambda: GDN2(D, 1e-6, GDN2Config(3)), "heads = 3, must be a divisor of d_model = 16"),
     ],
 )
 def test_a_wrong_config_says_which_field(config, message):
