@@ -13,6 +13,8 @@ from perspectron.mixers import (
     kda,
     lens,
     pdr,
+    rwkv7,
+    rwkv7_channel,
     ssd,
     window_gqa,
 )
@@ -103,5 +105,17 @@ MIXERS = {
         gdn2.GDN2Config(heads=2),
         "Gated DeltaNet-2: the same, which erases and writes each channel by gates of their own",
         "arXiv 2605.22791",
+    ),
+    "rwkv7": Mixer(
+        rwkv7.RWKV7,
+        rwkv7.RWKV7Config(head_dim=8),
+        "RWKV-7's time mix: a matrix memory read and corrected before its rows fade by gates of their own",
+        "arXiv 2503.14456",
+    ),
+    "rwkv7_channel": Mixer(
+        rwkv7_channel.RWKV7Channel,
+        rwkv7_channel.RWKV7ChannelConfig(hidden=24),
+        "RWKV-7's channel mix: a network that also reads the token before",
+        "arXiv 2503.14456",
     ),
 }

@@ -1,5 +1,5 @@
 """Parts that recurrent mixers share: a short convolution, a shift by one token, keys of length 1, and where decays
-start.
+and mixes start.
 
 Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
 """
@@ -68,6 +68,17 @@ def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple
         begun_BS = torch.cat([begun_BT, begun_BT[:, -1:]], 1)
         all_BSD = all_BSD.masked_fill((begun_BS > from_BS)[:, :, None], 0)
     return all_BSD[:, :-1], all_BSD[:, -1].clone()
+
+
+def between(x_BTD: Tensor, before_BTD: Tensor, mix_D: Tensor) -> Tensor:
+    """x where the mix is 0, the token before where it is 1; in x's dtype."""
+    x_full = x_BTD.to(before_BTD.dtype)
+    return (x_full + (before_BTD - x_full) * mix_D).to(x_BTD.dtype)
+
+
+def mixes(d_model: int, bend: float) -> Tensor:
+    """Where RWKV-7's mixes start, 1 − (c/D)^bend of channel c."""
+    return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
 
 
 def unit(x: Tensor) -> Tensor:

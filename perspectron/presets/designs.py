@@ -27,6 +27,8 @@ from perspectron.mixers.gla import GLAConfig
 from perspectron.mixers.kda import KDAConfig
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.rwkv7 import RWKV7Config
+from perspectron.mixers.rwkv7_channel import RWKV7ChannelConfig
 from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
@@ -365,6 +367,26 @@ def gdn2(
     return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
+@design("RWKV-7: a time mix, then a channel mix", "arXiv 2503.14456")
+def rwkv7(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    head_dim: int = 32,
+    hidden: int = 512,
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """RWKV-7; a layer is two blocks, because its network has a state too. hidden: of the channel mixes."""
+    require(layers >= 1, "layers", layers, "≥ 1")
+    blocks = []
+    for layer in range(layers):
+        blocks.append(BlockConfig(RWKV7Config(head_dim, layer, layers), None))
+        blocks.append(BlockConfig(RWKV7ChannelConfig(hidden, layer, layers), None))
+    return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm, **GPT2_NORM)
+
+
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",
@@ -413,3 +435,4 @@ preset(
 preset("gdn-tiny", "Gated DeltaNet, as large as perspective-tiny-dense", gdn)
 preset("kda-tiny", "Kimi Delta Attention, as large as perspective-tiny-dense", kda)
 preset("gdn2-tiny", "Gated DeltaNet-2, as large as perspective-tiny-dense", gdn2)
+preset("rwkv7-tiny", "RWKV-7, as large as perspective-tiny-dense", rwkv7)
