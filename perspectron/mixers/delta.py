@@ -90,15 +90,7 @@ class Delta(nn.Module):
         q, k = unit(q), unit(k)
         q, k, e, v, alpha = (x.transpose(1, 2) for x in (q, k, beta * k, write * v, alpha))
         o_BHTV, memory_BHKV = delta.scan(
-            q,
-            k,
-            e,
-            v,
-            alpha,
-            state.memory_BHKV,
-            scale=K**-0.5,
-            consume_state=consume_state,
-            checked=False,
+            q, k, e, v, alpha, state.memory_BHKV, scale=K**-0.5, consume_state=consume_state, checked=False
         )
         o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
         return self.o_proj(o_BTV * gate_BTV), DeltaState(memory_BHKV, window_BZC), {}

@@ -66,8 +66,8 @@ class RWKV7(nn.Module):
         self.config = config
         self.mix_6D = nn.Parameter(torch.empty(6, D))
         self.r_proj, self.k_proj, self.v_proj = (nn.Linear(D, D, bias=False) for _ in range(3))
-        rank = _rank(2.5 * D**0.5 * K / 64)
-        self.w_low, self.a_low = _low(D, rank, nn.Tanh()), _low(D, rank, nn.Identity())
+        self.w_low = _low(D, _rank(2.5 * D**0.5 * K / 64), nn.Tanh())
+        self.a_low = _low(D, _rank(2.5 * D**0.5 * K / 64), nn.Identity())
         self.g_low = _low(D, _rank(5 * D**0.5), nn.Sigmoid(), bias=False)
         if config.layer > 0:
             self.v_low = _low(D, _rank(1.7 * D**0.5), nn.Identity())
@@ -131,14 +131,8 @@ class RWKV7(nn.Module):
         eta_BTD = torch.sigmoid(self.a_low(x_a).to(full))
         alpha_BTD = torch.exp(-math.exp(-0.5) * torch.sigmoid(self.w_low(x_w).to(full)))
         k_BTD = self.k_proj(x_k).to(full)
-        inputs = (
-            self.r_proj(x_r),
-            k_BTD * (1 + (eta_BTD - 1) * self.k_a),
-            v_BTD,
-            eta_BTD,
-            alpha_BTD,
-            k_BTD * self.k_k,
-        )
+        key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
+        inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)
         r, k, v, eta, alpha, kappa = (x.unflatten(-1, (-1, self.config.head_dim)) for x in inputs)
         kappa = read = unit(kappa)
         if pad_BT is not None:
@@ -151,15 +145,7 @@ class RWKV7(nn.Module):
         ).flatten(2)
         q, k, v, a, b, alpha = (x.transpose(1, 2) for x in (r, k, v, -read, kappa * eta, alpha))
         o_BHTK, memory_BHKK = delta.scan_rwkv7(
-            q,
-            k,
-            v,
-            a,
-            b,
-            alpha,
-            state.memory_BHKK,
-            consume_state=consume_state,
-            checked=False,
+            q, k, v, a, b, alpha, state.memory_BHKK, consume_state=consume_state, checked=False
         )
         o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=NORM_EPS).flatten(2)
         o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
