@@ -16,6 +16,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [
     *("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
     *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m-dense", "transformer-20m"),
+    *("gdn-tiny", "kda-tiny", "gdn2-tiny", "rwkv7-tiny"),
 ]
 
 

@@ -243,9 +243,15 @@ def test_a_seed_gives_the_same_model_and_another_seed_another():
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     drawn = [name for name in weights[0] if not torch.equal(weights[0][name], weights[2][name])]
-    # how lenses mix, where experts stand, what is added to Mamba-3's keys and queries
-    starts_fixed = ("gates_HL", "offset_EA", "b_bias", "c_bias")
-    matrices = [n for n, weight in weights[0].items() if weight.ndim > 1 and not n.endswith(starts_fixed)]
+    starts_fixed = ["gates_HL", "offset_EA"]  # how lenses mix, where experts stand
+    starts_fixed += ["b_bias", "c_bias"]  # what is added to Mamba-3's keys and queries
+    starts_fixed += ["mix_6D", *(f"{name}_low.0.weight" for name in "wag")]  # RWKV-7's mixes and low ranks
+    for i, mixer in enumerate(MIXERS):  # and its outputs
+        last = {"rwkv7": "o_proj", "rwkv7_channel": "v_proj"}.get(mixer)
+        starts_fixed += [f"blocks.{i}.mixer.{last}.weight"] if last else []
+    matrices = [
+        n for n, weight in weights[0].items() if weight.ndim > 1 and not n.endswith(tuple(starts_fixed))
+    ]
     assert set(matrices) <= set(drawn)
     assert all(weight.isfinite().all() for weight in weights[0].values())
     prints = [perspectron.build(everything(), seed).fingerprint() for seed in (3, 3, 4)]

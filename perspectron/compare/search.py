@@ -1,8 +1,8 @@
 """A search for the sizes of a design by successive halving: all candidates are trained on little text, the best of them
 on more, and so on. What decides is the loss on dev; the held-out text is not read.
 
-A candidate is a variant of the design, solved for the same parameters, with a learning rate and a warm-up. Trainings are
-ordinary runs in DIR/rungs/TOKENS/VARIANT/RATE; finished ones are skipped, so a search that was stopped goes on.
+A candidate is a variant of the design, solved for the same parameters, with a learning rate and a warm-up. Trainings
+are ordinary runs in DIR/rungs/TOKENS/VARIANT/RATE; finished ones are skipped, so a search that was stopped goes on.
 """
 
 import itertools

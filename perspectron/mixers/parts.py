@@ -1,4 +1,5 @@
-"""Parts that recurrent mixers share: a short convolution, a shift by one token, and where decays start.
+"""Parts that recurrent mixers share: a short convolution, a shift by one token, keys of length 1, and where decays
+and mixes start.
 
 Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
 """
@@ -12,6 +13,7 @@ from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
+UNIT_EPS = 1e-6
 
 
 class ShortConv(nn.Module):
@@ -53,14 +55,36 @@ def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple
     all_BSD = torch.cat([last_BD[:, None], x_BTD.to(last_BD.dtype)], 1)
     if pad_BT is None:
         before_BTD, after_BD = all_BSD[:, :-1], all_BSD[:, -1].clone()
-    else:  # the last token that is none of padding; 0 is the one before x
-        at_BT = torch.where(pad_BT, 0, torch.arange(1, T + 1, device=x_BTD.device)).cummax(1).values
-        from_BT = torch.cat([at_BT.new_zeros(B, 1), at_BT], 1)
-        all_BSD = all_BSD.gather(1, from_BT[:, :, None].expand(-1, -1, D))
-        before_BTD, after_BD = all_BSD[:, :-1], all_BSD[:, -1]
-    if reset_BT is not None:
-        before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
-    return before_BTD, after_BD
+        if reset_BT is not None:
+            before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
+        return before_BTD, after_BD
+    # of each place, the last token before it that is none of padding; 0 is the one before x
+    time_T = torch.arange(1, T + 1, device=x_BTD.device)
+    from_BS = torch.cat([pad_BT.new_zeros(B, 1, dtype=torch.long), torch.where(pad_BT, 0, time_T)], 1)
+    from_BS = from_BS.cummax(1).values
+    all_BSD = all_BSD.gather(1, from_BS[:, :, None].expand(-1, -1, D))
+    if reset_BT is not None:  # also where the document begins in padding
+        begun_BT = torch.where(reset_BT, time_T, 0).cummax(1).values
+        begun_BS = torch.cat([begun_BT, begun_BT[:, -1:]], 1)
+        all_BSD = all_BSD.masked_fill((begun_BS > from_BS)[:, :, None], 0)
+    return all_BSD[:, :-1], all_BSD[:, -1].clone()
+
+
+def between(x_BTD: Tensor, before_BTD: Tensor, mix_D: Tensor) -> Tensor:
+    """x where the mix is 0, the token before where it is 1; in x's dtype."""
+    x_full = x_BTD.to(before_BTD.dtype)
+    return (x_full + (before_BTD - x_full) * mix_D).to(x_BTD.dtype)
+
+
+def mixes(d_model: int, bend: float) -> Tensor:
+    """Where RWKV-7's mixes start, 1 − (c/D)^bend of channel c."""
+    return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / √(|x|² + 10⁻⁶) along the last dimension, in float32 at least: length 1, and 0 stays 0."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,22 +1,21 @@
 """Gated linear attention: S_t = diag(a_t) S_{t-1} + k_t v_tᵀ, o_t = scale · S_tᵀ q_t.
 
 The gate a_t has an entry for each key channel (GLA) or one for the whole head (the state-space dual, SSD).
-`scan` runs whole sequences and single steps. Its fast path is the tree of `perspectron.ops.pdr`, on the side of
-queries and keys: in a chunk, for blocks of 1, 2, 4, …, the queries of each right half I, times the products of
-gates from the start of I, meet the keys of its left half J, times the products of gates to the end of J. Only
-products of gates are formed, never a quotient or a logarithm, so any gate in [0, 1] is exact, 0 and 1 included.
+`scan` runs whole sequences and single steps. Its fast path is the tree of `perspectron.ops.products`, which forms only
+products of gates, never a quotient or a logarithm, so any gate in [0, 1] is exact, 0 and 1 included.
 A gate of 0 forgets everything before it (a new document); a gate of 1 with v = 0 leaves the state untouched
 (padding). Source: decisions.md §7; Yang et al. 2023 (arXiv 2312.06635), Dao & Gu 2024 (arXiv 2405.21060).
 
 Shapes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, L tokens of one chunk,
-K key width, A gate width (K or 1), V value width, b block of the tree, n pairs of blocks.
+K key width, A gate width (K or 1), V value width.
 """
 
 import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch
-from perspectron.ops.tree import Recurrence, blocks, halves
+from perspectron.ops.products import Saved, within, within_backward
+from perspectron.ops.tree import Recurrence
 
 CHUNK = 64
 BACKENDS = ("auto", "reference", "torch")
@@ -102,101 +101,6 @@ def _step_(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state_BHKV: Tensor) ->
     return q @ state_BHKV, state_BHKV
 
 
-def _tree(
-    q_NLK: Tensor, k_NLK: Tensor, gate_NLK: Tensor, saved: list[tuple[Tensor, ...]] | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree (A, Q, X, P) of one chunk: A_ij = Σ_K q_i k_j Π_{j<l≤i} a_l for j ≤ i, else 0; Q_i = q_i Π_{l≤i} a_l;
-    X_j = k_j Π_{l>j} a_l; P [N,1,K] = Π a. `saved` receives what `_tree_backward` needs, level by level."""
-    N, L, _ = q_NLK.shape
-    A = q_NLK.new_zeros(N, L, L)
-    A.diagonal(dim1=-2, dim2=-1).copy_((q_NLK * k_NLK).sum(-1))
-    Q, X, P = gate_NLK * q_NLK, k_NLK.clone(), gate_NLK
-    b = 1
-    while b < L:
-        (_, Q_right), (X_left, _), (P_left, P_right) = halves(Q, b), halves(X, b), halves(P, 1)
-        blocks(A, b).copy_((Q_right @ X_left.mT).view(N, -1, b, b))
-        if saved is not None:
-            saved.append((Q_right.clone(), X_left.clone(), P_left, P_right))
-        Q_right.mul_(P_left)
-        X_left.mul_(P_right)
-        P = (P_left * P_right).view(N, L // (2 * b), -1)
-        b *= 2
-    return A, Q, X, P
-
-
-def _tree_backward(
-    q_NLK: Tensor,
-    k_NLK: Tensor,
-    gate_NLK: Tensor,
-    saved: list[tuple[Tensor, ...]],
-    dA: Tensor,
-    dQ: Tensor,
-    dX: Tensor,
-    dP: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, da) from those of `_tree`'s outputs; consumes `saved`, dQ and dX."""
-    N, b, K = q_NLK.shape
-    while b > 1:
-        b //= 2
-        Q_right, X_left, P_left, P_right = saved.pop()
-        (_, dQ_right), (dX_left, _) = halves(dQ, b), halves(dX, b)
-        dP = dP.view(-1, 1, K)
-        dP_left = (dQ_right * Q_right).sum(1, keepdim=True).addcmul_(dP, P_right)
-        dP_right = (dX_left * X_left).sum(1, keepdim=True).addcmul_(dP, P_left)
-        dP = torch.cat([dP_left, dP_right], 1)
-        dA_block = blocks(dA, b).reshape(-1, b, b)
-        dQ_right.mul_(P_left).add_(dA_block @ X_left)
-        dX_left.mul_(P_right).add_(dA_block.mT @ Q_right)
-    diagonal = dA.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    da = torch.addcmul(dP.view(N, -1, K), dQ, q_NLK)
-    return dQ.mul_(gate_NLK).addcmul_(diagonal, k_NLK), dX.addcmul_(diagonal, q_NLK), da
-
-
-def _inside(
-    q_BGLK: Tensor, k_BGLK: Tensor, gate_BHLA: Tensor, saved: list[tuple[Tensor, ...]] | None = None
-) -> list[Tensor]:
-    """The tree of each head. With one gate for the head, the tree runs on ones: it gives the products of gates,
-    which then multiply q kᵀ, q and k."""
-    heads = gate_BHLA.shape[:2]
-    if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
-        q, k, gate = (x.flatten(0, 1) for x in (q_BGLK, k_BGLK, gate_BHLA))
-        return [x.unflatten(0, heads) for x in _tree(q, k, gate, saved)]
-    gate_NL1 = gate_BHLA.flatten(0, 1)
-    one_NL1 = torch.ones_like(gate_NL1)
-    between, prefix, suffix, P = (x.unflatten(0, heads) for x in _tree(one_NL1, one_NL1, gate_NL1, saved))
-    if saved is not None:
-        saved.append((between, prefix, suffix))
-    return [(q_BGLK @ k_BGLK.mT) * between, q_BGLK * prefix, k_BGLK * suffix, P]
-
-
-def _inside_backward(
-    q_BGLK: Tensor,
-    k_BGLK: Tensor,
-    gate_BHLA: Tensor,
-    saved: list[tuple[Tensor, ...]],
-    dA: Tensor,
-    dQ: Tensor,
-    dX: Tensor,
-    dP: Tensor,
-) -> list[Tensor]:
-    """Gradients (dq, dk, da) from those of `_inside`'s outputs; consumes `saved`, dA, dQ and dX."""
-    heads = gate_BHLA.shape[:2]
-    if gate_BHLA.shape[-1] == q_BGLK.shape[-1]:
-        q, k, gate, dA, dQ, dX, dP = (x.flatten(0, 1) for x in (q_BGLK, k_BGLK, gate_BHLA, dA, dQ, dX, dP))
-        return [x.unflatten(0, heads) for x in _tree_backward(q, k, gate, saved, dA, dQ, dX, dP)]
-    between, prefix, suffix = saved.pop()
-    dbetween = dA * (q_BGLK @ k_BGLK.mT)
-    dprefix, dsuffix = (dQ * q_BGLK).sum(-1, keepdim=True), (dX * k_BGLK).sum(-1, keepdim=True)
-    dscores = dA.mul_(between).sum_to_size(*q_BGLK.shape[:2], *dA.shape[2:])
-    dq = dQ.mul_(prefix).sum_to_size(q_BGLK.shape) + dscores @ k_BGLK
-    dk = dX.mul_(suffix).sum_to_size(k_BGLK.shape) + dscores.mT @ q_BGLK
-    gate_NL1 = gate_BHLA.flatten(0, 1)
-    one_NL1 = torch.ones_like(gate_NL1)
-    dA, dQ, dX, dP = (x.flatten(0, 1) for x in (dbetween, dprefix, dsuffix, dP))
-    *_, da = _tree_backward(one_NL1, one_NL1, gate_NL1, saved, dA, dQ, dX, dP)
-    return [dq, dk, da.unflatten(0, heads)]
-
-
 def _sum(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """The sum a b + c d, for batches of matrices."""
     a, b, c, d = (x.flatten(0, 1) for x in (a, b, c, d))
@@ -205,7 +109,7 @@ def _sum(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs and the next state."""
-    A, Q, X, P = _inside(q, k, gate)
+    A, Q, X, P = within(q, k, gate)
     return _sum(A, v, Q, state).view_as(v), torch.addcmul(X.mT @ v, P.mT, state)
 
 
@@ -214,13 +118,13 @@ def _chunk_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, the gate and the state before the chunk; the tree is built again."""
     narrow = (-2, -1) if gate.shape[-1] == 1 else (-1,)
-    saved: list[tuple[Tensor, ...]] = []
-    A, Q, X, P = _inside(q, k, gate, saved)
+    saved: Saved = []
+    A, Q, X, P = within(q, k, gate, saved)
     dv = _sum(A.mT, do, X, dstate).view_as(v)
     dP = (dstate * state).sum(narrow, keepdim=True).mT
     dA, dQ, dX = do @ v.mT, do @ state.mT, v @ dstate.mT
     dstate = torch.addcmul(Q.mT @ do, P.mT, dstate)
-    dq, dk, da = _inside_backward(q, k, gate, saved, dA, dQ, dX, dP)
+    dq, dk, da = within_backward(q, k, gate, saved, dA, dQ, dX, dP)
     return dq, dk, dv, da, dstate
 
 

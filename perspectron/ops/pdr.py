@@ -147,7 +147,7 @@ def _tree(
     b = 1
     while b < v_BLD.shape[1]:
         (P_left, P_right), (X_left, _), (_, o_right) = halves(P, b), halves(X, b), halves(o, b)
-        y = blocks(A_BLL, b).reshape(-1, b, b) @ X_left
+        y = blocks(A_BLL, b, b).reshape(-1, b, b) @ X_left
         o_right.addcmul_(P_right, y)
         last_left, last_right = P_left[:, -1:].clone(), P_right[:, -1:].clone()
         if saved is not None:
@@ -174,8 +174,8 @@ def _tree_backward(
         dP_right.mul_(last_left).addcmul_(do_right, y)
         dP_right[:, -1] += dlast_right
         dy = P_right.mul_(do_right)
-        blocks(dA, b).copy_((dy @ X_left.mT).view(dA.shape[0], -1, b, b))
-        dX_left.mul_(last_right).add_(blocks(A_BLL, b).reshape(-1, b, b).mT @ dy)
+        blocks(dA, b, b).copy_((dy @ X_left.mT).view(dA.shape[0], -1, b, b))
+        dX_left.mul_(last_right).add_(blocks(A_BLL, b, b).reshape(-1, b, b).mT @ dy)
     dX.addcmul_(A_BLL.diagonal(dim1=-2, dim2=-1).unsqueeze(-1), do)
     return dA, dX, dP
 
@@ -196,7 +196,7 @@ def _tree_tangent(
             halves(o, b)[1],
             halves(do, b)[1],
         )
-        block, dblock = (blocks(x, b).reshape(-1, b, b) for x in (A, dA))
+        block, dblock = (blocks(x, b, b).reshape(-1, b, b) for x in (A, dA))
         y, dy = block @ X_left, dblock @ X_left + block @ dX_left
         o_right.addcmul_(P_right, y)
         do_right.addcmul_(dP_right, y).addcmul_(P_right, dy)

@@ -1,4 +1,4 @@
-"""A recurrence whose gates multiply, over chunks of tokens: what `pdr` and `gla` share.
+"""A recurrence whose gates multiply, over chunks of tokens: what `pdr`, `gla` and `delta` share.
 
 The state goes from chunk to chunk; inside a chunk a binary tree takes all tokens at once, whose blocks `halves` and
 `blocks` find.
@@ -27,18 +27,21 @@ def halves(x_BLD: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def blocks(A_BLL: Tensor, b: int) -> Tensor:
-    """The part [B, n, b, b] of A where the right block of every pair looks at the left one; a view."""
-    B, L, _ = A_BLL.shape
-    return A_BLL.as_strided((B, L // (2 * b), b, b), (L * L, 2 * b * (L + 1), L, 1), b * L)
+def blocks(A_BRC: Tensor, rows: int, columns: int) -> Tensor:
+    """The part [B, n, rows, columns] of A where the right block of every pair, so many rows, looks at the left one; a
+    view."""
+    B, R, C = A_BRC.shape
+    size, stride = (B, R // (2 * rows), rows, columns), (R * C, 2 * (rows * C + columns), C, 1)
+    return A_BRC.as_strided(size, stride, rows * C)
 
 
 @dataclass(frozen=True)
 class Recurrence:
     """One chunk of a recurrence, forward and differentiated; `size` is its most tokens.
 
-    forward: (q, k, v, gate, state) → (o, next state). backward: (q, k, v, gate, do, state, d next state) → gradients of
-    the five. tangent: (q, k, v, gate, their tangents, state, dstate) → (do, next state, its tangent).
+    Its inputs are q, k, v, …, the last of them the gate; outputs are as v. forward: (*inputs, state) → (o, next state).
+    backward: (*inputs, do, state, d next state) → gradients of the inputs and the state. tangent: (*inputs, their
+    tangents, state, dstate) → (do, next state, its tangent).
     """
 
     op: str
@@ -52,33 +55,29 @@ class Recurrence:
         T = int(T)  # under torch.jit.trace sizes are tensors
         return [slice(start, min(start + self.size, T)) for start in range(0, T, self.size)]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, *inputs_and_state: Tensor) -> tuple[Tensor, Tensor]:
         """All chunks, (outputs, last state); differentiable once where gradients are on."""
+        *inputs, state = inputs_and_state
         if gradients_off():
-            return self._walk(q, k, v, gate, state, None)
-        o, state, _ = _Scan.apply(self, q, k, v, gate, state)
+            return self._walk(inputs, state, None)
+        o, state, _ = _Scan.apply(self, *inputs, state)
         return o, state
 
-    def _walk(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, borders: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _walk(self, inputs: list[Tensor], state: Tensor, borders: Tensor | None) -> tuple[Tensor, Tensor]:
         """Walk over the chunks; `borders` [chunks, …] receives each chunk's first state."""
-        o = torch.empty_like(v)
-        for i, span in enumerate(self.spans(v.shape[-2])):
+        o = torch.empty_like(inputs[2])
+        for i, span in enumerate(self.spans(o.shape[-2])):
             if borders is not None:
                 borders[i] = state
-            o_chunk, state = self.forward(*_cut(span, q, k, v), *_cut(span, gate, past=1.0), state)
+            o_chunk, state = self.forward(*_chunk(span, inputs), state)
             o[..., span, :] = _tokens(o_chunk, span)
         return o, state
 
-    def _backward(
-        self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dstate: Tensor
-    ) -> Tensors:
-        """Gradients of q, k, v, the gate and the first state: chunks from the last to the first."""
-        gradients = [torch.empty_like(x) for x in (q, k, v, gate)]
-        for i, span in reversed(list(enumerate(self.spans(v.shape[-2])))):
-            q_k_v, do_chunk = _cut(span, q, k, v), *_cut(span, do)
-            *parts, dstate = self.backward(*q_k_v, *_cut(span, gate, past=1.0), do_chunk, borders[i], dstate)
+    def _backward(self, inputs: list[Tensor], borders: Tensor, do: Tensor, dstate: Tensor) -> Tensors:
+        """Gradients of the inputs and the first state: chunks from the last to the first."""
+        gradients = [torch.empty_like(x) for x in inputs]
+        for i, span in reversed(list(enumerate(self.spans(do.shape[-2])))):
+            *parts, dstate = self.backward(*_chunk(span, inputs), _cut(span, do), borders[i], dstate)
             for whole, part in zip(gradients, parts, strict=True):
                 whole[..., span, :] = _tokens(part, span)
         return *gradients, dstate
@@ -86,21 +85,28 @@ class Recurrence:
     def _tangent(self, primals: Tensors, tangents: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Tangents of the outputs and of the last state."""
         assert self.tangent is not None
-        (q, k, v, gate, state), (*inputs, dstate), outputs = primals, tangents, []
-        for span in self.spans(v.shape[-2]):
-            q_k_v, d_chunk = _cut(span, q, k, v), _cut(span, *inputs)
-            do, state, dstate = self.tangent(*q_k_v, *_cut(span, gate, past=1.0), *d_chunk, state, dstate)
+        (*inputs, state), (*tangents, dstate), outputs = primals, tangents, []
+        for span in self.spans(inputs[2].shape[-2]):
+            d_chunk = [_cut(span, x) for x in tangents]
+            do, state, dstate = self.tangent(*_chunk(span, inputs), *d_chunk, state, dstate)
             outputs.append(_tokens(do, span))
         return torch.cat(outputs, -2), dstate
 
 
-def _cut(span: slice, *tensors: Tensor, past: float = 0.0) -> list[Tensor]:
-    """The chunk of each, with `past` for the tokens that it lacks to a power of two. For all but the gate that is 0:
-    there nothing is written, read, or comes back. A gate of 1, with nothing written, is the recurrence's identity."""
+def _chunk(span: slice, inputs: list[Tensor]) -> list[Tensor]:
+    """The chunk of each, the last of which is the gate. A gate of 1, with nothing written, is the recurrence's
+    identity."""
+    *others, gate = inputs
+    return [*(_cut(span, x) for x in others), _cut(span, gate, past=1.0)]
+
+
+def _cut(span: slice, x: Tensor, past: float = 0.0) -> Tensor:
+    """The chunk of x, with `past` for the tokens that it lacks to a power of two. For all but the gate that is 0:
+    there nothing is written, read, or comes back."""
     L = span.stop - span.start
     pad = (1 << (L - 1).bit_length()) - L
-    chunks = (x[..., span, :] for x in tensors)
-    return [(F.pad(x, (0, 0, 0, pad), value=past) if pad else x).contiguous() for x in chunks]
+    x = x[..., span, :]
+    return (F.pad(x, (0, 0, 0, pad), value=past) if pad else x).contiguous()
 
 
 def _tokens(chunk: Tensor, span: slice) -> Tensor:
@@ -113,9 +119,10 @@ class _Scan(torch.autograd.Function):
     states at chunk borders are kept."""
 
     @staticmethod
-    def forward(kind: Recurrence, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> Tensors:
-        borders = state.new_empty(len(kind.spans(v.shape[-2])), *state.shape)
-        return *kind._walk(q, k, v, gate, state, borders), borders
+    def forward(kind: Recurrence, *inputs_and_state: Tensor) -> Tensors:
+        *inputs, state = inputs_and_state
+        borders = state.new_empty(len(kind.spans(inputs[2].shape[-2])), *state.shape)
+        return *kind._walk(inputs, state, borders), borders
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -123,7 +130,7 @@ class _Scan(torch.autograd.Function):
         borders = output[2]
         ctx.mark_non_differentiable(borders)
         ctx.set_materialize_grads(False)  # no zeros for the borders, which are the largest of all
-        ctx.save_for_backward(*tensors[:4], borders)
+        ctx.save_for_backward(*tensors[:-1], borders)
         if ctx.kind.tangent is not None:
             ctx.save_for_forward(*tensors)
 
@@ -132,7 +139,7 @@ class _Scan(torch.autograd.Function):
         *inputs, borders = ctx.saved_tensors
         do = torch.zeros_like(inputs[2]) if do is None else do
         dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
-        return None, *once(ctx.kind.op, ctx.kind._backward, *inputs, borders, do, dstate)
+        return None, *once(ctx.kind.op, _backward, ctx.kind, *inputs, borders, do, dstate)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -142,3 +149,8 @@ class _Scan(torch.autograd.Function):
         with full_precision(primals[0]):
             filled = [torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True)]
             return *ctx.kind._tangent(primals, filled), None
+
+
+def _backward(kind: Recurrence, *given: Tensor) -> Tensors:
+    *inputs, borders, do, dstate = given
+    return kind._backward(inputs, borders, do, dstate)

@@ -1,7 +1,8 @@
 """Named models: designs, each a function of its sizes, and presets, designs at certain sizes.
 
-`designs.py` has them all. A design is reached by its own name too, at the sizes that its function has by default: by
-`get`, and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget (`fit.py`).
+`designs.py` has ours, `baselines.py` those of others. A design is reached by its own name too, at the sizes that it has
+by default: by `get`, and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget
+(`fit.py`).
 """
 
 from perspectron.presets import designs as designs

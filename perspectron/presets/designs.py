@@ -1,9 +1,9 @@
-"""The designs, each a function of its sizes, and below it the sizes that have a name. docs/add-a-mixer.md adds one."""
+"""Our designs, each a function of its sizes, and below it the sizes that have a name."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from perspectron.config import (
     BlockConfig,
@@ -20,30 +20,18 @@ from perspectron.config import (
 from perspectron.experts.router import RoutedConfig
 from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfig
 from perspectron.mixers.adr import ADRConfig
-from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig, Risk
-from perspectron.mixers.gla import GLAConfig
-from perspectron.mixers.hgrn2 import HGRN2Config
 from perspectron.mixers.lens import LensConfig
-from perspectron.mixers.mamba3 import Mamba3Config
-from perspectron.mixers.mingru import MinGRUConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.pdr2 import PDR2Config
+from perspectron.mixers.rwkv7 import RWKV7Config
 from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
+from perspectron.presets.baselines import GPT2_NORM, RECURRENCES, numbered, stack
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
-
-
-def stack(
-    name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig, **more: Any
-) -> ModelConfig:
-    """`layers` times the same block, RMSNorm, a tied head; `more`: other fields of the model."""
-    require(layers >= 1, "layers", layers, "≥ 1")
-    return ModelConfig(name, vocab_size, d_model, (block,) * layers, **more)
 
 
 # ---------------------------------------------------------------- Perspective
@@ -88,14 +76,8 @@ def perspective(
             "routed": replace(routed, hidden=hidden),
             "seed": TiedConfig(layer // period * period + period - 1),
         }
-        blocks.append(BlockConfig(_numbered(mixer, layer - layer // period, recurrent), networks[ffn]))
+        blocks.append(BlockConfig(numbered(mixer, layer - layer // period, recurrent), networks[ffn]))
     return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
-
-
-def _numbered(mixer: Any, layer: int, layers: int) -> MixerConfig:
-    """The config of a layer's mixer, where it must know which one of how many it is."""
-    config: MixerConfig = replace(mixer, layer=layer, layers=layers) if hasattr(mixer, "layers") else mixer
-    return config
 
 
 width_384 = partial(
@@ -270,80 +252,7 @@ preset(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------- baselines
-
-
-@design("GPT-2: learned positions, GELU", BASELINE)
-def gpt2(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    hidden: int = 536,
-    positions: int = 1024,
-    embedding_norm: bool = True,
-) -> ModelConfig:
-    """Learned positions, LayerNorm, biases, GELU by tanh, tied head: weights of the published model fit."""
-    mixer = AttentionConfig(heads, rope_base=None, bias=True)
-    block, more = (
-        BlockConfig(mixer, MLPConfig(hidden, "gelu_tanh")),
-        {"embedding_norm": embedding_norm} | GPT2_NORM,
-    )
-    return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
-
-
-@design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
-def transformer(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    hidden: int = 448,
-    embedding_norm: bool = True,
-) -> ModelConfig:
-    """A modern transformer: full attention with RoPE and a SwiGLU in every layer."""
-    block = BlockConfig(AttentionConfig(heads), SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
-
-
-@design("gated linear attention", BASELINE)
-def gla(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    hidden: int = 440,
-    mixer: GLAConfig = GLAConfig(heads=4),
-    embedding_norm: bool = True,
-) -> ModelConfig:
-    """Gated linear attention with SwiGLU, as published."""
-    block = BlockConfig(mixer, SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
-
-
-def _depths(shape: Shape) -> Iterable[Sizes]:
-    """Two mixers where others have a mixer and a network, give or take two."""
-    return [{"layers": n} for n in range(max(1, 2 * shape.layers - 2), 2 * shape.layers + 3)]
-
-
-@design("Mamba-2: a stack of state-space mixers", BASELINE, knob="state", variants=_depths)
-def ssd(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 8,
-    mixer: SSDConfig = SSDConfig(head_dim=32, state=64),
-    embedding_norm: bool = True,
-) -> ModelConfig:
-    """Mamba-2: a stack of mixers, without feed-forward networks."""
-    block = BlockConfig(mixer, None)
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+# ---------------------------------------------------------------- Perspective, improved
 
 
 def _half_again(shape: Shape) -> Iterable[Sizes]:
@@ -359,11 +268,9 @@ DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
 )
 FRAMED: dict[str, MixerConfig] = {
     "pdr2": PDR2Config(rank=32),
-    "gla": GLAConfig(heads=4),
     "ssd": SSDConfig(head_dim=32, state=64),
-    "mamba3": Mamba3Config(head_dim=32, state=64),
-    "hgrn2": HGRN2Config(heads=4),
-    "mingru": MinGRUConfig(),
+    "rwkv7": RWKV7Config(head_dim=32),
+    **{kind: mixer for kind, (mixer, *_) in RECURRENCES.items()},
 }
 for kind, mixer in FRAMED.items():
     DESIGNS[f"perspective[{kind}]"] = DESIGNS["perspective"]._replace(
@@ -373,103 +280,3 @@ DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",
 )
-
-preset("transformer-tiny", "full attention, as large as perspective-tiny-dense", transformer)
-preset(
-    "transformer-20m", "full attention, as large as perspective-20m-dense", transformer,
-    vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1304,
-)  # fmt: skip
-preset(
-    "transformer-125m", "full attention, as large as perspective-125m-dense", transformer,
-    vocab_size=32768, d_model=768, layers=12, heads=12, hidden=2592,
-)  # fmt: skip
-preset("gpt2-tiny", "GPT-2 as large as perspective-tiny-dense", gpt2)
-preset(
-    "gpt2-20m", "GPT-2 as large as perspective-20m-dense", gpt2,
-    vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1888,
-)  # fmt: skip
-preset(
-    "gpt2-125m", "GPT-2 as large as perspective-125m-dense", gpt2,
-    vocab_size=32768, d_model=768, layers=12, heads=12, hidden=3840,
-)  # fmt: skip
-preset(
-    "gpt2-124m", "GPT-2 as published: its weights fit", gpt2,
-    vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072, embedding_norm=False,
-)  # fmt: skip
-preset("gla-tiny", "gated linear attention, as large as perspective-tiny-dense", gla)
-preset(
-    "gla-20m", "gated linear attention, as large as perspective-20m-dense", gla,
-    vocab_size=8192, d_model=384, layers=8, hidden=1296, mixer=GLAConfig(6),
-)  # fmt: skip
-preset(
-    "gla-125m", "gated linear attention, as large as perspective-125m-dense", gla,
-    vocab_size=32768, d_model=768, layers=12, hidden=2584, mixer=GLAConfig(12),
-)  # fmt: skip
-preset("ssd-tiny", "Mamba-2, as large as perspective-tiny-dense", ssd)
-preset(
-    "ssd-20m", "Mamba-2, as large as perspective-20m-dense", ssd,
-    vocab_size=8192, d_model=384, layers=17, mixer=SSDConfig(64, 128),
-)  # fmt: skip
-preset(
-    "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
-    vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
-)  # fmt: skip
-
-
-@design("minGRU: gated averages behind short convolutions", BASELINE)
-def mingru(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    hidden: int = 360,
-    embedding_norm: bool = True,
-    mixer: MinGRUConfig = MinGRUConfig(),
-) -> ModelConfig:
-    """minGRU with SwiGLU."""
-    block = BlockConfig(mixer, SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
-
-
-preset("mingru-tiny", "minGRU, as large as perspective-tiny-dense", mingru)
-
-
-@design("HGRN2: a matrix memory that writes what it forgets", BASELINE)
-def hgrn2(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    hidden: int = 448,
-    embedding_norm: bool = True,
-) -> ModelConfig:
-    """HGRN2 with SwiGLU; the gates of a layer are bounded from below, the more the higher it is."""
-    require(layers >= 1, "layers", layers, "≥ 1")
-    mixers = (HGRN2Config(heads, layer, layers) for layer in range(layers))
-    blocks = tuple(BlockConfig(mixer, SwiGLUConfig(hidden)) for mixer in mixers)
-    return ModelConfig(name, vocab_size, d_model, blocks, embedding_norm=embedding_norm)
-
-
-preset("hgrn2-tiny", "HGRN2, as large as perspective-tiny-dense", hgrn2)
-
-
-@design("Mamba-3: state-space mixers that turn, with feed-forward networks", BASELINE)
-def mamba3(
-    name: str,
-    *,
-    vocab_size: int = 2048,
-    d_model: int = 128,
-    layers: int = 4,
-    hidden: int = 304,
-    embedding_norm: bool = True,
-    mixer: Mamba3Config = Mamba3Config(head_dim=32, state=64),
-) -> ModelConfig:
-    """Mamba-3 with one input and one output a head, and a SwiGLU in every layer."""
-    block = BlockConfig(mixer, SwiGLUConfig(hidden))
-    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
-
-
-preset("mamba3-tiny", "Mamba-3, as large as perspective-tiny-dense", mamba3)

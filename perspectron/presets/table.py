@@ -67,7 +67,8 @@ RENAMED = {
 """Presets of 0.1 that said how many parameters are active: (name now, why). Runs keep the old name in their config."""
 
 
-def _same(_: Shape) -> Iterable[Sizes]:
+def as_it_is(_: Shape) -> Iterable[Sizes]:
+    """The one variant of a design that has none."""
     return [{}]
 
 
@@ -77,7 +78,7 @@ def design(
     *,
     knob: str = "hidden",
     step: int = 4,
-    variants: Callable[[Shape], Iterable[Sizes]] = _same,
+    variants: Callable[[Shape], Iterable[Sizes]] = as_it_is,
 ) -> Callable[[M], M]:
     """Decorator: enter a function as a design under its own name.
 
@@ -101,7 +102,9 @@ def preset(
 ) -> None:
     """Enter a design, or one of which some sizes are given (a `partial`), with these sizes as a preset."""
     assert not args, "sizes have names"
-    PRESETS[name] = Preset(partial(make, **own), about, getattr(make, "func", make).__name__)
+    ours = (make, getattr(make, "func", make))
+    design = next(key for key, entry in DESIGNS.items() if entry.make in ours)
+    PRESETS[name] = Preset(partial(make, **own), about, design)
 
 
 def names() -> list[str]:

@@ -27,6 +27,10 @@ DESIGNS = {
     "gpt2": ("gpt2-tiny", {}),
     "gla": ("gla-tiny", {}),
     "ssd": ("ssd-tiny", {"head_dim": 16, "state": 8}),
+    "gdn": ("gdn-tiny", {}),
+    "kda": ("kda-tiny", {}),
+    "gdn2": ("gdn2-tiny", {"negative": True}),
+    "rwkv7": ("rwkv7-tiny", {"head_dim": 16}),
 }
 every_design = pytest.mark.parametrize("design", DESIGNS)
 

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron.errors import BackendError
-from perspectron.ops import conv, dispatch, drm, drm_law, experts, gla, gru, pdr, tiled
+from perspectron.ops import conv, delta, dispatch, drm, drm_law, experts, gla, gru, pdr, tiled
 
 draw = torch.Generator().manual_seed(0)
 
@@ -41,6 +41,11 @@ def swiglu(x_ND: Tensor, gate_EFD: Tensor) -> Tensor:
 ONCE = {
     "pdr.scan": (lambda q, v: pdr.scan(q, q, v, v.sigmoid())[0], [(2, 3, 4), (2, 3, 5)]),
     "gla.scan": (lambda q, v: gla.scan(q, q, v, q.sigmoid())[0], [(2, 1, 3, 4), (2, 1, 3, 5)]),
+    "delta.scan": (lambda q, v: delta.scan(q, q, q, v, q.sigmoid())[0], [(2, 1, 3, 4), (2, 1, 3, 5)]),
+    "delta.scan_rwkv7": (
+        lambda q, v: delta.scan_rwkv7(q, q, v, -q, q, q.sigmoid())[0],
+        [(2, 1, 3, 4), (2, 1, 3, 5)],
+    ),
     "gru.scan": (gru_scan, [(2, 3, 1, 1, 4), (2, 1, 1, 4)]),
     "drm.scan": (drm_scan, [(2, 3, 3), (2, 4)]),
     "conv.convolve": (
