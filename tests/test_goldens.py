@@ -16,13 +16,15 @@ GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [
     *("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
     *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m-dense", "transformer-20m"),
-    *("gdn-tiny", "kda-tiny", "gdn2-tiny", "rwkv7-tiny"),
+    *("gdn-tiny", "kda-tiny", "gdn2-tiny", "rwkv7-tiny", "mamba3-tiny", "hgrn2-tiny", "mingru-tiny"),
 ]
+PLAIN = ("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "gpt2-tiny")
+"""Recorded also as the documents have them, with embeddings read as they are."""
 
 
-def losses(preset: str) -> list[float]:
+def losses(preset: str, **sizes: bool) -> list[float]:
     """In float64, on random ids; a document starts inside the window."""
-    model = perspectron.build(preset, seed=0).double()
+    model = perspectron.build(perspectron.presets.get(preset, **sizes), seed=0).double()
     optimizer = adamw(model, OptimConfig())
     draw = torch.Generator().manual_seed(1)
     found = []
@@ -45,5 +47,13 @@ def test_five_steps_give_the_recorded_losses(preset):
     assert losses(preset) == pytest.approx(json.loads(GOLDENS.read_text())[preset], rel=1e-6)
 
 
+@pytest.mark.parametrize("preset", PLAIN)
+def test_embeddings_as_they_are_give_the_losses_recorded_before_they_were_normed(preset):
+    recorded = json.loads(GOLDENS.read_text())[f"{preset}, plain"]
+    assert losses(preset, embedding_norm=False) == pytest.approx(recorded, rel=1e-6)
+
+
 if __name__ == "__main__":
-    GOLDENS.write_text(json.dumps({preset: losses(preset) for preset in PRESETS}, indent=1) + "\n")
+    found = {preset: losses(preset) for preset in PRESETS}
+    found |= {f"{preset}, plain": losses(preset, embedding_norm=False) for preset in PLAIN}
+    GOLDENS.write_text(json.dumps(found, indent=1) + "\n")

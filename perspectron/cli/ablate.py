@@ -56,7 +56,7 @@ class Ablate:
         for name in names:
             about = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].about
             made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         with locked(self.out):
             settings = self.settings(config, tuple(made))
             what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))

@@ -97,7 +97,7 @@ class Compare:
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         if self.report is not None:
             require(
                 self == Compare(report=self.report), "report", str(self.report), "alone: nothing is trained"
@@ -198,7 +198,7 @@ def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Conso
     """Train cells with a bar that counts updates."""
     total, done = sum(cell.steps for cell in cells), {cell: run.reached(cell) for cell in cells}
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),

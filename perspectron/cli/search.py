@@ -75,7 +75,7 @@ class Search:
             resolved(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
             dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         try:
             with locked(self.out):
                 search.settle(self.out, space, rungs, self.keep, self.seed)

@@ -10,6 +10,7 @@ import math
 import random
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +98,7 @@ def models(settings: Settings) -> Models:
     made, why = Models(), list[ConfigError]()
     for name in settings.arms:
         try:
-            one = Settings((name,), settings.params, settings.tokens, vocab_size=settings.vocab_size)
-            made |= models_of_designs(one)
+            made |= models_of_designs(replace(settings, arms=(name,)))
         except ConfigError as error:
             why.append(error)
     if not made:

@@ -5,6 +5,7 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 (`fit.py`).
 """
 
+from perspectron.presets import baselines as baselines
 from perspectron.presets import designs as designs
 from perspectron.presets.fit import TOLERANCE, small, solve
 from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, variant

@@ -2,9 +2,7 @@
 docs/add-a-mixer.md adds one."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from perspectron.config import BlockConfig, MixerConfig, ModelConfig, require
 from perspectron.ffn import MLPConfig, SwiGLUConfig
@@ -16,28 +14,15 @@ from perspectron.mixers.hgrn2 import HGRN2Config
 from perspectron.mixers.kda import KDAConfig
 from perspectron.mixers.mamba3 import Mamba3Config
 from perspectron.mixers.mingru import MinGRUConfig
+from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.rwkv7 import RWKV7Config
 from perspectron.mixers.rwkv7_channel import RWKV7ChannelConfig
 from perspectron.mixers.ssd import SSDConfig
+from perspectron.presets.designs import GPT2_NORM, numbered, perspective, stack
 from perspectron.presets.table import DESIGNS, PRESETS, Design, Preset, Shape, Sizes, as_it_is, design, preset
 
-GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 BASELINE = "decisions.md §7"
 Recurrence = tuple[MixerConfig, int, str, str]
-
-
-def stack(
-    name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig, **more: Any
-) -> ModelConfig:
-    """`layers` times the same block, RMSNorm, a tied head; `more`: other fields of the model."""
-    require(layers >= 1, "layers", layers, "≥ 1")
-    return ModelConfig(name, vocab_size, d_model, (block,) * layers, **more)
-
-
-def numbered(mixer: Any, layer: int, layers: int) -> MixerConfig:
-    """The config of a layer's mixer, where it must know which one of how many it is."""
-    config: MixerConfig = replace(mixer, layer=layer, layers=layers) if hasattr(mixer, "layers") else mixer
-    return config
 
 
 # ---------------------------------------------------------------- recurrences
@@ -197,3 +182,17 @@ preset(
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
 preset("rwkv7-tiny", "RWKV-7, as large as perspective-tiny-dense", rwkv7)
+
+
+# ---------------------------------------------------------------- in Perspective's frame
+
+FRAMED: dict[str, MixerConfig] = {
+    "pdr2": PDR2Config(rank=32),
+    "ssd": SSDConfig(head_dim=32, state=64),
+    "rwkv7": RWKV7Config(head_dim=32),
+    **{kind: mixer for kind, (mixer, *_) in RECURRENCES.items()},
+}
+for kind, mixer in FRAMED.items():
+    DESIGNS[f"perspective[{kind}]"] = DESIGNS["perspective"]._replace(
+        make=partial(perspective, mixer=mixer), about=f"Perspective with {kind} in the place of PDR"
+    )

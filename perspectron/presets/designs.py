@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from perspectron.config import (
     BlockConfig,
@@ -24,14 +24,26 @@ from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.pdr2 import PDR2Config
-from perspectron.mixers.rwkv7 import RWKV7Config
-from perspectron.mixers.ssd import SSDConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
-from perspectron.presets.baselines import GPT2_NORM, RECURRENCES, numbered, stack
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-TOPOLOGY, BASELINE = "seeds/topology.md §2, seeds/pdr.md §2", "decisions.md §7"
+TOPOLOGY = "seeds/topology.md §2, seeds/pdr.md §2"
+GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
+
+
+def stack(
+    name: str, vocab_size: int, d_model: int, layers: int, block: BlockConfig, **more: Any
+) -> ModelConfig:
+    """`layers` times the same block, RMSNorm, a tied head; `more`: other fields of the model."""
+    require(layers >= 1, "layers", layers, "≥ 1")
+    return ModelConfig(name, vocab_size, d_model, (block,) * layers, **more)
+
+
+def numbered(mixer: Any, layer: int, layers: int) -> MixerConfig:
+    """The config of a layer's mixer, where it must know which one of how many it is."""
+    config: MixerConfig = replace(mixer, layer=layer, layers=layers) if hasattr(mixer, "layers") else mixer
+    return config
 
 
 # ---------------------------------------------------------------- Perspective
@@ -266,16 +278,6 @@ DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     source="docs/lab-notes.md",
     variants=_half_again,
 )
-FRAMED: dict[str, MixerConfig] = {
-    "pdr2": PDR2Config(rank=32),
-    "ssd": SSDConfig(head_dim=32, state=64),
-    "rwkv7": RWKV7Config(head_dim=32),
-    **{kind: mixer for kind, (mixer, *_) in RECURRENCES.items()},
-}
-for kind, mixer in FRAMED.items():
-    DESIGNS[f"perspective[{kind}]"] = DESIGNS["perspective"]._replace(
-        make=partial(perspective, mixer=mixer), about=f"Perspective with {kind} in the place of PDR"
-    )
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="the same with 8 experts a PDR layer; its active parameters match",

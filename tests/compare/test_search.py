@@ -1,0 +1,136 @@
+"""`perspectron search`: spaces, rungs, results, and what a user's mistakes say."""
+
+import json
+import math
+
+import pytest
+
+from perspectron.cli.main import main
+from perspectron.compare import run, search
+from perspectron.compare.run import Rate
+from perspectron.train import checkpoint
+
+SPACE = "heads = [1, 2]\nlr = [4e-3, 8e-3]\nembedding_norm = [true]\n"
+OPTIONS = [
+    "--params", "120k", "--tokens", "512,1024", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "the",
+        "mat",
+        "and",
+        "the",
+        "dog",
+        "lay",
+        "by",
+        "the",
+        "log",
+        "while",
+        "a",
+        "bird",
+        "sang",
+        "in",
+        "the",
+        "old",
+        "tree",
+    ]
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(" ".join(words[(i * 7 + j * j) % len(words)] for j in range(200)))
+    return folder
+
+
+@pytest.fixture
+def space(tmp_path):
+    path = tmp_path / "space.toml"
+    path.write_text(SPACE)
+    return path
+
+
+def test_of_all_candidates_the_best_go_on(text, space, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = [
+        "search",
+        "--design",
+        "gla",
+        "--space",
+        str(space),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        *OPTIONS,
+    ]
+    assert main([*command, "--keep", "2"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads((out / search.RESULTS).read_text())
+    first, last = found["rungs"]
+    assert (first["tokens"], last["tokens"]) == (512, 1024)
+    assert [len(rung["candidates"]) for rung in (first, last)] == [4, 2]
+    for rung in (first, last):
+        bits = [line["dev_bits_per_byte"] for line in rung["candidates"]]
+        assert bits == sorted(bits) and all(map(math.isfinite, bits))
+    named = {(line["variant"], line["lr"]) for line in first["candidates"]}
+    variants = ["gla[heads=1,embedding_norm=true]", "gla[heads=2,embedding_norm=true]"]
+    assert named == {(variant, lr) for variant in variants for lr in (4e-3, 8e-3)}
+    kept = {(line["variant"], line["lr"]) for line in first["candidates"][:2]}
+    assert {(line["variant"], line["lr"]) for line in last["candidates"]} == kept
+    assert found["chosen"] == last["candidates"][0] and found["trained_tokens"] == 4 * 512 + 2 * 1024
+    chosen = found["chosen"]
+    assert captured.out.startswith(f"{chosen['variant']}  lr {chosen['lr']:g}  warmup 0.05")
+    place = out / "rungs" / "1024" / chosen["variant"] / f"{chosen['lr']:g}-0.05"
+    config = checkpoint.load_config(place)
+    assert config.train.measured_on == "dev" and config.train.optim.lr == chosen["lr"]
+    assert f"{config.model.blocks[0].mixer.heads}" in chosen["variant"]
+    # again: everything is there
+    before = (place / run.METRICS).stat().st_mtime_ns
+    assert main([*command, "--keep", "2"]) == 0
+    assert (place / run.METRICS).stat().st_mtime_ns == before
+    assert json.loads((out / search.RESULTS).read_text()) == found
+    space.write_text(SPACE.replace("8e-3", "9e-3"))
+    assert main([*command, "--keep", "2"]) == 2
+    assert "must be a new folder, or as" in capsys.readouterr().err
+
+
+def test_a_large_space_is_drawn_from_without_return():
+    space = {"heads": [1, 2, 4], "gate_rank": [4, 8, 16], "lr": [1e-3, 2e-3]}
+    drawn = search.candidates("gla", space, 7, seed=1)
+    assert len(drawn) == len(set(drawn)) == 7 and drawn == search.candidates("gla", space, 7, seed=1)
+    assert drawn != search.candidates("gla", space, 7, seed=2)
+    assert len(search.candidates("gla", space, 18, seed=1)) == 18
+    one = search.candidates("perspective[kda]", {"warmup": [0.2], "negative": [True]}, 9, seed=0)
+    assert one == [search.Candidate("perspective[kda,negative=true]", Rate(4e-3, 0.2))]
+
+
+@pytest.mark.parametrize(
+    ("space", "options", "words"),
+    [
+        ("rank = [1]", [], "gla[rank=1]: key = 'rank', must be one of vocab_size, d_model"),
+        ("heads = []", [], "heads = [], must be a list of one or more values"),
+        ("heads = 2", [], "heads = 2, must be a list of one or more values"),
+        ("", [], "= 'nothing', must be one or more sizes"),
+        ("heads = [", [], "not TOML"),
+        ("hidden = [8]", [], "must be left out: it is what the parameters follow from"),
+        ("lr = [2.0]", [], "must be numbers from 0 to 1"),
+        ("heads = [7]", [], "heads = 7, must be a divisor of"),
+        ("heads = [1]", ["--params", "10"], "params = 10, must be about"),
+        ("heads = [1]", ["--tokens", "1M,300k"], "tokens = '1M,300k', must be growing"),
+        ("heads = [1]", ["--keep", "1"], "keep = 1, must be ≥ 2"),
+        ("heads = [1]", ["--dev", "0"], "dev = 0.0, must be > 0"),
+        ("heads = [1]", ["--design", "glb"], "design = 'glb', must be one of perspective"),
+    ],
+)
+def test_a_users_mistake_is_one_line(text, tmp_path, capsys, space, options, words):
+    path = tmp_path / "space.toml"
+    path.write_text(space)
+    command = ["search", "--design", "gla", "--space", str(path), "--data", str(text)]
+    assert main([*command, "--out", str(tmp_path / "out"), *OPTIONS, *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.strip().count("\n") == 0
