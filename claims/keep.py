@@ -11,8 +11,7 @@ from perspectron.compare import measure, results
 from perspectron.data.loader import windows
 from perspectron.errors import ConfigError
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import plain
-from perspectron.files import read_json, write_json
+from perspectron.files import plain, read_json, write_json
 
 WINDOWS = 8  # of text, in which gates are measured
 

@@ -9,7 +9,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -211,6 +211,18 @@ def dump(value: Any, *, defaults: bool = True) -> Any:
     if isinstance(value, list | tuple):
         return [dump(item, defaults=defaults) for item in value]
     return value
+
+
+def unlike(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, value) of everything in which two dumped configs differ, such as blocks[3].mixer.rank."""
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        for name in before:
+            yield from unlike(before[name], now[name], f"{where}.{name}" if where else name)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from unlike(*pair, f"{where}[{index}]")
+    elif before != now:
+        yield where, before, now
 
 
 def load(cls: type[T], value: Any, where: str = "config") -> T:

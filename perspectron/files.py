@@ -251,9 +251,18 @@ def safe_join(folder: Path, name: object, error: type[PerspectronError] = Artifa
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically."""
+    """Write `value` as JSON, atomically. ValueError: a number in it is not finite, which no reader here would take."""
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: null for a number that is not finite."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path, error: type[PerspectronError], limit: int = MAX_JSON) -> Any:

@@ -11,7 +11,8 @@ from perspectron.cli.options import Sets, answer, assignments, open_model
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import SUITES, Suite, plain
+from perspectron.eval.suites import SUITES, Suite
+from perspectron.files import plain
 from perspectron.machine import pick_device
 from perspectron.opening import Opened
 

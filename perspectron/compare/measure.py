@@ -18,8 +18,8 @@ from perspectron.compare.run import Cell
 from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.subject import Subject
-from perspectron.eval.suites import OF_TEXT, SUITES, plain
-from perspectron.files import read_json, safe_join, write_json
+from perspectron.eval.suites import OF_TEXT, SUITES
+from perspectron.files import plain, read_json, safe_join, write_json
 from perspectron.machine import pick_device
 from perspectron.opening import open_model
 from perspectron.train import checkpoint

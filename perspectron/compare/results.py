@@ -18,8 +18,7 @@ from perspectron.compare.run import Cell
 from perspectron.config import dump
 from perspectron.data import NAMED, Shards
 from perspectron.errors import ConfigError
-from perspectron.eval.suites import plain
-from perspectron.files import atomic, read_json, write_json
+from perspectron.files import atomic, plain, read_json, write_json
 
 CONDITIONS = "conditions.json"
 RESULTS, PAGE = "results.json", "results.html"

@@ -4,7 +4,6 @@ A suite is a module with a frozen dataclass `Options`, `measure(subject, options
 `lines(result) -> list[str]` for a person at the terminal. It is imported when it is first used.
 """
 
-import math
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,15 +23,6 @@ class Suite:
     def code(self) -> Any:
         """The module, imported: `Options`, `measure` and `lines`."""
         return import_module(f"perspectron.eval.{self.module}")
-
-
-def plain(value: Any) -> Any:
-    """A result as JSON can hold it: null for a number that is not finite."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SUITES = {

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.config import dump, load
+from perspectron.config import dump, load, unlike
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import CheckpointError, ConfigError, StorageError
+from perspectron.errors import CheckpointError, ConfigError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
@@ -41,8 +40,6 @@ from perspectron.train.optim import falls_at
 FORMAT = "perspectron-checkpoint-1"
 RUN_LOCK = ".run.lock"
 """Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
-WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
-"""Fields of a training that decide nothing of an update after the first."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
 
 
@@ -113,7 +110,7 @@ def save(
             "files": files,
         }
         index["digest"] = _digest(index)
-        (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        (temporary / INDEX).write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     prune(run, config.train)
     return path
 
@@ -233,80 +230,6 @@ def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointErr
     return there, errors
 
 
-def set_aside(path: Path, why: str) -> None:
-    """Rename a checkpoint to {why}-step-…, so that it is none of its run any more but can still be looked at."""
-    try:
-        remove(path.with_name(f"{why}-{path.name}"))
-        path.rename(path.with_name(f"{why}-{path.name}"))
-    except OSError as error:
-        raise StorageError(f"{path}: not renamed ({error.strerror})") from error
-
-
-def changes(saved: RunConfig, config: RunConfig) -> list[str]:
-    """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
-    is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that was settled
-    since, nothing."""
-    before: dict[str, Any] = dump(saved.train) | {"order": saved.order}
-    now: dict[str, Any] = dump(config.train) | {"order": config.order}
-    now |= {name: before[name] for name in WITHOUT_EFFECT}
-    if saved.train.optim.schedule == "constant":
-        for share in ("ternary_from", "ternary_until"):
-            if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
-                before[share] = now[share]
-        before["steps"] = max(before["steps"], now["steps"])
-    if before["dtype"] == "auto":
-        before["dtype"] = now["dtype"]
-    if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
-        before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
-    told = [f"{name} was {old}, is {new}" for name, old, new in _unlike(before, now)]
-    if saved.id and config.id and saved.id != config.id:
-        told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
-    return told
-
-
-def _unlike(before: dict[str, Any], now: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name, old in before.items():
-        if isinstance(old, dict):
-            yield from _unlike(old, now[name], f"{where}{name}.")
-        elif old != now[name]:
-            yield where + name, old, now[name]
-
-
-def resume(
-    run: Path,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    optimizer: torch.optim.Optimizer,
-    ended: Sequence[Path] = (),
-    config: RunConfig | None = None,
-) -> tuple[Checkpoint | None, CheckpointError | None]:
-    """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
-    their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
-    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
-    ConfigError, and no file changed, when it was trained by another config than `config`."""
-    damaged: list[tuple[Path, CheckpointError]] = []
-    for path in reversed([path for path in paths(run) if path not in ended]):
-        try:
-            newest = read(path)
-            restore(newest, model, tokenizer, optimizer)
-        except CheckpointError as error:
-            damaged.append((path, error))
-            continue
-        if config is not None and (told := changes(newest.config, config)):
-            raise ConfigError(
-                f"{run / 'config.json'}: changed since {path.name} was written ({'; '.join(told[:4])}); "
-                "put it back, or go on with what it says now: --allow-changed"
-            )
-        for bad, _ in damaged:
-            set_aside(bad, "damaged")
-        for path in ended:
-            set_aside(path, "ended")
-        return newest, damaged[0][1] if damaged else None
-    if damaged:
-        raise damaged[0][1]
-    return None, None
-
-
 def verify(checkpoint: Checkpoint) -> None:
     """CheckpointError, naming the file, unless every byte is as it was written."""
     for name, expected in checkpoint.files.items():
@@ -330,7 +253,11 @@ def restore(
     the checkpoint is damaged, or of another model config or tokenizer."""
     verify(checkpoint)
     if checkpoint.config.model != model.config:
-        raise CheckpointError(f"{checkpoint.path}: has another model config than the run's config.json")
+        name, there, here = next(iter(unlike(dump(checkpoint.config.model), dump(model.config))))
+        told = f"{name} is {there!r}, there {here!r}"
+        raise CheckpointError(
+            f"{checkpoint.path}: has another model config than the run's config.json ({told})"
+        )
     _check_tokenizer(checkpoint.path, checkpoint.tokenizer, tokenizer)
     _fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
     if optimizer is None:

@@ -19,7 +19,7 @@ from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
-from perspectron.files import append_to, atomic, locked, parse_json, read_text, sweep, write_json
+from perspectron.files import append_to, atomic, locked, parse_json, plain, read_text, sweep, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint
@@ -32,6 +32,7 @@ from perspectron.train.guard import first_non_finite, signals
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.optim import adamw, falls_at, freeze, learning_rate
 from perspectron.train.precision import autocast, faster
+from perspectron.train.resume import resume
 
 Metrics = dict[str, Any]
 METRICS, CURVE, TERMS, TERNARY = "metrics.jsonl", "loss.svg", "terms.svg", "ternary.json"
@@ -108,7 +109,7 @@ class Trainer:
         for place in (self.run_dir, checkpoint.folder(self.run_dir)):
             sweep(place)
         unchanged = None if self.allow_changed else self.config
-        newest, self.damaged = checkpoint.resume(
+        newest, self.damaged = resume(
             self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged
         )
         if not self.config.id:
@@ -140,7 +141,7 @@ class Trainer:
         with locked(self.run_dir, RUN_LOCK), signals() as caught, append_to(self.run_dir / METRICS) as log:
 
             def note(line: Metrics) -> None:
-                text = memoryview(json.dumps(line).encode() + b"\n")
+                text = memoryview(json.dumps(plain(line), allow_nan=False).encode() + b"\n")
                 try:
                     while text:
                         text = text[log.write(text) or 0 :]

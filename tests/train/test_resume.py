@@ -16,7 +16,7 @@ import perspectron
 from perspectron import presets
 from perspectron.config import dump
 from perspectron.errors import CheckpointError, ConfigError
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, resume
 from perspectron.train.extend import extend, how_to_go_on
 from perspectron.train.loop import Trainer, read_metrics
 from perspectron.train.optim import OptimConfig
@@ -296,7 +296,7 @@ def test_a_run_that_cannot_have_more_steps_says_what_to_do(runs, tmp_path):
         with pytest.raises(ConfigError, match=f"steps = {steps}, must be above the 10 that the run has"):
             extend(constant, steps)
     for path in checkpoint.paths(constant)[:-1]:
-        checkpoint.set_aside(path, "lost")
+        resume.set_aside(path, "lost")
     with pytest.raises(
         CheckpointError, match=r"is left from before its rate fell, at step 8; start a new run"
     ):

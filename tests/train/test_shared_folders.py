@@ -265,8 +265,8 @@ def test_sixteen_threads_save_one_path(tmp_path):
 
     def save(number: int) -> None:
         try:
-            for turn in range(60):
-                write_json(path, [number] * (100 + turn))
+            for turn in range(1000):
+                write_json(path, [number] * (100 + turn % 60))
                 seen.update(json.loads(path.read_text()))
         except Exception as error:
             errors.append(error)

@@ -1,0 +1,86 @@
+"""Going on with a run: from which checkpoint, and whether the run is still what it was."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perspectron.config import dump, unlike
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import CheckpointError, ConfigError, StorageError
+from perspectron.files import remove
+from perspectron.model import LanguageModel
+from perspectron.train import checkpoint
+from perspectron.train.checkpoint import Checkpoint
+from perspectron.train.config import RunConfig
+
+WITHOUT_EFFECT = ("init", "measured_on", "keep", "save_every", "eval_every", "eval_tokens")
+"""Fields of a training that decide nothing of an update after the first."""
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint to {why}-step-…, so that it is none of its run any more but can still be looked at."""
+    try:
+        remove(path.with_name(f"{why}-{path.name}"))
+        path.rename(path.with_name(f"{why}-{path.name}"))
+    except OSError as error:
+        raise StorageError(f"{path}: not renamed ({error.strerror})") from error
+
+
+def changes(saved: RunConfig, config: RunConfig) -> list[str]:
+    """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
+    is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that was settled
+    since, nothing."""
+    before: dict[str, Any] = dump(saved.train) | {"order": saved.order}
+    now: dict[str, Any] = dump(config.train) | {"order": config.order}
+    now |= {name: before[name] for name in WITHOUT_EFFECT}
+    if saved.train.optim.schedule == "constant":
+        for share in ("ternary_from", "ternary_until"):
+            if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
+                before[share] = now[share]
+        before["steps"] = max(before["steps"], now["steps"])
+    if before["dtype"] == "auto":
+        before["dtype"] = now["dtype"]
+    if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:
+        before["teacher"] = now["teacher"]  # a stage of the same recipe, in a run that was moved
+    told = [f"{name} was {old}, is {new}" for name, old, new in unlike(before, now)]
+    if saved.id and config.id and saved.id != config.id:
+        told.insert(0, f"id was {saved.id[:12]}, is {config.id[:12]}: it is of another run")
+    return told
+
+
+def resume(
+    run: Path,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    optimizer: torch.optim.Optimizer,
+    ended: Sequence[Path] = (),
+    config: RunConfig | None = None,
+) -> tuple[Checkpoint | None, CheckpointError | None]:
+    """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
+    their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
+    more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
+    ConfigError, and no file changed, when it was trained by another config than `config`."""
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in reversed([path for path in checkpoint.paths(run) if path not in ended]):
+        try:
+            newest = checkpoint.read(path)
+            checkpoint.restore(newest, model, tokenizer, optimizer)
+        except CheckpointError as error:
+            damaged.append((path, error))
+            continue
+        if config is not None and (told := changes(newest.config, config)):
+            raise ConfigError(
+                f"{run / 'config.json'}: changed since {path.name} was written ({'; '.join(told[:4])}); "
+                "put it back, or go on with what it says now: --allow-changed"
+            )
+        for bad, _ in damaged:
+            set_aside(bad, "damaged")
+        for path in ended:
+            set_aside(path, "ended")
+        return newest, damaged[0][1] if damaged else None
+    if damaged:
+        raise damaged[0][1]
+    return None, None
