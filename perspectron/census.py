@@ -87,6 +87,15 @@ def active_parameters(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
 
 
+def state_bytes(config: ModelConfig, context: int) -> int | None:
+    """Bytes of the state of one conversation, as long as no conversation past `context` tokens has a larger one; None
+    where it grows on."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    here, later = (model.init_state(1, capacity=length).nbytes for length in (context, 2 * context))
+    return here if here == later else None
+
+
 def _idle(model: LanguageModel) -> int:
     """The experts that a token does not use, and the parts of a mixer that its config leaves without effect."""
     return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | DRM))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.census import active_parameters
+from perspectron.census import active_parameters, census
 from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.errors import ConfigError
 from perspectron.ffn import SwiGLUConfig
@@ -117,3 +117,26 @@ def test_a_budget_below_the_embedding_says_what_would_do():
 def test_an_unknown_design_lists_those_there_are():
     with pytest.raises(ConfigError, match="design = 'rwkv', must be one of perspective, adr"):
         presets.solve("rwkv", 1_000_000, vocab_size=512, seq_len=64)
+
+
+@pytest.mark.parametrize(
+    "name", ["perspective", "perspective2", "perspective[kda]", "gla", "gdn", "mamba3", "hgrn2", "rwkv7"]
+)
+def test_a_state_of_so_many_bytes_at_the_same_parameters(name):
+    model = presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=158_224)
+    counted = census(model, [1024])
+    assert abs(counted.state_bytes[1024] / 158_224 - 1) <= 0.05
+    assert abs(counted.active_parameters / 2_000_000 - 1) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        ("transformer", 160_000, "match of transformer = 'state', must be parameters: the state of it grows"),
+        ("gla", 1_000, "state = '1,000 bytes', must be near 640 or 1,280 for gla"),
+        ("drm", 160_000, "state = '160,000 bytes', must be near 72 for drm"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_with_what_can(name, state, message):
+    with pytest.raises(ConfigError, match=message):
+        presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=state)

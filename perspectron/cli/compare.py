@@ -70,8 +70,11 @@ class Compare:
     """Share of the text that is never trained on, and read once, at the end."""
     dev: float = Settings.dev
     """Share of the text that is not trained on either, by whose loss rates are chosen."""
-    match: Literal["tokens", "flops", "time"] = Settings.match
-    """What is equal beside parameters; "flops" and "time" are those of the transformer at --tokens."""
+    match: Literal["tokens", "flops", "time", "state"] = Settings.match
+    """What is equal beside parameters; "flops" and "time" are those of the transformer at --tokens, "state" the
+    bytes of recurrent state, within 5%, of the first design."""
+    state: int = Settings.state
+    """With --match state: bytes of state; 0 is what the first design has."""
     vocab_size: int = Settings.vocab_size
     """Size of the vocabulary; 0: by the parameters."""
     seq_len: int = Settings.seq_len
@@ -132,7 +135,7 @@ class Compare:
             resolved(self.data),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.warmups, self.rate_share, self.dtype, self.device, suites=listed(self.suites),
-            recall=self.recall,
+            recall=self.recall, state=self.state,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from perspectron import presets
-from perspectron.census import census
+from perspectron.census import census, state_bytes
 from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError, DataError
@@ -42,7 +42,8 @@ Models = dict[str, tuple[ModelConfig, str, str]]
 class Settings:
     """Settings of a comparison as the user asks for them. Every arm has the same parameters, tokens and seeds; `match`
     "flops" or "time" gives each arm as many tokens as the transformer (or the first arm) pays for with its FLOPs or
-    its time at `tokens` tokens. dev: share of the text by whose loss rates are chosen and curves drawn; the held-out
+    its time at `tokens` tokens; "state" gives it as many bytes of state as the first arm has, or `state` if that is not
+    0. dev: share of the text by whose loss rates are chosen and curves drawn; the held-out
     text is read once, at the end. vocab_size: 0 follows from the parameters. rates, warmups: peak learning rates, and
     shares of the updates in which they are reached, each with each tried on `rate_share` of the tokens; a single one
     is taken as it is. threads: per training; 0 is open. suites: measured
@@ -55,7 +56,7 @@ class Settings:
     data: str = "stdlib"
     heldout: float = 0.05
     dev: float = 0.05
-    match: Literal["tokens", "flops", "time"] = "tokens"
+    match: Literal["tokens", "flops", "time", "state"] = "tokens"
     vocab_size: int = 0
     seq_len: int = 256
     batch_size: int = 8
@@ -67,12 +68,17 @@ class Settings:
     threads: int = 0
     suites: tuple[str, ...] = BESIDE_LOSS
     recall: Literal["quick", "full"] = "quick"
+    state: int = 0
 
     def __post_init__(self) -> None:
         require(len(self.arms) >= 1, "designs", self.arms, "one or more")
         for arm in self.arms:
             require(self.arms.count(arm) == 1, "designs", arm, "named once")
         at_least(1, self, "params", "seeds", "seq_len", "batch_size")
+        require(self.state >= 0, "state", self.state, "≥ 0")
+        require(
+            self.state == 0 or self.match == "state", "state", self.state, "left out unless match is state"
+        )
         least = self.seq_len * self.batch_size
         require(self.tokens >= least, "tokens", self.tokens, f"≥ {least}, one batch")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
@@ -248,15 +254,15 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
 
 def models_of_designs(settings: Settings) -> Models:
     """Models of the designs at the budget. ConfigError for an unknown design, or a budget that it cannot meet."""
-    made = {}
+    made, state = Models(), settings.state or None
+    budget = {"vocab_size": settings.vocab_size or vocabulary(settings.params), "seq_len": settings.seq_len}
     for name in settings.arms:
         design, _ = presets.variant(name)
-        model = presets.solve(
-            name,
-            settings.params,
-            vocab_size=settings.vocab_size or vocabulary(settings.params),
-            seq_len=settings.seq_len,
-        )
+        model = presets.solve(name, settings.params, **budget, state=state)
+        if settings.match == "state" and state is None:
+            state = state_bytes(model, settings.seq_len)
+            bound = f"one whose state has a size of its own; {name}'s grows with the text"
+            require(state is not None, "the first of designs", name, bound)
         made[name] = (model, design.about, design.source)
     return made
 
@@ -294,7 +300,7 @@ def _dtype(settings: Settings, made: Models, shards: Shards) -> Literal["float32
 def _steps(settings: Settings, models: dict[str, ModelConfig], flops: dict[str, float]) -> dict[str, int]:
     """Updates of each model, such that what `match` names is equal."""
     whole = -(-settings.tokens // settings.batch_tokens)
-    if settings.match == "tokens":
+    if settings.match in ("tokens", "state"):
         return dict.fromkeys(models, whole)
     cost = flops if settings.match == "flops" else _seconds(settings, models)
     reference = REFERENCE if REFERENCE in models else next(iter(models))

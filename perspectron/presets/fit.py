@@ -4,10 +4,13 @@ Only the budget is given. Width and depth follow from it, the same for all desig
 reaches every layer, the knob, is then turned until the parameters match.
 """
 
+import contextlib
 import math
+from types import MappingProxyType
 
-from perspectron.census import active_parameters
+from perspectron.census import active_parameters, state_bytes
 from perspectron.config import ModelConfig, require
+from perspectron.errors import ConfigError
 from perspectron.presets.table import DESIGNS, Design, Shape, Sizes, made, sizes_of, variant
 
 HEAD_WIDTH = 32
@@ -15,15 +18,29 @@ TOLERANCE = 0.02  # of the parameters
 DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters
 PER_LAYER = 14  # weights over d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
 LEAST = 8  # of a knob
+OF_STATE = (
+    "rank",
+    "state",
+    "heads",
+    "head_dim",
+    "expand",
+)  # sizes by which a state grows or shrinks; the first counts
+MOST_OF_STATE = 257
+STATE_TOLERANCE = 0.05
 
 
-def solve(design: str, params: int, *, vocab_size: int, seq_len: int) -> ModelConfig:
+def solve(
+    design: str, params: int, *, vocab_size: int, seq_len: int, state: int | None = None
+) -> ModelConfig:
     """The design, or a variant of it, at `params` parameters, within 2%; of experts, those that a token uses count.
+    state: bytes of its state, within 5%; None leaves them as they come.
 
     ConfigError for an unknown design or size, and for a budget that its embedding and least layers exceed.
     """
     require(params >= 1, "params", params, "≥ 1")
-    config, least = _fit(design, _shape(params, vocab_size, seq_len), params)
+    shape = _shape(params, vocab_size, seq_len)
+    more = {} if state is None else _stated(design, shape, state)
+    config, least = _fit(design, shape, params, more)
     reached = active_parameters(config)
     bound = (
         f"about {least:,} or more for {design} with a vocabulary of {vocab_size:,}: its embedding alone has"
@@ -65,10 +82,11 @@ def _shared(design: Design, shape: Shape) -> dict[str, int]:
     return {key: value for key, value in follow.items() if key in sizes_of(design.make)}
 
 
-def _fit(name: str, shape: Shape, params: int) -> tuple[ModelConfig, int]:
-    """(the design as near to `params` as its knob comes, the fewest parameters that it could have)."""
+def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> tuple[ModelConfig, int]:
+    """(the design as near to `params` as its knob comes, the fewest parameters that it could have). more: sizes beside
+    those that the name gives."""
     design, given = variant(name)
-    sizes = _nearest(design, shape, params, given)
+    sizes = _nearest(design, shape, params, given | dict(more))
 
     def turned(knob: int) -> ModelConfig:
         return made(design.make, name, {**sizes, design.knob: knob})
@@ -89,3 +107,39 @@ def _nearest(design: Design, shape: Shape, params: int, given: Sizes) -> Sizes:
             break  # variants grow
         best = (distance, sizes)
     return best[1]
+
+
+def _stated(name: str, shape: Shape, state: int) -> Sizes:
+    """Sizes with which the design's state has so many bytes, within STATE_TOLERANCE, and as few layers more or less as
+    can be. ConfigError, with the nearest there are, where none has."""
+    design, given = variant(name)
+    usual, known = _nearest(design, shape, 0, given), sizes_of(design.make)
+    bound = "parameters: the state of it grows with the text"
+    require(_state(design, usual, shape) is not None, f"match of {name}", "state", bound)
+    layers = usual.get("layers", 0)
+    depths = range(1, 2 * layers + 1) if "layers" in known.keys() - given else [layers]
+    knobs = [key for key in OF_STATE if key in known and key != design.knob and key not in given]
+    found = dict[int, Sizes]()
+    for depth in sorted(depths, key=lambda depth: abs(depth - layers)):
+        away = math.inf
+        for value in range(1, MOST_OF_STATE) if knobs else [0]:
+            sizes = {"layers": depth} if layers else {}
+            sizes |= {knobs[0]: value} if knobs else {}
+            with contextlib.suppress(ConfigError):  # it does not divide a width
+                size = _state(design, {**usual, **sizes}, shape) or 0
+                found.setdefault(size, sizes)
+                if abs(size - state) > away:
+                    break  # states grow or shrink with the knob: it has passed
+                away = abs(size - state)
+        near = min(found, key=lambda size: abs(size - state), default=0)
+        if abs(near - state) <= STATE_TOLERANCE * state:
+            return found[near]
+    nearest = sorted(sorted(found, key=lambda size: abs(size - state))[:2])
+    require(
+        False, "state", f"{state:,} bytes", f"near {' or '.join(f'{size:,}' for size in nearest)} for {name}"
+    )
+    return {}
+
+
+def _state(design: Design, sizes: Sizes, shape: Shape) -> int | None:
+    return state_bytes(made(design.make, "", sizes), shape.seq_len)

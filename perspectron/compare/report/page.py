@@ -25,6 +25,7 @@ MATCHES = {
     "tokens": "equal parameters and tokens",
     "flops": "equal parameters and training FLOPs",
     "time": "equal parameters and training time",
+    "state": "equal parameters, tokens and bytes of state",
 }
 ALLOWS = {"flops": "as many as equal FLOPs allow", "time": "as many as equal time allows"}
 
