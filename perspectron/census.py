@@ -308,8 +308,10 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
         network = model.ffn_of(block)
         x_11D = torch.zeros(1, 1, model.config.d_token if first == 0 else model.config.d_model, device="meta")
         whole = _count(partial(block, x_11D, layer, network, None, None, False, shared))
-        handed = {"shared": shared} if getattr(block.mixer, "shares", False) else {}
-        mixer = 0 if config.mixer is None else _count(partial(block.mixer, x_11D, layer, **handed))
+        mixer = 0
+        if config.mixer is not None:
+            handed = {"shared": shared} if getattr(block.mixer, "shares", False) else {}
+            mixer = _count(partial(block.mixer, x_11D, layer, **handed))
         ffn = 0 if network is None else _count(partial(network, x_11D, x_11D))
         if config.mixer is not None:
             flops[config.mixer.kind] += count * mixer

@@ -329,8 +329,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def load_tensors(path: Path, error: type[PerspectronError]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, tensors) of a safetensors file. `error`, naming it: missing, unreadable, larger than half the memory.
+def load_tensors(
+    path: Path, error: type[PerspectronError], what: str
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a safetensors file. `error`, naming it: missing, unreadable, larger than half the memory,
+    or not `what` it is to be.
 
     Read at once, not mapped: a file that is cut short meanwhile would end the process, and tensors that safetensors 0.8
     maps leak two numbers for each of their axes.
@@ -344,7 +347,7 @@ def load_tensors(path: Path, error: type[PerspectronError]) -> tuple[dict[str, s
         tensors = load(data)
         header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
     except (SafetensorError, ValueError) as cause:
-        raise error(f"{path}: no safetensors ({cause})") from None
+        raise error(f"{path}: not {what} ({cause})") from None
     return header.get("__metadata__", {}), tensors
 
 

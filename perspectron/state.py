@@ -314,7 +314,7 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    header, tensors = load_tensors(path, StateError)
+    header, tensors = load_tensors(path, StateError, "a saved state")
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
     digest = header.pop("digest", None)

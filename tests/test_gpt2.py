@@ -26,7 +26,7 @@ from perspectron.state import LMState
 
 V, D, P = 64, 16, 64
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": P}
-OFF = {"reciprocity": False, "discoverability": False, "route": False, "context": False}
+OFF = dict.fromkeys(("reciprocity", "discoverability", "route", "context", "embedding_norm"), False)
 LENSES = [
     {}, {"reciprocity": False}, {"discoverability": False}, {"gates": False}, {"route": False},
     {"context": False}, {"context_rank": 3, "stop_gradient": True}, {"disc_scale": True, "output_gate": True},

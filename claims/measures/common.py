@@ -32,8 +32,8 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 @cache
 def made(name: str, *sizes: tuple[str, Any]) -> LanguageModel:
-    """A preset as it starts."""
-    return build(presets.get(name, **dict(sizes))).eval()
+    """A preset as it starts, with embeddings as the documents have them."""
+    return build(presets.get(name, embedding_norm=False, **dict(sizes))).eval()
 
 
 @cache

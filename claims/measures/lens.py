@@ -89,7 +89,7 @@ def finder_spread() -> float:
 
 def cache_at(g: float) -> float:
     """Bytes of a lens model's cache with every route gate at g, over those as it starts."""
-    model = build(presets.get("lens-tiny"))
+    model = build(presets.get("lens-tiny", embedding_norm=False))
     with torch.no_grad():
         for block in cast("list[Block]", model.blocks):
             block.route.raw_1.fill_(math.log(g / (1 - g)))
@@ -115,7 +115,7 @@ def anneal(steps: int, delta: float = 1e-4) -> float:
 @cache
 def _routed(g: float, scale: float) -> tuple[float, float]:
     """Parts of a lens block's output that are attention's and its network's; of GPT-2's they are 1 and 1."""
-    model = build(presets.get("lens-tiny", route_scale=scale, context=False))
+    model = build(presets.get("lens-tiny", route_scale=scale, context=False, embedding_norm=False))
     block, x_BTD = cast(Block, model.blocks[0]), drawn(1, 4, 128)
     with torch.no_grad():
         block.route.raw_1.fill_(math.log(g / (1 - g)))

@@ -226,7 +226,7 @@ def resumed() -> float:
 
 def gradient_through(layers: int, embedding_std: float) -> float:
     """Norm of the loss's gradient by the first block's input over that by the last's output, untrained."""
-    config = presets.get("perspective-tiny-dense", layers=layers, d_model=64, hidden=64)
+    config = presets.get("perspective-tiny-dense", layers=layers, d_model=64, hidden=64, embedding_norm=False)
     model, ids = build(replace(config, embedding_std=embedding_std)).eval(), text()
     kept: list[Tensor] = []
 

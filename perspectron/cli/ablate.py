@@ -70,6 +70,6 @@ class Ablate:
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
             resolved(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
-            (train.optim.warmup / train.steps,), dtype=train.dtype, device=train.device,
+            (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in listed(self.suites)),
         )  # fmt: skip

@@ -331,7 +331,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    return load_tensors(path, CheckpointError)[1]
+    return load_tensors(path, CheckpointError, "a checkpoint's tensors")[1]
 
 
 def load_config(run: Path) -> RunConfig:

@@ -77,8 +77,10 @@ def test_its_weights_are_converted_bit_for_bit(tmp_path, capfdbinary):
                 assert file.get_tensor(name).flatten().view(torch.uint8).numpy().tobytes() == part
     old, new = (load_file(folder / "shared.safetensors") for folder in (OLD, tmp_path / "new"))
     assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
-    for name in ("config.json", "tokenizer.json"):
-        assert json.loads((OLD / name).read_text()) == json.loads((tmp_path / "new" / name).read_text())
+    kept = [[json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer.json")]
+            for folder in (OLD, tmp_path / "new")]  # fmt: skip
+    kept[0][0]["model"]["embedding_norm"] = False  # of which 0.1 knew nothing
+    assert kept[0] == kept[1]
     load_artifact(tmp_path / "new", verify=True)
     capfdbinary.readouterr()
     ask = ["generate", str(tmp_path / "new"), "the quick", "--max-tokens", "12", "--temperature", "0"]
