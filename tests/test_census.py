@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from perspectron import build, presets
-from perspectron.census import touched
+from perspectron.census import census, touched
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 
@@ -50,3 +50,10 @@ def test_a_run_reads_one_expert_of_each_layer():
     buffers = sum(buffer.nbytes for name, buffer in model.named_buffers() if name.endswith("bias_E"))
     looked_up = model.embedding.weight.nbytes if model.config.head is not None else 0
     assert found.experts + found.shared + found.head == 4 * (parameters - idle) + buffers - looked_up
+
+
+def test_a_state_that_is_renormed_is_counted():
+    """Found by the fuzzer: where a token stands is not known without numbers."""
+    plain, renormed = (census(presets.get("perspective-tiny", renorm_every=n), [1024]) for n in (0, 64))
+    assert renormed.parameters == plain.parameters and renormed.state_bytes == plain.state_bytes
+    assert renormed.flops_per_token == plain.flops_per_token

@@ -123,7 +123,8 @@ class PDR(nn.Module):
             return scan(*inputs, memory, consume_state=consume_state)
         due_BT = at.valid_BT & ((at.position_BT + 1) % self.config.renorm_every == 0)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
-        for stop in [*(due_BT.any(0).nonzero()[:, 0] + 1).tolist(), T]:
+        due = [] if due_BT.is_meta else (due_BT.any(0).nonzero()[:, 0] + 1).tolist()
+        for stop in [*due, T]:
             o, memory = scan(*(x[:, start:stop] for x in inputs), memory, consume_state=consume_state)
             consume_state = gradients_off()  # after the first piece the memory is our own
             if stop > start:

@@ -95,8 +95,8 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("list",),
         ("compare", "--designs", "transformer,ssd", "--params", "120k", "--data", "text", "--out", "compared",
          "--vocab-size", "300", *COMPARE.split()),
-        ("search", "--design", "gla", "--space", "space.toml", "--params", "120k", "--data", "text", "--out", "searched",
-         "--tokens", "128", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32"),
+        ("search", "--design", "gla", "--space", "space.toml", "--params", "120k", "--data", "text",
+         "--out", "searched", "--tokens", "128", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32"),
         ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
         ("lm-eval", "--help"),
     ]  # fmt: skip
