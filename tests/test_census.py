@@ -56,4 +56,4 @@ def test_a_state_that_is_renormed_is_counted():
     """Found by the fuzzer: where a token stands is not known without numbers."""
     plain, renormed = (census(presets.get("perspective-tiny", renorm_every=n), [1024]) for n in (0, 64))
     assert renormed.parameters == plain.parameters and renormed.state_bytes == plain.state_bytes
-    assert renormed.flops_per_token == plain.flops_per_token
+    assert plain.flops_per_token[1024] < renormed.flops_per_token[1024] < 1.02 * plain.flops_per_token[1024]
