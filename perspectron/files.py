@@ -346,9 +346,9 @@ def load_tensors(
     try:
         tensors = load(data)
         header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
-    except (SafetensorError, ValueError) as cause:
+    except (SafetensorError, ValueError, KeyError) as cause:  # KeyError: a type that torch has not
         raise error(f"{path}: not {what} ({cause})") from None
-    return header.get("__metadata__", {}), tensors
+    return header.get("__metadata__") or {}, tensors
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:

@@ -135,6 +135,7 @@ def test_a_state_of_so_many_bytes_at_the_same_parameters(name):
         ("transformer", 160_000, "match of transformer = 'state', must be parameters: the state of it grows"),
         ("gla", 1_000, "state = '1,000 bytes', must be near 640 or 1,280 for gla"),
         ("drm", 160_000, "state = '160,000 bytes', must be near 72 for drm"),
+        ("ssd", 414_720, "state = '414,720 bytes', must be near "),
     ],
 )
 def test_a_state_that_cannot_be_is_refused_with_what_can(name, state, message):

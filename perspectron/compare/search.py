@@ -51,8 +51,11 @@ def read_space(path: Path, design: str) -> Space:
         bound = f"a list of one or more values, such as {key} = [1, 2]"
         require(isinstance(values, list) and len(values) > 0, f"{path}: {key}", values, bound)
         if key in OF_TRAINING:
-            numbers = all(isinstance(value, int | float) and 0 <= value <= 1 for value in values)
-            require(numbers, f"{path}: {key}", values, "numbers from 0 to 1")
+            fits = [
+                type(value) in (int, float) and 0 <= value <= 1 and (value or key != "lr") for value in values
+            ]
+            bound = "numbers from 0 to 1" if key != "lr" else "numbers above 0, up to 1"
+            require(all(fits), f"{path}: {key}", values, bound)
         else:
             for value in values:
                 presets.variant(_named(design, {key: value}))

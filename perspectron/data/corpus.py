@@ -306,7 +306,8 @@ def _divide(source: str, files: list[tuple[str, Path]], shares: _Shares) -> dict
     else:
         split_of |= {first[0][0]: "heldout", last[0]: "train"}
         if shares.dev and not any(split_of[name] == "dev" and _text_size(path) for name, path in ranked):
-            split_of[first[1][0]] = "dev"
+            taken = (f for f in ranked if split_of[f[0]] == "train" and f != last and _text_size(f[1]))
+            split_of[next(taken, first[1])[0]] = "dev"
     for name, path in files:
         if name in split_of:
             parts[split_of[name]].append(_Part(path, name))
@@ -419,7 +420,9 @@ class _JsonLines(Corpus):
                 if len(found) == need:
                     return
                 seen = sorted([*seen, (share, number)])
-                seen = [*seen[: need - 1], seen[-1]] if len(seen) > need else seen
+                trained = [one for one in seen if self._shares.of(one[0]) == "train"]
+                kept = {*seen[: need - 1], *trained[:1], seen[-1]}  # the first to train on may have to be dev
+                seen = [one for one in seen if one in kept]
         if not seen:
             raise DataError(f"{self._path}: no record with text under {self._field!r}")
         if len(seen) < need:
@@ -427,7 +430,8 @@ class _JsonLines(Corpus):
             raise DataError(f"{self._path}: {counted}, one for each of {', '.join(self.splits)}")
         self._moved = {seen[0][1]: "heldout", seen[-1][1]: "train"}
         if "dev" in self.splits and "dev" not in found:
-            self._moved[seen[1][1]] = "dev"
+            rest = [one for one in seen[1:-1] if self._shares.of(one[0]) == "train"]
+            self._moved[(rest or seen[1:])[0][1]] = "dev"
 
     def _records(self) -> Iterator[tuple[int, str | None, float]]:
         """(line number from 1, text or None if it is no valid record, share) of every line not blank."""

@@ -16,7 +16,7 @@ from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 
-WITHOUT_EFFECT = ("init", "measured_on", "keep", "save_every", "eval_every", "eval_tokens")
+WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 """Fields of a training that decide nothing of an update after the first."""
 
 

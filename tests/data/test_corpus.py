@@ -362,6 +362,19 @@ def test_a_dev_share_out_of_bounds_is_an_error(tmp_path: Path, dev: float) -> No
         open_corpus(str(folder(tmp_path, 5)), dev=dev)
 
 
+@pytest.mark.parametrize("kind", ["folder", "records"])
+def test_where_no_hash_is_devs_it_is_taken_from_what_would_be_trained_on(tmp_path: Path, kind: str) -> None:
+    for i in range(12):
+        if kind == "folder":
+            source = str(folder(tmp_path / f"x{i}", 30 + i))
+        else:
+            source = str(write_records(tmp_path / f"{i}.jsonl", records(30 + i)))
+        plain, three = open_corpus(source, 0.1), open_corpus(source, 0.1, dev=1e-9)
+        assert texts(three, "heldout") == texts(plain, "heldout")
+        assert len(texts(three, "dev")) == 1
+        assert texts(three, "train") | texts(three, "dev") == texts(plain, "train")
+
+
 # Texts that have a name
 
 
