@@ -4,6 +4,7 @@ Shapes: B batch, T time, D model width, H heads, K key width, V value width, A g
 (K or 1), W writing gates (V or 1), C = H(2K + V) channels of the convolution, Z inputs that it remembers.
 """
 
+import abc
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class DeltaState:
     window_BZC: Tensor
 
 
-class Delta(nn.Module):
+class Delta(nn.Module, abc.ABC):
     """q, k, v = swish(conv(W x)), q and k of length 1; α = exp(−e^{A_log} softplus(f + b));
     S ← diag(α) S;  S ← S + k (w ⊙ v − Sᵀ (β ⊙ k))ᵀ;  y = W_o (norm(Sᵀ q / √K) ⊙ g), with f, β, w, g by `gates`.
 
@@ -55,9 +56,9 @@ class Delta(nn.Module):
         self.norm = nn.RMSNorm(V, norm_eps)
         self.o_proj = nn.Linear(heads * V, d_model, bias=False)
 
+    @abc.abstractmethod
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the decays are made of [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the output's gate [B,T,HV]."""
-        raise NotImplementedError
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Spread the rates over the heads, and the steps as Mamba-2 does. KDA's paper starts its own at softplus(0): a

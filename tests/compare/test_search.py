@@ -19,29 +19,8 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "the",
-        "mat",
-        "and",
-        "the",
-        "dog",
-        "lay",
-        "by",
-        "the",
-        "log",
-        "while",
-        "a",
-        "bird",
-        "sang",
-        "in",
-        "the",
-        "old",
-        "tree",
-    ]
+    sentence = "the cat sat on the mat and the dog lay by the log while a bird sang in the old tree"
+    words = sentence.split()
     for i in range(40):
         (folder / f"{i}.txt").write_text(" ".join(words[(i * 7 + j * j) % len(words)] for j in range(200)))
     return folder

@@ -173,29 +173,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         text = Path(place) / "text"
         text.mkdir()
-        words = [
-            "the",
-            "cat",
-            "sat",
-            "on",
-            "the",
-            "mat",
-            "and",
-            "the",
-            "dog",
-            "lay",
-            "by",
-            "the",
-            "log",
-            "while",
-            "a",
-            "bird",
-            "sang",
-            "in",
-            "the",
-            "old",
-            "tree",
-        ]
+        sentence = "the cat sat on the mat and the dog lay by the log while a bird sang in the old tree"
+        words = sentence.split()
         for i in range(64):
             (text / f"{i:02d}.txt").write_text(" ".join(draw.choices(words, k=4000)))
         for i, scenario in enumerate(SCENARIOS):
