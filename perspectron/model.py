@@ -104,6 +104,11 @@ class Output:
 class TokenEmbedding(nn.Embedding):
     """Rows to look up and, as a tied head, to multiply with."""
 
+    def reset_parameters(self) -> None:
+        """Draw the rows; not on the meta device, where torch would load its compiler for it (1.2 s) and draw none."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of [..., D]: the product with every row."""
         return F.linear(hidden, self.weight)
@@ -125,7 +130,7 @@ class LanguageModel(nn.Module):
                 one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
         self.embedding = TokenEmbedding(config.vocab_size, config.d_token)
         if config.positions > 0:
-            self.positions = nn.Embedding(config.positions, config.d_token)
+            self.positions = TokenEmbedding(config.positions, config.d_token)
         self.blocks = nn.ModuleList(
             Block(config.d_model, config.norm, config.norm_eps, block) for block in config.blocks
         )
@@ -406,7 +411,8 @@ def allocated(model: LanguageModel) -> LanguageModel:
     """The model, moved from the meta device into memory of the CPU, whose contents are none yet. ConfigError as in
     `require_memory`."""
     require_memory(model)
-    return model.to_empty(device="cpu")
+    # to_empty() would do, but loads sympy for it: 0.5 s of every command
+    return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
 def require_memory(model: LanguageModel) -> None:

@@ -577,3 +577,19 @@ def test_gates_do_not_decay():
     names = {name.split(".", 2)[-1] for name, p in model.named_parameters() if id(p) in decayed}
     assert not names & {"mixer.gates_HL", "mixer.u_HK", "route.raw_1"}
     assert {"mixer.qkv_proj.weight", "mixer.o_proj.weight", "ffn.up_proj.weight"} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors"),
+    [
+        ("mamba3", {"b_bias", "c_bias", "dt_bias", "D"}),
+        ("hgrn2", {"gamma_ND"}),
+        ("rwkv7", {"mix_6D"}),
+    ],
+)
+def test_biases_and_bounds_of_heads_do_not_decay(name, vectors):
+    model = perspectron.build(presets.get(name))
+    decayed = {id(p) for p in adamw(model, OptimConfig()).param_groups[0]["params"]}
+    found = {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) not in decayed}
+    assert vectors <= found
+    assert not vectors & {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) in decayed}

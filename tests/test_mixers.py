@@ -348,13 +348,12 @@ def padding(T: int) -> Tensor:
 
 
 @every_mixer
-@stateless
 @pytest.mark.parametrize("start", ["empty", "warm"])
 @pytest.mark.parametrize("cuts", [[], [10, 20, 64, 100], range(150)], ids=["whole", "pieces", "steps"])
-def test_padding_is_as_if_it_were_not_there(name, mode, start, cuts):
+def test_padding_is_as_if_it_were_not_there(name, start, cuts):
     module, pad = build(name), padding(150)
     state = empty(module, len(pad)) if start == "empty" else warm(module, len(pad))
-    check(module, tokens(len(pad), 150), state, cuts, mode, pad_BT=pad)
+    check(module, tokens(len(pad), 150), state, cuts, torch.no_grad, pad_BT=pad)
 
 
 @every_mixer
@@ -367,13 +366,12 @@ def test_a_call_may_hold_nothing_but_padding(name, mode, cuts):
 
 
 @every_mixer
-@stateless
 @pytest.mark.parametrize("cuts", [[], range(70)], ids=["whole", "steps"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_what_stands_in_padding_does_not_matter(name, mode, cuts, dtype, tolerance):
+def test_what_stands_in_padding_does_not_matter(name, cuts, dtype, tolerance):
     module, pad = build(name, dtype), padding(70)
     x, more = tokens(len(pad), 70, dtype=dtype), tokens(len(pad), 20, seed=7, dtype=dtype)
-    with mode():
+    with torch.inference_mode():
         y, end = read(module, x, empty(module, len(pad), dtype), cuts, pad_BT=pad)
         after, _ = read(module, more, end)
         for fill in (0.0, 1e30, float("nan")):
@@ -409,13 +407,12 @@ def resets(T: int) -> Tensor:
 
 
 @every_mixer
-@stateless
 @pytest.mark.parametrize("start", ["empty", "warm"])
 @pytest.mark.parametrize("cuts", [[], [10, 75, 76, 100], range(150)], ids=["whole", "pieces", "steps"])
-def test_packed_documents_equal_each_alone(name, mode, start, cuts):
+def test_packed_documents_equal_each_alone(name, start, cuts):
     module, reset = build(name), resets(150)
     state = empty(module, len(reset)) if start == "empty" else warm(module, len(reset))
-    check(module, tokens(len(reset), 150), state, cuts, mode, reset_BT=reset)
+    check(module, tokens(len(reset), 150), state, cuts, torch.inference_mode, reset_BT=reset)
 
 
 @every_mixer

@@ -127,6 +127,27 @@ def test_a_state_of_so_many_bytes_at_the_same_parameters(name):
     counted = census(model, [1024])
     assert abs(counted.state_bytes[1024] / 158_224 - 1) <= 0.05
     assert abs(counted.active_parameters / 2_000_000 - 1) <= 0.02
+    if name.startswith("perspective"):  # the frame stays as it is
+        usual = presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256)
+        period = 3 if name == "perspective2" else 4
+        assert len(model.blocks) % period == 0
+        assert {type(block.mixer).kind for block in model.blocks[period - 1 :: period]} == {"window_gqa"}
+        assert model.blocks[period - 1].mixer == usual.blocks[period - 1].mixer
+
+
+def test_a_part_is_named_where_several_have_a_size():
+    both = presets.get("perspective[kda]", heads=2)
+    assert [block.mixer.heads for block in both.blocks] == [2, 2, 2, 2]
+    one = presets.get("perspective[kda]", **{"heads": 2, "mixer.heads": 4})
+    assert [block.mixer.heads for block in one.blocks] == [4, 4, 4, 2]
+    with pytest.raises(ConfigError, match=r"key = .gqa\.window."):
+        presets.get("perspective[kda]", **{"gqa.window": 4})
+
+
+@pytest.mark.parametrize("name", ["gla[heads=4", "gla]", "perspective[kda][rank=2]"])
+def test_brackets_are_closed_once(name):
+    with pytest.raises(ConfigError, match="design = "):
+        presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256)
 
 
 @pytest.mark.parametrize(

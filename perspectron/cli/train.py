@@ -23,7 +23,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.extend import extend, how_to_go_on
-from perspectron.train.loop import CURVE, Metrics, Trainer, training_batches
+from perspectron.train.loop import CURVE, Metrics, Trainer, measured, training_batches
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
 
@@ -296,7 +296,8 @@ def _fit(
             if "loss" in line:
                 bar.update(task, completed=line["step"], loss=line["loss"], speed=line["tokens_per_second"])
             else:
-                bar.update(task, held=f"held-out {line['heldout_bits_per_byte']:.3f} bits/byte")
+                text, bits = measured(line)
+                bar.update(task, held=f"{text} {bits:.3f} bits/byte")
             if not console.is_terminal and ("loss" not in line or line["step"] % max(1, steps // 10) == 0):
                 console.print(_plain(line, steps))
 
@@ -308,4 +309,5 @@ def _plain(line: Metrics, steps: int) -> str:
         return (
             f"step {line['step']}/{steps}  loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s"
         )
-    return f"step {line['step']}/{steps}  held-out {line['heldout_bits_per_byte']:.3f} bits per byte"
+    text, bits = measured(line)
+    return f"step {line['step']}/{steps}  {text} {bits:.3f} bits per byte"

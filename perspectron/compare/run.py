@@ -23,7 +23,7 @@ from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
 from perspectron.files import open_file, read_json, safe_join, write_json
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
-from perspectron.train.loop import METRICS, read_metrics
+from perspectron.train.loop import METRICS, measured, read_metrics
 
 FAILED = "failed.json"
 RATES = "rates.json"
@@ -54,7 +54,7 @@ class Cell(NamedTuple):
 
 class Trained(NamedTuple):
     """State of a training. status: "finished", "diverged" or "missing"; why: the reason of the latter two. bits: last
-    held-out bits per byte."""
+    bits per byte, on dev or held out."""
 
     status: str
     why: str
@@ -97,10 +97,9 @@ def trained(cell: Cell) -> Trained:
     if (cell.folder / FAILED).is_file():
         failed = read_json(cell.folder / FAILED, CheckpointError)
         return Trained("diverged", failed["why"], None)
-    measured = [line for line in read_metrics(cell.folder) if "heldout_bits_per_byte" in line]
-    whole = checkpoint.path_of(cell.folder, cell.steps).is_dir()
-    if measured and measured[-1]["step"] == cell.steps and whole:
-        return Trained("finished", "", measured[-1]["heldout_bits_per_byte"])
+    last = next((line for line in reversed(read_metrics(cell.folder)) if "loss" not in line), {"step": -1})
+    if last["step"] == cell.steps and checkpoint.path_of(cell.folder, cell.steps).is_dir():
+        return Trained("finished", "", measured(last)[1])
     said = pool.last_line(cell.folder)
     why = f"trained for {reached(cell)} of {cell.steps} steps"
     return Trained("missing", f"{why}: {said}" if "error" in said.lower() else why, None)
@@ -191,13 +190,13 @@ def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[st
         state = trained(cell)
         if state.status == "missing":
             raise CheckpointError(f"{cell.folder}: {state.why}; mend that and go on with --resume {out}")
-        results.append(cell.rate._asdict() | {"heldout_bits_per_byte": state.bits, "why": state.why})
+        results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results
 
 
 def _best(tried: list[dict[str, Any]]) -> Rate:
     """Rate with the lowest loss; the lowest rate where no trial has finished."""
-    losses = {Rate(line["lr"], line["warmup"]): line["heldout_bits_per_byte"] for line in tried}
+    losses = {Rate(line["lr"], line["warmup"]): line["bits_per_byte"] for line in tried}
     return min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
 
 
@@ -213,7 +212,7 @@ def _beyond(values: list[Rate], best: Rate) -> list[Rate]:
 
 def history(cell: Cell, flops_per_token: float) -> dict[str, Any]:
     """A training by its metrics: steps, tokens, seconds without measuring and saving; tokens per second of the median
-    update, which no pause slows; held-out bits per byte over steps, tokens, seconds and FLOPs; SHA-256 of all losses to
+    update, which no pause slows; bits per byte over steps, tokens, seconds and FLOPs; SHA-256 of all losses to
     the last bit, so that equal digests mean equal trainings; and what the model reported beside its last loss."""
     curve, updates = list[dict[str, Any]](), list[dict[str, Any]]()
     for line in read_metrics(cell.folder):
@@ -222,8 +221,7 @@ def history(cell: Cell, flops_per_token: float) -> dict[str, Any]:
         elif updates:
             tokens, seconds = updates[-1]["tokens"], updates[-1]["seconds"]
             spent = {"tokens": tokens, "seconds": round(seconds, 2), "flops": tokens * flops_per_token}
-            bits = line["heldout_bits_per_byte"]
-            curve.append({"step": line["step"], **spent, "heldout_bits_per_byte": bits})
+            curve.append({"step": line["step"], **spent, "bits_per_byte": measured(line)[1]})
     losses = [line["loss"] for line in updates]
     text = json.dumps([loss.hex() if math.isfinite(loss) else str(loss) for loss in losses])
     last: dict[str, Any] = updates[-1] if updates else {"step": 0, "tokens": 0}

@@ -63,6 +63,7 @@ class HGRN2(nn.Module):
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
         if config.layer == 0 and config.layers > 1:
             self.gamma_ND = nn.Parameter(torch.empty(config.layers, d_model))
+            self.no_decay = ("gamma_ND",)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Bounds that rise evenly, by 1/N a layer."""

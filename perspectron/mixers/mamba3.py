@@ -56,6 +56,8 @@ class Mamba3(nn.Module):
     k = turn(norm(b) + b_bias, Φ), q = turn(norm(c) + c_bias, Φ); S ← α (S + (1 − σ(λ)) Δ k₋₁ v₋₁ᵀ) + σ(λ) Δ k vᵀ;
     y = W_o ((Sᵀ q + D v) ⊙ swish(z))."""
 
+    no_decay = ("b_bias", "c_bias")
+
     def __init__(self, d_model: int, norm_eps: float, config: Mamba3Config) -> None:
         super().__init__()
         inner, N = config.expand * d_model, config.state

@@ -46,6 +46,7 @@ def solve(
         f"about {least:,} or more for {design} with a vocabulary of {vocab_size:,}: its embedding alone has"
     )
     bound += f" {vocab_size * config.d_token:,}"
+    bound += "".join(f", {key} = {value} follows from the state" for key, value in more.items())
     require(abs(reached - params) <= TOLERANCE * params, "params", params, bound)
     if state is not None:  # the knob may turn it too
         has = state_bytes(config, seq_len) or 0
@@ -121,8 +122,10 @@ def _stated(name: str, shape: Shape, state: int) -> Sizes:
     bound = "parameters: the state of it grows with the text"
     require(_state(design, usual, shape) is not None, f"match of {name}", "state", bound)
     layers = usual.get("layers", 0)
-    depths = range(1, 2 * layers + 1) if "layers" in known.keys() - given else [layers]
-    knobs = [key for key in OF_STATE if key in known and key != design.knob and key not in given]
+    pace = given.get("period", known["period"].default) if "period" in known else 1  # layers of a whole frame
+    depths = {layers, *range(pace, 2 * layers + 1, pace)} if "layers" in known.keys() - given else {layers}
+    keys = [f"mixer.{key}" if f"mixer.{key}" in known else key for key in OF_STATE]
+    knobs = [key for key in keys if key in known and key != design.knob and key not in given]
     found = dict[int, Sizes]()
     for depth in sorted(depths, key=lambda depth: abs(depth - layers)):
         away = math.inf

@@ -128,6 +128,7 @@ def sizes(name: str) -> dict[str, Any]:
 def variant(name: str) -> tuple[Design, dict[str, Any]]:
     """(design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as "gla[embedding_norm=false]" or
     "perspective[kda,rank=16]". ConfigError for what is neither."""
+    require(name.count("[") == name.endswith("]"), "design", name, "as in gla[rank=16,embedding_norm=false]")
     design, given = _parts(name)
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
@@ -175,7 +176,7 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
 @cache
 def sizes_of(make: Make) -> dict[str, Size]:
     """By key. A keyword comes before a field of a part that is called the same, and parts share a field of the same
-    name and type."""
+    name and type; "PART.FIELD" is that of one part."""
     _, *parameters = inspect.signature(make).parameters.values()
     flat = [p for p in parameters if not is_dataclass(p.default)]
     found = {p.name: Size(p.default, p.annotation, ((p.name,),)) for p in flat}
@@ -185,6 +186,8 @@ def sizes_of(make: Make) -> dict[str, Size]:
                 known = found.setdefault(key, size)
                 if known.hint == size.hint and len(known.paths[0]) > 1 and size is not known:
                     found[key] = known._replace(paths=(*known.paths, *size.paths))
+                    for one in (known, size):
+                        found.setdefault(".".join(one.paths[0]), one._replace(paths=one.paths[:1]))
     return found
 
 

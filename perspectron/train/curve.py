@@ -14,9 +14,10 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
     Nothing is written for fewer than two steps."""
     losses = _points(metrics, "loss")
     charts = [_chart("training loss", "nats per token", losses)]
-    if heldout := _points(metrics, "heldout_bits_per_byte"):
-        title = f"held-out bits per byte {heldout[-1][1]:.3f}"
-        charts.append(Chart(title, "step", "bits per byte", [Line("held-out", heldout, 1)]))
+    for text, split in (("held-out", "heldout"), ("dev", "dev")):
+        if bits := _points(metrics, f"{split}_bits_per_byte"):
+            title = f"{text} bits per byte {bits[-1][1]:.3f}"
+            charts.append(Chart(title, "step", "bits per byte", [Line(text, bits, 1)]))
     if len(losses) > 1:
         write(path, picture(charts))
 

@@ -38,7 +38,6 @@ Metrics = dict[str, Any]
 METRICS, CURVE, TERMS, TERNARY = "metrics.jsonl", "loss.svg", "terms.svg", "ternary.json"
 MOST_METRICS = 1 << 30  # bytes
 OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
-OF_MEASUREMENT = ("step", "heldout_bits_per_byte")
 
 
 class Trainer:
@@ -237,8 +236,8 @@ class Trainer:
         return norm
 
     def measure(self) -> Metrics:
-        """Held-out loss at this step. While experts are being made ternary it is written, but is none to choose
-        a checkpoint by: the model is not yet what it shall be."""
+        """Loss at this step on text that is not trained on, held out or dev. While experts are being made ternary it is
+        written, but is none to choose a checkpoint by: the model is not yet what it shall be."""
         train = self.config.train
         result: Heldout = heldout(
             self.model,
@@ -257,9 +256,9 @@ class Trainer:
             self.best = min(self.best, result.bits_per_byte)
         line: Metrics = {
             "step": self.progress.step,
-            "heldout_bits_per_byte": result.bits_per_byte,
-            "heldout_perplexity": result.perplexity,
-            "heldout_tokens": result.tokens,
+            f"{train.measured_on}_bits_per_byte": result.bits_per_byte,
+            f"{train.measured_on}_perplexity": result.perplexity,
+            f"{train.measured_on}_tokens": result.tokens,
         }
         if by_matrix := matrices(self.model):
             write_json(self.run_dir / TERNARY, {"step": self.progress.step, "matrices": by_matrix})
@@ -326,11 +325,19 @@ def read_metrics(run: Path) -> list[Metrics]:
     return kept
 
 
+def measured(line: Metrics) -> tuple[str, Any]:
+    """(what a line of metrics was measured on, bits per byte): "held-out" or "dev"; None for bits in a line of an
+    update."""
+    dev = line.get("dev_bits_per_byte")
+    return ("held-out", line.get("heldout_bits_per_byte")) if dev is None else ("dev", dev)
+
+
 def _metrics(line: Any) -> Metrics:
     """ValueError unless it is a line that a trainer wrote."""
     if not isinstance(line, dict):
         raise ValueError("not an object")
-    numbers = {name: line.get(name) for name in (OF_UPDATE if "loss" in line else OF_MEASUREMENT)}
+    of_update = {name: line.get(name) for name in OF_UPDATE}
+    numbers = of_update if "loss" in line else {"step": line.get("step"), "bits_per_byte": measured(line)[1]}
     aux = line.get("aux", {})
     numbers |= aux if isinstance(aux, dict) else {"aux": None}
     for name, value in numbers.items():

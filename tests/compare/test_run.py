@@ -67,7 +67,7 @@ def test_it_trains_measures_and_reports(whole):
         assert cell["status"] == "finished", name
         assert cell["steps"] == STEPS
         assert cell["curve"][-1]["tokens"] == STEPS * 128
-        assert cell["curve"][0]["heldout_bits_per_byte"] > cell["heldout_bits_per_byte"]
+        assert cell["curve"][0]["bits_per_byte"] > cell["heldout_bits_per_byte"]
         assert 0 <= cell["suites"]["calibration"]["ece"] <= 1
     page = (whole / "results.html").read_text()
     assert all(name in page for name in cells(found))
@@ -152,7 +152,7 @@ def lines(cell: Cell, bits: float | None, steps: int | None = None) -> None:
         }
     ]
     if bits is not None:
-        metrics.append({"step": steps, "heldout_bits_per_byte": bits})
+        metrics.append({"step": steps, "dev_bits_per_byte": bits})
         checkpoint.path_of(cell.folder, steps).mkdir(parents=True)
     (cell.folder / run.METRICS).write_text("".join(json.dumps(line) + "\n" for line in metrics))
 
@@ -181,7 +181,7 @@ def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_
     assert tried["ssd"][2] == {
         "lr": 4e-3,
         "warmup": 0.1,
-        "heldout_bits_per_byte": None,
+        "bits_per_byte": None,
         "why": "step 7: loss is nan",
     }
 

@@ -150,7 +150,7 @@ def of_safetensors(data: bytes, draw: Random) -> bytes:
         case _:
             numbers = struct.pack("<q", draw.choice((-7, -1, 0, 1, 2**62, -(2**63), 2**63 - 1)))
             start, end = entry["data_offsets"]
-            size = min(end - start, len(rest)) // 8 * 8
+            size = max(0, min(end - start, len(rest) - start)) // 8 * 8
             rest = rest[:start] + numbers * (size // 8) + rest[start + size :]
     return with_header(header, rest)
 

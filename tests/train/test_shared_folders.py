@@ -245,12 +245,13 @@ def test_a_line_cut_short_by_a_crash_is_no_news(run, recwarn):
 
 def test_a_closed_terminal_saves(tmp_path):
     """SIGHUP ends a training as SIGTERM does; under nohup it does nothing."""
-    with loop.signals() as caught:
-        os.kill(os.getpid(), signal.SIGHUP)
-        time.sleep(0.01)
-        assert caught == [signal.SIGHUP]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests themselves may run under nohup
     try:
+        with loop.signals() as caught:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.01)
+            assert caught == [signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with loop.signals() as caught:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.01)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from perspectron.compare.report.numbers import context, known, short, size
-from perspectron.compare.report.summary import LOSS, Row
+from perspectron.compare.report.summary import Row, bits_of
 from perspectron.plot import Chart, Line, draw
 
 BITS = "held-out bits per byte"
@@ -52,7 +52,7 @@ def _curve(row: Row, style: int, of: Callable[[Row, dict[str, Any]], float | Non
     """Mean over the finished seeds at the steps that they share; band from the lowest to the highest."""
     threads = []
     for cell in row.finished:
-        points = {line["step"]: (of(row, line), known(line.get(LOSS))) for line in cell.get("curve", [])}
+        points = {line["step"]: (of(row, line), known(bits_of(line))) for line in cell.get("curve", [])}
         late = {step: at for step, at in points.items() if step >= START * max(points) and at[0]}
         threads.append({step: (x, y) for step, (x, y) in late.items() if x is not None and y is not None})
     keys = sorted(set.intersection(*map(set, threads))) if threads else []

@@ -15,6 +15,11 @@ from perspectron.stats import Paired, paired
 LOSS = "heldout_bits_per_byte"
 
 
+def bits_of(line: dict[str, Any]) -> Any:
+    """Bits per byte in a line of a curve or of a trial; results of 0.1 say that they were held out."""
+    return line.get("bits_per_byte", line.get(LOSS))
+
+
 @dataclass(frozen=True)
 class Row:
     """A design, its entry in the results, and the held-out bits per byte of each seed that finished. faults: of each

@@ -19,7 +19,7 @@ from perspectron.compare.report.numbers import (
     signed,
     size,
 )
-from perspectron.compare.report.summary import Row, leader
+from perspectron.compare.report.summary import Row, bits_of, leader
 from perspectron.stats import interval
 
 Text = Callable[[Any], str]
@@ -263,9 +263,10 @@ def _rate(line: dict[str, Any]) -> tuple[float, float]:
 def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
     if line is None:
         return Cell("not tried", kind="quiet")
-    if known(line.get("heldout_bits_per_byte")) is None:
+    bits = known(bits_of(line))
+    if bits is None:
         return Cell("no loss", str(line.get("why") or ""), "bad")
-    return Cell(fixed(line["heldout_bits_per_byte"]), kind="best" if chosen else "")
+    return Cell(fixed(bits), kind="best" if chosen else "")
 
 
 def cells(rows: Sequence[Row], noun: str) -> Table:

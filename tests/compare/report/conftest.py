@@ -70,11 +70,11 @@ def _design(name, seeds):
     bits, _, speed, _, _ = DESIGNS[name]
     state = {str(at): 33_000 + (256 * at if name in GROWS else 90_000) for at in CONTEXTS}
     rates = [
-        {"lr": lr, "heldout_bits_per_byte": bits + 1 + abs(math.log(lr / 3e-3)) / 5, "why": ""}
+        {"lr": lr, "bits_per_byte": bits + 1 + abs(math.log(lr / 3e-3)) / 5, "why": ""}
         for lr in (1.5e-3, 3e-3, 6e-3)
     ]
     if name == "drm":
-        rates[2] |= {"heldout_bits_per_byte": None, "why": "the loss is not finite at step 40"}
+        rates[2] |= {"bits_per_byte": None, "why": "the loss is not finite at step 40"}
     return {
         "about": f"the design {name}, made up",
         "source": "seeds/pdr.md",
@@ -105,7 +105,7 @@ def _cell(name, seed):
         tokens = step * BATCH_TOKENS
         loss = final + 2.6 * slope * ((30 / i) ** 0.55 - 1) + (random.gauss(0, 0.01) if i < 30 else 0)
         curve.append({"step": step, "tokens": tokens, "seconds": tokens / speed})
-        curve[-1] |= {"flops": tokens * (1.2e7 + 9e5 * len(name)), "heldout_bits_per_byte": loss}
+        curve[-1] |= {"flops": tokens * (1.2e7 + 9e5 * len(name)), "bits_per_byte": loss}
     cell = {"seed": seed, "status": "finished", "why": "", "steps": STEPS, "tokens": STEPS * BATCH_TOKENS}
     cell |= {
         "seconds": STEPS * BATCH_TOKENS / speed,
