@@ -208,7 +208,8 @@ def _fit_plain(trainer: Trainer, as_json: bool, console: Console) -> int:
             console.print(f"stopped and saved at step {trainer.progress.step}; go on with --resume {run}")
         return 128 + stopped
     if trainer.best < math.inf:
-        console.print(f"best held-out: {trainer.best:.3f} bits per byte; curve: {run / CURVE}")
+        on = {"heldout": "held-out"}.get(trainer.config.train.measured_on, "dev")
+        console.print(f"best {on}: {trainer.best:.3f} bits per byte; curve: {run / CURVE}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from perspectron.config import require
 from perspectron.data import Corpus, Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import ConfigError, DataError
 from perspectron.files import safe_join
@@ -16,7 +17,8 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
     beside it). A run that starts from another, or learns from one, has its tokenizer. The tokenizer is kept as
     RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded into
     RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and when shards
-    and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer.
+    and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, and for a corpus
+    to be measured on dev, which only `tokenize` takes from it.
     """
     source, kept, encoded = config.train.data, run / "tokenizer.json", safe_join(run, "data", DataError)
     resumes = (run / "config.json").is_file()
@@ -27,6 +29,8 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
         shards, tokenizer = open_shards(encoded), Tokenizer.load(kept)
         summary = f"{source}, as encoded before"
     else:
+        bound = f"heldout, or data a folder that tokenize --dev made of {source}"
+        require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         corpus = open_corpus(source, config.train.heldout)
         origin = config.train.init or config.train.teacher
         if resumes or origin:

@@ -17,6 +17,7 @@ from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
 from perspectron.train.loop import read_metrics
 from perspectron.train.optim import OptimConfig, adamw, learning_rate
+from perspectron.train.prepare import prepare
 
 MODELS = ("perspective-tiny", "transformer-tiny")
 
@@ -43,6 +44,16 @@ def test_it_learns(runs, tmp_path, model):
     assert len(held) == 2
     assert trainer.best == min(held) < 0.5 * start
     assert trainer.progress.tokens == 100 * 4 * 32
+
+
+def test_a_corpus_has_no_dev_split_before_it_is_tokenised(runs, tmp_path):
+    (tmp_path / "text.txt").write_text("Some text to train on, and more of it. " * 40)
+    config = runs.config(data=str(tmp_path / "text.txt"), measured_on="dev")
+    with pytest.raises(
+        ConfigError, match=r"measured_on = 'dev', must be heldout, or data a folder that tokenize"
+    ):
+        prepare(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_mean_gradient_of_accumulated_batches_is_that_of_one(runs, tmp_path):
