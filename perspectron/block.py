@@ -35,7 +35,7 @@ class NoState:
 
 
 class RouteGate(nn.Module):
-    """A gate g = σ(raw + bias), one number; the bias follows a schedule (seeds/lens.md, enhancement 4)."""
+    """A gate g = σ(raw + bias), one number; the bias follows a schedule (docs/designs/lens.md#route-gate)."""
 
     bias_1: Tensor
 

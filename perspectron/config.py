@@ -81,14 +81,14 @@ class ResidualConfig(Kind):
 
 @dataclass(frozen=True)
 class SequentialConfig(ResidualConfig):
-    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (seeds/topology.md §2, decisions.md §2)."""
+    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (docs/designs/perspective.md#stack)."""
 
     kind = "sequential"
 
 
 @dataclass(frozen=True)
 class Law5Config(ResidualConfig):
-    """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (seeds/adr.md law 5, decisions.md §4)."""
+    """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (docs/designs/adr.md#residual)."""
 
     kind = "law5"
 
@@ -96,7 +96,7 @@ class Law5Config(ResidualConfig):
 @dataclass(frozen=True)
 class RouteGatedConfig(ResidualConfig):
     """h = x + a, a = mixer(norm(x)); m = ffn(norm(h)); y = x + scale · (g a + (1 − g) m), one learned g per block
-    (seeds/lens.md, enhancement 4; decisions.md §5). scale: 2 gives GPT-2 at g = ½. anneal: after `anneal_after`
+    (docs/designs/lens.md#route-gate). scale: 2 gives GPT-2 at g = ½. anneal: after `anneal_after`
     updates, the bias under g's sigmoid falls by this much with each."""
 
     kind = "route_gated"
@@ -111,7 +111,7 @@ class RouteGatedConfig(ResidualConfig):
 
 @dataclass(frozen=True)
 class NoResidualConfig(ResidualConfig):
-    """y = mixer(x), nothing added; the ffn must be missing (seeds/drm.md, decisions.md §6)."""
+    """y = mixer(x), nothing added; the ffn must be missing (docs/designs/drm.md#flow)."""
 
     kind = "none"
 

@@ -88,7 +88,7 @@ class Network(nn.Module):
 
 
 class SwiGLU(Network):
-    """W_down(SiLU(W_gate x) ⊙ W_up x) (seeds/topology.md §2.1)."""
+    """W_down(SiLU(W_gate x) ⊙ W_up x) (docs/designs/perspective.md#experts)."""
 
     def __init__(self, d_model: int, config: SwiGLUConfig) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MLP(Network):
 
 
 class ContextMLP(Network):
-    """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (seeds/lens.md, enhancement 5)."""
+    """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (docs/designs/lens.md#context)."""
 
     def __init__(self, d_model: int, config: ContextMLPConfig) -> None:
         super().__init__()

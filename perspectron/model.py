@@ -59,7 +59,7 @@ class LinearHead(nn.Linear):
 
 
 class Emitter(nn.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂ (seeds/drm.md, Language Emitter)."""
+    """W₂ GELU(W₁ x + b₁) + b₂ (docs/designs/drm.md#head)."""
 
     def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
         super().__init__()

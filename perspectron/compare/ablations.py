@@ -2,7 +2,7 @@
 
 `ABLATIONS` names them by design. A removed part takes parameters with it; `ablate` therefore changes the hidden width
 of the feed-forward networks (of the emitter, where there are none) until as many parameters are active as before, so
-that the part is compared and not the size. Source: the five documents, decisions.md §§1, 4, 5 and 6.
+that the part is compared and not the size. docs/designs has a page for each design.
 """
 
 from collections.abc import Callable, Iterator

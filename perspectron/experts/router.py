@@ -1,4 +1,4 @@
-"""The router: which expert a token goes to (decisions.md §2, seeds/topology.md §2.1).
+"""The router: which expert a token goes to (docs/designs/perspective.md#router).
 
 A token asks for a place z = W x + b on a torus, and the expert that stands nearest by power distance d² − w takes it;
 or, of a switch, the expert with the largest logit. `select` also answers what it would be from another viewpoint.

@@ -1,4 +1,4 @@
-"""Ternary-aware training: matrices of −s, 0 and s, one scale s each, and activations of 8 bits (decisions.md §2).
+"""Ternary-aware training: matrices of −s, 0 and s, one scale s each, and activations of 8 bits (docs/designs/perspective.md#ternary-weights).
 
 The forward pass sees rounded values, the backward pass sees the identity (straight through), so that the float
 weights behind go on learning. Nothing is kept for the backward pass.

@@ -1,4 +1,4 @@
-"""Attention with differentiable recurrence (seeds/adr.md, decisions.md §4).
+"""Attention with differentiable recurrence (docs/designs/adr.md#the-five-laws).
 
 Shapes: B batch, T time, D model width, H heads, K head width, G groups of weights, R heads of a group, F = 3K.
 """

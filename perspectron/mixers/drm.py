@@ -1,5 +1,5 @@
-"""The DRM emitter's mixer: a state that moves over a learned manifold, one step per token (seeds/drm.md, decisions.md
-§6). It stands alone in its block, with nothing added, and the head reads the state.
+"""The DRM emitter's mixer: a state that moves over a learned manifold, one step per token
+(docs/designs/drm.md#flow). It stands alone in its block, with nothing added, and the head reads the state.
 
 Shapes: B batch, T time, D model width = state width, E token width, H hidden width, N directions, R metric rank, K
 basis, F geometry.

@@ -1,4 +1,4 @@
-"""What the DRM mixer adds to the loss, one term for each wish about its geometry (decisions.md §6).
+"""What the DRM mixer adds to the loss, one term for each wish about its geometry (docs/designs/drm.md#loss).
 
 Every term is over real tokens only: padding has no part in it.
 

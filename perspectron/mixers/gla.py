@@ -1,5 +1,5 @@
 """Gated linear attention: a matrix memory for each head, whose rows, one for each key channel, fade by gates of
-their own (Yang et al. 2023, arXiv 2312.06635; decisions.md §7).
+their own (Yang et al. 2023, arXiv 2312.06635; docs/designs/baselines.md#gated-linear-attention).
 
 Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H value width.
 """

@@ -1,4 +1,4 @@
-"""Lens-gated attention (seeds/lens.md, enhancements 1-3; decisions.md §5).
+"""Lens-gated attention (docs/designs/lens.md#three-lenses).
 
 Shapes: B batch, T time, D model width, H heads, K head width, L lenses.
 """

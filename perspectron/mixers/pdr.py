@@ -1,4 +1,4 @@
-"""Perspective Decay Recurrence (seeds/pdr.md §2, decisions.md §1).
+"""Perspective Decay Recurrence (docs/designs/perspective.md#the-recurrence).
 
 Shapes: B batch, T time, D model width, R state rank.
 """
@@ -18,7 +18,7 @@ from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
 from perspectron.terms import Term
 
-GATE_BIAS = 2.944  # logit(0.95), seeds/pdr.md §7.2
+GATE_BIAS = 2.944  # logit(0.95), docs/designs/perspective.md#gate
 IDENTITY_NOISE = 0.01
 
 

@@ -1,6 +1,6 @@
 """Perspective Decay Recurrence, started and fed so that it learns: `pdr` with a short convolution, half-lives from one
 token to a thousand, an input whose size does not depend on the decay, and a norm and a gate on what it gives
-(docs/lab-notes.md has the measurements).
+(docs/designs/perspective.md#perspective2).
 
 Shapes: B batch, T time, D model width, G groups, R state rank, C = D + 2GR channels of the convolution, Z tokens of its
 window.

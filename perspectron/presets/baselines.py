@@ -21,7 +21,7 @@ from perspectron.mixers.ssd import SSDConfig
 from perspectron.presets.designs import GPT2_NORM, numbered, perspective, stack
 from perspectron.presets.table import DESIGNS, PRESETS, Design, Preset, Shape, Sizes, as_it_is, design, preset
 
-BASELINE = "decisions.md §7"
+ATTENTION = "docs/designs/baselines.md#attention"
 Recurrence = tuple[MixerConfig, int, str, str]
 
 
@@ -46,7 +46,12 @@ def layered(
 
 
 RECURRENCES: dict[str, Recurrence] = {
-    "gla": (GLAConfig(heads=4), 440, "gated linear attention", BASELINE),
+    "gla": (
+        GLAConfig(heads=4),
+        440,
+        "gated linear attention",
+        "docs/designs/baselines.md#gated-linear-attention",
+    ),
     "gdn": (GDNConfig(heads=4), 356, "Gated DeltaNet", "arXiv 2412.06464"),
     "kda": (KDAConfig(heads=4), 400, "Kimi Delta Attention", "arXiv 2510.26692"),
     "gdn2": (GDN2Config(heads=4), 316, "Gated DeltaNet-2", "arXiv 2605.22791"),
@@ -65,7 +70,7 @@ for kind, (mixer, hidden, about, source) in RECURRENCES.items():
 # ---------------------------------------------------------------- others
 
 
-@design("GPT-2: learned positions, GELU", BASELINE)
+@design("GPT-2: learned positions, GELU", ATTENTION)
 def gpt2(
     name: str,
     *,
@@ -86,7 +91,7 @@ def gpt2(
     return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
 
 
-@design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
+@design("full attention, RoPE, RMSNorm, SwiGLU", ATTENTION)
 def transformer(
     name: str,
     *,
@@ -107,7 +112,12 @@ def _depths(shape: Shape) -> Iterable[Sizes]:
     return [{"layers": n} for n in range(max(1, 2 * shape.layers - 2), 2 * shape.layers + 3)]
 
 
-@design("Mamba-2: a stack of state-space mixers", BASELINE, knob="state", variants=_depths)
+@design(
+    "Mamba-2: a stack of state-space mixers",
+    "docs/designs/baselines.md#mamba-2",
+    knob="state",
+    variants=_depths,
+)
 def ssd(
     name: str,
     *,

@@ -28,7 +28,7 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-TOPOLOGY = "seeds/topology.md §2, seeds/pdr.md §2"
+TOPOLOGY = "docs/designs/perspective.md"
 GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 
 
@@ -64,7 +64,7 @@ def perspective(
     period: int = 4,
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """A recurrence, PDR, and in every fourth layer windowed GQA (decisions.md §2).
+    """A recurrence, PDR, and in every fourth layer windowed GQA (docs/designs/perspective.md#stack).
 
     period: every so many layers, attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
     the recurrent layers, each as large; "seed", the recurrent layers use the network of the next GQA layer, which
@@ -123,7 +123,7 @@ preset("perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", 
 # ---------------------------------------------------------------- ADR
 
 
-@design("attention to recurrent memories of keys and values", "seeds/adr.md")
+@design("attention to recurrent memories of keys and values", "docs/designs/adr.md")
 def adr(
     name: str,
     *,
@@ -142,7 +142,7 @@ def adr(
     tied: bool = True,
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """GPT-2 whose keys and values are memories (decisions.md §4).
+    """GPT-2 whose keys and values are memories (docs/designs/adr.md#memories).
 
     halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors. norm:
     "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
@@ -180,7 +180,7 @@ preset(
 # ---------------------------------------------------------------- Lens
 
 
-@design("GPT-2 with lenses, a route gate and context", "seeds/lens.md")
+@design("GPT-2 with lenses, a route gate and context", "docs/designs/lens.md")
 def lens(
     name: str,
     *,
@@ -233,7 +233,7 @@ def _widths(_: Shape) -> Iterable[Sizes]:
         yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
 
 
-@design("one state that moves by a learned metric", "seeds/drm.md", knob="emitter", variants=_widths)
+@design("one state that moves by a learned metric", "docs/designs/drm.md", knob="emitter", variants=_widths)
 def drm(
     name: str,
     *,
@@ -245,7 +245,7 @@ def drm(
     risk: bool = False,
     embedding_norm: bool = False,
 ) -> ModelConfig:
-    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
+    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
     return ModelConfig(
@@ -275,7 +275,7 @@ def _half_again(shape: Shape) -> Iterable[Sizes]:
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, layers=6, hidden=296, mixer=PDR2Config(rank=32), period=3),
     about="improved PDR, and windowed attention in every third layer",
-    source="docs/lab-notes.md",
+    source="docs/designs/perspective.md#perspective2",
     variants=_half_again,
 )
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(

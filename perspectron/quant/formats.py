@@ -21,7 +21,7 @@ def quantise(weight_NK: Tensor, format: str) -> Packed:
     """The nearest packed matrix, by rows and groups; one that is ternary already comes back exactly.
 
     ternary: T = clip(round(W / s), −1, 1), s of each row refitted to least squared error from mean |W| on, because
-    these weights were not trained to be ternary (decisions.md §2). int8: max |w| of a row is 127. 2bit and 4bit: scale
+    these weights were not trained to be ternary (docs/designs/perspective.md#ternary-weights). int8: max |w| of a row is 127. 2bit and 4bit: scale
     and offset, as float16, of least squared error among some shrunken ranges. DataError: a weight that is not finite,
     or too large for float16 where there are groups.
     """

@@ -1,5 +1,5 @@
 """A model without attention, and so without cache, in the blocks whose route gate leans on it least
-(seeds/lens.md, enhancement 4; decisions.md §5)."""
+(docs/designs/lens.md#smaller-cache)."""
 
 from collections.abc import Collection
 from dataclasses import replace
