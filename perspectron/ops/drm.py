@@ -155,7 +155,8 @@ def metric(now: Geometry, damping: float = 0.0) -> Tensor:
 
 
 def coupling(now: Geometry) -> Tensor:
-    """The coupling C_ij = V_i G V_jᵀ [B,N,N], how much a pair of directions meets under the metric (docs/designs/drm.md#coupling-and-angles)."""
+    """The coupling C_ij = V_i G V_jᵀ of each pair of directions under the metric [B,N,N]
+    (docs/designs/drm.md#coupling-and-angles)."""
     return now.V_BNS @ metric(now) @ now.V_BNS.mT
 
 

@@ -245,7 +245,7 @@ def drm(
     risk: bool = False,
     embedding_norm: bool = False,
 ) -> ModelConfig:
-    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
+    """One recurrent block with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
     return ModelConfig(

@@ -1,4 +1,5 @@
-"""Experts in memory within a budget, read from the disk while the model computes (docs/designs/perspective.md#streaming).
+"""Experts in memory within a budget, read from the disk while the model computes
+(docs/designs/perspective.md#streaming).
 
 Memory is slots of one expert each. Reader threads fill them: what a caller waits for first, then what was hinted. A
 slot is taken from the expert that was not used for longest, of those that no open context holds. A request for what

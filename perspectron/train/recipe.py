@@ -1,5 +1,6 @@
 """The staged recipe: one network, copied to all experts, which go apart, become ternary, and are set on the torus so
-that those alike are neighbours; then the router learns where they went (docs/designs/perspective.md#training-the-experts).
+that those alike are neighbours; then the router learns where they went
+(docs/designs/perspective.md#training-the-experts).
 
 RUN/stages/1-dense, 2-clone, 3-differentiate, 4-ternary, 5-align and 6-router are runs of their own: of a trainer, or
 weights that the one before was turned into. Each is a function of the one before, so that the recipe, stopped
