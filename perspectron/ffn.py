@@ -1,6 +1,6 @@
-"""Feed-forward networks, which a block applies to each token by itself. Each reads the normed hidden state and, if it
-wants, the context: the output of the block's mixer for that token. `reset_BT` and `pad_BT` are those of a mixer; here
-they decide only what is reported.
+"""Feed-forward networks, applied to each token separately. Each reads the normed hidden state and optionally the
+context, which is the output of the block's mixer for that token. `reset_BT` and `pad_BT` are those of a mixer and only
+affect what is reported here.
 
 Shapes: B batch, T time, D model width, F hidden width.
 """
@@ -45,8 +45,8 @@ class MLPConfig(FFNConfig):
 
 @dataclass(frozen=True)
 class ContextMLPConfig(FFNConfig):
-    """A gated MLP of hidden width F = `hidden`. context: it also reads the mixer's output, through `context_rank`
-    numbers (0: all of it); stop_gradient: no gradient goes back that way. activation: as in "mlp"."""
+    """A gated MLP of hidden width F = `hidden`. context: it also reads the mixer's output, projected to `context_rank`
+    numbers (0: not projected). stop_gradient: no gradient flows through the context. activation: as in "mlp"."""
 
     kind = "context_mlp"
     hidden: int
@@ -72,7 +72,7 @@ class TiedConfig(FFNConfig):
 
 
 class Network(nn.Module):
-    """A network that reports nothing, so that masks mean nothing to it. `output` gives its output."""
+    """A network that reports nothing and therefore ignores masks. `output` computes its output."""
 
     output: Callable[[Tensor, Any], Tensor]
 

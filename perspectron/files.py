@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files that are read without believing them."""
+"""Atomic writing, and reading of files that are not trusted."""
 
 import contextlib
 import errno
