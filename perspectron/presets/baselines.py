@@ -1,5 +1,4 @@
-"""The designs that ours are compared with, each a function of its sizes, and below it the sizes that have a name.
-docs/add-a-mixer.md adds one."""
+"""Baselines, each a function of its sizes, followed by the named sizes. docs/add-a-mixer.md adds one."""
 
 from collections.abc import Iterable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Our designs, each a function of its sizes, and below it the sizes that have a name."""
+"""The designs, each a function of its sizes, followed by the named sizes."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace

@@ -1,4 +1,4 @@
-"""Weights rounded to the nearest of what a packed format holds (`perspectron.ops.packing`).
+"""Rounding weights to the nearest values of a packed format (`perspectron.ops.packing`).
 
 Shapes: N rows, K columns, C columns of one group, G groups.
 """

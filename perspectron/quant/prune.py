@@ -1,4 +1,4 @@
-"""A model without attention, and so without cache, in the blocks whose route gate leans on it least
+"""Removing attention, and with it the cache, from the blocks whose route gate weighs it least
 (docs/designs/lens.md#smaller-cache)."""
 
 from collections.abc import Collection
