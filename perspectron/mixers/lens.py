@@ -23,9 +23,9 @@ QUERY_NOISE = 0.02
 class LensConfig(MixerConfig):
     """The options of lens-gated attention.
 
-    heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
-    gates: learn how they mix, per head; else the mixture stays at its start. disc_scale: scale discoverability by
-    K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads, a control to compare with."""
+    heads: H, must divide the model width. reciprocity, discoverability: the lenses besides the standard one. gates:
+    learn the mixture of each head; otherwise it stays at its initial value. disc_scale: scale discoverability by K^-½
+    like the other two. output_gate: a sigmoid gate on the output of attention, as a control."""
 
     kind = "lens"
     heads: int

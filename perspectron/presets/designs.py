@@ -166,13 +166,13 @@ preset(
     "adr-demo", "4 layers of width 256, as in the document", adr,
     vocab_size=50257, d_model=256, hidden=1024, tied=False,
 )  # fmt: skip
-preset("adr-tiny", "memories in attention, as large as perspective-tiny-dense", adr)
+preset("adr-tiny", "memories in attention, sized like perspective-tiny-dense", adr)
 preset(
-    "adr-20m", "memories in attention, as large as perspective-20m-dense", adr,
+    "adr-20m", "memories in attention, sized like perspective-20m-dense", adr,
     vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1496,
 )  # fmt: skip
 preset(
-    "adr-124m", "memories in attention, as large as GPT-2 124M", adr,
+    "adr-124m", "memories in attention, sized like GPT-2 124M", adr,
     vocab_size=50257, d_model=768, layers=12, heads=12, hidden=2680,
 )  # fmt: skip
 
@@ -233,7 +233,9 @@ def _widths(_: Shape) -> Iterable[Sizes]:
         yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
 
 
-@design("one state that moves by a learned metric", "docs/designs/drm.md", knob="emitter", variants=_widths)
+@design(
+    "one vector that moves under a learned metric", "docs/designs/drm.md", knob="emitter", variants=_widths
+)
 def drm(
     name: str,
     *,
@@ -280,5 +282,5 @@ DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
 )
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
-    about="the same with 8 experts a PDR layer; its active parameters match",
+    about="Perspective with 8 experts in each PDR layer, at equal active parameters",
 )
