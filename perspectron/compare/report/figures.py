@@ -9,7 +9,6 @@ from perspectron.compare.report.numbers import context, known, short, size
 from perspectron.compare.report.summary import Row, bits_of
 from perspectron.plot import Chart, Line, draw
 
-BITS = "held-out bits per byte"
 START = 0.2  # share of a training from which its losses are drawn: before it, all of them fall steeply
 Styles = dict[str, int]
 
@@ -44,7 +43,7 @@ def losses(rows: Sequence[Row], style: Styles) -> list[str]:
     charts = []
     for title, x, of in axes:
         lines = [_curve(row, style[row.name], of) for row in rows if row.finished]
-        charts.append(Chart(title, f"{x} (log)", BITS, lines, log_x=True, x_text=short))
+        charts.append(Chart(title, f"{x} (log)", "bits per byte", lines, log_x=True, x_text=short))
     return _figures("loss", charts)
 
 

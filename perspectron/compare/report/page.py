@@ -143,7 +143,9 @@ def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str) -> Section
 def _loss_note(plan: dict[str, Any]) -> str:
     note = "Mean over the seeds that finished; band: lowest to highest seed. "
     note += f"Drawn from {figures.START:.0%} of each training on. "
-    if plan["curve_tokens"] < plan["heldout_tokens"]:
+    if plan.get("curve_on") == "dev":
+        note += f"During training {grouped(plan['curve_tokens'])} tokens of dev are read, no held-out ones."
+    elif plan["curve_tokens"] < plan["heldout_tokens"]:
         note += f"During training {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
     return note
 
