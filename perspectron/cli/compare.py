@@ -218,14 +218,14 @@ def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Conso
 
         def ended(cell: Cell, end: Ended) -> None:
             done[cell] = cell.steps
-            console.print(_line(cell, end))
+            console.print(_line(cell, end, "dev" if what.settings.dev else "held out"))
 
         run.train(folder, what, cells, jobs, ended=ended, look=look)
 
 
-def _line(cell: Cell, end: Ended) -> str:
+def _line(cell: Cell, end: Ended, split: str) -> str:
     state = run.trained(cell)
-    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate.lr:g}  {end.seconds:.0f} s  "
+    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate.lr:g}, {cell.rate.warmup:.0%} warm-up  {end.seconds:.0f} s  "
     if state.bits is not None:
-        return head + f"{state.bits:.4f} held-out bits per byte"
+        return head + f"{state.bits:.4f} bits per byte, {split}"
     return head + f"{state.status}: {state.why} (exit code {end.code})"
