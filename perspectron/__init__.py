@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perspectron.opening import load
     from perspectron.state import LMState, load_extra, load_state, save_state
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LMState",
     "LanguageModel",
