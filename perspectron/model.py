@@ -242,7 +242,7 @@ class LanguageModel(nn.Module):
     def own(self, state: LMState) -> None:
         """Raise StateError for a state of another model."""
         if state.model not in (None, self.number):
-            raise StateError("the state is of another model; go on with the model that made it")
+            raise StateError("the state belongs to another model; use the model that made it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
         """An independent model, which does not accept states of the original."""

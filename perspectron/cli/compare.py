@@ -109,7 +109,7 @@ class Compare:
             return 0
         folder = self.resume or self.out
         if folder is None or (self.resume and self.out):
-            raise ConfigError("nothing says where the comparison lies; use either --out DIR or --resume DIR")
+            raise ConfigError("compare needs --out DIR for a new comparison, or --resume DIR to continue one")
         if self.resume is not None:
             alone = self == Compare(resume=self.resume, jobs=self.jobs)
             require(alone, "resume", str(self.resume), "alone: everything else comes from there")

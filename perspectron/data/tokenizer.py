@@ -105,7 +105,7 @@ class Tokenizer:
             raise DataError(f"{path}: not a tokenizer file ({_line(error)})") from None
         _require_known(json.loads(inner.to_str()), path, whole=True)  # what the file left out, too
         if inner.get_vocab() != vocab:
-            raise DataError(f"{path}: model.vocab is read as another than it is")
+            raise DataError(f"{path}: model.vocab does not survive a round trip")
         return cls(inner)
 
     def save(self, path: Path) -> None:
@@ -166,7 +166,7 @@ def _panics(what: object) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: the tokenizer's library gave up ({_line(error)})") from None
+        raise DataError(f"{what}: the tokenizer's library failed ({_line(error)})") from None
 
 
 def _line(error: BaseException) -> str:

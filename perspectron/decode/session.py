@@ -180,7 +180,7 @@ class Session:
         if own.rows != 1:
             raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
         if own.state.model not in (None, model.number):
-            raise StateError("add: the conversation is of another model; go on with the model that began it")
+            raise StateError("add: the conversation belongs to another model; use the model that began it")
         check_ids(ids if conversation is None else [*own.pending[0], *ids], V, handle)
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]

@@ -342,7 +342,7 @@ def _metrics(line: Any) -> Metrics:
     numbers |= aux if isinstance(aux, dict) else {"aux": None}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     if type(line["step"]) is not int or line["step"] < 0:
-        raise ValueError("step is no count")
+        raise ValueError("step is not a count")
     return line
