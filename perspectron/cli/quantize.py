@@ -24,8 +24,7 @@ from perspectron.train.heldout import heldout
 
 @dataclass(frozen=True)
 class Quantize:
-    """Pack a trained model into few bits. The result is a folder that `generate`, `eval` and `inspect` accept like a
-    run.
+    """Pack a trained model into few bits, as a folder that `generate`, `eval` and `inspect` accept like a run.
 
     Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become ternary, in separate files that can be read
     one by one.

@@ -14,7 +14,7 @@ from perspectron.files import locked
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Train a tokenizer on a corpus and encode the corpus once for many runs. An interrupted encoding resumes.
+    """Train a tokenizer on a corpus and encode it, once for many runs; an interrupted encoding resumes.
 
     Example: perspectron tokenize my_texts/ --out corpora/mine --vocab-size 8192
 
