@@ -31,7 +31,7 @@ def test_parameters_match_within_two_percent(design, params, vocab_size, seq_len
 
 def test_layers_share_width_and_depth():
     models = [presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256) for name in DESIGNS]
-    layered = [m for m in models if m.name not in ("drm", "ssd", "perspective2")]
+    layered = [m for m in models if m.name not in ("drm", "drm2", "ssd", "perspective2")]
     assert {m.d_model for m in layered} == {160}
     assert {
         len([b for b in m.blocks if getattr(b.mixer, "kind", "") != "rwkv7_channel"]) for m in layered

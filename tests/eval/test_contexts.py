@@ -16,7 +16,7 @@ from perspectron.presets import DESIGNS, small
 
 CPU = torch.device("cpu")
 V, SHORT, LONG = 64, 160, 640
-GROWS = {"adr", "lens", "gpt2", "transformer"}
+GROWS = {"adr", "adr2", "lens", "lens2", "gpt2", "transformer"}
 
 
 def config_of(design: str) -> ModelConfig:

@@ -113,7 +113,9 @@ def differences(rows: Sequence[Row], noun: str) -> Table:
     whole = [row for row in rows if row.mean is not None and not row.faults]
     body = [[Cell(row.name), *(_sign(row, other) for other in whole)] for row in whole]
     tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
-    caption = f"Bits per byte of the {noun} on the left less those of the one above. Strong: lower, with all of "
+    caption = (
+        f"Bits per byte of the {noun} on the left less those of the one above. Strong: lower, with all of "
+    )
     caption += "the interval. Red: higher. Grey: open, the interval includes zero"
     return Table(caption, [noun, *(row.name for row in whole)], body if tested else [])
 
