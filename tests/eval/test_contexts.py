@@ -42,7 +42,7 @@ def test_state_bytes_are_those_of_real_tensors_and_grow_with_attention_alone(des
     if design not in GROWS:
         assert sizes[0] == sizes[1]
         return
-    per_token = len(model.blocks) * (3 if design == "lens" else 2) * model.config.d_model * 4
+    per_token = len(model.blocks) * (3 if design in ("lens", "lens2") else 2) * model.config.d_model * 4
     assert sizes[1] - sizes[0] == (LONG - SHORT) * per_token
 
 
