@@ -1,6 +1,5 @@
 """`perspectron compare`."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,7 +26,7 @@ from perspectron.compare.plan import (
 )
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell
-from perspectron.config import require
+from perspectron.config import between_commas, require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
@@ -132,17 +131,12 @@ class Compare:
 
     def settings(self) -> Settings:
         return Settings(
-            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
+            tuple(between_commas(self.designs)), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
             resolved(self.data),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
-            self.warmups, self.rate_share, self.dtype, self.device, suites=listed(self.suites),
+            self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,
         )  # fmt: skip
-
-
-def listed(names: str) -> tuple[str, ...]:
-    """Names between commas, of which those inside brackets separate nothing."""
-    return tuple(name.strip() for name in re.split(r",(?![^\[]*\])", names) if name.strip())
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
