@@ -144,6 +144,13 @@ def test_a_part_is_named_where_several_have_a_size():
         presets.get("perspective[kda]", **{"gqa.window": 4})
 
 
+def test_titles_are_names_that_readers_know():
+    assert presets.title("ssd") == "Mamba-2" and presets.title("perspective") == "Perspective"
+    assert presets.title("perspective[kda,rank=16]") == "Perspective[KDA, rank=16]"
+    assert presets.title("without the gate") == "without the gate"
+    assert set(table.TITLES) <= {*DESIGNS, "pdr2"}
+
+
 def test_a_size_may_be_a_list():
     model = presets.solve("adr2[halflife=[2, 32.0],layers=2]", 2_000_000, vocab_size=2048, seq_len=256)
     assert [block.mixer.gamma for block in model.blocks] == [0.5 ** (1 / 2), 0.5 ** (1 / 32)]

@@ -8,7 +8,7 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 from perspectron.presets import baselines as baselines
 from perspectron.presets import designs as designs
 from perspectron.presets.fit import TOLERANCE, small, solve
-from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, variant
+from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, title, variant
 
 __all__ = [
     "DESIGNS",
@@ -21,5 +21,6 @@ __all__ = [
     "sizes",
     "small",
     "solve",
+    "title",
     "variant",
 ]

@@ -60,6 +60,14 @@ class Size(NamedTuple):
 
 DESIGNS: dict[str, Design] = {}
 PRESETS: dict[str, Preset] = {}
+TITLES = {
+    "perspective": "Perspective", "perspective2": "Perspective 2", "perspective-experts": "Perspective with experts",
+    "adr": "ADR", "adr2": "ADR 2", "lens": "Lens", "lens2": "Lens 2", "drm": "DRM", "drm2": "DRM 2",
+    "gpt2": "GPT-2", "transformer": "Transformer", "ssd": "Mamba-2", "mamba3": "Mamba-3",
+    "gla": "GLA", "gdn": "Gated DeltaNet", "gdn2": "Gated DeltaNet-2", "kda": "KDA", "rwkv7": "RWKV-7",
+    "hgrn2": "HGRN2", "mingru": "minGRU", "pdr2": "PDR 2",
+}  # fmt: skip
+"""Of designs, and of recurrences in brackets, whose names are written otherwise."""
 RENAMED = {
     "perspective-20m": ("perspective-166m", "20 M are active of 166 M"),
     "perspective-125m": ("perspective-1.9b", "125 M are active of 1.9 B"),
@@ -146,6 +154,14 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
     words = [item for item in items if "=" not in item]
     head += f"[{','.join(words)}]" if words else ""
     return head, dict(assignment(item) for item in items if "=" in item)
+
+
+def title(name: str) -> str:
+    """A design's or a variant's name as people write it: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
+    perspective[kda,rank=16]. Other names are returned as they are."""
+    head, bracket, inside = name.partition("[")
+    items = [TITLES.get(item, item) for item in between_commas(inside.removesuffix("]"))]
+    return TITLES.get(head, head) + (f"[{', '.join(items)}]" if bracket else "")
 
 
 def design_of(config: ModelConfig) -> str:

@@ -36,7 +36,7 @@ def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any]) -> 
     """Mean loss of each design with its interval and its seeds, and the compressors across."""
     dots = [
         Dot(
-            row.name,
+            row.title,
             row.mean,
             interval(list(row.losses.values())),
             list(row.losses.values()),
@@ -82,7 +82,7 @@ def _curve(row: Row, style: int, of: Callable[[Row, dict[str, Any]], float | Non
     columns = [[thread[key] for thread in threads] for key in keys]
     means = [(math.fsum(x for x, _ in c) / len(c), math.fsum(y for _, y in c) / len(c)) for c in columns]
     spans = [(min(y for _, y in c), max(y for _, y in c)) for c in columns] if len(threads) > 1 else []
-    return Line(row.name, means, style, spans)
+    return Line(row.title, means, style, spans)
 
 
 def cost(rows: Sequence[Row], style: Styles) -> list[str]:
@@ -99,7 +99,7 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
             ranges = row.cost.get(f"{key}_spread") or {}
             spans = [ranges.get(str(at)) for at in values]
             bands = [(span["low"], span["high"]) for span in spans if span] if all(spans) else []
-            lines.append(Line(row.name, list(values.items()), style[row.name], bands))
+            lines.append(Line(row.title, list(values.items()), style[row.name], bands))
         lines = [line for line in lines if line.points]
         ticks = sorted({x for line in lines for x, _ in line.points})
         if len(ticks) == 1:

@@ -13,6 +13,7 @@ from perspectron.compare.report.summary import Row, leader, ranked
 from perspectron.compare.report.tables import Table
 from perspectron.errors import ConfigError
 from perspectron.plot import variables
+from perspectron.presets import title
 from perspectron.stats import LEVEL, interval
 
 VERSION = 1
@@ -62,10 +63,12 @@ def html(results: dict[str, Any]) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
-    title = f"Comparison of {len(rows)} {noun}{'s' * (len(rows) != 1)} at {short(plan['params'])} parameters"
+    heading = (
+        f"Comparison of {len(rows)} {noun}{'s' * (len(rows) != 1)} at {short(plan['params'])} parameters"
+    )
     template = environment.get_template("page.html.j2")
     return template.render(
-        title=title,
+        title=heading,
         lede=_lede(plan, rows, noun),
         sections=sections(results),
         light=variables(0),
@@ -98,7 +101,11 @@ def _noun(results: dict[str, Any]) -> str:
 
 
 def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
-    others = f" ({plan['reference']}; the others {ALLOWS[plan['match']]})" if plan["match"] in ALLOWS else ""
+    others = (
+        f" ({title(plan['reference'])}; the others {ALLOWS[plan['match']]})"
+        if plan["match"] in ALLOWS
+        else ""
+    )
     seeds = len(plan["seeds"])
     text = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}{others}, {seeds} seed{'s' * (seeds != 1)}, at "
     return f"{_winner(rows, noun)} {text}{MATCHES[plan['match']]}."
@@ -109,7 +116,7 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
     best = leader(rows)
     if best is None or best.mean is None:
         return f"No {noun} has finished all of its seeds."
-    text = f"{best.name} has the lowest held-out loss, {fixed(best.mean)} bits per byte"
+    text = f"{best.title} has the lowest held-out loss, {fixed(best.mean)} bits per byte"
     span = interval(list(best.losses.values()))
     text += f" ({fixed(span[0])} to {fixed(span[1])})" if span else ""
     others = [(row, row.against(best)) for row in rows if row is not best and not row.faults]
@@ -117,11 +124,11 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
     if not pairs:
         return f"{text}."
     row, pair = pairs[0]
-    text += f", {fixed(pair.mean)} below {row.name}"
+    text += f", {fixed(pair.mean)} below {row.title}"
     if pair.low is None or pair.high is None:
         return f"{text}. With one seed there is no interval: a small difference may be chance."
     text += f" ({fixed(pair.low)} to {fixed(pair.high)})"
-    open_ = [row.name for row, pair in pairs if pair.low is not None and pair.low <= 0]
+    open_ = [row.title for row, pair in pairs if pair.low is not None and pair.low <= 0]
     if not open_ and len(pairs) == 1:
         return f"{text}."
     if not open_:
@@ -183,11 +190,11 @@ def _recall_note(rows: Sequence[Row]) -> str:
 
 def _cost_note(rows: Sequence[Row]) -> str:
     """What times at long contexts are of, and what was not measured."""
-    notes = [f"{row.name}: {how}." for row in rows if (how := row.cost.get("positions"))]
+    notes = [f"{row.title}: {how}." for row in rows if (how := row.cost.get("positions"))]
     for row in rows:
         for what, why in (row.cost.get("skipped") or {}).items():
             at = f"at {context(int(what))}" if what.isdigit() else what
-            notes.append(f"{row.name}, {at}: not measured, {why}.")
+            notes.append(f"{row.title}, {at}: not measured, {why}.")
     return " ".join(["All designs took turns in one run. Small figures: range of the measurements.", *notes])
 
 
@@ -200,6 +207,6 @@ def _suite(
     note: str = "",
 ) -> Section:
     """Section of one suite, which names those that lack it."""
-    lacking = [row.name for row in rows if not (row.entry.get("suites", {}).get(slug) or row.suite(slug))]
+    lacking = [row.title for row in rows if not (row.entry.get("suites", {}).get(slug) or row.suite(slug))]
     missing = f"Not measured: {', '.join(lacking)}." if lacking else ""
     return Section(slug, title, " ".join(filter(None, (note, missing))), drawn, listed)

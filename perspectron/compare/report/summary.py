@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perspectron.compare.report.numbers import known
+from perspectron.presets import title
 from perspectron.stats import Paired, paired
 
 LOSS = "heldout_bits_per_byte"
@@ -29,6 +30,11 @@ class Row:
     entry: dict[str, Any]
     losses: dict[int, float]
     faults: dict[int, tuple[str, str]]
+
+    @property
+    def title(self) -> str:
+        """The name that a reader knows: Mamba-2 of the design `ssd`."""
+        return title(self.name)
 
     @property
     def cells(self) -> list[dict[str, Any]]:

@@ -68,12 +68,12 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     best, other = leader(rows), next(row for row in rows if row.name == reference)
     # as the cost suite measured them, else as they are counted
     states = {
-        row.name: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
+        row.title: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
         for row in rows
     }
     contexts = {at for sizes in states.values() for at in sizes}
     ends = sorted({min(contexts), max(contexts)}) if contexts else []
-    head = [noun, "rank", "bits per byte", f"against {reference}", "parameters", "tokens", "learning rate"]
+    head = [noun, "rank", "bits per byte", f"against {other.title}", "parameters", "tokens", "learning rate"]
     head += ["training tokens/s", *(f"state at {context(end)}" for end in ends)]
     body, place = list[list[Cell]](), 0
     for row in rows:
@@ -82,11 +82,11 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
         faults = "; ".join(f"seed {seed} {status}" for seed, (status, _) in row.faults.items())
         parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
         body.append([
-            Cell(row.name, faults), Cell(NONE if row.faults else str(place)),
+            Cell(row.title, faults), Cell(NONE if row.faults else str(place)),
             estimate(list(row.losses.values()), kind=kind), _difference(row, other),
             Cell(short(parameters, 4), f"{short(active)} active" if active not in (None, parameters) else ""),
             Cell(short(row.average("tokens"))), Cell(rate(row.entry.get("lr"))), Cell(short(row.speed)),
-            *(Cell(size(states[row.name].get(end))) for end in ends),
+            *(Cell(size(states[row.title].get(end))) for end in ends),
         ])  # fmt: skip
     for compressor, bits in compressors.items():
         number = known(bits)
@@ -111,13 +111,13 @@ def differences(rows: Sequence[Row], noun: str) -> Table:
     """Each finished arm's loss less each other's: strong where it is lower, red where it is higher, grey where the
     interval includes zero and it stays open. None of fewer than three arms or two seeds."""
     whole = [row for row in rows if row.mean is not None and not row.faults]
-    body = [[Cell(row.name), *(_sign(row, other) for other in whole)] for row in whole]
+    body = [[Cell(row.title), *(_sign(row, other) for other in whole)] for row in whole]
     tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
     caption = (
         f"Bits per byte of the {noun} on the left less those of the one above. Strong: lower, with all of "
     )
     caption += "the interval. Red: higher. Grey: open, the interval includes zero"
-    return Table(caption, [noun, *(row.name for row in whole)], body if tested else [])
+    return Table(caption, [noun, *(row.title for row in whole)], body if tested else [])
 
 
 def _sign(row: Row, other: Row) -> Cell:
@@ -131,7 +131,7 @@ def _sign(row: Row, other: Row) -> Cell:
 def position(rows: Sequence[Row], noun: str) -> Table:
     """Bits per byte in each bin of places."""
     bins = {
-        row.name: [{line["to"]: line for line in suite["bins"]} for suite in row.suite("position")]
+        row.title: [{line["to"]: line for line in suite["bins"]} for suite in row.suite("position")]
         for row in rows
     }
     ends = sorted({end for suites in bins.values() for suite in suites for end in suite})
@@ -152,7 +152,7 @@ def recall(rows: Sequence[Row], noun: str) -> list[Table]:
     tasks = dict[str, dict[str, Any]]()
     for row in rows:
         for name, task in row.recall.get("tasks", {}).items():
-            tasks.setdefault(name, {})[row.name] = task
+            tasks.setdefault(name, {})[row.title] = task
     return [_recalled(name, designs, noun) for name, designs in tasks.items()]
 
 
@@ -197,7 +197,7 @@ def _value(value: Any) -> str:
 
 def costs(rows: Sequence[Row], noun: str) -> Table:
     """Speed and memory of training, time and state of decoding at each context."""
-    costs = {row.name: row.cost for row in rows if row.cost}
+    costs = {row.title: row.cost for row in rows if row.cost}
     times = {name: measured(cost.get("decode_ms")) for name, cost in costs.items()}
     states = {name: measured(cost.get("state_bytes")) for name, cost in costs.items()}
     contexts = sorted({at for values in (*times.values(), *states.values()) for at in values})
@@ -230,14 +230,14 @@ def calibration(rows: Sequence[Row], noun: str) -> Table:
                 estimate([suite.get(name) for suite in suites]) for name in ("ece_calibrated", "brier")
             ]
             tokens = grouped(statistics.fmean(suite.get("tokens", 0) for suite in suites))
-            body.append([Cell(row.name), ece, *columns, Cell(tokens)])
+            body.append([Cell(row.title), ece, *columns, Cell(tokens)])
     head = [noun, "ECE", "ECE if calibrated", "Brier score", "tokens"]
     return Table("Calibration, mean over seeds; lower is better", head, body)
 
 
 def robustness(rows: Sequence[Row], noun: str) -> Table:
     """Loss read whole, resumed from disk, and after a harmed context."""
-    suites = {row.name: suites for row in rows if (suites := row.suite("robustness"))}
+    suites = {row.title: suites for row in rows if (suites := row.suite("robustness"))}
     harmed = {name: [_harmed(suite) for suite in each] for name, each in suites.items()}
     harms = list(dict.fromkeys(harm for each in harmed.values() for suite in each for harm in suite))
     body = []
@@ -265,12 +265,12 @@ def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
 
 def rates(rows: Sequence[Row], noun: str) -> Table:
     """Loss of each learning rate and warm-up tried; none where a single one was asked for."""
-    tried = {row.name: {_rate(line): line for line in row.entry.get("rates", [])} for row in rows}
+    tried = {row.title: {_rate(line): line for line in row.entry.get("rates", [])} for row in rows}
     columns = sorted({at for lines in tried.values() for at in lines if at[0]})
     body = []
     for row in rows if columns else ():
-        cells = [_tried(tried[row.name].get(at), at == _rate(row.entry)) for at in columns]
-        body.append([Cell(row.name), *cells])
+        cells = [_tried(tried[row.title].get(at), at == _rate(row.entry)) for at in columns]
+        body.append([Cell(row.title), *cells])
     caption = "Bits per byte after a short training, by learning rate and warm-up; the chosen one is strong"
     heads = [rate(lr) + (f", {percent(warmup, 0)} warm-up" if warmup else "") for lr, warmup in columns]
     return Table(caption, [noun, *heads], body)
@@ -305,7 +305,7 @@ def cells(rows: Sequence[Row], noun: str) -> Table:
             ]
             numbers += [short(cell.get("seconds")), short(cell.get("tokens_per_second"))]
             numbers.append(str(cell.get("losses_sha256") or NONE)[:12])
-            body.append([Cell(row.name), Cell(str(seed)), status, *map(Cell, numbers)])
+            body.append([Cell(row.title), Cell(str(seed)), status, *map(Cell, numbers)])
     head = [noun, "seed", "status", "held-out bits per byte", "steps", "tokens", "seconds", "tokens/s"]
     caption = "Every training; equal digests mean equal training losses"
     return Table(caption, [*head, "losses, SHA-256"], body, (0, 2))

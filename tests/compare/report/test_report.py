@@ -16,6 +16,7 @@ from perspectron.compare.report.page import sections
 from perspectron.compare.report.summary import ranked
 from perspectron.compare.report.tables import estimate, varied_of
 from perspectron.errors import ConfigError
+from perspectron.presets import title
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +131,8 @@ def test_it_follows_the_systems_scheme_and_prints(page):
 def test_every_design_is_in_the_tables_and_the_legends(results, page):
     cells = [row[0] for row in Parsed(page).rows if row]
     for name in results["designs"]:
-        assert sum(cell == name for cell in cells) >= 5  # ranking, rates, three trainings
-        assert page.count(f">{name}</text>") == (4 if name == "ssd" else 6)
+        assert sum(cell == title(name) for cell in cells) >= 5  # ranking, rates, three trainings
+        assert page.count(f">{title(name)}</text>") == (4 if name == "ssd" else 6)
 
 
 def test_the_same_results_give_the_same_bytes(make_results, results, page):
@@ -170,7 +171,7 @@ def test_intervals_are_scipys(results):
     for name in ("perspective", "adr", "gla"):
         cells = [c for c in results["designs"][name]["cells"] if c["status"] == "finished"]
         losses = [cell["heldout_bits_per_byte"] for cell in cells]
-        row = ranking(results)[name]
+        row = ranking(results)[title(name)]
         assert row[2].text == f"{np.mean(losses):.3f}"
         low, high = scipy.stats.t.interval(0.95, len(losses) - 1, np.mean(losses), scipy.stats.sem(losses))
         assert row[2].note == f"{low:.3f} to {high:.3f}".replace("-", "−")
@@ -201,13 +202,13 @@ def test_the_first_sentence_says_who_won_by_how_much(results):
     lede = re.search(r'<p class="lede">(.*?)</p>', html(results))[1]
     first, second = ranked(results)[:2]
     pair = second.against(first)
-    assert lede.startswith(f"{first.name} has the lowest held-out loss, {first.mean:.3f} bits per byte (")
-    assert f", {pair.mean:.3f} below {second.name} (" in lede
+    assert lede.startswith(f"{first.title} has the lowest held-out loss, {first.mean:.3f} bits per byte (")
+    assert f", {pair.mean:.3f} below {second.title} (" in lede
     near = copy.deepcopy(results)
     for mine, best in zip(near["designs"][second.name]["cells"], first.cells, strict=True):
         mine["heldout_bits_per_byte"] = best["heldout_bits_per_byte"] + (0.004, -0.002, 0.001)[mine["seed"]]
     lede = re.search(r'<p class="lede">(.*?)</p>', html(near))[1]
-    assert f"These seeds do not separate it from {second.name}." in lede
+    assert f"These seeds do not separate it from {second.title}." in lede
     one = copy.deepcopy(results)
     one["designs"] = {first.name: one["designs"][first.name]}
     one["plan"]["reference"] = first.name
@@ -217,7 +218,7 @@ def test_the_first_sentence_says_who_won_by_how_much(results):
 def test_differences_are_strong_red_or_open(results):
     _, table = tables_of(results, "ranking")
     whole = [row for row in ranked(results) if not row.faults]
-    assert list(table.head) == ["design", *(row.name for row in whole)]
+    assert list(table.head) == ["design", *(row.title for row in whole)]
     for line, row in zip(table.rows, whole, strict=True):
         for cell, other in zip(line[1:], whole, strict=True):
             if row is other:
@@ -253,8 +254,8 @@ def test_costs_at_one_context_are_dots(results, drawn):
 
 def test_faults_are_shown(results):
     page = html(results)
-    assert ranking(results)["drm"][0].note == "seed 2 diverged"
-    assert ranking(results)["gla"][0].note == "seed 2 missing"
+    assert ranking(results)["DRM"][0].note == "seed 2 diverged"
+    assert ranking(results)["GLA"][0].note == "seed 2 missing"
     for words in ("not finite at step 611", "trained for 310 of 1465 steps", "not finite at step 40"):
         assert words in page
 
@@ -291,7 +292,7 @@ def test_missing_suites_leave_no_section(results):
 def test_a_design_without_a_suite_is_named(results):
     notes = {section.slug: section.note for section in sections(results)}
     for slug in ("position", "recall", "cost", "calibration", "robustness"):
-        assert notes[slug].endswith("Not measured: ssd.")
+        assert notes[slug].endswith("Not measured: Mamba-2.")
 
 
 def test_nothing_finished(results):
@@ -308,14 +309,14 @@ def test_nothing_finished(results):
 def test_losses_that_are_null_are_faults(results):
     changed = copy.deepcopy(results)
     changed["designs"]["adr"]["cells"][0]["heldout_bits_per_byte"] = None
-    assert ranking(changed)["adr"][0].note == "seed 0 without a loss"
+    assert ranking(changed)["ADR"][0].note == "seed 0 without a loss"
 
 
 def test_an_ablation_is_of_arms_against_the_whole(results):
     changed = copy.deepcopy(results) | {"kind": "ablations"}
     changed["plan"]["reference"] = "perspective"
     table, *_ = tables_of(changed, "ranking")
-    assert table.head[0] == "arm" and table.head[3] == "against perspective"
+    assert table.head[0] == "arm" and table.head[3] == "against Perspective"
     assert "Comparison of 8 arms" in html(changed)
 
 
@@ -350,7 +351,7 @@ def test_recall_tables_have_each_setting_and_what_is_past_it(results):
     assert mqar.head == ["design", *["4/32", "8/64", "16/128", "32/256"], *[
         f"{place}, past its length" for place in ("4/32", "8/64", "16/128", "32/256")]]  # fmt: skip
     task = results["designs"]["perspective"]["suites"]["recall"]["tasks"]["parity"]
-    row = next(row for row in parity.rows if row[0].text == "perspective")
+    row = next(row for row in parity.rows if row[0].text == "Perspective")
     assert row[1].text == f"{100 * np.mean(task['settings'][0]['accuracy']):.1f}%"
     assert row[3].text == f"{100 * np.mean(task['settings'][0]['beyond']):.1f}%"
     assert [cell.text for cell in needle.rows[-1]][:2] == ["chance", "6.2%"]
@@ -363,11 +364,11 @@ def test_costs_have_the_range_of_their_measurements(results):
     cost["decode_ms_spread"] = {at: {"low": ms / 2, "high": 2 * ms, "median": ms} for at, ms in times}
     cost["skipped"] = {"1048576": "no memory for it"}
     (table,) = tables_of(changed, "cost")
-    row = next(row for row in table.rows if row[0].text == "adr")
+    row = next(row for row in table.rows if row[0].text == "ADR")
     ms = cost["decode_ms"]["1024"]
     assert row[3].note == f"{ms / 2:.3g} to {2 * ms:.3g}"
     note = next(section.note for section in sections(changed) if section.slug == "cost")
-    assert "adr, at 1M: not measured, no memory for it." in note and "table of 256 repeated" in note
+    assert "ADR, at 1M: not measured, no memory for it." in note and "table of 256 repeated" in note
 
 
 def test_settings_are_told_apart_by_sizes_alone():
