@@ -1,8 +1,9 @@
-"""Generation step by step, of rows that join and leave at any time.
+"""Texts under way on one model, row by row: they join and leave between any two steps.
 
 Shapes: B batch, D model width, V vocabulary.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -13,8 +14,9 @@ from torch import Tensor
 from perspectron.config import require
 from perspectron.decode import reading
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import END_OF_TEXT_ID, check_ids, check_room
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
 from perspectron.decode.sampling import SamplingConfig, non_finite, sample
+from perspectron.decode.store import PrefixStore
 from perspectron.decode.text import TextStream
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
@@ -37,12 +39,15 @@ class Vocabulary(Protocol):
 class Piece:
     """One step of one row. id: the token drawn, None after an error. text: what has become certain, perhaps nothing:
     whole characters, and nothing that may begin a stop string. finished: why the row ends here; None while it goes
-    on."""
+    on. logprob: of the token, in nats, by the model itself, before any setting changed its logits. likely: the most
+    likely tokens and their logprobs, as many as the row asked for."""
 
     row: int
     id: int | None
     text: str
     finished: Finish | None
+    logprob: float | None = None
+    likely: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -61,17 +66,24 @@ class _Row:
     sampling: SamplingConfig
     stream: int
     text: TextStream
+    logprobs: int | None
     state: LMState | None
-    """Of this row alone, while it stands in no batch: before its first chunk (None where it begins) and at its end."""
+    """Of this row alone, while it stands in no batch; None before its first chunk where it begins."""
     start: int = 0
     """Tokens of `unread` that are read."""
     finished: Finish | None = None
+    keys: list[bytes] | None = None
+    """Of the prefixes that its prompt is read in; None where they are not stored."""
+    seconds: float = 0.0
+    """What reading up to here took, or would have taken."""
 
     def rest(self) -> list[int]:
         """Tokens that are not read."""
         return self.unread[self.start :]
 
-    def take(self, id: int, data: bytes) -> Piece:
+    def take(
+        self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
+    ) -> Piece:
         """Count a drawn token in."""
         self.unread, self.start = [id], 0
         self.drawn += 1
@@ -87,7 +99,7 @@ class _Row:
                 self.finished = "length"
         if self.finished is not None:
             text += self.text.flush()
-        return Piece(self.handle, id, text, self.finished)
+        return Piece(self.handle, id, text, self.finished, logprob, likely)
 
     def fail(self) -> Piece:
         """End without a token."""
@@ -97,45 +109,84 @@ class _Row:
 
 @dataclass
 class _Batch:
-    """Rows whose states stand in one `LMState`, in their order."""
+    """Rows that are drawn from. together: their states stand in one `LMState`, in their order; else each has its own."""
 
+    together: bool
     rows: list[_Row] = field(default_factory=list)
     state: LMState | None = None
 
-    def join(self, rows: list[_Row], states: list[LMState]) -> None:
-        """Let rows in; `states` together have as many rows."""
-        self.rows = [*self.rows, *rows]
-        states = states if self.state is None else [self.state, *states]
+    def join(self, rows: list[_Row]) -> None:
+        """Let rows in, with their states."""
+        if not self.together or not rows:
+            self.rows += rows
+            return
+        states = [] if self.state is None else [self.state]
+        for row in rows:
+            assert row.state is not None
+            states.append(row.state)
+            row.state = None
+        self.rows += rows
         self.state = states[0] if len(states) == 1 else LMState.stack(states)
 
-    def leave(self, rows: list[_Row]) -> LMState:
-        """Let rows out: their state, in the batch's order. Where none stays, it is the batch's own, and no copy."""
-        assert self.state is not None
+    def leave(self, rows: list[_Row]) -> None:
+        """Let rows out, each with its state. Where one is alone it takes the batch's own, and no copy."""
+        left, self.rows = self.rows, [row for row in self.rows if row not in rows]
+        if self.state is None or not rows:
+            return
         whole = self.state
-        goes = [at for at, row in enumerate(self.rows) if row in rows]
-        stays = [at for at, row in enumerate(self.rows) if row not in rows]
-        self.rows = [self.rows[at] for at in stays]
-        self.state = whole.select(stays) if stays else None
-        return whole.select(goes) if stays else whole
+        for row in rows:
+            row.state = whole if len(left) == 1 else whole.take(left.index(row))
+        self.state = whole.select([left.index(row) for row in self.rows]) if self.rows else None
+
+    def advance(self, model: LanguageModel) -> list[Tensor]:
+        """Read the last token of each row: their logits [B,V], together or one by one; none where there is no row."""
+        device, logits = model.device, list[Tensor]()
+        if self.state is not None:
+            ids_B1 = torch.tensor([row.unread for row in self.rows], device=device)
+            hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
+            logits = [model.head(hidden_B1D)[:, 0]]
+        else:
+            for row in self.rows:
+                ids_11 = torch.tensor([row.unread], device=device)
+                hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
+                logits.append(model.head(hidden_11D)[:, 0])
+        for row in self.rows:
+            row.start = 1
+        return logits
 
 
-class Session:
+class Rows:
     """Rows under way on one model: `add` one, call `step` for a token of each, `remove` it.
 
-    Rows join and leave between any two steps. A row's text depends on its own prompt, settings, seed and stream: the
-    other rows change its logits by rounding alone. Prompts are read `chunk` tokens in a step, so that a long one does
-    not keep the others waiting; a row draws its first token in the step that reads the end of its prompt.
-    A row's handle is a number that is never used again. Not for several threads at once.
+    Rows join and leave between any two steps. A prompt is read alone, `chunk` tokens in a step, so that a long one does
+    not keep the others waiting and nobody else's text changes a bit of what is read; a row draws its first token in the
+    step that reads the end of its prompt. together: rows are drawn from as one batch, which is the faster way for most
+    models, and where the other rows change a row's logits by rounding alone. Else each takes a step of its own, and has
+    the same bits as if it were alone. store: prompts begin at the longest prefix that is stored there, and what they
+    read is stored; that changes no bit either.
+
+    A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
+    Not for several threads at once.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Vocabulary, *, chunk: int = 512) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        chunk: int = CHUNK,
+        together: bool = True,
+        store: PrefixStore | None = None,
+    ) -> None:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
         V, known = tokenizer.vocab_size, model.config.vocab_size
         require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
-        self.model, self.tokenizer, self.chunk = model, tokenizer, chunk
+        if store is not None:
+            require(chunk == store.chunk, "chunk", chunk, f"that of the store, {store.chunk}")
+        self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
         self._rows: dict[int, _Row] = {}
-        self._joining: list[_Row] = []
-        self._reading, self._drawing = _Batch(), _Batch()
+        self._reading: list[_Row] = []
+        self._drawing = _Batch(together)
         self._next = 0
 
     @property
@@ -146,8 +197,7 @@ class Session:
     @property
     def read(self) -> tuple[int, int]:
         """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
-        rows = [*self._joining, *self._reading.rows]
-        return sum(row.start for row in rows), sum(len(row.unread) for row in rows)
+        return sum(row.start for row in self._reading), sum(len(row.unread) for row in self._reading)
 
     def add(
         self,
@@ -158,19 +208,24 @@ class Session:
         stop: Sequence[str] = (),
         conversation: Conversation | None = None,
         stream: int | None = None,
+        logprobs: int | None = None,
     ) -> int:
         """Let a row join: its handle. It is read and drawn from in the next steps.
 
         prompt: a text or its ids. Without `conversation` the end-of-text token is read first, and a prompt needs at
         least one token. With one, of one row, which is used up, the prompt follows what stands there, and may be
         empty. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
+        logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
         ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, more tokens than a table
         of learned positions has left. StateError: a conversation of another model, or of several rows.
         """
+        V = self.tokenizer.vocab_size
         require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
         require(not isinstance(stop, str), "stop", stop, "a list of strings")
         require(all(stop), "stop", list(stop), "strings of at least one character")
-        handle, model, V = self._next, self.model, self.tokenizer.vocab_size
+        if logprobs is not None:
+            require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+        handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -188,9 +243,11 @@ class Session:
         check_room(model.config.positions, length, unread, max_tokens, handle)
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
         self._rows[handle] = row = _Row(
-            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop), state
+            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop), logprobs, state
         )  # fmt: skip
-        self._joining.append(row)
+        if self.store is not None and conversation is None:
+            row.keys = self.store.chain(unread)
+        self._reading.append(row)
         self._next += 1
         return handle
 
@@ -202,32 +259,29 @@ class Session:
         A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
         cannot go on.
         """
-        logits = [*self._advance(), *self._read()]
-        pieces = self._draw(torch.cat(logits).cpu()) if logits else []
-        over = [row for row in self._drawing.rows if row.finished is not None]
-        if over:
-            state = self._drawing.leave(over)
-            for at, row in enumerate(over):
-                row.state = state if len(over) == 1 else state.take(at)
+        logits = [*self._drawing.advance(self.model), *self._read()]
+        # A model may have more ids than its tokenizer knows.
+        pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
+        self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
         return sorted(pieces, key=lambda piece: piece.row)
 
     @torch.inference_mode()
     def conversation(self, row: int) -> Conversation:
         """What is needed to go on from here, as a copy; the row stays. StateError: a row that is not there."""
         own = self._own(row)
-        batch = self._batch_of(own)
-        if batch is not None and batch.state is not None:
-            return _conversation(own, batch.state.take(batch.rows.index(own)))
+        if own.state is None and own in self._drawing.rows:
+            assert self._drawing.state is not None
+            return _conversation(own, self._drawing.state.take(self._drawing.rows.index(own)))
         return _conversation(own, self._state_of(own).fork())
 
     @torch.inference_mode()
     def remove(self, row: int) -> Conversation:
         """Let a row go, finished or not: what is needed to go on from there. StateError: a row that is not there."""
         own = self._own(row)
-        if (batch := self._batch_of(own)) is not None:
-            own.state = batch.leave([own])
-        elif own in self._joining:
-            self._joining.remove(own)
+        if own in self._drawing.rows:
+            self._drawing.leave([own])
+        elif own in self._reading:
+            self._reading.remove(own)
         del self._rows[row]
         return _conversation(own, self._state_of(own))
 
@@ -238,51 +292,45 @@ class Session:
             )
         return self._rows[row]
 
-    def _batch_of(self, row: _Row) -> _Batch | None:
-        return next((batch for batch in (self._reading, self._drawing) if row in batch.rows), None)
-
     def _state_of(self, row: _Row) -> LMState:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
-    def _advance(self) -> list[Tensor]:
-        """Read the last token of each row that is drawn from: their logits [B,V]; none where there is no row."""
-        batch = self._drawing
-        if not batch.rows:
-            return []
-        last_B1 = torch.tensor([row.unread for row in batch.rows], device=self.model.device)
-        hidden_B1D, batch.state, _ = self.model.hidden(last_B1, batch.state, consume_state=True)
-        for row in batch.rows:
-            row.start = 1
-        return [self.model.head(hidden_B1D)[:, 0, : self.tokenizer.vocab_size]]
-
     def _read(self) -> list[Tensor]:
-        """Read a chunk of each prompt; rows that come to its end are drawn from now on: their logits [B,V]."""
-        batch, joining = self._reading, self._joining
-        if joining:
-            self._joining = []
-            begin = [row for row in joining if row.state is None]
-            goes_on = [row for row in joining if row.state is not None]
-            states = [self.model.init_state(len(begin))] if begin else []
-            batch.join(
-                [*begin, *goes_on], [*states, *(row.state for row in goes_on if row.state is not None)]
-            )
-            for row in goes_on:
-                row.state = None
-        if batch.state is None:
-            return []
-        parts = [row.unread[row.start : row.start + self.chunk] for row in batch.rows]
-        fresh = [row.fresh and row.start == 0 for row in batch.rows]
-        last_BD, batch.state = reading.read(self.model, parts, batch.state, fresh=fresh)
-        for row in batch.rows:
-            row.start = min(row.start + self.chunk, len(row.unread))
-        done = [row for row in batch.rows if row.start == len(row.unread)]
-        if not done:
-            return []
-        at = [batch.rows.index(row) for row in done]
-        self._drawing.join(done, [batch.leave(done)])
-        # A model may have more ids than its tokenizer knows.
-        return [self.model.head(last_BD[at])[:, : self.tokenizer.vocab_size]]
+        """Read a chunk of each prompt; rows that come to its end are drawn from now on: their logits [1,V] each."""
+        logits, done = list[Tensor](), list[_Row]()
+        for row in self._reading:
+            last_1D = self._found(row) if row.start == 0 else None
+            if row.start < len(row.unread):
+                last_1D = self._read_chunk(row)
+            if row.start == len(row.unread):
+                assert last_1D is not None
+                logits.append(self.model.head(last_1D))
+                done.append(row)
+        if done:
+            self._reading = [row for row in self._reading if row not in done]
+            self._drawing.join(done)
+        return logits
+
+    def _found(self, row: _Row) -> Tensor | None:
+        """Begin a row at the longest prefix stored, if there is one: what the head reads after it."""
+        found = None if self.store is None or row.keys is None else self.store.find(row.keys)
+        if found is None:
+            return None
+        row.state, row.seconds = found.state.to(self.model.device), found.seconds
+        row.start = min(found.calls * self.chunk, len(row.unread))
+        return found.last_1D.to(self.model.device)
+
+    def _read_chunk(self, row: _Row) -> Tensor:
+        """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
+        part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
+        state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
+        last_1D, row.state = reading.read(self.model, [part], state, fresh=[begins])
+        row.seconds += time.perf_counter() - start
+        row.start += len(part)
+        if self.store is not None and row.keys is not None:
+            self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
+        return last_1D
 
     def _draw(self, logits_BV: Tensor) -> list[Piece]:
         """One token for each row that is drawn from."""
@@ -297,8 +345,17 @@ class Session:
             [row.sampling for row in drawn],
             [row.stream for row in drawn],
         )
-        tokens = zip(drawn, ids.tolist(), strict=True)
-        return pieces + [row.take(id, self.tokenizer.token_bytes(id)) for row, id in tokens]
+        for row, at, id in zip(drawn, good, ids.tolist(), strict=True):
+            said = () if row.logprobs is None else _logprobs(logits_BV[at], id, row.logprobs)
+            pieces.append(row.take(id, self.tokenizer.token_bytes(id), *said))
+        return pieces
+
+
+def _logprobs(logits_V: Tensor, id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Log-probabilities, in nats, of a token and of the most likely ones."""
+    log_V = logits_V.double().log_softmax(0)
+    values, likely = log_V.topk(count)
+    return float(log_V[id]), tuple(zip(likely.tolist(), values.tolist(), strict=True))
 
 
 def _conversation(row: _Row, state: LMState) -> Conversation:

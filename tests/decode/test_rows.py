@@ -12,7 +12,7 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.session import Piece, Session
+from perspectron.decode.rows import Piece, Rows
 from perspectron.errors import ConfigError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
@@ -50,7 +50,7 @@ def test_one_row_is_generate_bit_for_bit(model: LanguageModel, tokenizer: Tokeni
     for sampling, length in zip(SETTINGS, (1, 40, 700, 9), strict=True):
         prompt = prompt_of(length, length)
         expected = generate(model, tokenizer, [prompt], max_tokens=9, sampling=sampling)
-        session = Session(model, tokenizer)
+        session = Rows(model, tokenizer)
         row = session.add(prompt, max_tokens=9, sampling=sampling)
         pieces = drain(session)
         assert [ids(pieces, row), text(pieces, row)] == [expected.ids[0], expected.texts[0]]
@@ -63,7 +63,7 @@ def test_one_row_is_generate_bit_for_bit(model: LanguageModel, tokenizer: Tokeni
 def test_a_row_is_the_same_whoever_joins_and_leaves(double, tokenizer: Tokenizer, seed: int) -> None:
     """Rows with settings of their own come and go at random steps; each draws what it draws alone."""
     draw = random.Random(seed)
-    session, wanted, pieces, kept = Session(double, tokenizer, chunk=16), {}, [], {}
+    session, wanted, pieces, kept = Rows(double, tokenizer, chunk=16), {}, [], {}
     for step in range(24):
         if step < 18 and draw.random() < 0.5:
             sampling, length = draw.choice(SETTINGS), draw.choice([1, 5, 16, 17, 90])
@@ -77,7 +77,7 @@ def test_a_row_is_the_same_whoever_joins_and_leaves(double, tokenizer: Tokenizer
     pieces += drain(session)
     assert len(wanted) > 4 and kept
     for row, (prompt, count, sampling) in wanted.items():
-        alone = Session(double, tokenizer)
+        alone = Rows(double, tokenizer)
         alone.add(prompt, max_tokens=count, sampling=sampling, stream=7)
         expected = ids(drain(alone), 0)
         if row not in kept:
@@ -85,7 +85,7 @@ def test_a_row_is_the_same_whoever_joins_and_leaves(double, tokenizer: Tokenizer
             continue
         before = ids(pieces, row)  # taken out: what came is the beginning, and it goes on to the same end
         assert before == expected[: len(before)]
-        again, left = Session(double, tokenizer), count - len(before)
+        again, left = Rows(double, tokenizer), count - len(before)
         if left and 0 not in before and kept[row].pending[0]:
             again.add("", max_tokens=left, sampling=sampling, stream=7, conversation=kept[row])
             assert before + ids(drain(again), 0) == expected
@@ -93,7 +93,7 @@ def test_a_row_is_the_same_whoever_joins_and_leaves(double, tokenizer: Tokenizer
 
 
 def test_greedy_and_sampled_rows_stand_side_by_side(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    prompt, session = prompt_of(9, 0), Session(model, tokenizer)
+    prompt, session = prompt_of(9, 0), Rows(model, tokenizer)
     for sampling in SETTINGS:
         session.add(prompt, max_tokens=15, sampling=sampling, stream=0)
     pieces = drain(session)
@@ -104,7 +104,7 @@ def test_greedy_and_sampled_rows_stand_side_by_side(model: LanguageModel, tokeni
 
 
 def test_streams_of_one_seed_are_apart_and_collide_with_no_other_seed(model, tokenizer: Tokenizer) -> None:
-    session, prompt = Session(model, tokenizer), prompt_of(9, 0)
+    session, prompt = Rows(model, tokenizer), prompt_of(9, 0)
     for seed in range(3):
         for stream in range(3):
             session.add(
@@ -117,7 +117,7 @@ def test_streams_of_one_seed_are_apart_and_collide_with_no_other_seed(model, tok
 
 
 def test_a_long_prompt_does_not_keep_the_others_waiting(perspective, tokenizer: Tokenizer) -> None:
-    session = Session(perspective, tokenizer, chunk=8)
+    session = Rows(perspective, tokenizer, chunk=8)
     short = session.add(prompt_of(3, 0), max_tokens=99, sampling=GREEDY)
     session.step()
     long = session.add(prompt_of(39, 1), max_tokens=99, sampling=GREEDY)
@@ -129,8 +129,8 @@ def test_a_long_prompt_does_not_keep_the_others_waiting(perspective, tokenizer: 
 
 def test_a_row_that_leaves_takes_its_memory_along(tokenizer: Tokenizer) -> None:
     """A short row that stood beside a long one has the cache of a short row, and it costs as much."""
-    model, alone = make("transformer-tiny"), Session(make("transformer-tiny"), tokenizer)
-    session = Session(model, tokenizer)
+    model, alone = make("transformer-tiny"), Rows(make("transformer-tiny"), tokenizer)
+    session = Rows(model, tokenizer)
     long, short = (session.add(prompt_of(n, n), max_tokens=30, sampling=GREEDY) for n in (600, 5))
     alone.add(prompt_of(5, 5), max_tokens=30, sampling=GREEDY)
     for _ in range(10):
@@ -149,7 +149,7 @@ def test_leaving_while_the_prompt_is_read(double: LanguageModel, tokenizer: Toke
     prompt, sampling = prompt_of(50, 2), SETTINGS[1]
     expected = generate(double, tokenizer, [prompt], max_tokens=9, sampling=sampling)
     for steps in (0, 1, 2):
-        session = Session(double, tokenizer, chunk=16)
+        session = Rows(double, tokenizer, chunk=16)
         other = session.add(prompt_of(70, 3), max_tokens=9)
         row = session.add(prompt, max_tokens=9, sampling=sampling, stream=0)
         for _ in range(steps):
@@ -162,13 +162,13 @@ def test_leaving_while_the_prompt_is_read(double: LanguageModel, tokenizer: Toke
 
 
 def test_a_conversation_taken_on_the_way_goes_on_as_the_row_does(model, tokenizer: Tokenizer) -> None:
-    session = Session(model, tokenizer)
+    session = Rows(model, tokenizer)
     rows = [session.add(prompt_of(n, n), max_tokens=20, sampling=SETTINGS[2]) for n in (5, 30)]
     before = [piece for _ in range(8) for piece in session.step()]
     talk = session.conversation(rows[1])
     rest = drain(session)
     assert len(ids(before, 1)) == 8 and talk.drawn == [8]
-    again = Session(model, tokenizer)
+    again = Rows(model, tokenizer)
     row = again.add("", max_tokens=12, sampling=SETTINGS[2], conversation=talk, stream=1)
     assert ids(drain(again), row) == ids(rest, 1)
 
@@ -188,7 +188,7 @@ def test_rows_of_a_conversation_part_and_stack(double: LanguageModel, tokenizer:
 def test_stop_strings_and_ends_are_each_rows_own(double: LanguageModel, tokenizer: Tokenizer) -> None:
     free = generate(double, tokenizer, ["The cat"], max_tokens=40, sampling=SETTINGS[2])
     stop = free.texts[0][5:8]
-    session = Session(double, tokenizer)
+    session = Rows(double, tokenizer)
     first = session.add("The cat", max_tokens=40, sampling=SETTINGS[2], stream=0, stop=[stop])
     second = session.add("The cat", max_tokens=40, sampling=SETTINGS[2], stream=0)
     third = session.add("The cat", max_tokens=3, sampling=SETTINGS[2], stream=0)
@@ -200,7 +200,7 @@ def test_stop_strings_and_ends_are_each_rows_own(double: LanguageModel, tokenize
 
 
 def test_a_row_that_is_not_finite_ends_alone(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
-    session = Session(perspective, tokenizer)
+    session = Rows(perspective, tokenizer)
     good = session.add(prompt_of(5, 5), max_tokens=9, sampling=GREEDY)
     broken = prefill(perspective, [prompt_of(5, 5)])[1]
     bad_layers = tuple(pytree.tree_map_only(torch.Tensor, spoiled, layer) for layer in broken.layers)
@@ -218,7 +218,7 @@ def spoiled(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
-    session = Session(perspective, tokenizer)
+    session = Rows(perspective, tokenizer)
     assert session.step() == [] and session.active == []
     for row in (0, -1):
         for call in (session.remove, session.conversation):
