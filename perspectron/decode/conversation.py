@@ -61,7 +61,11 @@ class Conversation:
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":
         """Read a saved conversation. StateError: missing, damaged, another model's, or a bare state."""
-        state, extra = read_state(path, model)
+        return cls.of(path, *read_state(path, model))
+
+    @classmethod
+    def of(cls, path: Path | str, state: LMState, extra: dict[str, Any]) -> "Conversation":
+        """The conversation of a state and what was saved with it. StateError: the file at `path` has none."""
         fields: Any = extra.get("conversation")
         if not _are_conversation_fields(fields, state.batch_size):
             raise StateError(f"{path}: not a conversation, lacks its pending, recent and drawn tokens")

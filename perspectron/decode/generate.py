@@ -65,9 +65,7 @@ def generate(
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
-        rows.add(
-            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row
-        )
+        rows.add(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row)
     texts, ids, finished = [""] * B, [list[int]() for _ in range(B)], dict[int, Finish]()
     while rows.active:
         pieces = rows.step()

@@ -23,7 +23,11 @@ multiples of it, counted from where the text begins, and a text that was cut is 
 
 @torch.inference_mode()
 def prefill(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], state: LMState | None = None, *, chunk: int = CHUNK
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    state: LMState | None = None,
+    *,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, LMState]:
     """Read a batch of prompts of any lengths ≥ 1 after `state`, which is used up: (the logits [B,V] after each
     row's last token, the new state).

@@ -139,9 +139,7 @@ class PrefixStore:
         self.counters.misses += 1
         return None
 
-    def put(
-        self, keys: Sequence[bytes], calls: int, state: LMState, last_1D: Tensor, seconds: float
-    ) -> None:
+    def put(self, keys: Sequence[bytes], calls: int, state: LMState, last_1D: Tensor, seconds: float) -> None:
         """Keep a copy of the state after the first `calls` calls. Not one whose numbers are not finite: whoever meets
         them shall compute them."""
         key = keys[calls - 1]
@@ -190,7 +188,9 @@ class PrefixStore:
 
     def _worth(self, entry: _Entry) -> float:
         parent = self._entries.get(entry.parent)
-        return entry.clock + _saved(entry.prefix.seconds, parent.prefix.seconds if parent else 0.0) / entry.bytes
+        return (
+            entry.clock + _saved(entry.prefix.seconds, parent.prefix.seconds if parent else 0.0) / entry.bytes
+        )
 
     def _evict(self, key: bytes) -> None:
         entry = self._entries[key]
@@ -261,7 +261,10 @@ class _Disk:
     def get(self, key: str) -> Prefix | None:
         """The state of a key. What is on disk is believed only where its digest, its key and its shapes are right."""
         with self._transaction() as index:
-            if index is None or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None:
+            if (
+                index is None
+                or index.execute("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone() is None
+            ):
                 return None
         prefix = self._read(key)
         with self._transaction(write=True) as index:

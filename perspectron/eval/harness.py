@@ -16,8 +16,8 @@ from torch import Tensor
 
 from perspectron.config import one_of, require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import NonFiniteError
 from perspectron.eval.reading import CHUNK
 from perspectron.model import LanguageModel

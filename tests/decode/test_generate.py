@@ -12,8 +12,8 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
-from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError, StateError
 from perspectron.model import LanguageModel, TokenEmbedding, init
 from perspectron.state import save_state

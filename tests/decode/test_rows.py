@@ -11,8 +11,8 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
-from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.rows import Piece, Rows
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState

@@ -1,0 +1,298 @@
+"""One text and its memory: read, say, fork, go back to any token, keep in a file."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perspectron.config import require
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, read
+from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.store import PrefixStore
+from perspectron.errors import NonFiniteError, StateError
+from perspectron.model import LanguageModel
+from perspectron.state import LMState, read_state, save_state
+
+MARKED = 256 << 20  # bytes of states that `at` may begin at
+
+
+class Session:
+    """A text that a model reads and goes on with, and the memory of it.
+
+    What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
+    saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
+    needed. store: texts begin at the longest prefix that is stored there. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        chunk: int = CHUNK,
+        store: PrefixStore | None = None,
+    ) -> None:
+        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
+        self._ids, self._drawn = [END_OF_TEXT_ID], [False]
+        self._calls = list[int]()
+        """Tokens that each call has read."""
+        self._state: LMState | None = None
+        """After these calls; None before the first."""
+        self._marks = dict[int, LMState]()
+        """States after so many calls, from which `at` goes on."""
+        self._keys: list[bytes] | None = None if store is None else []
+        self._seconds = 0.0
+        self._before = 1
+        """Tokens at the start that are none of the text's."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the text, drawn ones and those of stop strings included."""
+        return self._ids[self._before :]
+
+    @property
+    def text(self) -> str:
+        """All that was read and said."""
+        data = b"".join(map(self._rows.tokenizer.token_bytes, self.tokens))
+        return data.decode("utf-8", errors="replace")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self._state is None else self._state.nbytes
+
+    @torch.inference_mode()
+    def read(self, text: str | Sequence[int]) -> "Session":
+        """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
+        table of learned positions has."""
+        self.append(text)
+        self._look_up()
+        while len(self._ids) - self._read > self._rows.chunk:
+            self._call(self._rows.chunk)
+        return self
+
+    def append(self, text: str | Sequence[int]) -> None:
+        """Go on with a text that waits until it is needed; errors as `read`."""
+        tokenizer = self._rows.tokenizer
+        ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if ids:
+            check_ids(ids, tokenizer.vocab_size, 0)
+        self._check_positions(ids)
+        self._ids += ids
+        self._drawn += [False] * len(ids)
+
+    @torch.inference_mode()
+    def say(
+        self,
+        max_tokens: int = 200,
+        *,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+        stop: Sequence[str] = (),
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
+        it. On an error or an interruption the session stays as it was before.
+
+        ConfigError: nothing was read yet, a number out of bounds, more tokens than a table of learned positions has
+        left. NonFiniteError: the model gave logits that are not finite.
+        """
+        rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
+        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0)
+        try:
+            while rows.active:
+                for piece in rows.step():
+                    if piece.id is None:
+                        raise NonFiniteError(f"logits after {len(self._ids)} tokens: must be finite")
+                    ids.append(piece.id)
+                    if len(ids) % rows.chunk == 0:
+                        marks[len(ids)] = rows.conversation(handle).state
+                    pieces.append(piece.text)
+                    if piece.text and on_text is not None:
+                        on_text(piece.text)
+        except BaseException:
+            rows.remove(handle)
+            raise
+        self.leave(rows, handle, ids)
+        for drawn, state in marks.items():
+            self._mark(len(self._calls) - len(ids) + drawn, state)
+        return "".join(pieces)
+
+    def enter(self, rows: Rows, **settings: Any) -> int:
+        """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
+        as it was. ConfigError as `Rows.add`."""
+        unread = self._ids[self._read :]
+        if self._state is None:
+            return rows.add(unread[1:], **settings)
+        sampling = settings.get("sampling", SamplingConfig())
+        recent = [id for id in self._ids if id != END_OF_TEXT_ID][-sampling.repetition_window :]
+        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn)])
+        return rows.add("", conversation=talk, **settings)
+
+    def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
+        """Let a row go that has drawn `ids`, one at least, and go on from there."""
+        talk, unread = rows.remove(row), len(self._ids) - self._read
+        self._ids += ids
+        self._drawn += [True] * len(ids)
+        text = [min(rows.chunk, unread - start) for start in range(0, unread, rows.chunk)]
+        for count in [*text, *[1] * (len(ids) - 1)]:
+            self._count(count)
+        self._state = talk.state
+        self._mark(len(self._calls), self._state.fork())
+
+    def fork(self) -> "Session":
+        """An independent session that has read and said the same."""
+        return self._cut(len(self._ids), len(self._calls), self._state)
+
+    @torch.inference_mode()
+    def at(self, token: int) -> "Session":
+        """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
+        is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
+        require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
+        T = token + self._before
+        calls = sum(end < T for end in accumulate(self._calls))
+        if calls == len(self._calls):
+            return self._cut(T, calls, self._state)
+        known = max((made for made in self._marks if made <= calls), default=0)
+        earlier, store = self._cut(T, known, self._marks.get(known)), self._rows.store
+        found = None if store is None or not self._keys else store.find(self._keys[:calls])
+        if found is not None and found.calls > known:
+            earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
+        while len(earlier._calls) < calls:
+            earlier._call(self._calls[len(earlier._calls)])
+        return earlier
+
+    def save(self, path: Path | str) -> None:
+        """Write to one file, whole or not at all; `generate --load-state` takes it too. StorageError when it cannot be
+        written."""
+        state = self._rows.model.init_state(1) if self._state is None else self._state
+        recent = [id for id in self._ids if id != END_OF_TEXT_ID][-SamplingConfig.repetition_window :]
+        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn)]}
+        own = {"ids": self._ids, "drawn": [int(drawn) for drawn in self._drawn], "calls": self._calls}
+        own |= {"before": self._before}
+        save_state(path, state, self._rows.model, extra={"conversation": talk, "session": own})
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        chunk: int = CHUNK,
+        store: PrefixStore | None = None,
+    ) -> "Session":
+        """Read a saved session, or a conversation of one row, whose text then begins with its last token: what was
+        before is remembered but not known. StateError: missing, damaged, of another model, or neither of the two."""
+        state, extra = read_state(path, model)
+        talk = Conversation.of(path, state, extra)
+        session = cls(model, tokenizer, chunk=chunk, store=store)
+        own: Any = extra.get("session")
+        if own is None:
+            if talk.rows != 1:
+                raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
+            ids = talk.pending[0]
+            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0}
+        fields = _checked(own, talk, tokenizer.vocab_size)
+        if fields is None:
+            raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
+        session._ids, session._drawn, session._calls, session._before = fields
+        if session._calls or session._before == 0:
+            session._state = state.to(model.device)
+            session._mark(len(session._calls), session._state.fork())
+        if store is not None and session._before == 0:
+            session._keys = None
+        elif store is not None:
+            session._keys = []
+            for start, count in zip(accumulate(session._calls, initial=0), session._calls, strict=False):
+                session._link(session._ids[start : start + count])
+        return session
+
+    @property
+    def _read(self) -> int:
+        """Tokens that calls have read."""
+        return sum(self._calls)
+
+    def _check_positions(self, ids: list[int]) -> None:
+        positions = self._rows.model.config.positions
+        if positions == 0:
+            return
+        length = [END_OF_TEXT_ID, *self._ids, *ids][::-1].index(END_OF_TEXT_ID) + 1
+        require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
+
+    def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
+        """A session of the first T tokens, of which so many calls have made the state."""
+        rows = self._rows
+        own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
+        own._ids, own._drawn, own._before = self._ids[:T], self._drawn[:T], self._before
+        own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
+        own._state = None if state is None else state.fork()
+        own._marks = {made: mark for made, mark in self._marks.items() if made <= calls}
+        return own
+
+    def _call(self, count: int) -> None:
+        """Read the next tokens."""
+        model, store, start = self._rows.model, self._rows.store, time.perf_counter()
+        state = model.init_state(1) if self._state is None else self._state
+        part = self._ids[self._read : self._read + count]
+        last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
+        self._seconds += time.perf_counter() - start
+        self._count(count)
+        if store is not None and self._keys is not None:
+            store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
+        self._mark(len(self._calls), self._state.fork())
+
+    def _look_up(self) -> None:
+        """Take from the store what it has of the calls to come."""
+        store, read, chunk = self._rows.store, self._read, self._rows.chunk
+        if store is None or self._keys is None:
+            return
+        keys = list(self._keys)
+        for start in range(read, len(self._ids) - chunk, chunk):
+            keys.append(store.link(keys[-1] if keys else store.root, self._ids[start : start + chunk]))
+        found = store.find(keys[len(self._keys) :]) if len(keys) > len(self._keys) else None
+        if found is not None:
+            self._state, self._seconds = found.state.to(self._rows.model.device), found.seconds
+            for _ in range(found.calls):
+                self._count(chunk)
+            self._mark(len(self._calls), self._state.fork())
+
+    def _count(self, count: int) -> None:
+        """Note that a call has read the next tokens."""
+        start = self._read
+        self._calls.append(count)
+        self._link(self._ids[start : start + count])
+
+    def _link(self, ids: list[int]) -> None:
+        if self._keys is not None and self._rows.store is not None:
+            store = self._rows.store
+            self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
+
+    def _mark(self, calls: int, state: LMState) -> None:
+        """Keep a state to go back to; where they become too many, every second one is let go, so that none is far."""
+        self._marks[calls] = state
+        while len(self._marks) > 1 and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
+            for made in sorted(self._marks)[-2::-2]:
+                del self._marks[made]
+
+
+def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:
+    """The fields of a saved session; None unless they are of the types and of the lengths that go together."""
+    if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
+        return None
+    ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
+    if not all(
+        isinstance(field, list) and all(type(x) is int for x in field) for field in (ids, drawn, calls)
+    ):
+        return None
+    if not ids or not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
+        return None
+    if min(calls, default=1) < 1 or ids[sum(calls) :] != talk.pending[0] or not talk.pending[0]:
+        return None
+    if before not in ((0, 1) if not calls else (1,) if ids[0] == END_OF_TEXT_ID else (0,)):
+        return None
+    return ids, [drawn == 1 for drawn in drawn], calls, before

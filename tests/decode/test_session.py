@@ -1,0 +1,160 @@
+"""A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
+
+import random
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.decode.store import PrefixStore
+from perspectron.errors import ConfigError, StateError
+from perspectron.state import save_state
+from tests.decode.conftest import VOCAB, make
+from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
+from tests.decode.test_store import CHUNK, small
+
+SAMPLED = SETTINGS[2]
+
+
+def session_of(model, tokenizer, **options) -> Session:
+    return Session(model, tokenizer, chunk=CHUNK, **options)
+
+
+def test_it_says_what_generate_says(model, tokenizer) -> None:
+    prompt = prompt_of(300, 1)
+    expected = generate(model, tokenizer, [prompt], max_tokens=9, sampling=SAMPLED)
+    session, heard = Session(model, tokenizer).read(prompt), []
+    assert session.say(9, sampling=SAMPLED, on_text=heard.append) == expected.texts[0] == "".join(heard)
+    assert session.tokens == prompt + expected.ids[0]
+    on = generate(model, tokenizer, [""], max_tokens=5, sampling=SAMPLED, conversation=expected.conversation)
+    assert session.say(5, sampling=SAMPLED) == on.texts[0]
+
+
+@pytest.mark.parametrize("design", presets.DESIGNS)
+def test_no_way_there_changes_a_bit(design: str, tokenizer, tmp_path) -> None:
+    """Read in pieces, forked, saved, loaded, gone back to any token and forth again."""
+    model, text = small(design), prompt_of(21, 1)
+    straight = session_of(model, tokenizer).read(text)
+    straight.say(11, sampling=SAMPLED)
+    straight.read(text[:13]).say(3, sampling=SAMPLED)
+    session, store = session_of(model, tokenizer), PrefixStore(model, chunk=CHUNK)
+    for piece in (text[:3], text[3:4], [], text[4:]):
+        session.read(piece)
+        session.save(tmp_path / "one")
+        session = Session.load(tmp_path / "one", model, tokenizer, chunk=CHUNK, store=store).fork()
+    session.say(5, sampling=SAMPLED), session.fork().say(3)
+    session.save(tmp_path / "one")
+    session = Session.load(tmp_path / "one", model, tokenizer, chunk=CHUNK, store=store)
+    session.say(6, sampling=SAMPLED)
+    session.read(text[:6])
+    session = session.at(len(session.tokens)).read(text[6:13])
+    session.say(3, sampling=SAMPLED)
+    assert session.tokens == straight.tokens
+    equal(session._state, straight._state)
+    for token in (0, 8, 21, 25, 32, 40):
+        back = session.at(token)
+        assert back.tokens == straight.tokens[:token]
+        if token == 25:  # 4 of the 11 tokens that were drawn there
+            back.say(7, sampling=SAMPLED)
+            assert back.tokens == straight.tokens[:32]
+            back.read(text[:13]).say(3, sampling=SAMPLED)
+            equal(back._state, straight._state)
+
+
+def test_a_way_back_of_which_nothing_is_at_hand(perspective, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("perspectron.decode.session.MARKED", 1)
+    session, draw = session_of(perspective, tokenizer), random.Random(0)
+    for turn in range(4):
+        session.read(prompt_of(draw.randrange(1, 40), turn)).say(draw.randrange(1, 20), sampling=SAMPLED)
+    assert len(session._marks) == 1
+    again = session.at(len(session.tokens) // 2)
+    twice = session.at(len(session.tokens) // 3).at(len(session.tokens) // 3)
+    assert again.say(30, sampling=SAMPLED) == session.at(len(session.tokens) // 2).say(30, sampling=SAMPLED)
+    assert session.tokens[: len(session.tokens) // 3] == twice.tokens
+
+
+def test_a_session_begins_at_what_is_stored(perspective, tokenizer) -> None:
+    store, text = PrefixStore(perspective, chunk=CHUNK), prompt_of(100, 3)
+    first = session_of(perspective, tokenizer, store=store).read(text)
+    second = session_of(perspective, tokenizer, store=store).read(text[:50]).read(text[50:])
+    assert store.counters.calls_saved == 12
+    assert first.say(9, sampling=GREEDY) == second.say(9, sampling=GREEDY)
+    equal(first._state, second._state)
+
+
+def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, tmp_path) -> None:
+    talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
+    talk.save(tmp_path / "talk", perspective)
+    session = Session.load(tmp_path / "talk", perspective, tokenizer)
+    assert session.tokens == talk.pending[0]
+    session.save(tmp_path / "session")
+    back = session.at(0)
+    assert session.say(6, sampling=GREEDY) and len(session.at(3).tokens) == 3
+    expected = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=talk)
+    assert session.tokens[1:] == expected.ids[0]
+    loaded = Conversation.load(tmp_path / "session", perspective)
+    on = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=loaded)
+    assert on.ids == expected.ids and back.tokens == []
+
+
+def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
+    session = Session(perspective, tokenizer)
+    with pytest.raises(ConfigError, match="no tokens"):
+        session.say(3)
+    session.read("The cat")
+    with pytest.raises(ConfigError, match="token id"):
+        session.read([VOCAB])
+    with pytest.raises(ConfigError, match="token = 99, must be ≥ 0 and ≤ "):
+        session.at(99)
+
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.say(30, on_text=stop)
+    assert session.text == "The cat"
+    assert session.say(9, sampling=GREEDY) == Session(perspective, tokenizer).read("The cat").say(
+        9, sampling=GREEDY
+    )
+    session.save(tmp_path / "a")
+    with pytest.raises(StateError, match="state of model"):
+        Session.load(tmp_path / "a", make("transformer-tiny"), tokenizer)
+    table = small("gpt2")
+    with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
+        Session(table, tokenizer).read([5] * 64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": [0, 999]},
+        {"calls": [-1, 1]},
+        {"calls": [1]},
+        {"drawn": [0]},
+        {"before": 2},
+        {"ids": "x"},
+        {"more": 1},
+    ],
+)
+def test_a_file_whose_tokens_do_not_fit_is_refused(perspective, tokenizer, tmp_path, change) -> None:
+    talk = {"pending": [[0, 5]], "recent": [[]], "drawn": [0]}
+    own = {"ids": [0, 5], "drawn": [0, 0], "calls": [], "before": 1} | change
+    with torch.inference_mode():
+        save_state(
+            tmp_path / "a",
+            perspective.init_state(1),
+            perspective,
+            extra={"conversation": talk, "session": own},
+        )
+    with pytest.raises(StateError, match="its tokens are not those of a session"):
+        Session.load(tmp_path / "a", perspective, tokenizer)
+
+
+def test_seeds_go_on_where_they_were(perspective, tokenizer) -> None:
+    sampling = SamplingConfig(temperature=1.5, seed=9)
+    one, two = (Session(perspective, tokenizer).read("The cat") for _ in range(2))
+    assert one.say(12, sampling=sampling) == two.say(5, sampling=sampling) + two.say(7, sampling=sampling)
