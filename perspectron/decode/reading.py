@@ -17,8 +17,8 @@ END_OF_TEXT_ID = 0
 """The id that stands before every document. Models are trained to remember nothing across it."""
 
 CHUNK = 128
-"""Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin at
-multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
+"""Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
+at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
 
 
 @torch.inference_mode()

@@ -76,6 +76,8 @@ class _Row:
     """Of the prefixes that its prompt is read in; None where they are not stored."""
     seconds: float = 0.0
     """What reading up to here took, or would have taken."""
+    spared: int = 0
+    """Tokens that the store had."""
 
     def rest(self) -> list[int]:
         """Tokens that are not read."""
@@ -109,7 +111,7 @@ class _Row:
 
 @dataclass
 class _Batch:
-    """Rows that are drawn from. together: their states stand in one `LMState`, in their order; else each has its own."""
+    """Rows that are drawn from. together: their states stand in one `LMState`, in their order; else each has one."""
 
     together: bool
     rows: list[_Row] = field(default_factory=list)
@@ -199,6 +201,10 @@ class Rows:
         """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
         return sum(row.start for row in self._reading), sum(len(row.unread) for row in self._reading)
 
+    def spared(self, row: int) -> int:
+        """Tokens of a row's prompt that the store had, and that were not read. StateError: a row that is not there."""
+        return self._own(row).spared
+
     def add(
         self,
         prompt: str | Sequence[int],
@@ -243,7 +249,8 @@ class Rows:
         check_room(model.config.positions, length, unread, max_tokens, handle)
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
         self._rows[handle] = row = _Row(
-            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop), logprobs, state
+            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
+            logprobs, state,
         )  # fmt: skip
         if self.store is not None and conversation is None:
             row.keys = self.store.chain(unread)
@@ -319,6 +326,7 @@ class Rows:
             return None
         row.state, row.seconds = found.state.to(self.model.device), found.seconds
         row.start = min(found.calls * self.chunk, len(row.unread))
+        row.spared = row.start
         return found.last_1D.to(self.model.device)
 
     def _read_chunk(self, row: _Row) -> Tensor:

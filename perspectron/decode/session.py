@@ -16,7 +16,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
-from perspectron.state import LMState, read_state, save_state
+from perspectron.state import LMState, Stateful, read_state, save_state
 
 MARKED = 256 << 20  # bytes of states that `at` may begin at
 
@@ -38,6 +38,7 @@ class Session:
         store: PrefixStore | None = None,
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
+        self._kin: Stateful = model if store is None else store.model
         self._ids, self._drawn = [END_OF_TEXT_ID], [False]
         self._calls = list[int]()
         """Tokens that each call has read."""
@@ -49,6 +50,11 @@ class Session:
         self._seconds = 0.0
         self._before = 1
         """Tokens at the start that are none of the text's."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are read at once."""
+        return self._rows.chunk
 
     @property
     def tokens(self) -> list[int]:
@@ -166,15 +172,31 @@ class Session:
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 
-    def save(self, path: Path | str) -> None:
-        """Write to one file, whole or not at all; `generate --load-state` takes it too. StorageError when it cannot be
-        written."""
+    def common(self, ids: Sequence[int]) -> "Session":
+        """The session as it was where its text and this one part; one that has not begun, where that would have to be
+        read again or a token of it was drawn, and so was not read as a prompt is."""
+        same = next(
+            (at for at, (own, id) in enumerate(zip(self.tokens, ids, strict=False)) if own != id), None
+        )
+        token = min(len(self.tokens), len(ids)) if same is None else same
+        T = token + self._before
+        if self._before == 0 or self._read >= T or any(self._drawn[:T]):
+            return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+        return self._cut(T, len(self._calls), self._state)
+
+    def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
+        """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
+        it. StorageError when it cannot be written."""
         state = self._rows.model.init_state(1) if self._state is None else self._state
         recent = [id for id in self._ids if id != END_OF_TEXT_ID][-SamplingConfig.repetition_window :]
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn)]}
-        own = {"ids": self._ids, "drawn": [int(drawn) for drawn in self._drawn], "calls": self._calls}
+        own: dict[str, Any] = {
+            "ids": self._ids,
+            "drawn": [int(drawn) for drawn in self._drawn],
+            "calls": self._calls,
+        }
         own |= {"before": self._before}
-        save_state(path, state, self._rows.model, extra={"conversation": talk, "session": own})
+        save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
     @classmethod
     def load(
@@ -188,9 +210,14 @@ class Session:
     ) -> "Session":
         """Read a saved session, or a conversation of one row, whose text then begins with its last token: what was
         before is remembered but not known. StateError: missing, damaged, of another model, or neither of the two."""
-        state, extra = read_state(path, model)
+        return cls(model, tokenizer, chunk=chunk, store=store).loaded(path)
+
+    def loaded(self, path: Path | str) -> "Session":
+        """A saved session of the same model, as `load` reads it."""
+        model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
+        state, extra = read_state(path, self._kin)
         talk = Conversation.of(path, state, extra)
-        session = cls(model, tokenizer, chunk=chunk, store=store)
+        session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:

@@ -69,7 +69,7 @@ class Counters:
 @dataclass
 class _Entry:
     prefix: Prefix
-    bytes: int
+    size: int
     parent: bytes
     """Of the entry from which it would be computed again; empty where that is nothing."""
     clock: float
@@ -189,14 +189,14 @@ class PrefixStore:
     def _worth(self, entry: _Entry) -> float:
         parent = self._entries.get(entry.parent)
         return (
-            entry.clock + _saved(entry.prefix.seconds, parent.prefix.seconds if parent else 0.0) / entry.bytes
+            entry.clock + _saved(entry.prefix.seconds, parent.prefix.seconds if parent else 0.0) / entry.size
         )
 
     def _evict(self, key: bytes) -> None:
         entry = self._entries[key]
         self._clock = max(self._clock, self._worth(entry))
         del self._entries[key]
-        self._used -= entry.bytes
+        self._used -= entry.size
         self.counters.evicted += 1
         for other in self._entries.values():
             if other.parent == key:

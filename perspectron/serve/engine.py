@@ -1,4 +1,4 @@
-"""One thread that owns a model: texts join and leave the rows under way at any step, and long prompts hold nobody up."""
+"""One thread that owns a model: texts join and leave its rows at any step, and long prompts hold nobody up."""
 
 import logging
 import statistics
@@ -38,7 +38,7 @@ class Closed(Exception):
 class Job:
     """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
     engine's thread with every piece, or once with an error; must return at once. stream, logprobs: as `Rows.add` has
-    them."""
+    them. ids: tokens drawn. spared: tokens of the prompt that the store had."""
 
     session: Session
     max_tokens: int
@@ -49,6 +49,7 @@ class Job:
     logprobs: int | None = None
     row: int | None = None
     ids: list[int] = field(default_factory=list)
+    spared: int = 0
     cancelled: bool = False
 
 
@@ -222,6 +223,8 @@ class Engine:
         job = self._jobs[piece.row]
         if piece.id is not None:
             job.ids.append(piece.id)
+        if len(job.ids) == 1:
+            job.spared = self._rows.spared(piece.row)
         if piece.finished == "error":
             self._rows.remove(piece.row)
             del self._jobs[piece.row]
