@@ -2,13 +2,15 @@
 
 import ipaddress
 import os
+import signal
+import socket
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -70,6 +72,7 @@ class Serve:
 
         AppStatus.disable_automatic_graceful_drain()  # what is under way when the server stops comes to its end
         with ExitStack() as stack:
+            listening = stack.enter_context(self._listen())
             folder = self.keep or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-"))
             )
@@ -83,10 +86,17 @@ class Serve:
                     else f" (one by one takes {one.engine.cost:.2f} times as long)"
                 )
                 print(f"perspectron: {one.name}: {way}{cost}", file=sys.stderr)
-            uvicorn.run(
-                app, host=self.host, port=self.port, log_level="warning", timeout_graceful_shutdown=DRAIN,
-                access_log=False, server_header=False, **self._say(),
-            )  # fmt: skip
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=DRAIN,
+            )
+            shown = f"[{self.host}]" if ":" in self.host else self.host
+            print(f"perspectron: http://{shown}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+            signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
+            uvicorn.Server(config).run(sockets=[listening])
         return 0
 
     def _check(self) -> None:
@@ -115,9 +125,15 @@ class Serve:
     def _key(self) -> str | None:
         return self.api_key if self.api_key is not None else os.environ.get(KEY) or None
 
-    def _say(self) -> dict[str, Any]:
-        print(f"perspectron: http://{self.host}:{self.port}", file=sys.stderr, flush=True)
-        return {}
+    def _listen(self) -> socket.socket:
+        """ConfigError: the address is taken, or not of this machine."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"host, port: {self.host}:{self.port} cannot be had ({error.strerror})"
+            ) from None
 
     def _served(self, run: Path, folder: Path) -> "Served":
         from perspectron.decode.store import PrefixStore

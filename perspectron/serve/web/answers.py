@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from perspectron.serve.web.metrics import Metrics
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
 
-ASK = 0.1  # seconds between looks whether the client is still there
 PING = 15  # seconds between signs of life in a stream
 CHAT_TOKENS = 1024  # drawn where a chat does not say how many
 
@@ -211,12 +210,14 @@ class Answers:
             return EventSourceResponse(stream(), ping=PING, sep="\n")
         choices = [_Choice() for _ in run.jobs]
         task = asyncio.ensure_future(self._collect(run, choices))
+        gone = asyncio.ensure_future(_gone(request))
         try:
-            while not (await asyncio.wait([task], timeout=ASK))[0]:
-                if await request.is_disconnected():
-                    return Response(status_code=499)
+            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return Response(status_code=499)
             await task
         finally:
+            gone.cancel()
             task.cancel()
             self.served.engine.cancel(run.jobs)
         parts = [whole(i, got.text, got.finish, got.marks, True) for i, got in enumerate(choices)]
@@ -230,7 +231,7 @@ class Answers:
             if piece.id is not None:
                 choice.marks.append(piece)
 
-    async def _events(self, run: _Run) -> AsyncIterator[tuple[int, Piece]]:
+    async def _events(self, run: _Run) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces of all texts as they come, until all have ended; then what is to be kept is kept. Whoever stops
         listening lets the texts go."""
         left, start, begun = len(run.jobs), time.perf_counter(), False
@@ -281,7 +282,6 @@ class Answers:
             "top_logprobs": [
                 {self._token(id): value for id, value in reversed(mark.likely)} for mark in marks
             ],
-            "text_offset": [],
         }
 
     def _mark(self, mark: Piece) -> dict[str, Any]:
@@ -292,6 +292,12 @@ class Answers:
     def _one(self, id: int, logprob: float) -> dict[str, Any]:
         data = list(self.served.tokenizer.token_bytes(id))
         return {"token": self._token(id), "logprob": logprob, "bytes": data}
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -31,7 +31,6 @@ from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
-POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
 @dataclass
@@ -225,8 +224,10 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
             await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
 
     api = FastAPI(title="perspectron", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    refused = {code: {"description": "An error object"} for code in (400, 404, 413, 429, 507)}
-    routes = [
+    refused: dict[int | str, dict[str, Any]] = {
+        code: {"description": "An error object"} for code in (400, 401, 404, 413, 429, 507)
+    }
+    routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
         ("GET", "/v1/models", app.models_list), ("GET", "/v1/models/{name}", app.model),
         ("POST", "/v1/completions", app.completions), ("POST", "/v1/chat/completions", app.chat),
@@ -243,14 +244,6 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Exception):
         api.add_exception_handler(kind, _answer)
     api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
-
-    @api.middleware("http")
-    async def headers(request: Request, call: Any) -> Response:
-        response: Response = await call(request)
-        response.headers["Content-Security-Policy"] = POLICY
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        return response
-
     return api
 
 
@@ -284,10 +277,13 @@ def _why(problem: dict[str, Any]) -> str:
 
 def _model(served: Served) -> dict[str, Any]:
     config = served.engine.model.config
-    about = {"context": config.positions or None, "state_bytes": served.engine.model.init_state(1).nbytes}
-    return {
-        "id": served.name, "object": "model", "created": served.created, "owned_by": "perspectron", "design": config.name,
-    } | about  # fmt: skip
+    about: dict[str, Any] = {"context": config.positions or None}
+    about["state_bytes"] = served.engine.model.init_state(1).nbytes
+    about["twin_cache_bytes"] = (
+        2 * 4 * len(config.blocks) * config.d_model
+    )  # a token's keys and values in float32
+    about |= {"id": served.name, "object": "model", "created": served.created}
+    return about | {"owned_by": "perspectron", "design": config.name}
 
 
 def _largest_upload() -> int:

@@ -16,6 +16,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LARGEST_BODY = 16 << 20
 DEEPEST = 32
+HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+)
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
@@ -30,9 +37,9 @@ def refusal(status: int, message: str, code: str | None = None, **headers: str) 
 
 
 class Guard:
-    """An app behind a key, if there is one, with bounds on bodies. Without a key, only what is addressed to this machine
-    by its own name is answered: a page elsewhere cannot point its name here. Uploads of states have a bound of
-    their own."""
+    """An app behind a key, if there is one, with bounds on bodies; uploads of states have one of their own. Without a
+    key, only what is addressed to this machine by its own name is answered: a page elsewhere cannot point its name
+    here."""
 
     def __init__(self, app: App, *, key: str | None, largest_upload: int) -> None:
         self.app, self.key, self.largest_upload = app, key, largest_upload
@@ -41,6 +48,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        send = _secured(send)
         headers = {name.lower(): value for name, value in scope["headers"]}
         refused = self._refused(scope["path"], headers)
         upload = scope["method"] == "PUT"
@@ -91,6 +99,17 @@ class Guard:
             return None
         message = "a key is needed: send the header Authorization: Bearer KEY"
         return refusal(401, message, "invalid_api_key", www_authenticate='Basic realm="perspectron"')
+
+
+def _secured(send: Send) -> Send:
+    """What is sent, with headers that keep browsers to what the page itself does."""
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
+        await send(message)
+
+    return sending
 
 
 def _key(header: bytes) -> bytes:

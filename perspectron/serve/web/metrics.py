@@ -37,7 +37,7 @@ class Metrics:
 
     def __init__(self, models: "Sequence[Served]") -> None:
         self.models, self.registry = models, CollectorRegistry()
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
         self.first_token = Histogram(
             "perspectron_first_token_seconds",
             "From request to first token",

@@ -23,8 +23,8 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """What completions and chats share. state: go on from this one; save: keep the conversation under this name.
-    id_slot: the slot that holds the conversation. What this server does not do may be given where it changes nothing."""
+    """What completions and chats share. state: go on from this one; save: keep the conversation under this name;
+    id_slot: the slot that holds it. What this server does not do may be given where it changes nothing."""
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
@@ -40,8 +40,8 @@ class Sampled(Body):
     state: Name | None = None
     save: Name | None = None
     id_slot: int | None = Field(None, ge=-1, lt=4096)
-    frequency_penalty: Literal[0, 0.0] | None = None
-    presence_penalty: Literal[0, 0.0] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
