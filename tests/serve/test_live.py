@@ -131,20 +131,11 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
     assert "pip install 'perspectron[serve]'" in capsys.readouterr().err
 
 
-def test_an_artifact_is_served_and_a_signal_lets_what_is_under_way_end(artifact) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "perspectron",
-        "serve",
-        str(artifact),
-        "--port",
-        "0",
-        "--max-tokens",
-        "9999",
-    ]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
+    root = Path(__file__).parents[2]
+    run = str(root / "tests/vectors/run-0.1")
+    command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--keep", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None
         url = next(line for line in server.stderr if "http://" in line).split()[-1]
