@@ -192,6 +192,11 @@ class Engine:
         return False
 
     def _let_go(self) -> None:
+        """Drop what was cancelled, also of those that wait."""
+        with self._changed:
+            left = [job for job in self._waiting if not job.cancelled]
+            self.counters.cancelled += len(self._waiting) - len(left)
+            self._waiting = deque(left)
         for row, job in list(self._jobs.items()):
             if job.cancelled:
                 self._rows.remove(row)
@@ -205,9 +210,6 @@ class Engine:
                 if not self._waiting:
                     return
                 job = self._waiting.popleft()
-            if job.cancelled:
-                self.counters.cancelled += 1
-                continue
             try:
                 settings = {"stop": job.stop, "stream": job.stream, "logprobs": job.logprobs}
                 job.row = job.session.enter(

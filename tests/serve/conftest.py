@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-
 from fastapi.testclient import TestClient
 
 from perspectron.data import Tokenizer
