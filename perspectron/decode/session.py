@@ -47,6 +47,8 @@ class Session:
         self._marks = dict[int, LMState]()
         """States after so many calls, from which `at` goes on."""
         self._keys: list[bytes] | None = None if store is None else []
+        self._foreign = False
+        """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
         self._seconds = 0.0
         self._before = 1
         """Tokens at the start that are none of the text's."""
@@ -168,6 +170,7 @@ class Session:
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
         if found is not None and found.calls > known:
             earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
+            earlier._foreign = False
         while len(earlier._calls) < calls:
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
@@ -229,7 +232,7 @@ class Session:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn, session._calls, session._before = fields
         if session._calls or session._before == 0:
-            session._state = state.to(model.device)
+            session._state, session._foreign = state.to(model.device), True
             session._mark(len(session._calls), session._state.fork())
         if store is not None and session._before == 0:
             session._keys = None
@@ -258,6 +261,7 @@ class Session:
         own._ids, own._drawn, own._before = self._ids[:T], self._drawn[:T], self._before
         own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
         own._state = None if state is None else state.fork()
+        own._foreign = self._foreign and state is not None
         own._marks = {made: mark for made, mark in self._marks.items() if made <= calls}
         return own
 
@@ -269,7 +273,7 @@ class Session:
         last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
         self._seconds += time.perf_counter() - start
         self._count(count)
-        if store is not None and self._keys is not None:
+        if store is not None and self._keys is not None and not self._foreign:
             store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
         self._mark(len(self._calls), self._state.fork())
 

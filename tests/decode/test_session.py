@@ -12,7 +12,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import ConfigError, StateError
-from perspectron.state import save_state
+from perspectron.state import read_state, save_state
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
@@ -84,6 +84,23 @@ def test_a_session_begins_at_what_is_stored(perspective, tokenizer) -> None:
     assert store.counters.calls_saved == 12
     assert first.say(9, sampling=GREEDY) == second.say(9, sampling=GREEDY)
     equal(first._state, second._state)
+
+
+def test_a_file_never_becomes_a_prefix_that_others_begin_with(perspective, tokenizer, tmp_path) -> None:
+    """A state that claims to have read what it has not: the store gets nothing that was read after it."""
+    text = prompt_of(60, 1)
+    Session(perspective, tokenizer, chunk=CHUNK).read(prompt_of(20, 2)).save(tmp_path / "honest")
+    state, extra = read_state(tmp_path / "honest", perspective)
+    extra["session"]["ids"] = [0, *text[:20]]
+    extra["conversation"]["pending"] = [text[15:20]]
+    save_state(tmp_path / "lie", state, perspective, extra=extra)
+    store = PrefixStore(perspective, chunk=CHUNK)
+    liar = Session.load(tmp_path / "lie", perspective, tokenizer, chunk=CHUNK, store=store).read(text[20:])
+    liar.at(30).fork().read(text[30:]).say(3)
+    honest = session_of(perspective, tokenizer, store=store).read(text)
+    plain = session_of(perspective, tokenizer).read(text)
+    assert honest.say(5, sampling=SAMPLED) == plain.say(5, sampling=SAMPLED)
+    equal(honest._state, plain._state)
 
 
 def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, tmp_path) -> None:
