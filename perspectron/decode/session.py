@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, read_state, save_state
 
+T = TypeVar("T")
 MARKED = 256 << 20  # bytes of states that `at` may begin at
 
 
@@ -39,7 +40,7 @@ class Session:
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
         self._kin: Stateful = model if store is None else store.model
-        self._ids, self._drawn = [END_OF_TEXT_ID], [False]
+        self._ids, self._drawn = _Log([END_OF_TEXT_ID]), _Log([False])
         self._calls = list[int]()
         """Tokens that each call has read."""
         self._state: LMState | None = None
@@ -91,8 +92,8 @@ class Session:
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
         self._check_positions(ids)
-        self._ids += ids
-        self._drawn += [False] * len(ids)
+        self._ids.extend(ids)
+        self._drawn.extend([False] * len(ids))
 
     @torch.inference_mode()
     def say(
@@ -137,15 +138,15 @@ class Session:
         if self._state is None:
             return rows.add(unread[1:], **settings)
         sampling = settings.get("sampling", SamplingConfig())
-        recent = [id for id in self._ids if id != END_OF_TEXT_ID][-sampling.repetition_window :]
-        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn)])
+        recent = self._recent(sampling.repetition_window)
+        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
         return rows.add("", conversation=talk, **settings)
 
     def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
         """Let a row go that has drawn `ids`, one at least, and go on from there."""
         talk, unread = rows.remove(row), len(self._ids) - self._read
-        self._ids += ids
-        self._drawn += [True] * len(ids)
+        self._ids.extend(ids)
+        self._drawn.extend([True] * len(ids))
         text = [min(rows.chunk, unread - start) for start in range(0, unread, rows.chunk)]
         for count in [*text, *[1] * (len(ids) - 1)]:
             self._count(count)
@@ -191,11 +192,11 @@ class Session:
         """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
         it. StorageError when it cannot be written."""
         state = self._rows.model.init_state(1) if self._state is None else self._state
-        recent = [id for id in self._ids if id != END_OF_TEXT_ID][-SamplingConfig.repetition_window :]
-        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn)]}
+        recent = self._recent(SamplingConfig.repetition_window)
+        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
         own: dict[str, Any] = {
-            "ids": self._ids,
-            "drawn": [int(drawn) for drawn in self._drawn],
+            "ids": self._ids[:],
+            "drawn": [int(drawn) for drawn in self._drawn[:]],
             "calls": self._calls,
         }
         own |= {"before": self._before}
@@ -230,7 +231,8 @@ class Session:
         fields = _checked(own, talk, tokenizer.vocab_size)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
-        session._ids, session._drawn, session._calls, session._before = fields
+        session._ids, session._drawn = _Log(fields[0]), _Log(fields[1])
+        session._calls, session._before = fields[2:]
         if session._calls or session._before == 0:
             session._state, session._foreign = state.to(model.device), True
             session._mark(len(session._calls), session._state.fork())
@@ -242,6 +244,15 @@ class Session:
                 session._link(session._ids[start : start + count])
         return session
 
+    def _recent(self, window: int) -> list[int]:
+        """The last tokens of the text, ends of documents left out."""
+        found, end = list[int](), len(self._ids)
+        while end > 0 and len(found) < window:
+            start = max(0, end - window)
+            found = [id for id in self._ids[start:end] if id != END_OF_TEXT_ID] + found
+            end = start
+        return found[-window:]
+
     @property
     def _read(self) -> int:
         """Tokens that calls have read."""
@@ -251,14 +262,14 @@ class Session:
         positions = self._rows.model.config.positions
         if positions == 0:
             return
-        length = [END_OF_TEXT_ID, *self._ids, *ids][::-1].index(END_OF_TEXT_ID) + 1
+        length = [END_OF_TEXT_ID, *self._ids[:], *ids][::-1].index(END_OF_TEXT_ID) + 1
         require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
         """A session of the first T tokens, of which so many calls have made the state."""
         rows = self._rows
         own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
-        own._ids, own._drawn, own._before = self._ids[:T], self._drawn[:T], self._before
+        own._ids, own._drawn, own._before = self._ids.cut(T), self._drawn.cut(T), self._before
         own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
@@ -309,6 +320,44 @@ class Session:
         while len(self._marks) > 1 and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
             for made in sorted(self._marks)[-2::-2]:
                 del self._marks[made]
+
+
+class _Log(Generic[T]):
+    """A list that only grows, and whose copies share what it has: a thousand forks of a long text have it once."""
+
+    def __init__(self, items: list[T]) -> None:
+        self._shared: list[list[T]] = []
+        self._own = items
+
+    def __len__(self) -> int:
+        return len(self._own) + sum(map(len, self._shared))
+
+    def extend(self, items: Sequence[T]) -> None:
+        self._own.extend(items)
+
+    def __getitem__(self, where: slice) -> list[T]:
+        """The items from `start` on, up to `stop`."""
+        start, stop, _ = where.indices(len(self))
+        found, at = list[T](), 0
+        for part in (*self._shared, self._own):
+            found += part[max(0, start - at) : max(0, stop - at)]
+            at += len(part)
+        return found
+
+    def cut(self, count: int) -> "_Log[T]":
+        """A copy of the first `count`."""
+        if self._own:
+            self._shared, self._own = [*self._shared, self._own], []
+        copy, left = _Log[T]([]), count
+        for part in self._shared:
+            if left >= len(part):
+                copy._shared.append(part)
+            else:
+                copy._own = part[:left]
+            left -= min(left, len(part))
+            if left == 0:
+                break
+        return copy
 
 
 def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:

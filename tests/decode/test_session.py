@@ -1,6 +1,7 @@
 """A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
 
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -175,3 +176,17 @@ def test_seeds_go_on_where_they_were(perspective, tokenizer) -> None:
     sampling = SamplingConfig(temperature=1.5, seed=9)
     one, two = (Session(perspective, tokenizer).read("The cat") for _ in range(2))
     assert one.say(12, sampling=sampling) == two.say(5, sampling=sampling) + two.say(7, sampling=sampling)
+
+
+def test_forks_share_a_long_text(perspective, tokenizer) -> None:
+    session = Session(perspective, tokenizer)
+    session.append(prompt_of(200_000, 1))
+    tracemalloc.start()
+    forks = [session.fork() for _ in range(50)]
+    for fork in forks:
+        fork.append([5, 6])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000, "fifty copies would have 160 MB"
+    assert forks[0].append([7]) is None and forks[0].tokens[-4:] == [*session.tokens[-1:], 5, 6, 7]
+    assert forks[1].tokens == [*session.tokens, 5, 6]

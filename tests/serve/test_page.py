@@ -13,13 +13,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import uvicorn
 from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
 
+from perspectron.decode.store import PrefixStore
+from perspectron.opening import open_model
+from perspectron.serve.engine import Engine
+from perspectron.serve.states import States
 from perspectron.serve.web.app import Served, create
 from tests.serve.conftest import served
 
@@ -116,15 +119,10 @@ def test_type_go_on_fork_and_return(tmp_path, tokenizer) -> None:
 
 def pictures(run: Path, folder: Path) -> None:
     """The page in light and dark, and on a phone."""
-    from perspectron.opening import open_model
-
-    opened = open_model(run)
-    one = served(Path(tempfile.mkdtemp()), opened.tokenizer)
-    from perspectron.decode.store import PrefixStore
-    from perspectron.serve.engine import Engine
-
+    opened, folder_of = open_model(run), Path(tempfile.mkdtemp())
     engine = Engine(opened.model, opened.tokenizer, store=PrefixStore(opened.model))
-    with serving(replace(one, name=run.name, engine=engine, largest=400)) as url:
+    kept, slots = States(folder_of / "states"), States(folder_of / "slots")
+    with serving(Served(run.name, engine, opened.tokenizer, kept, slots, 400)) as url:
         for name, scheme, width in (
             ("light", "light", 1100),
             ("dark", "dark", 1100),
