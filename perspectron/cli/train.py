@@ -18,7 +18,7 @@ from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, PerspectronError, StorageError
 from perspectron.files import locked, read_text, remove
-from perspectron.machine import pick_device
+from perspectron.machine import keep_memory, pick_device
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
@@ -169,6 +169,7 @@ def fit(
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
     pick_device(config.train.device)
+    keep_memory()
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK):
         trainer, before = None, {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
