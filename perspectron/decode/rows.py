@@ -37,9 +37,9 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of one row. id: the token drawn, None after an error. text: what has become certain, perhaps nothing:
-    whole characters, and nothing that may begin a stop string. finished: why the row ends here; None while it goes
-    on. logprob: of the token, in nats, by the model itself, before any setting changed its logits. likely: the most
+    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
+    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
+    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits. likely: the most
     likely tokens and their logprobs, as many as the row asked for."""
 
     row: int
@@ -158,7 +158,7 @@ class _Batch:
 
 
 class Rows:
-    """Rows under way on one model: `add` one, call `step` for a token of each, `remove` it.
+    """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
 
     Rows join and leave between any two steps. A prompt is read alone, `chunk` tokens in a step, so that a long one does
     not keep the others waiting and nobody else's text changes a bit of what is read; a row draws its first token in the
@@ -216,7 +216,7 @@ class Rows:
         stream: int | None = None,
         logprobs: int | None = None,
     ) -> int:
-        """Let a row join: its handle. It is read and drawn from in the next steps.
+        """Add a row and return its handle. The following steps read its prompt and draw from it.
 
         prompt: a text or its ids. Without `conversation` the end-of-text token is read first, and a prompt needs at
         least one token. With one, of one row, which is used up, the prompt follows what stands there, and may be
@@ -241,7 +241,7 @@ class Rows:
         if own.rows != 1:
             raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
         if own.state.model not in (None, model.number):
-            raise StateError("add: the conversation is of another model; go on with the model that began it")
+            raise StateError("add: the conversation belongs to another model; use the model that began it")
         check_ids(ids if conversation is None else [*own.pending[0], *ids], V, handle)
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
@@ -274,7 +274,7 @@ class Rows:
 
     @torch.inference_mode()
     def conversation(self, row: int) -> Conversation:
-        """What is needed to go on from here, as a copy; the row stays. StateError: a row that is not there."""
+        """A copy of what is needed to continue from here; the row stays. StateError for a row that does not exist."""
         own = self._own(row)
         if own.state is None and own in self._drawing.rows:
             assert self._drawing.state is not None
@@ -283,7 +283,8 @@ class Rows:
 
     @torch.inference_mode()
     def remove(self, row: int) -> Conversation:
-        """Let a row go, finished or not: what is needed to go on from there. StateError: a row that is not there."""
+        """Remove a row, finished or not, and return what is needed to continue it. StateError for a row that does not
+        exist."""
         own = self._own(row)
         if own in self._drawing.rows:
             self._drawing.leave([own])
