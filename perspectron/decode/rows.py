@@ -39,8 +39,8 @@ class Vocabulary(Protocol):
 class Piece:
     """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
     certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
-    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits. likely: the most
-    likely tokens and their logprobs, as many as the row asked for."""
+    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
+    likely: the most likely tokens and their logprobs, as many as the row asked for."""
 
     row: int
     id: int | None
