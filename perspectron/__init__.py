@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
     from perspectron.config import ModelConfig
+    from perspectron.decode.session import Session
     from perspectron.errors import PerspectronError
     from perspectron.model import LanguageModel, Output
     from perspectron.opening import load
@@ -19,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "Output",
     "PerspectronError",
+    "Session",
     "build",
     "load",
     "load_extra",
@@ -42,6 +44,7 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
 
 _MODULES = {
     "config": ("ModelConfig",),
+    "decode.session": ("Session",),
     "errors": ("PerspectronError",),
     "model": ("LanguageModel", "Output"),
     "opening": ("load",),

@@ -183,6 +183,17 @@ class Stateful(Protocol):
     def fingerprint(self) -> str: ...
 
 
+class Frozen:
+    """A model whose weights stay as they are, for many states: its fingerprint, a digest of all of them, is taken
+    once."""
+
+    def __init__(self, model: Stateful) -> None:
+        self.config, self.init_state, self._digest = model.config, model.init_state, model.fingerprint()
+
+    def fingerprint(self) -> str:
+        return self._digest
+
+
 def save_state(
     path: Path | str, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None
 ) -> None:
@@ -190,6 +201,19 @@ def save_state(
 
     The file is written atomically. StorageError if it cannot be written.
     """
+    tensors, header = _packed(path, state, model, extra)
+    with atomic(Path(path)) as temporary:
+        save_tensors(temporary, tensors, header)
+
+
+def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
+    """`save_state`, but neither atomic by itself nor waiting for the disk. OSError when it cannot be written."""
+    save_tensors(path, *_packed(path, state, model, extra))
+
+
+def _packed(
+    path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for where, value in pytree.tree_leaves_with_path(state):
@@ -208,12 +232,16 @@ def save_state(
     except ValueError as error:
         raise StateError(f"{path}: extra cannot be kept as JSON ({error})") from None
     header["digest"] = _digest(header, tensors)
-    with atomic(Path(path)) as temporary:
-        save_tensors(temporary, tensors, header)
+    return tensors, header
 
 
 def load_state(path: Path | str, model: Stateful) -> LMState:
-    """Read a state saved by `save_state`, on the CPU.
+    """Read a state saved by `save_state`, on the CPU; StateError as `read_state`."""
+    return read_state(path, model)[0]
+
+
+def read_state(path: Path | str, model: Stateful) -> tuple[LMState, dict[str, Any]]:
+    """Read a state saved by `save_state`, on the CPU, and the `extra` that was saved with it.
 
     StateError if the file is missing or damaged, was saved by another model (config or weights differ), or does not
     match this model's states: every tensor must have the shape and type that `init_state` gives, and every count must
@@ -253,7 +281,7 @@ def load_state(path: Path | str, model: Stateful) -> LMState:
         _check_counts(loaded, model.config.positions)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
-    return dataclasses.replace(loaded, model=start.model)
+    return dataclasses.replace(loaded, model=start.model), _json(path, header, "extra")
 
 
 def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> None:

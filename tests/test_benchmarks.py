@@ -30,6 +30,7 @@ SCRIPTS = {
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
     "layer_times": [],
+    "sessions": [],
     "step": ["--rows", "4"],
 }
 CONDITIONS = {

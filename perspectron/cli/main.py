@@ -21,6 +21,7 @@ COMMANDS = {
     "quickstart": "quickstart:Quickstart",
     "train": "train:Train",
     "generate": "generate:Generate",
+    "serve": "serve:Serve",
     "eval": "evaluate:Eval",
     "inspect": "inspect:Inspect",
     "list": "list:List",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perspectron.errors import StateError
-from perspectron.state import LMState, Stateful, load_extra, load_state, save_state
+from perspectron.state import LMState, Stateful, read_state, save_state
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ class Conversation:
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":
         """Read a saved conversation. StateError if the file is missing, damaged, of another model, or a bare state."""
-        state = load_state(path, model)
-        fields: Any = load_extra(path).get("conversation")
+        return cls.of(path, *read_state(path, model))
+
+    @classmethod
+    def of(cls, path: Path | str, state: LMState, extra: dict[str, Any]) -> "Conversation":
+        """The conversation of a state and what was saved with it. StateError: the file at `path` has none."""
+        fields: Any = extra.get("conversation")
         if not _are_conversation_fields(fields, state.batch_size):
             raise StateError(f"{path}: not a conversation, lacks its pending, recent and drawn tokens")
         return cls(state, fields["pending"], fields["recent"], fields["drawn"])

@@ -7,8 +7,9 @@ import torch
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import CHUNK
+from perspectron.decode.rows import Finish, Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.session import Finish, Session, Vocabulary
 from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.model import LanguageModel
 
@@ -40,7 +41,7 @@ def generate(
     conversation: Conversation | None = None,
     on_text: Callable[[int, str], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
-    chunk: int = 512,
+    chunk: int = CHUNK,
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
@@ -57,19 +58,17 @@ def generate(
     left; NonFiniteError if the logits are not finite.
     """
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
-    B, session = len(prompts), Session(model, tokenizer, chunk=chunk)
+    B, rows = len(prompts), Rows(model, tokenizer, chunk=chunk)
     if conversation is not None and conversation.rows != B:
-        rows = conversation.rows
-        raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {rows}")
+        known = conversation.rows
+        raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
-        session.add(
-            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row
-        )
+        rows.add(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row)
     texts, ids, finished = [""] * B, [list[int]() for _ in range(B)], dict[int, Finish]()
-    while session.active:
-        pieces = session.step()
-        if on_read is not None and (all_read := session.read)[1]:
+    while rows.active:
+        pieces = rows.step()
+        if on_read is not None and (all_read := rows.read)[1]:
             on_read(*all_read)
         for piece in pieces:
             if piece.finished == "error" or piece.id is None:
@@ -82,5 +81,5 @@ def generate(
                 on_text(piece.row, piece.text)
             if piece.finished is not None:
                 finished[piece.row] = piece.finished
-    after = Conversation.stack([session.remove(row) for row in range(B)])
+    after = Conversation.stack([rows.remove(row) for row in range(B)])
     return Generation(texts, ids, [finished[row] for row in range(B)], after)

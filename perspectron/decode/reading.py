@@ -16,10 +16,18 @@ from perspectron.state import LMState
 END_OF_TEXT_ID = 0
 """The id that stands before every document. Models are trained to remember nothing across it."""
 
+CHUNK = 128
+"""Tokens of a text that are read at once. Another number gives other last bits, so there is one for all: chunks begin
+at multiples of it, counted from where the text begins, and a text that was cut is read as the whole would be."""
+
 
 @torch.inference_mode()
 def prefill(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], state: LMState | None = None, *, chunk: int = 512
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    state: LMState | None = None,
+    *,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, LMState]:
     """Read a batch of prompts of any lengths ≥ 1 after `state`, which is used up: (the logits [B,V] after each
     row's last token, the new state).

@@ -1,306 +1,378 @@
-"""Generation step by step, with rows that join and leave at any time.
+"""One text and its memory: read, say, fork, go back to any token, keep in a file."""
 
-Shapes: B batch, D model width, V vocabulary.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from perspectron.config import require
-from perspectron.decode import reading
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import END_OF_TEXT_ID, check_ids, check_room
-from perspectron.decode.sampling import SamplingConfig, non_finite, sample
-from perspectron.decode.text import TextStream
-from perspectron.errors import StateError
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, read
+from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.store import PrefixStore
+from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.state import LMState, Stateful, read_state, save_state
 
-Finish = Literal["stop", "end", "length", "error"]
-"""At a stop string, at the end-of-text token, at `max_tokens`, or because the logits were not finite."""
-
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that generating needs."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]: ...
-    def token_bytes(self, id: int) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
-    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
-    while it continues."""
-
-    row: int
-    id: int | None
-    text: str
-    finished: Finish | None
-
-
-@dataclass(eq=False)
-class _Row:
-    """One row, from `add` to `remove`."""
-
-    handle: int
-    unread: list[int]
-    """Tokens to read before the next draw: the prompt, later the last token drawn."""
-    fresh: bool
-    """It has read nothing yet, and goes on from nothing."""
-    recent: list[int]
-    drawn: int
-    left: int
-    """Tokens it may still draw."""
-    sampling: SamplingConfig
-    stream: int
-    text: TextStream
-    state: LMState | None
-    """Of this row alone, while it stands in no batch: before its first chunk (None where it begins) and at its end."""
-    start: int = 0
-    """Tokens of `unread` that are read."""
-    finished: Finish | None = None
-
-    def rest(self) -> list[int]:
-        """Tokens that are not read."""
-        return self.unread[self.start :]
-
-    def take(self, id: int, data: bytes) -> Piece:
-        """Count a drawn token in."""
-        self.unread, self.start = [id], 0
-        self.drawn += 1
-        self.left -= 1
-        text = self.text.push(data)
-        if id == END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
-            self.finished = "end"
-        else:
-            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
-            if self.text.stopped:
-                self.finished = "stop"
-            elif self.left == 0:
-                self.finished = "length"
-        if self.finished is not None:
-            text += self.text.flush()
-        return Piece(self.handle, id, text, self.finished)
-
-    def fail(self) -> Piece:
-        """End without a token."""
-        self.finished = "error"
-        return Piece(self.handle, None, self.text.flush(), "error")
-
-
-@dataclass
-class _Batch:
-    """Rows whose states stand in one `LMState`, in their order."""
-
-    rows: list[_Row] = field(default_factory=list)
-    state: LMState | None = None
-
-    def join(self, rows: list[_Row], states: list[LMState]) -> None:
-        """Let rows in; `states` together have as many rows."""
-        self.rows = [*self.rows, *rows]
-        states = states if self.state is None else [self.state, *states]
-        self.state = states[0] if len(states) == 1 else LMState.stack(states)
-
-    def leave(self, rows: list[_Row]) -> LMState:
-        """Let rows out: their state, in the batch's order. Where none stays, it is the batch's own, and no copy."""
-        assert self.state is not None
-        whole = self.state
-        goes = [at for at, row in enumerate(self.rows) if row in rows]
-        stays = [at for at, row in enumerate(self.rows) if row not in rows]
-        self.rows = [self.rows[at] for at in stays]
-        self.state = whole.select(stays) if stays else None
-        return whole.select(goes) if stays else whole
+T = TypeVar("T")
+MARKED = 256 << 20  # bytes of states that `at` may begin at
 
 
 class Session:
-    """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
+    """A text that a model reads and goes on with, and the memory of it.
 
-    Rows join and leave between any two steps. A row's text depends on its own prompt, settings, seed and stream: the
-    other rows change its logits by rounding alone. Prompts are read `chunk` tokens in a step, so that a long one does
-    not keep the others waiting; a row draws its first token in the step that reads the end of its prompt.
-    A row's handle is a number that is never used again. Not for several threads at once.
+    What it draws is a function of the calls alone: where a text was cut into pieces, whether the session was forked,
+    saved and loaded, or brought back to an earlier token changes no bit. Up to `chunk` tokens wait until they are
+    needed. store: texts begin at the longest prefix that is stored there. Not for several threads at once.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Vocabulary, *, chunk: int = 512) -> None:
-        require(chunk >= 1, "chunk", chunk, "≥ 1")
-        V, known = tokenizer.vocab_size, model.config.vocab_size
-        require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
-        self.model, self.tokenizer, self.chunk = model, tokenizer, chunk
-        self._rows: dict[int, _Row] = {}
-        self._joining: list[_Row] = []
-        self._reading, self._drawing = _Batch(), _Batch()
-        self._next = 0
-
-    @property
-    def active(self) -> list[int]:
-        """Handles of the rows that have not finished."""
-        return [handle for handle, row in self._rows.items() if row.finished is None]
-
-    @property
-    def read(self) -> tuple[int, int]:
-        """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
-        rows = [*self._joining, *self._reading.rows]
-        return sum(row.start for row in rows), sum(len(row.unread) for row in rows)
-
-    def add(
+    def __init__(
         self,
-        prompt: str | Sequence[int],
+        model: LanguageModel,
+        tokenizer: Vocabulary,
         *,
-        max_tokens: int,
+        chunk: int = CHUNK,
+        store: PrefixStore | None = None,
+    ) -> None:
+        self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
+        self._kin: Stateful = model if store is None else store.model
+        self._ids, self._drawn = _Log([END_OF_TEXT_ID]), _Log([False])
+        self._calls = list[int]()
+        """Tokens that each call has read."""
+        self._state: LMState | None = None
+        """After these calls; None before the first."""
+        self._marks = dict[int, LMState]()
+        """States after so many calls, from which `at` goes on."""
+        self._keys: list[bytes] | None = None if store is None else []
+        self._foreign = False
+        """The state comes from a file: what is read after it is not for the store, where others would begin with it."""
+        self._seconds = 0.0
+        self._before = 1
+        """Tokens at the start that are none of the text's."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are read at once."""
+        return self._rows.chunk
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids of the text, drawn ones and those of stop strings included."""
+        return self._ids[self._before :]
+
+    @property
+    def text(self) -> str:
+        """All that was read and said."""
+        data = b"".join(map(self._rows.tokenizer.token_bytes, self.tokens))
+        return data.decode("utf-8", errors="replace")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return 0 if self._state is None else self._state.nbytes
+
+    @torch.inference_mode()
+    def read(self, text: str | Sequence[int]) -> "Session":
+        """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
+        table of learned positions has."""
+        self.append(text)
+        self._look_up()
+        while len(self._ids) - self._read > self._rows.chunk:
+            self._call(self._rows.chunk)
+        return self
+
+    def append(self, text: str | Sequence[int]) -> None:
+        """Go on with a text that waits until it is needed; errors as `read`."""
+        tokenizer = self._rows.tokenizer
+        ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if ids:
+            check_ids(ids, tokenizer.vocab_size, 0)
+        self._check_positions(ids)
+        self._ids.extend(ids)
+        self._drawn.extend([False] * len(ids))
+
+    @torch.inference_mode()
+    def say(
+        self,
+        max_tokens: int = 200,
+        *,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
         stop: Sequence[str] = (),
-        conversation: Conversation | None = None,
-        stream: int | None = None,
-    ) -> int:
-        """Add a row and return its handle. The following steps read its prompt and draw from it.
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
+        it. On an error or an interruption the session stays as it was before.
 
-        prompt: a text or its ids. Without `conversation` the end-of-text token is read first, and a prompt needs at
-        least one token. With one, of one row, which is used up, the prompt follows what stands there, and may be
-        empty. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
-        ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, more tokens than a table
-        of learned positions has left. StateError: a conversation of another model, or of several rows.
+        ConfigError: nothing was read yet, a number out of bounds, more tokens than a table of learned positions has
+        left. NonFiniteError: the model gave logits that are not finite.
         """
-        require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
-        require(not isinstance(stop, str), "stop", stop, "a list of strings")
-        require(all(stop), "stop", list(stop), "strings of at least one character")
-        handle, model, V = self._next, self.model, self.tokenizer.vocab_size
-        stream = handle if stream is None else stream
-        require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        own = (
-            Conversation(LMState(()), [[END_OF_TEXT_ID]], [[]], [0]) if conversation is None else conversation
+        rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
+        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0)
+        try:
+            while rows.active:
+                for piece in rows.step():
+                    if piece.id is None:
+                        raise NonFiniteError(f"logits after {len(self._ids)} tokens: must be finite")
+                    ids.append(piece.id)
+                    if len(ids) % rows.chunk == 0:
+                        marks[len(ids)] = rows.conversation(handle).state
+                    pieces.append(piece.text)
+                    if piece.text and on_text is not None:
+                        on_text(piece.text)
+        except BaseException:
+            rows.remove(handle)
+            raise
+        self.leave(rows, handle, ids)
+        for drawn, state in marks.items():
+            self._mark(len(self._calls) - len(ids) + drawn, state)
+        return "".join(pieces)
+
+    def enter(self, rows: Rows, **settings: Any) -> int:
+        """Let the text join others under way, with the settings of `Rows.add`: its row. Until it leaves the session is
+        as it was. ConfigError as `Rows.add`."""
+        unread = self._ids[self._read :]
+        if self._state is None:
+            return rows.add(unread[1:], **settings)
+        sampling = settings.get("sampling", SamplingConfig())
+        recent = self._recent(sampling.repetition_window)
+        talk = Conversation(self._state.fork(), [unread], [recent], [sum(self._drawn[:])])
+        return rows.add("", conversation=talk, **settings)
+
+    def leave(self, rows: Rows, row: int, ids: Sequence[int]) -> None:
+        """Let a row go that has drawn `ids`, one at least, and go on from there."""
+        talk, unread = rows.remove(row), len(self._ids) - self._read
+        self._ids.extend(ids)
+        self._drawn.extend([True] * len(ids))
+        text = [min(rows.chunk, unread - start) for start in range(0, unread, rows.chunk)]
+        for count in [*text, *[1] * (len(ids) - 1)]:
+            self._count(count)
+        self._state = talk.state
+        self._mark(len(self._calls), self._state.fork())
+
+    def fork(self) -> "Session":
+        """An independent session that has read and said the same."""
+        return self._cut(len(self._ids), len(self._calls), self._state)
+
+    @torch.inference_mode()
+    def at(self, token: int) -> "Session":
+        """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
+        is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
+        require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
+        T = token + self._before
+        calls = sum(end < T for end in accumulate(self._calls))
+        if calls == len(self._calls):
+            return self._cut(T, calls, self._state)
+        known = max((made for made in self._marks if made <= calls), default=0)
+        earlier, store = self._cut(T, known, self._marks.get(known)), self._rows.store
+        found = None if store is None or not self._keys else store.find(self._keys[:calls])
+        if found is not None and found.calls > known:
+            earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
+            earlier._foreign = False
+        while len(earlier._calls) < calls:
+            earlier._call(self._calls[len(earlier._calls)])
+        return earlier
+
+    def common(self, ids: Sequence[int]) -> "Session":
+        """The session as it was where its text and this one part; one that has not begun, where that would have to be
+        read again or a token of it was drawn, and so was not read as a prompt is."""
+        same = next(
+            (at for at, (own, id) in enumerate(zip(self.tokens, ids, strict=False)) if own != id), None
         )
-        if own.rows != 1:
-            raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
-        if own.state.model not in (None, model.number):
-            raise StateError("add: the conversation belongs to another model; use the model that began it")
-        check_ids(ids if conversation is None else [*own.pending[0], *ids], V, handle)
-        state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
-        unread = [*own.pending[0], *ids]
-        length = 0 if state is None or state.length_B is None else int(state.length_B[0])
-        check_room(model.config.positions, length, unread, max_tokens, handle)
-        recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
-        self._rows[handle] = row = _Row(
-            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop), state
-        )  # fmt: skip
-        self._joining.append(row)
-        self._next += 1
-        return handle
+        token = min(len(self.tokens), len(ids)) if same is None else same
+        T = token + self._before
+        if self._before == 0 or self._read >= T or any(self._drawn[:T]):
+            return Session(self._rows.model, self._rows.tokenizer, chunk=self.chunk, store=self._rows.store)
+        return self._cut(T, len(self._calls), self._state)
 
-    @torch.inference_mode()
-    def step(self) -> list[Piece]:
-        """Read a chunk of each prompt that is not read yet, and draw one token for every row that is: their pieces, in
-        the order of the handles. Where no row is active, no pieces.
+    def save(self, path: Path | str, *, extra: dict[str, Any] | None = None) -> None:
+        """Write to one file, whole or not at all; `generate --load-state` takes it too. extra: any JSON to be kept with
+        it. StorageError when it cannot be written."""
+        state = self._rows.model.init_state(1) if self._state is None else self._state
+        recent = self._recent(SamplingConfig.repetition_window)
+        talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
+        own: dict[str, Any] = {
+            "ids": self._ids[:],
+            "drawn": [int(drawn) for drawn in self._drawn[:]],
+            "calls": self._calls,
+        }
+        own |= {"before": self._before}
+        save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
-        A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
-        cannot go on.
-        """
-        logits = [*self._advance(), *self._read()]
-        pieces = self._draw(torch.cat(logits).cpu()) if logits else []
-        over = [row for row in self._drawing.rows if row.finished is not None]
-        if over:
-            state = self._drawing.leave(over)
-            for at, row in enumerate(over):
-                row.state = state if len(over) == 1 else state.take(at)
-        return sorted(pieces, key=lambda piece: piece.row)
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        chunk: int = CHUNK,
+        store: PrefixStore | None = None,
+    ) -> "Session":
+        """Read a saved session, or a conversation of one row, whose text then begins with its last token: what was
+        before is remembered but not known. StateError: missing, damaged, of another model, or neither of the two."""
+        return cls(model, tokenizer, chunk=chunk, store=store).loaded(path)
 
-    @torch.inference_mode()
-    def conversation(self, row: int) -> Conversation:
-        """A copy of what is needed to continue from here; the row stays. StateError for a row that does not exist."""
-        own = self._own(row)
-        batch = self._batch_of(own)
-        if batch is not None and batch.state is not None:
-            return _conversation(own, batch.state.take(batch.rows.index(own)))
-        return _conversation(own, self._state_of(own).fork())
+    def loaded(self, path: Path | str) -> "Session":
+        """A saved session of the same model, as `load` reads it."""
+        model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
+        state, extra = read_state(path, self._kin)
+        talk = Conversation.of(path, state, extra)
+        session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
+        own: Any = extra.get("session")
+        if own is None:
+            if talk.rows != 1:
+                raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
+            ids = talk.pending[0]
+            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0}
+        fields = _checked(own, talk, tokenizer.vocab_size)
+        if fields is None:
+            raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
+        session._ids, session._drawn = _Log(fields[0]), _Log(fields[1])
+        session._calls, session._before = fields[2:]
+        if session._calls or session._before == 0:
+            session._state, session._foreign = state.to(model.device), True
+            session._mark(len(session._calls), session._state.fork())
+        if store is not None and session._before == 0:
+            session._keys = None
+        elif store is not None:
+            session._keys = []
+            for start, count in zip(accumulate(session._calls, initial=0), session._calls, strict=False):
+                session._link(session._ids[start : start + count])
+        return session
 
-    @torch.inference_mode()
-    def remove(self, row: int) -> Conversation:
-        """Remove a row, finished or not, and return what is needed to continue it. StateError for a row that does not
-        exist."""
-        own = self._own(row)
-        if (batch := self._batch_of(own)) is not None:
-            own.state = batch.leave([own])
-        elif own in self._joining:
-            self._joining.remove(own)
-        del self._rows[row]
-        return _conversation(own, self._state_of(own))
+    def _recent(self, window: int) -> list[int]:
+        """The last tokens of the text, ends of documents left out."""
+        found, end = list[int](), len(self._ids)
+        while end > 0 and len(found) < window:
+            start = max(0, end - window)
+            found = [id for id in self._ids[start:end] if id != END_OF_TEXT_ID] + found
+            end = start
+        return found[-window:]
 
-    def _own(self, row: int) -> _Row:
-        if row not in self._rows:
-            raise StateError(
-                f"row {row} is not there: the session has {len(self._rows)} rows, {list(self._rows)}"
-            )
-        return self._rows[row]
+    @property
+    def _read(self) -> int:
+        """Tokens that calls have read."""
+        return sum(self._calls)
 
-    def _batch_of(self, row: _Row) -> _Batch | None:
-        return next((batch for batch in (self._reading, self._drawing) if row in batch.rows), None)
+    def _check_positions(self, ids: list[int]) -> None:
+        positions = self._rows.model.config.positions
+        if positions == 0:
+            return
+        length = [END_OF_TEXT_ID, *self._ids[:], *ids][::-1].index(END_OF_TEXT_ID) + 1
+        require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
-    def _state_of(self, row: _Row) -> LMState:
-        """The state of a row that stands in no batch."""
-        return self.model.init_state(1) if row.state is None else row.state
+    def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
+        """A session of the first T tokens, of which so many calls have made the state."""
+        rows = self._rows
+        own = Session(rows.model, rows.tokenizer, chunk=rows.chunk, store=rows.store)
+        own._ids, own._drawn, own._before = self._ids.cut(T), self._drawn.cut(T), self._before
+        own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
+        own._state = None if state is None else state.fork()
+        own._foreign = self._foreign and state is not None
+        own._marks = {made: mark for made, mark in self._marks.items() if made <= calls}
+        return own
 
-    def _advance(self) -> list[Tensor]:
-        """Read the last token of each row that is drawn from: their logits [B,V]; none where there is no row."""
-        batch = self._drawing
-        if not batch.rows:
-            return []
-        last_B1 = torch.tensor([row.unread for row in batch.rows], device=self.model.device)
-        hidden_B1D, batch.state, _ = self.model.hidden(last_B1, batch.state, consume_state=True)
-        for row in batch.rows:
-            row.start = 1
-        return [self.model.head(hidden_B1D)[:, 0, : self.tokenizer.vocab_size]]
+    def _call(self, count: int) -> None:
+        """Read the next tokens."""
+        model, store, start = self._rows.model, self._rows.store, time.perf_counter()
+        state = model.init_state(1) if self._state is None else self._state
+        part = self._ids[self._read : self._read + count]
+        last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
+        self._seconds += time.perf_counter() - start
+        self._count(count)
+        if store is not None and self._keys is not None and not self._foreign:
+            store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
+        self._mark(len(self._calls), self._state.fork())
 
-    def _read(self) -> list[Tensor]:
-        """Read a chunk of each prompt; rows that come to its end are drawn from now on: their logits [B,V]."""
-        batch, joining = self._reading, self._joining
-        if joining:
-            self._joining = []
-            begin = [row for row in joining if row.state is None]
-            goes_on = [row for row in joining if row.state is not None]
-            states = [self.model.init_state(len(begin))] if begin else []
-            batch.join(
-                [*begin, *goes_on], [*states, *(row.state for row in goes_on if row.state is not None)]
-            )
-            for row in goes_on:
-                row.state = None
-        if batch.state is None:
-            return []
-        parts = [row.unread[row.start : row.start + self.chunk] for row in batch.rows]
-        fresh = [row.fresh and row.start == 0 for row in batch.rows]
-        last_BD, batch.state = reading.read(self.model, parts, batch.state, fresh=fresh)
-        for row in batch.rows:
-            row.start = min(row.start + self.chunk, len(row.unread))
-        done = [row for row in batch.rows if row.start == len(row.unread)]
-        if not done:
-            return []
-        at = [batch.rows.index(row) for row in done]
-        self._drawing.join(done, [batch.leave(done)])
-        # A model may have more ids than its tokenizer knows.
-        return [self.model.head(last_BD[at])[:, : self.tokenizer.vocab_size]]
+    def _look_up(self) -> None:
+        """Take from the store what it has of the calls to come."""
+        store, read, chunk = self._rows.store, self._read, self._rows.chunk
+        if store is None or self._keys is None:
+            return
+        keys = list(self._keys)
+        for start in range(read, len(self._ids) - chunk, chunk):
+            keys.append(store.link(keys[-1] if keys else store.root, self._ids[start : start + chunk]))
+        found = store.find(keys[len(self._keys) :]) if len(keys) > len(self._keys) else None
+        if found is not None:
+            self._state, self._seconds = found.state.to(self._rows.model.device), found.seconds
+            for _ in range(found.calls):
+                self._count(chunk)
+            self._mark(len(self._calls), self._state.fork())
 
-    def _draw(self, logits_BV: Tensor) -> list[Piece]:
-        """One token for each row that is drawn from."""
-        rows, bad = self._drawing.rows, non_finite(logits_BV)
-        pieces = [rows[at].fail() for at in bad]
-        good = [at for at in range(len(rows)) if at not in bad]
-        drawn = [rows[at] for at in good]
-        ids = sample(
-            logits_BV[good] if bad else logits_BV,
-            [row.recent for row in drawn],
-            [row.drawn for row in drawn],
-            [row.sampling for row in drawn],
-            [row.stream for row in drawn],
-        )
-        tokens = zip(drawn, ids.tolist(), strict=True)
-        return pieces + [row.take(id, self.tokenizer.token_bytes(id)) for row, id in tokens]
+    def _count(self, count: int) -> None:
+        """Note that a call has read the next tokens."""
+        start = self._read
+        self._calls.append(count)
+        self._link(self._ids[start : start + count])
+
+    def _link(self, ids: list[int]) -> None:
+        if self._keys is not None and self._rows.store is not None:
+            store = self._rows.store
+            self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
+
+    def _mark(self, calls: int, state: LMState) -> None:
+        """Keep a state to go back to; where they become too many, every second one is let go, so that none is far."""
+        self._marks[calls] = state
+        while len(self._marks) > 1 and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
+            for made in sorted(self._marks)[-2::-2]:
+                del self._marks[made]
 
 
-def _conversation(row: _Row, state: LMState) -> Conversation:
-    return Conversation(state, [row.rest()], [list(row.recent)], [row.drawn])
+class _Log(Generic[T]):
+    """A list that only grows, and whose copies share what it has: a thousand forks of a long text have it once."""
+
+    def __init__(self, items: list[T]) -> None:
+        self._shared: list[list[T]] = []
+        self._own = items
+
+    def __len__(self) -> int:
+        return len(self._own) + sum(map(len, self._shared))
+
+    def extend(self, items: Sequence[T]) -> None:
+        self._own.extend(items)
+
+    def __getitem__(self, where: slice) -> list[T]:
+        """The items from `start` on, up to `stop`."""
+        start, stop, _ = where.indices(len(self))
+        found, at = list[T](), 0
+        for part in (*self._shared, self._own):
+            found += part[max(0, start - at) : max(0, stop - at)]
+            at += len(part)
+        return found
+
+    def cut(self, count: int) -> "_Log[T]":
+        """A copy of the first `count`."""
+        if self._own:
+            self._shared, self._own = [*self._shared, self._own], []
+        copy, left = _Log[T]([]), count
+        for part in self._shared:
+            if left >= len(part):
+                copy._shared.append(part)
+            else:
+                copy._own = part[:left]
+            left -= min(left, len(part))
+            if left == 0:
+                break
+        return copy
+
+
+def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:
+    """The fields of a saved session; None unless they are of the types and of the lengths that go together."""
+    if not isinstance(own, dict) or set(own) != {"ids", "drawn", "calls", "before"} or talk.rows != 1:
+        return None
+    ids, drawn, calls, before = (own[name] for name in ("ids", "drawn", "calls", "before"))
+    if not all(
+        isinstance(field, list) and all(type(x) is int for x in field) for field in (ids, drawn, calls)
+    ):
+        return None
+    if not ids or not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
+        return None
+    if min(calls, default=1) < 1 or ids[sum(calls) :] != talk.pending[0] or not talk.pending[0]:
+        return None
+    if before not in ((0, 1) if not calls else (1,) if ids[0] == END_OF_TEXT_ID else (0,)):
+        return None
+    return ids, [drawn == 1 for drawn in drawn], calls, before

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from perspectron.config import one_of, require
 from perspectron.data.tokenizer import Tokenizer
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.session import Session
 from perspectron.errors import NonFiniteError
 from perspectron.eval.reading import CHUNK
 from perspectron.model import LanguageModel
@@ -76,18 +76,18 @@ class Answers:
         waiting = sorted(
             range(len(rows)), key=lambda i: len(rows[i]["prompt"])
         )  # the longest is last, and first
-        texts, request_of, session = [""] * len(rows), dict[int, int](), Session(self.model, self.tokenizer)
+        texts, request_of, under_way = [""] * len(rows), dict[int, int](), Rows(self.model, self.tokenizer)
         with torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype is not None):
-            while waiting or session.active:
-                while waiting and len(session.active) < self.batch_size:
+            while waiting or under_way.active:
+                while waiting and len(under_way.active) < self.batch_size:
                     i = waiting.pop()
-                    request_of[session.add(**rows[i], stream=i)] = i
-                for piece in session.step():
+                    request_of[under_way.add(**rows[i], stream=i)] = i
+                for piece in under_way.step():
                     if piece.finished == "error":
                         raise NonFiniteError(f"request {request_of[piece.row]}: the logits are not finite")
                     texts[request_of[piece.row]] += piece.text
                     if piece.finished is not None:
-                        session.remove(piece.row)
+                        under_way.remove(piece.row)
         return texts
 
     def _row(self, context: str, continuation: str) -> Row:
@@ -159,7 +159,7 @@ class Answers:
     def _prompt(
         self, context: str, until: tuple[str, ...], max_tokens: int | None, sampling: SamplingConfig
     ) -> dict[str, Any]:
-        """A row of a session. ConfigError for more tokens than a table of positions has."""
+        """A row of a under_way. ConfigError for more tokens than a table of positions has."""
         table = self.model.config.positions
         if max_tokens is None:
             max_tokens = min(MAX_TOKENS, table // 2) if table else MAX_TOKENS

@@ -98,6 +98,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("search", "--design", "gla", "--space", "space.toml", "--params", "120k", "--data", "text",
          "--out", "searched", "--tokens", "128", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32"),
         ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
+        ("serve", "--help"),
         ("lm-eval", "--help"),
     ]  # fmt: skip
     said = run(environment, tmp_path, commands)

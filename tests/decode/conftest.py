@@ -8,7 +8,7 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.decode.session import Piece, Session
+from perspectron.decode.rows import Piece, Rows
 from perspectron.model import LanguageModel, build, init
 from perspectron.state import LMState
 
@@ -28,7 +28,7 @@ def make(design: str) -> LanguageModel:
     return model
 
 
-def drain(session: Session) -> list[Piece]:
+def drain(session: Rows) -> list[Piece]:
     """All pieces of all rows, to the end."""
     pieces = []
     while session.active:

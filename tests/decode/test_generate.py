@@ -12,8 +12,8 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.session import Session
 from perspectron.errors import ConfigError, NonFiniteError, StateError
 from perspectron.model import LanguageModel, TokenEmbedding, init
 from perspectron.state import save_state
@@ -55,7 +55,7 @@ def test_batch_is_each_prompt_alone(
     assert len(set(batch.texts)) == 3
     for row, prompt in enumerate(PROMPTS):
         for same in (prompt, tokenizer.encode(prompt)):
-            session = Session(model, tokenizer)
+            session = Rows(model, tokenizer)
             session.add(same, max_tokens=30, sampling=sampling, stream=row)
             pieces = drain(session)
             assert [piece.id for piece in pieces] == batch.ids[row]

@@ -1,243 +1,192 @@
-"""A session: rows join and leave at any step, and each is as it would be alone."""
+"""A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
 
-import dataclasses
 import random
+import tracemalloc
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 
-from perspectron.data import Tokenizer
+from perspectron import presets
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
-from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.session import Piece, Session
+from perspectron.decode.session import Session
+from perspectron.decode.store import PrefixStore
 from perspectron.errors import ConfigError, StateError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
-from tests.decode.conftest import VOCAB, drain, make
+from perspectron.state import read_state, save_state
+from tests.decode.conftest import VOCAB, make
+from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
+from tests.decode.test_store import CHUNK, small
 
-GREEDY = SamplingConfig(temperature=0.0)
-SETTINGS = [
-    GREEDY,
-    SamplingConfig(temperature=0.8, seed=3),
-    SamplingConfig(temperature=1.2, min_p=0.01, repetition_penalty=1.3, seed=3),
-    SamplingConfig(temperature=2.0, top_k=50, top_p=0.9, repetition_window=4, seed=2**64 - 1),
-]
+SAMPLED = SETTINGS[2]
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+def session_of(model, tokenizer, **options) -> Session:
+    return Session(model, tokenizer, chunk=CHUNK, **options)
 
 
-def ids(pieces: list[Piece], row: int) -> list[int | None]:
-    return [piece.id for piece in pieces if piece.row == row]
+def test_it_says_what_generate_says(model, tokenizer) -> None:
+    prompt = prompt_of(300, 1)
+    expected = generate(model, tokenizer, [prompt], max_tokens=9, sampling=SAMPLED)
+    session, heard = Session(model, tokenizer).read(prompt), []
+    assert session.say(9, sampling=SAMPLED, on_text=heard.append) == expected.texts[0] == "".join(heard)
+    assert session.tokens == prompt + expected.ids[0]
+    on = generate(model, tokenizer, [""], max_tokens=5, sampling=SAMPLED, conversation=expected.conversation)
+    assert session.say(5, sampling=SAMPLED) == on.texts[0]
 
 
-def text(pieces: list[Piece], row: int) -> str:
-    return "".join(piece.text for piece in pieces if piece.row == row)
+@pytest.mark.parametrize("design", presets.DESIGNS)
+def test_no_way_there_changes_a_bit(design: str, tokenizer, tmp_path) -> None:
+    """Read in pieces, forked, saved, loaded, gone back to any token and forth again."""
+    model, text = small(design), prompt_of(21, 1)
+    straight = session_of(model, tokenizer).read(text)
+    straight.say(11, sampling=SAMPLED)
+    straight.read(text[:13]).say(3, sampling=SAMPLED)
+    session, store = session_of(model, tokenizer), PrefixStore(model, chunk=CHUNK)
+    for piece in (text[:3], text[3:4], [], text[4:]):
+        session.read(piece)
+        session.save(tmp_path / "one")
+        session = Session.load(tmp_path / "one", model, tokenizer, chunk=CHUNK, store=store).fork()
+    session.say(5, sampling=SAMPLED), session.fork().say(3)
+    session.save(tmp_path / "one")
+    session = Session.load(tmp_path / "one", model, tokenizer, chunk=CHUNK, store=store)
+    session.say(6, sampling=SAMPLED)
+    session.read(text[:6])
+    session = session.at(len(session.tokens)).read(text[6:13])
+    session.say(3, sampling=SAMPLED)
+    assert session.tokens == straight.tokens
+    equal(session._state, straight._state)
+    for token in (0, 8, 21, 25, 32, 40):
+        back = session.at(token)
+        assert back.tokens == straight.tokens[:token]
+        if token == 25:  # 4 of the 11 tokens that were drawn there
+            back.say(7, sampling=SAMPLED)
+            assert back.tokens == straight.tokens[:32]
+            back.read(text[:13]).say(3, sampling=SAMPLED)
+            equal(back._state, straight._state)
 
 
-def equal(a: LMState, b: LMState) -> None:
-    mine, other = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    assert len(mine) == len(other)
-    for x, y in zip(mine, other, strict=True):
-        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+def test_a_way_back_of_which_nothing_is_at_hand(perspective, tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("perspectron.decode.session.MARKED", 1)
+    session, draw = session_of(perspective, tokenizer), random.Random(0)
+    for turn in range(4):
+        session.read(prompt_of(draw.randrange(1, 40), turn)).say(draw.randrange(1, 20), sampling=SAMPLED)
+    assert len(session._marks) == 1
+    again = session.at(len(session.tokens) // 2)
+    twice = session.at(len(session.tokens) // 3).at(len(session.tokens) // 3)
+    assert again.say(30, sampling=SAMPLED) == session.at(len(session.tokens) // 2).say(30, sampling=SAMPLED)
+    assert session.tokens[: len(session.tokens) // 3] == twice.tokens
 
 
-def test_one_row_is_generate_bit_for_bit(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    for sampling, length in zip(SETTINGS, (1, 40, 700, 9), strict=True):
-        prompt = prompt_of(length, length)
-        expected = generate(model, tokenizer, [prompt], max_tokens=9, sampling=sampling)
-        session = Session(model, tokenizer)
-        row = session.add(prompt, max_tokens=9, sampling=sampling)
-        pieces = drain(session)
-        assert [ids(pieces, row), text(pieces, row)] == [expected.ids[0], expected.texts[0]]
-        talk = session.remove(row)
-        equal(talk.state, expected.conversation.state)
-        assert talk.pending == expected.conversation.pending
+def test_a_session_begins_at_what_is_stored(perspective, tokenizer) -> None:
+    store, text = PrefixStore(perspective, chunk=CHUNK), prompt_of(100, 3)
+    first = session_of(perspective, tokenizer, store=store).read(text)
+    second = session_of(perspective, tokenizer, store=store).read(text[:50]).read(text[50:])
+    assert store.counters.calls_saved == 12
+    assert first.say(9, sampling=GREEDY) == second.say(9, sampling=GREEDY)
+    equal(first._state, second._state)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_row_is_the_same_whoever_joins_and_leaves(double, tokenizer: Tokenizer, seed: int) -> None:
-    """Rows with settings of their own come and go at random steps; each draws what it draws alone."""
-    draw = random.Random(seed)
-    session, wanted, pieces, kept = Session(double, tokenizer, chunk=16), {}, [], {}
-    for step in range(24):
-        if step < 18 and draw.random() < 0.5:
-            sampling, length = draw.choice(SETTINGS), draw.choice([1, 5, 16, 17, 90])
-            count, prompt = draw.randint(1, 12), prompt_of(length, draw.randrange(100))
-            row = session.add(prompt, max_tokens=count, sampling=sampling, stream=7)
-            wanted[row] = (prompt, count, sampling)
-        if session.active and draw.random() < 0.25:
-            row = draw.choice(session.active)
-            kept[row] = session.remove(row)
-        pieces += session.step()
-    pieces += drain(session)
-    assert len(wanted) > 4 and kept
-    for row, (prompt, count, sampling) in wanted.items():
-        alone = Session(double, tokenizer)
-        alone.add(prompt, max_tokens=count, sampling=sampling, stream=7)
-        expected = ids(drain(alone), 0)
-        if row not in kept:
-            assert ids(pieces, row) == expected and session.remove(row).pending == [expected[-1:]]
-            continue
-        before = ids(pieces, row)  # taken out: what came is the beginning, and it goes on to the same end
-        assert before == expected[: len(before)]
-        again, left = Session(double, tokenizer), count - len(before)
-        if left and 0 not in before and kept[row].pending[0]:
-            again.add("", max_tokens=left, sampling=sampling, stream=7, conversation=kept[row])
-            assert before + ids(drain(again), 0) == expected
-    assert not session.active
+def test_a_file_never_becomes_a_prefix_that_others_begin_with(perspective, tokenizer, tmp_path) -> None:
+    """A state that claims to have read what it has not: the store gets nothing that was read after it."""
+    text = prompt_of(60, 1)
+    Session(perspective, tokenizer, chunk=CHUNK).read(prompt_of(20, 2)).save(tmp_path / "honest")
+    state, extra = read_state(tmp_path / "honest", perspective)
+    extra["session"]["ids"] = [0, *text[:20]]
+    extra["conversation"]["pending"] = [text[15:20]]
+    save_state(tmp_path / "lie", state, perspective, extra=extra)
+    store = PrefixStore(perspective, chunk=CHUNK)
+    liar = Session.load(tmp_path / "lie", perspective, tokenizer, chunk=CHUNK, store=store).read(text[20:])
+    liar.at(30).fork().read(text[30:]).say(3)
+    honest = session_of(perspective, tokenizer, store=store).read(text)
+    plain = session_of(perspective, tokenizer).read(text)
+    assert honest.say(5, sampling=SAMPLED) == plain.say(5, sampling=SAMPLED)
+    equal(honest._state, plain._state)
 
 
-def test_greedy_and_sampled_rows_stand_side_by_side(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    prompt, session = prompt_of(9, 0), Session(model, tokenizer)
-    for sampling in SETTINGS:
-        session.add(prompt, max_tokens=15, sampling=sampling, stream=0)
-    pieces = drain(session)
-    assert len({tuple(ids(pieces, row)) for row in range(4)}) == 4
-    for row, sampling in enumerate(SETTINGS):
-        alone = generate(model, tokenizer, [prompt], max_tokens=15, sampling=sampling)
-        assert ids(pieces, row) == alone.ids[0]
+def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, tmp_path) -> None:
+    talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
+    talk.save(tmp_path / "talk", perspective)
+    session = Session.load(tmp_path / "talk", perspective, tokenizer)
+    assert session.tokens == talk.pending[0]
+    session.save(tmp_path / "session")
+    back = session.at(0)
+    assert session.say(6, sampling=GREEDY) and len(session.at(3).tokens) == 3
+    expected = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=talk)
+    assert session.tokens[1:] == expected.ids[0]
+    loaded = Conversation.load(tmp_path / "session", perspective)
+    on = generate(perspective, tokenizer, [""], max_tokens=6, sampling=GREEDY, conversation=loaded)
+    assert on.ids == expected.ids and back.tokens == []
 
 
-def test_streams_of_one_seed_are_apart_and_collide_with_no_other_seed(model, tokenizer: Tokenizer) -> None:
-    session, prompt = Session(model, tokenizer), prompt_of(9, 0)
-    for seed in range(3):
-        for stream in range(3):
-            session.add(
-                prompt, max_tokens=12, sampling=SamplingConfig(temperature=2.0, seed=seed), stream=stream
-            )
-    same = session.add(prompt, max_tokens=12, sampling=SamplingConfig(temperature=2.0, seed=1), stream=1)
-    pieces = drain(session)
-    assert len({tuple(ids(pieces, row)) for row in range(9)}) == 9
-    assert ids(pieces, same) == ids(pieces, 4)
+def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
+    session = Session(perspective, tokenizer)
+    with pytest.raises(ConfigError, match="no tokens"):
+        session.say(3)
+    session.read("The cat")
+    with pytest.raises(ConfigError, match="token id"):
+        session.read([VOCAB])
+    with pytest.raises(ConfigError, match="token = 99, must be ≥ 0 and ≤ "):
+        session.at(99)
 
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
 
-def test_a_long_prompt_does_not_keep_the_others_waiting(perspective, tokenizer: Tokenizer) -> None:
-    session = Session(perspective, tokenizer, chunk=8)
-    short = session.add(prompt_of(3, 0), max_tokens=99, sampling=GREEDY)
-    session.step()
-    long = session.add(prompt_of(39, 1), max_tokens=99, sampling=GREEDY)
-    steps = [[piece.row for piece in session.step()] for _ in range(6)]
-    assert steps == [[short]] * 4 + [[short, long]] * 2, (
-        "40 tokens, with the one before the document: 5 chunks"
+    with pytest.raises(KeyboardInterrupt):
+        session.say(30, on_text=stop)
+    assert session.text == "The cat"
+    assert session.say(9, sampling=GREEDY) == Session(perspective, tokenizer).read("The cat").say(
+        9, sampling=GREEDY
     )
+    session.save(tmp_path / "a")
+    with pytest.raises(StateError, match="state of model"):
+        Session.load(tmp_path / "a", make("transformer-tiny"), tokenizer)
+    table = small("gpt2")
+    with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
+        Session(table, tokenizer).read([5] * 64)
 
 
-def test_a_row_that_leaves_takes_its_memory_along(tokenizer: Tokenizer) -> None:
-    """A short row that stood beside a long one has the cache of a short row, and it costs as much."""
-    model, alone = make("transformer-tiny"), Session(make("transformer-tiny"), tokenizer)
-    session = Session(model, tokenizer)
-    long, short = (session.add(prompt_of(n, n), max_tokens=30, sampling=GREEDY) for n in (600, 5))
-    alone.add(prompt_of(5, 5), max_tokens=30, sampling=GREEDY)
-    for _ in range(10):
-        session.step(), alone.step()
-    session.remove(long)
-    sizes = [other.conversation(row).state.nbytes for other, row in ((session, short), (alone, 0))]
-    assert sizes[0] == sizes[1]
-    for _ in range(5):
-        session.step(), alone.step()
-    talks = session.conversation(short), alone.conversation(0)
-    assert [cache.used for cache in talks[0].state.layers] == [cache.used for cache in talks[1].state.layers]
-    assert talks[0].state.nbytes == talks[1].state.nbytes
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": [0, 999]},
+        {"calls": [-1, 1]},
+        {"calls": [1]},
+        {"drawn": [0]},
+        {"before": 2},
+        {"ids": "x"},
+        {"more": 1},
+    ],
+)
+def test_a_file_whose_tokens_do_not_fit_is_refused(perspective, tokenizer, tmp_path, change) -> None:
+    talk = {"pending": [[0, 5]], "recent": [[]], "drawn": [0]}
+    own = {"ids": [0, 5], "drawn": [0, 0], "calls": [], "before": 1} | change
+    with torch.inference_mode():
+        save_state(
+            tmp_path / "a",
+            perspective.init_state(1),
+            perspective,
+            extra={"conversation": talk, "session": own},
+        )
+    with pytest.raises(StateError, match="its tokens are not those of a session"):
+        Session.load(tmp_path / "a", perspective, tokenizer)
 
 
-def test_leaving_while_the_prompt_is_read(double: LanguageModel, tokenizer: Tokenizer) -> None:
-    prompt, sampling = prompt_of(50, 2), SETTINGS[1]
-    expected = generate(double, tokenizer, [prompt], max_tokens=9, sampling=sampling)
-    for steps in (0, 1, 2):
-        session = Session(double, tokenizer, chunk=16)
-        other = session.add(prompt_of(70, 3), max_tokens=9)
-        row = session.add(prompt, max_tokens=9, sampling=sampling, stream=0)
-        for _ in range(steps):
-            assert session.step() == []
-        talk = session.remove(row)
-        assert talk.pending == [[0, *prompt][16 * steps :]] and talk.recent == [prompt]
-        on = generate(double, tokenizer, [""], max_tokens=9, sampling=sampling, conversation=talk)
-        assert on.ids == expected.ids
-        assert session.active == [other]
+def test_seeds_go_on_where_they_were(perspective, tokenizer) -> None:
+    sampling = SamplingConfig(temperature=1.5, seed=9)
+    one, two = (Session(perspective, tokenizer).read("The cat") for _ in range(2))
+    assert one.say(12, sampling=sampling) == two.say(5, sampling=sampling) + two.say(7, sampling=sampling)
 
 
-def test_a_conversation_taken_on_the_way_goes_on_as_the_row_does(model, tokenizer: Tokenizer) -> None:
-    session = Session(model, tokenizer)
-    rows = [session.add(prompt_of(n, n), max_tokens=20, sampling=SETTINGS[2]) for n in (5, 30)]
-    before = [piece for _ in range(8) for piece in session.step()]
-    talk = session.conversation(rows[1])
-    rest = drain(session)
-    assert len(ids(before, 1)) == 8 and talk.drawn == [8]
-    again = Session(model, tokenizer)
-    row = again.add("", max_tokens=12, sampling=SETTINGS[2], conversation=talk, stream=1)
-    assert ids(drain(again), row) == ids(rest, 1)
-
-
-def test_rows_of_a_conversation_part_and_stack(double: LanguageModel, tokenizer: Tokenizer) -> None:
-    texts = ["The cat", " sat on the mat, and then", "R"]
-    whole = generate(double, tokenizer, texts, max_tokens=9, sampling=SETTINGS[1]).conversation
-    parts = [whole.take(row) for row in (2, 0, 1)]
-    stacked = Conversation.stack(parts)
-    on = generate(double, tokenizer, [""] * 3, max_tokens=9, sampling=GREEDY, conversation=stacked)
-    expected = generate(double, tokenizer, [""] * 3, max_tokens=9, sampling=GREEDY, conversation=whole)
-    assert [on.ids[1], on.ids[2], on.ids[0]] == expected.ids
-    with pytest.raises(StateError, match="row 3 is not there: the state has 3 rows"):
-        whole.take(3)
-
-
-def test_stop_strings_and_ends_are_each_rows_own(double: LanguageModel, tokenizer: Tokenizer) -> None:
-    free = generate(double, tokenizer, ["The cat"], max_tokens=40, sampling=SETTINGS[2])
-    stop = free.texts[0][5:8]
-    session = Session(double, tokenizer)
-    first = session.add("The cat", max_tokens=40, sampling=SETTINGS[2], stream=0, stop=[stop])
-    second = session.add("The cat", max_tokens=40, sampling=SETTINGS[2], stream=0)
-    third = session.add("The cat", max_tokens=3, sampling=SETTINGS[2], stream=0)
-    pieces = drain(session)
-    ends = {piece.row: piece.finished for piece in pieces if piece.finished is not None}
-    assert ends == {first: "stop", second: free.finished[0], third: "length"}
-    assert text(pieces, first) == free.texts[0][: free.texts[0].find(stop)]
-    assert text(pieces, second) == free.texts[0] and ids(pieces, third) == free.ids[0][:3]
-
-
-def test_a_row_that_is_not_finite_ends_alone(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
+def test_forks_share_a_long_text(perspective, tokenizer) -> None:
     session = Session(perspective, tokenizer)
-    good = session.add(prompt_of(5, 5), max_tokens=9, sampling=GREEDY)
-    broken = prefill(perspective, [prompt_of(5, 5)])[1]
-    bad_layers = tuple(pytree.tree_map_only(torch.Tensor, spoiled, layer) for layer in broken.layers)
-    talk = Conversation(dataclasses.replace(broken, layers=bad_layers), [[1]], [[]], [0])
-    bad = session.add([2, 3], max_tokens=9, sampling=GREEDY, conversation=talk)
-    pieces = drain(session)
-    assert [piece for piece in pieces if piece.row == bad] == [Piece(bad, None, "", "error")]
-    alone = generate(perspective, tokenizer, [prompt_of(5, 5)], max_tokens=9, sampling=GREEDY)
-    assert ids(pieces, good) == alone.ids[0]
-    assert session.remove(bad).pending == [[]] and not session.active
-
-
-def spoiled(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf
-
-
-def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
-    session = Session(perspective, tokenizer)
-    assert session.step() == [] and session.active == []
-    for row in (0, -1):
-        for call in (session.remove, session.conversation):
-            with pytest.raises(StateError, match=rf"^row {row} is not there: the session has 0 rows, \[\]$"):
-                call(row)
-    for wrong, options in (
-        ("prompt has no tokens", {"prompt": ""}),
-        ("max_tokens = 0", {"max_tokens": 0}),
-        ("stop = 'ab', must be a list", {"stop": "ab"}),
-        ("stream = -1, must be", {"stream": -1}),
-        (r"\(row 0\) = 300, must be", {"prompt": [VOCAB]}),
-    ):
-        with pytest.raises(ConfigError, match=wrong):
-            session.add(**({"prompt": "x", "max_tokens": 1} | options))
-    two = generate(perspective, tokenizer, ["x", "y"], max_tokens=1).conversation
-    with pytest.raises(StateError, match="the conversation has 2 rows; take one of them"):
-        session.add("x", max_tokens=1, conversation=two)
-    other = generate(make("perspective-tiny"), tokenizer, ["x"], max_tokens=1).conversation
-    with pytest.raises(StateError, match="belongs to another model"):
-        session.add("x", max_tokens=1, conversation=other)
-    row = session.add("x", max_tokens=1)
-    assert row == 0 and session.active == [0], "what was refused left nothing behind"
+    session.append(prompt_of(200_000, 1))
+    tracemalloc.start()
+    forks = [session.fork() for _ in range(50)]
+    for fork in forks:
+        fork.append([5, 6])
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000, "fifty copies would have 160 MB"
+    assert forks[0].append([7]) is None and forks[0].tokens[-4:] == [*session.tokens[-1:], 5, 6, 7]
+    assert forks[1].tokens == [*session.tokens, 5, 6]

@@ -1,0 +1,184 @@
+"""Memory that is kept: restoring a state, the first token of a prompt read before, branches of one text, rows together.
+
+A state is saved and loaded as `Session` does it, files in the page cache. Time to first token is `Rows` from `add` to
+the first piece: cold, from the store's memory, and from its disk by a store that has just been opened.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+
+from perspectron import presets
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.decode.store import PrefixStore
+from perspectron.eval.timing import Peak
+from perspectron.model import LanguageModel, build
+
+TESTS = ("tests/decode/test_store.py", "tests/decode/test_session.py")
+SAMPLING = SamplingConfig(temperature=0.0)
+
+
+class Letters:
+    """A tokenizer of a model that was never trained: every id is a letter."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([97 + id % 26]) if id else b""
+
+
+def prompt_of(model: LanguageModel, length: int) -> list[int]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(1, model.config.vocab_size, (length,), generator=draw).tolist()
+
+
+def restored(model: LanguageModel, folder: Path, repeats: int) -> dict[str, Any]:
+    """Seconds to load a session, and what its file has."""
+    tokenizer, path = Letters(model.config.vocab_size), folder / "session"
+    store = PrefixStore(model, memory_bytes=0)  # takes the model's fingerprint once, as a server does
+    session = Session(model, tokenizer, store=store).read(prompt_of(model, 200))
+    session.save(path)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        session.loaded(path)
+        seconds.append(time.perf_counter() - start)
+    seconds.sort()
+    last = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
+    size = path.stat().st_size
+    return {"p50": seconds[len(seconds) // 2], "p99": last, "repeats": repeats, "bytes": size}
+
+
+def first_token(
+    model: LanguageModel, store: PrefixStore | None, ids: list[int]
+) -> tuple[float, list[int | None]]:
+    """Seconds to the first of four tokens, and the four."""
+    rows = Rows(model, Letters(model.config.vocab_size), store=store)
+    start = time.perf_counter()
+    rows.add(ids, max_tokens=4, sampling=SAMPLING)
+    while not (pieces := rows.step()):
+        pass
+    seconds = time.perf_counter() - start
+    while rows.active:
+        pieces += rows.step()
+    return seconds, [piece.id for piece in pieces]
+
+
+def firsts(model: LanguageModel, folder: Path, length: int, repeats: int) -> dict[str, Any]:
+    """Seconds to the first token cold, from memory and from disk, and how many tokens differ."""
+    ids, seconds, differ = prompt_of(model, length), dict[str, list[float]](), 0
+    cold = None
+    for repeat in range(repeats):
+        place = folder / f"store-{length}-{repeat}"
+        first = PrefixStore(model, folder=place)
+        again = None
+        for name in ("cold", "memory", "disk"):
+            store = first
+            if name == "disk":
+                store = again = PrefixStore(model, folder=place)
+            took, tokens = first_token(model, store, ids)
+            cold = tokens if cold is None else cold
+            differ += sum(one != other for one, other in zip(cold, tokens, strict=True))
+            seconds.setdefault(name, []).append(took)
+        first.close()
+        if again is not None:
+            again.close()
+    return {name: common.Spread.of(times) for name, times in seconds.items()} | {"tokens_that_differ": differ}
+
+
+def branches(model: LanguageModel, context: int, count: int) -> dict[str, Any]:
+    """So many branches of one text, each held with a state of its own, that say two tokens."""
+    session = Session(model, Letters(model.config.vocab_size))
+    start = time.perf_counter()
+    session.read(prompt_of(model, context))
+    read = time.perf_counter() - start
+    with Peak() as peak:
+        start = time.perf_counter()
+        held = [session.fork() for _ in range(count)]
+        for number, branch in enumerate(held):
+            branch.say(2, sampling=SamplingConfig(seed=number))
+        took = time.perf_counter() - start
+    return {
+        "context": context, "branches": count, "read_seconds": read, "seconds": took, "peak_bytes": peak.bytes,
+        "state_bytes": session.nbytes,
+    }  # fmt: skip
+
+
+def throughput(model: LanguageModel, rows: int, together: bool, steps: int) -> float:
+    """Tokens a second of so many rows."""
+    under_way = Rows(model, Letters(model.config.vocab_size), together=together)
+    for row in range(rows):
+        under_way.add(prompt_of(model, 20 + row), max_tokens=10**6, sampling=SamplingConfig(seed=row))
+    while under_way.read[1] or not under_way.step():
+        under_way.step()
+    start, drawn = time.perf_counter(), 0
+    for _ in range(steps):
+        drawn += len(under_way.step())
+    return drawn / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = common.parser(__doc__ or "", threads=1, repeats=3)
+    parser.add_argument("--models", nargs="+", default=["perspective-tiny-dense", "perspective-20m-dense"])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2000, 100_000], help="of prompts, of the first model"
+    )
+    parser.add_argument("--context", type=int, default=1_000_000, help="of the branches (%(default)s)")
+    parser.add_argument("--branches", type=int, default=1000)
+    parser.add_argument("--conversations", type=int, nargs="+", default=[1, 4, 16, 64])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    restores, steps = 200, 30
+    if args.quick:
+        args.models, args.lengths, args.context, args.branches = args.models[:1], [300], 400, 5
+        args.conversations, args.repeats, restores, steps = [1, 4], 1, 5, 3
+    shapes = f"{', '.join(args.models)}; prompts of {', '.join(map(str, args.lengths))} tokens"
+    report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
+    result: dict[str, Any] = {"restore": {}, "first_token": {}, "throughput": {}}
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        models = {name: build(presets.get(name)).eval() for name in args.models}
+        rows = []
+        for name, model in models.items():
+            got = result["restore"][name] = restored(model, Path(folder), restores)
+            rows.append(
+                [name, f"{got['bytes'] / 1e6:.2f}", f"{got['p50'] * 1e3:.2f}", f"{got['p99'] * 1e3:.2f}"]
+            )
+        report.table(["restore", "file MB", "p50 ms", "p99 ms"], rows)
+        name, model = next(iter(models.items()))
+        rows = []
+        for length in args.lengths:
+            repeats = args.repeats if length <= 10_000 else 1
+            timed = result["first_token"][str(length)] = firsts(model, Path(folder), length, repeats)
+            told = [timed[kind].text(1e3) for kind in ("cold", "memory", "disk")]
+            rows.append([f"{length}", *told, str(timed["tokens_that_differ"])])
+        report.table([f"first token, {name}", "cold ms", "memory ms", "disk ms", "tokens that differ"], rows)
+        rows = []
+        for count in args.conversations:
+            both = {
+                kind: throughput(model, count, kind == "together", steps)
+                for kind in ("together", "one by one")
+            }
+            result["throughput"][str(count)] = both
+            rows.append([f"{count}", f"{both['together']:,.0f}", f"{both['one by one']:,.0f}"])
+        report.table([f"conversations, {name}", "together tokens/s", "one by one tokens/s"], rows)
+        forked = result["branches"] = branches(model, args.context, args.branches)
+    report.say(
+        f"{forked['branches']} branches from one text of {forked['context']:,} tokens (read in "
+        f"{forked['read_seconds']:.1f} s), two tokens each: {forked['seconds']:.1f} s; a state has "
+        f"{forked['state_bytes'] / 1e3:.1f} kB; {common.peak_text(forked)} more memory at the most"
+    )
+    report.finish(result)
+
+
+if __name__ == "__main__":
+    main()

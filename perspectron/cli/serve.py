@@ -1,0 +1,165 @@
+"""`perspectron serve`."""
+
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+from perspectron.cli.options import open_model, size
+from perspectron.config import require
+from perspectron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perspectron.serve.web.app import Served
+
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
+INSTALL = "pip install 'perspectron[serve]'"
+KEY = "PERSPECTRON_API_KEY"
+DRAIN = 60  # seconds for texts under way when the server is stopped
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Serve models over HTTP, with a page to try them: OpenAI's API, and states to save, fork and restore.
+
+    Example: perspectron serve runs/quickstart/perspective
+    then open http://127.0.0.1:8000, or point any OpenAI client at http://127.0.0.1:8000/v1
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, of their checkpoints, or of artifacts; each is served under the name of its folder."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs a key."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_key: str | None = None
+    """What clients must send (default: what the variable PERSPECTRON_API_KEY says, if anything)."""
+    template: Path | None = None
+    """Chat template in Jinja, for /v1/chat/completions."""
+    keep: Path | None = None
+    """Folder for states, slots and the prefixes that prompts share, which outlast the server (default: none does)."""
+    rows: int = 16
+    """Texts that are read or drawn at once."""
+    queue: int = 64
+    """Texts that may wait; more are told to ask again."""
+    max_tokens: int = 4096
+    """Tokens that one request may draw."""
+    memory: str = "256M"
+    """Memory of each model for the prefixes that prompts share."""
+    disk: str = "4G"
+    """The same on disk, with --keep."""
+    deterministic: bool = False
+    """Let every row take a step of its own, so that no bit depends on the others (default: where it costs at most a
+    tenth)."""
+    cache: str | None = None
+    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+
+    def __call__(self) -> int:
+        self._check()
+        import uvicorn
+        from sse_starlette.sse import AppStatus
+
+        from perspectron.serve.web.app import create
+
+        AppStatus.disable_automatic_graceful_drain()  # what is under way when the server stops comes to its end
+        with ExitStack() as stack:
+            listening = stack.enter_context(self._listen())
+            folder = self.keep or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-"))
+            )
+            served = [self._served(run, folder) for run in self.runs]
+            app = create(served, key=self._key())
+            for one in served:
+                way = "all rows in one step" if one.engine.together else "each row in a step of its own"
+                cost = (
+                    ""
+                    if one.engine.cost is None
+                    else f" (one by one takes {one.engine.cost:.2f} times as long)"
+                )
+                print(f"perspectron: {one.name}: {way}{cost}", file=sys.stderr)
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=DRAIN,
+            )
+            shown = f"[{self.host}]" if ":" in self.host else self.host
+            print(f"perspectron: http://{shown}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+            signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
+            uvicorn.Server(config).run(sockets=[listening])
+        return 0
+
+    def _check(self) -> None:
+        """ConfigError for what cannot be served, before anything is loaded."""
+        missing = [name for name in NEEDED if find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"{missing[0]} is not installed; {INSTALL}")
+        require(len(self.runs) >= 1, "runs", "none", "at least one folder")
+        names = [run.resolve().name for run in self.runs]
+        require(len(set(names)) == len(names), "runs", ", ".join(names), "folders of different names")
+        require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        for name in ("rows", "queue"):
+            require(
+                getattr(self, name) >= (name == "rows"), name, getattr(self, name), f"≥ {int(name == 'rows')}"
+            )
+        key = self._key()
+        require(key is None or len(key) >= 8, "api_key", "of less than 8 characters", "8 characters or more")
+        require(
+            key is not None or _loopback(self.host),
+            "host",
+            self.host,
+            "127.0.0.1 or localhost without --api-key",
+        )
+
+    def _key(self) -> str | None:
+        return self.api_key if self.api_key is not None else os.environ.get(KEY) or None
+
+    def _listen(self) -> socket.socket:
+        """ConfigError: the address is taken, or not of this machine."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"host, port: {self.host}:{self.port} cannot be had ({error.strerror})"
+            ) from None
+
+    def _served(self, run: Path, folder: Path) -> "Served":
+        from perspectron.decode.store import PrefixStore
+        from perspectron.serve.engine import Engine
+        from perspectron.serve.states import States
+        from perspectron.serve.web.app import Served
+        from perspectron.serve.web.chat import Template
+
+        template = None if self.template is None else Template(self.template)
+        opened, name = open_model(run, self.cache), run.resolve().name
+        store = PrefixStore(
+            opened.model,
+            memory_bytes=size(self.memory, "memory"),
+            folder=None if self.keep is None else self.keep / "prefixes",
+            disk_bytes=size(self.disk, "disk"),
+        )
+        engine = Engine(
+            opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
+            together=False if self.deterministic else None,
+        )  # fmt: skip
+        kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
+        return Served(name, engine, opened.tokenizer, kept, slots, self.max_tokens, template)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,371 @@
+"""Texts under way on one model, row by row: they join and leave between any two steps.
+
+Shapes: B batch, D model width, V vocabulary.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from perspectron.config import require
+from perspectron.decode import reading
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
+from perspectron.decode.sampling import SamplingConfig, non_finite, sample
+from perspectron.decode.store import PrefixStore
+from perspectron.decode.text import TextStream
+from perspectron.errors import StateError
+from perspectron.model import LanguageModel
+from perspectron.state import LMState
+
+Finish = Literal["stop", "end", "length", "error"]
+"""At a stop string, at the end-of-text token, at `max_tokens`, or because the logits were not finite."""
+
+
+class Vocabulary(Protocol):
+    """The part of a tokenizer that generating needs."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
+    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
+    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
+    likely: the most likely tokens and their logprobs, as many as the row asked for."""
+
+    row: int
+    id: int | None
+    text: str
+    finished: Finish | None
+    logprob: float | None = None
+    likely: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class _Row:
+    """One row, from `add` to `remove`."""
+
+    handle: int
+    unread: list[int]
+    """Tokens to read before the next draw: the prompt, later the last token drawn."""
+    fresh: bool
+    """It has read nothing yet, and goes on from nothing."""
+    recent: list[int]
+    drawn: int
+    left: int
+    """Tokens it may still draw."""
+    sampling: SamplingConfig
+    stream: int
+    text: TextStream
+    logprobs: int | None
+    state: LMState | None
+    """Of this row alone, while it stands in no batch; None before its first chunk where it begins."""
+    start: int = 0
+    """Tokens of `unread` that are read."""
+    finished: Finish | None = None
+    keys: list[bytes] | None = None
+    """Of the prefixes that its prompt is read in; None where they are not stored."""
+    seconds: float = 0.0
+    """What reading up to here took, or would have taken."""
+    spared: int = 0
+    """Tokens that the store had."""
+
+    def rest(self) -> list[int]:
+        """Tokens that are not read."""
+        return self.unread[self.start :]
+
+    def take(
+        self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
+    ) -> Piece:
+        """Count a drawn token in."""
+        self.unread, self.start = [id], 0
+        self.drawn += 1
+        self.left -= 1
+        text = self.text.push(data)
+        if id == END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
+            self.finished = "end"
+        else:
+            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
+            if self.text.stopped:
+                self.finished = "stop"
+            elif self.left == 0:
+                self.finished = "length"
+        if self.finished is not None:
+            text += self.text.flush()
+        return Piece(self.handle, id, text, self.finished, logprob, likely)
+
+    def fail(self) -> Piece:
+        """End without a token."""
+        self.finished = "error"
+        return Piece(self.handle, None, self.text.flush(), "error")
+
+
+@dataclass
+class _Batch:
+    """Rows that are drawn from. together: their states stand in one `LMState`, in their order; else each has one."""
+
+    together: bool
+    rows: list[_Row] = field(default_factory=list)
+    state: LMState | None = None
+
+    def join(self, rows: list[_Row]) -> None:
+        """Let rows in, with their states."""
+        if not self.together or not rows:
+            self.rows += rows
+            return
+        states = [] if self.state is None else [self.state]
+        for row in rows:
+            assert row.state is not None
+            states.append(row.state)
+            row.state = None
+        self.rows += rows
+        self.state = states[0] if len(states) == 1 else LMState.stack(states)
+
+    def leave(self, rows: list[_Row]) -> None:
+        """Let rows out, each with its state. Where one is alone it takes the batch's own, and no copy."""
+        left, self.rows = self.rows, [row for row in self.rows if row not in rows]
+        if self.state is None or not rows:
+            return
+        whole = self.state
+        for row in rows:
+            row.state = whole if len(left) == 1 else whole.take(left.index(row))
+        self.state = whole.select([left.index(row) for row in self.rows]) if self.rows else None
+
+    def advance(self, model: LanguageModel) -> list[Tensor]:
+        """Read the last token of each row: their logits [B,V], together or one by one; none where there is no row."""
+        device, logits = model.device, list[Tensor]()
+        if self.state is not None:
+            ids_B1 = torch.tensor([row.unread for row in self.rows], device=device)
+            hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
+            logits = [model.head(hidden_B1D)[:, 0]]
+        else:
+            for row in self.rows:
+                ids_11 = torch.tensor([row.unread], device=device)
+                hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
+                logits.append(model.head(hidden_11D)[:, 0])
+        for row in self.rows:
+            row.start = 1
+        return logits
+
+
+class Rows:
+    """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
+
+    Rows join and leave between any two steps. A prompt is read alone, `chunk` tokens in a step, so that a long one does
+    not keep the others waiting and nobody else's text changes a bit of what is read; a row draws its first token in the
+    step that reads the end of its prompt. together: rows are drawn from as one batch, which is the faster way for most
+    models, and where the other rows change a row's logits by rounding alone. Else each takes a step of its own, and has
+    the same bits as if it were alone. store: prompts begin at the longest prefix that is stored there, and what they
+    read is stored; that changes no bit either.
+
+    A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
+    Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        chunk: int = CHUNK,
+        together: bool = True,
+        store: PrefixStore | None = None,
+    ) -> None:
+        require(chunk >= 1, "chunk", chunk, "≥ 1")
+        V, known = tokenizer.vocab_size, model.config.vocab_size
+        require(known >= V, "vocab_size of the tokenizer", V, f"≤ that of the model, {known}")
+        if store is not None:
+            require(chunk == store.chunk, "chunk", chunk, f"that of the store, {store.chunk}")
+        self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
+        self._rows: dict[int, _Row] = {}
+        self._reading: list[_Row] = []
+        self._drawing = _Batch(together)
+        self._next = 0
+
+    @property
+    def active(self) -> list[int]:
+        """Handles of the rows that have not finished."""
+        return [handle for handle, row in self._rows.items() if row.finished is None]
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
+        return sum(row.start for row in self._reading), sum(len(row.unread) for row in self._reading)
+
+    def spared(self, row: int) -> int:
+        """Tokens of a row's prompt that the store had, and that were not read. StateError: a row that is not there."""
+        return self._own(row).spared
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int,
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+        stop: Sequence[str] = (),
+        conversation: Conversation | None = None,
+        stream: int | None = None,
+        logprobs: int | None = None,
+    ) -> int:
+        """Add a row and return its handle. The following steps read its prompt and draw from it.
+
+        prompt: a text or its ids. Without `conversation` the end-of-text token is read first, and a prompt needs at
+        least one token. With one, of one row, which is used up, the prompt follows what stands there, and may be
+        empty. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
+        logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
+        ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, more tokens than a table
+        of learned positions has left. StateError: a conversation of another model, or of several rows.
+        """
+        V = self.tokenizer.vocab_size
+        require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+        require(not isinstance(stop, str), "stop", stop, "a list of strings")
+        require(all(stop), "stop", list(stop), "strings of at least one character")
+        if logprobs is not None:
+            require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+        handle, model = self._next, self.model
+        stream = handle if stream is None else stream
+        require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        own = (
+            Conversation(LMState(()), [[END_OF_TEXT_ID]], [[]], [0]) if conversation is None else conversation
+        )
+        if own.rows != 1:
+            raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
+        if own.state.model not in (None, model.number):
+            raise StateError("add: the conversation belongs to another model; use the model that began it")
+        check_ids(ids if conversation is None else [*own.pending[0], *ids], V, handle)
+        state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
+        unread = [*own.pending[0], *ids]
+        length = 0 if state is None or state.length_B is None else int(state.length_B[0])
+        check_room(model.config.positions, length, unread, max_tokens, handle)
+        recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
+        self._rows[handle] = row = _Row(
+            handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
+            logprobs, state,
+        )  # fmt: skip
+        if self.store is not None and conversation is None:
+            row.keys = self.store.chain(unread)
+        self._reading.append(row)
+        self._next += 1
+        return handle
+
+    @torch.inference_mode()
+    def step(self) -> list[Piece]:
+        """Read a chunk of each prompt that is not read yet, and draw one token for every row that is: their pieces, in
+        the order of the handles. Where no row is active, no pieces.
+
+        A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
+        cannot go on.
+        """
+        logits = [*self._drawing.advance(self.model), *self._read()]
+        # A model may have more ids than its tokenizer knows.
+        pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
+        self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
+        return sorted(pieces, key=lambda piece: piece.row)
+
+    @torch.inference_mode()
+    def conversation(self, row: int) -> Conversation:
+        """A copy of what is needed to continue from here; the row stays. StateError for a row that does not exist."""
+        own = self._own(row)
+        if own.state is None and own in self._drawing.rows:
+            assert self._drawing.state is not None
+            return _conversation(own, self._drawing.state.take(self._drawing.rows.index(own)))
+        return _conversation(own, self._state_of(own).fork())
+
+    @torch.inference_mode()
+    def remove(self, row: int) -> Conversation:
+        """Remove a row, finished or not, and return what is needed to continue it. StateError for a row that does not
+        exist."""
+        own = self._own(row)
+        if own in self._drawing.rows:
+            self._drawing.leave([own])
+        elif own in self._reading:
+            self._reading.remove(own)
+        del self._rows[row]
+        return _conversation(own, self._state_of(own))
+
+    def _own(self, row: int) -> _Row:
+        if row not in self._rows:
+            raise StateError(
+                f"row {row} is not there: the session has {len(self._rows)} rows, {list(self._rows)}"
+            )
+        return self._rows[row]
+
+    def _state_of(self, row: _Row) -> LMState:
+        """The state of a row that stands in no batch."""
+        return self.model.init_state(1) if row.state is None else row.state
+
+    def _read(self) -> list[Tensor]:
+        """Read a chunk of each prompt; rows that come to its end are drawn from now on: their logits [1,V] each."""
+        logits, done = list[Tensor](), list[_Row]()
+        for row in self._reading:
+            last_1D = self._found(row) if row.start == 0 else None
+            if row.start < len(row.unread):
+                last_1D = self._read_chunk(row)
+            if row.start == len(row.unread):
+                assert last_1D is not None
+                logits.append(self.model.head(last_1D))
+                done.append(row)
+        if done:
+            self._reading = [row for row in self._reading if row not in done]
+            self._drawing.join(done)
+        return logits
+
+    def _found(self, row: _Row) -> Tensor | None:
+        """Begin a row at the longest prefix stored, if there is one: what the head reads after it."""
+        found = None if self.store is None or row.keys is None else self.store.find(row.keys)
+        if found is None:
+            return None
+        row.state, row.seconds = found.state.to(self.model.device), found.seconds
+        row.start = min(found.calls * self.chunk, len(row.unread))
+        row.spared = row.start
+        return found.last_1D.to(self.model.device)
+
+    def _read_chunk(self, row: _Row) -> Tensor:
+        """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
+        part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
+        state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
+        last_1D, row.state = reading.read(self.model, [part], state, fresh=[begins])
+        row.seconds += time.perf_counter() - start
+        row.start += len(part)
+        if self.store is not None and row.keys is not None:
+            self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
+        return last_1D
+
+    def _draw(self, logits_BV: Tensor) -> list[Piece]:
+        """One token for each row that is drawn from."""
+        rows, bad = self._drawing.rows, non_finite(logits_BV)
+        pieces = [rows[at].fail() for at in bad]
+        good = [at for at in range(len(rows)) if at not in bad]
+        drawn = [rows[at] for at in good]
+        ids = sample(
+            logits_BV[good] if bad else logits_BV,
+            [row.recent for row in drawn],
+            [row.drawn for row in drawn],
+            [row.sampling for row in drawn],
+            [row.stream for row in drawn],
+        )
+        for row, at, id in zip(drawn, good, ids.tolist(), strict=True):
+            said = () if row.logprobs is None else _logprobs(logits_BV[at], id, row.logprobs)
+            pieces.append(row.take(id, self.tokenizer.token_bytes(id), *said))
+        return pieces
+
+
+def _logprobs(logits_V: Tensor, id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Log-probabilities, in nats, of a token and of the most likely ones."""
+    log_V = logits_V.double().log_softmax(0)
+    values, likely = log_V.topk(count)
+    return float(log_V[id]), tuple(zip(likely.tolist(), values.tolist(), strict=True))
+
+
+def _conversation(row: _Row, state: LMState) -> Conversation:
+    return Conversation(state, [row.rest()], [list(row.recent)], [row.drawn])

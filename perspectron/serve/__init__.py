@@ -1,0 +1,1 @@
+"""Conversations for many: the engine, and the server around it."""

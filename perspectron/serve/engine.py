@@ -1,0 +1,298 @@
+"""One thread that owns a model: texts join and leave its rows at any step, and long prompts hold nobody up."""
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from perspectron.config import require
+from perspectron.decode.rows import Piece, Rows, Vocabulary
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.decode.store import PrefixStore
+from perspectron.errors import PerspectronError
+from perspectron.model import LanguageModel
+
+T = TypeVar("T")
+Event = Piece | PerspectronError
+FREE = 1.1  # what being independent of the other rows may cost before it has to be asked for
+log = logging.getLogger("perspectron")
+
+
+class Full(Exception):
+    """There is no room in the queue: ask again later."""
+
+
+class Closed(Exception):
+    """The engine takes no more."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
+    engine's thread with every piece, or once with an error; must return at once. stream, logprobs: as `Rows.add` has
+    them. ids: tokens drawn. spared: tokens of the prompt that the store had."""
+
+    session: Session
+    max_tokens: int
+    emit: Callable[[Event], None]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop: Sequence[str] = ()
+    stream: int = 0
+    logprobs: int | None = None
+    row: int | None = None
+    ids: list[int] = field(default_factory=list)
+    spared: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class Counters:
+    """steps: of the rows. drawn: tokens. finished, cancelled, failed: texts."""
+
+    steps: int = 0
+    drawn: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+class Engine:
+    """Texts under way on one model, at most `rows` of them at once and `queue` more that wait.
+
+    While some are drawn from, one prompt at a time is read, a chunk between two steps. together: steps of all rows as
+    one batch, where the others change a row's logits by rounding alone; else each row takes a step of its own, and its
+    bits are those it has alone. None: one by one where that costs at most a tenth more, as measured at the start.
+    When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Vocabulary,
+        *,
+        store: PrefixStore | None = None,
+        rows: int = 16,
+        queue: int = 64,
+        together: bool | None = None,
+    ) -> None:
+        require(rows >= 1, "rows", rows, "≥ 1")
+        require(queue >= 0, "queue", queue, "≥ 0")
+        self.model, self.tokenizer, self.store = model, tokenizer, store
+        self.limit, self.queue = rows, queue
+        self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
+        self.together = self.cost > FREE if self.cost is not None else bool(together)
+        self.counters = Counters()
+        self._rows = self._fresh()
+        self._waiting, self._jobs = deque[Job](), dict[int, Job]()
+        self._tasks, self._later = deque[_Task](), deque[_Task](maxlen=rows)
+        self._changed = threading.Condition()
+        self._draining = self._stopped = False
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def active(self) -> int:
+        """Texts that are read or drawn from."""
+        return len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for a row."""
+        return len(self._waiting)
+
+    def session(self) -> Session:
+        """A text of this model that has not begun."""
+        chunk = self._rows.chunk
+        return Session(self.model, self.tokenizer, chunk=chunk, store=self.store)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take texts, all or none. Full: the queue has no room for them. Closed: it is draining."""
+        with self._changed:
+            if self._draining:
+                raise Closed
+            idle = max(0, self.limit - len(self._jobs))
+            if len(self._waiting) + len(jobs) > self.queue + idle:
+                raise Full
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Let texts go; they are gone before the step after the next, and emit nothing more then."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+            self._changed.notify()
+
+    def run(self, task: Generator[None, None, T]) -> "Future[T]":
+        """Run a task on the engine's thread, from one yield to the next between two steps: its result. Closed: it is
+        draining. Full: as many as the queue takes are waiting."""
+        with self._changed:
+            if self._draining:
+                raise Closed
+            if len(self._tasks) >= self.queue + self.limit:
+                raise Full
+            made = _Task(task)
+            self._tasks.append(made)
+            self._changed.notify()
+        return made.result
+
+    def close(self, timeout: float | None = None) -> None:
+        """Take nothing more, finish what is there within `timeout` seconds (None: however long it takes), stop."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+        if self.store is not None:
+            self.store.close()
+
+    def _fresh(self) -> Rows:
+        chunk = {} if self.store is None else {"chunk": self.store.chunk}
+        return Rows(self.model, self.tokenizer, together=self.together, store=self.store, **chunk)
+
+    def _loop(self) -> None:
+        while self._next():
+            self._let_go()
+            self._admit()
+            if self._tasks:
+                _advance(self._tasks)
+            elif self._later and not self._jobs and not self._waiting:
+                _advance(self._later)
+            try:
+                pieces = self._rows.step()
+            except Exception as error:
+                self._fail(error)
+                continue
+            self.counters.steps += bool(pieces)
+            for piece in pieces:
+                self._deliver(piece)
+
+    def _next(self) -> bool:
+        """Wait until there is something to do; False when all is done."""
+        with self._changed:
+            while not self._stopped:
+                if self._waiting or self._jobs or self._tasks:
+                    return True
+                if self._draining:
+                    return False
+                if self._later:
+                    return True
+                self._changed.wait()
+        return False
+
+    def _let_go(self) -> None:
+        """Drop what was cancelled, also of those that wait."""
+        with self._changed:
+            left = [job for job in self._waiting if not job.cancelled]
+            self.counters.cancelled += len(self._waiting) - len(left)
+            self._waiting = deque(left)
+        for row, job in list(self._jobs.items()):
+            if job.cancelled:
+                self._rows.remove(row)
+                del self._jobs[row]
+                self.counters.cancelled += 1
+
+    def _admit(self) -> None:
+        """Let texts join while there are rows, but only one that is still to be read where others are drawn from."""
+        while len(self._jobs) < self.limit and not (self._jobs and self._rows.read[1]):
+            with self._changed:
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            try:
+                settings = {"stop": job.stop, "stream": job.stream, "logprobs": job.logprobs}
+                job.row = job.session.enter(
+                    self._rows, max_tokens=job.max_tokens, sampling=job.sampling, **settings
+                )
+            except PerspectronError as error:
+                self.counters.failed += 1
+                job.emit(error)
+            else:
+                self._jobs[job.row] = job
+
+    def _deliver(self, piece: Piece) -> None:
+        job = self._jobs[piece.row]
+        if piece.id is not None:
+            job.ids.append(piece.id)
+        if len(job.ids) == 1:
+            job.spared = self._rows.spared(piece.row)
+        if piece.finished == "error":
+            self._rows.remove(piece.row)
+            del self._jobs[piece.row]
+            self.counters.failed += 1
+        elif piece.finished is not None:
+            job.session.leave(self._rows, piece.row, job.ids)
+            del self._jobs[piece.row]
+            self.counters.finished += 1
+            if self.store is not None and len(job.ids) >= self.store.chunk:
+                self._later.append(_Task(self._reread(job.session.tokens)))
+        self.counters.drawn += piece.id is not None
+        job.emit(piece)
+
+    def _reread(self, ids: list[int]) -> Generator[None, None, None]:
+        """Read what was said as a prompt, for the store."""
+        session, chunk = self.session(), self._rows.chunk
+        for start in range(0, len(ids), chunk):
+            session.read(ids[start : start + chunk])
+            yield
+
+    def _fail(self, error: Exception) -> None:
+        """Give up all rows after an error that spoils them, and go on with new ones."""
+        log.exception("a step failed; the texts under way are given up", exc_info=error)
+        jobs, self._jobs, self._rows = list(self._jobs.values()), {}, self._fresh()
+        self.counters.failed += len(jobs)
+        for job in jobs:
+            said = (
+                error if isinstance(error, PerspectronError) else PerspectronError(f"a step failed ({error})")
+            )
+            job.emit(said)
+
+
+class _Task:
+    def __init__(self, steps: Generator[None, None, Any]) -> None:
+        self.steps, self.result = steps, Future[Any]()
+
+
+def _advance(tasks: "deque[_Task]") -> None:
+    """Let the first task go on to its next yield."""
+    task = tasks[0]
+    try:
+        if task.result.cancelled():
+            task.steps.close()
+        else:
+            next(task.steps)
+            return
+    except StopIteration as end:
+        task.result.set_result(end.value)
+    except Exception as error:
+        task.result.set_exception(error)
+    tasks.popleft()
+
+
+@torch.inference_mode()
+def row_by_row_cost(model: LanguageModel, rows: int) -> float:
+    """Seconds of a step of so many rows one by one over those of one batch: a median of three, taken in turn."""
+    batch, alone = model.init_state(rows), [model.init_state(1) for _ in range(rows)]
+    ids_B1 = torch.ones(rows, 1, dtype=torch.int64, device=model.device)
+    ratios = []
+    for _ in range(4):
+        start = time.perf_counter()
+        hidden_B1D, batch, _ = model.hidden(ids_B1, batch, consume_state=True)
+        model.head(hidden_B1D)
+        middle = time.perf_counter()
+        for row in range(rows):
+            hidden_11D, alone[row], _ = model.hidden(ids_B1[:1], alone[row], consume_state=True)
+            model.head(hidden_11D)
+        ratios.append((time.perf_counter() - middle) / (middle - start))
+    return statistics.median(ratios[1:])

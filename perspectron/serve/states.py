@@ -1,0 +1,105 @@
+"""Folder of named states: files that sessions wrote or strangers sent, each under a name that stays in the folder."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perspectron.config import require
+from perspectron.decode.session import Session
+from perspectron.errors import PerspectronError, StateError
+from perspectron.files import MAX_JSON, opened, parse_json, remove, safe_join, temporary_beside
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ENDING = ".state"
+
+
+class Missing(PerspectronError):
+    """There is no state of this name."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a list says of a state, as its file claims it. parent: the state it went on from; tokens: of its text."""
+
+    id: str
+    bytes: int
+    created: int
+    parent: str
+    tokens: int
+
+
+class States:
+    """States of one model in a folder, which is made when the first is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        """File of a state. ConfigError: a name that is more than letters, digits, dots, dashes and underscores."""
+        bound = "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
+        require(NAME.fullmatch(name) is not None, "state", name[:80], bound)
+        return safe_join(self.folder, name + ENDING, StateError)
+
+    def found(self, name: str) -> Path:
+        """File of a state that is there. Missing: none is."""
+        path = self.path(name)
+        if not path.is_file():
+            known = ", ".join(about.id for about in self.list()[:8]) or "none are saved"
+            raise Missing(f"state {name!r} is not there; there are: {known}")
+        return path
+
+    def list(self) -> list[About]:
+        """All states, the oldest first; a file that is none is left out."""
+        found = [about for path in self.folder.glob(f"*{ENDING}") if (about := _about(path)) is not None]
+        return sorted(found, key=lambda about: (about.created, about.id))
+
+    def about(self, name: str) -> About:
+        """What a list says of one. Missing: it is not there, or no state."""
+        about = _about(self.found(name))
+        if about is None:
+            raise Missing(f"state {name!r}: its file is not one of a state")
+        return about
+
+    def save(self, name: str, session: Session, parent: str = "") -> About:
+        """Write a state, whole or not at all. StorageError when it cannot be written."""
+        session.save(self.path(name), extra={"parent": parent})
+        return self.about(name)
+
+    def load(self, name: str, fresh: Session) -> Session:
+        """Read a state of the same model as `fresh`. Missing, StateError: it is none that can be gone on from."""
+        return fresh.loaded(self.found(name))
+
+    def take(self, name: str, upload: Path, fresh: Session) -> About:
+        """Check a file from elsewhere, which is used up, and keep it under a name. StateError: it is no state of this
+        model."""
+        path = self.path(name)
+        fresh.loaded(upload)
+        os.replace(upload, path)
+        return self.about(name)
+
+    def upload(self) -> Path:
+        """Where to write a file that is to be taken."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return temporary_beside(self.folder / "upload")
+
+    def delete(self, name: str) -> None:
+        """Delete a state. Missing: it is not there."""
+        remove(self.found(name))
+
+
+def _about(path: Path) -> About | None:
+    """Read from a file's header alone; its contents are checked when it is loaded."""
+    try:
+        with opened(path, StateError) as file:
+            stat = os.fstat(file.fileno())
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_JSON:
+                return None
+            extra: Any = parse_json(parse_json(file.read(size))["__metadata__"]["extra"])
+        own = extra.get("session") or {"ids": [], "before": 0}
+        tokens, parent = len(own["ids"]) - own["before"], str(extra.get("parent", ""))
+        return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)
+    except (PerspectronError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,1 @@
+"""The HTTP server: what needs the extra `serve` is here alone."""

@@ -1,0 +1,322 @@
+"""The server: routes that clients of OpenAI and llama.cpp know, states of our own, and a page."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from perspectron import __version__
+from perspectron.config import require
+from perspectron.data import Tokenizer
+from perspectron.decode.session import Session
+from perspectron.errors import PerspectronError, StorageError
+from perspectron.machine import memory
+from perspectron.serve.engine import Closed, Engine, Full
+from perspectron.serve.states import Missing, States
+from perspectron.serve.web import schema
+from perspectron.serve.web.answers import Answers
+from perspectron.serve.web.chat import Template
+from perspectron.serve.web.guard import Guard, refusal
+from perspectron.serve.web.metrics import Metrics
+
+T = TypeVar("T")
+PAGE = Path(__file__).parent / "page"
+
+
+@dataclass
+class Served:
+    """A model under its name. states: kept by name; slots: files that llama.cpp's clients save."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    states: States
+    slot_files: States
+    largest: int
+    """Tokens that one request may draw."""
+    template: Template | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    slots: dict[int, Session] = field(default_factory=dict)
+
+    def slot(self, id: int) -> int:
+        """ConfigError: there are not so many slots."""
+        require(
+            0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
+        )
+        return id
+
+
+class Unknown(PerspectronError):
+    """No model of this name is served."""
+
+
+class App:
+    """Handlers of all routes, over the models that are served."""
+
+    def __init__(self, models: Sequence[Served]) -> None:
+        self.models = {served.name: served for served in models}
+        self.metrics = Metrics(models)
+
+    def served(self, name: str) -> Served:
+        """A model; the first where no name is given. Unknown, with the names there are."""
+        if name == "":
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise Unknown(f"model {name[:80]!r} is not served; there are: {', '.join(self.models)}")
+        return self.models[name]
+
+    async def models_list(self) -> dict[str, Any]:
+        """The models, by name."""
+        return {"object": "list", "data": [_model(served) for served in self.models.values()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One model."""
+        return _model(self.served(name))
+
+    async def health(self) -> dict[str, Any]:
+        """That it runs."""
+        return {"status": "ok", "version": __version__}
+
+    async def metrics_text(self) -> Response:
+        """Counters, as Prometheus reads them."""
+        return Response(self.metrics.text(), media_type=self.metrics.media_type)
+
+    async def completions(self, body: schema.Completion, request: Request) -> Response:
+        """Texts that go on after prompts."""
+        return await Answers(self.served(body.model), self.metrics).completions(body, request)
+
+    async def chat(self, body: schema.Chat, request: Request) -> Response:
+        """The answer in a conversation, by the model's template."""
+        return await Answers(self.served(body.model), self.metrics).chat(body, request)
+
+    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+        """Ids of a text."""
+        return {"tokens": await asyncio.to_thread(self.served(body.model).tokenizer.encode, body.content)}
+
+    async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
+        """Text of ids."""
+        return {"content": self.served(body.model).tokenizer.decode(body.tokens)}
+
+    async def states(self, model: schema.Name = "") -> dict[str, Any]:
+        """The states that are kept, the oldest first."""
+        found = await asyncio.to_thread(self.served(model).states.list)
+        return {"object": "list", "data": [asdict(about) for about in found]}
+
+    async def new_state(self, body: schema.NewState) -> JSONResponse:
+        """Read a prompt and keep the state."""
+        served = self.served(body.model)
+        served.states.path(body.id)
+        prompt = body.prompt
+        ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+        session = await _result(served.engine.run(_reading(served.engine, ids)))
+        about = await asyncio.to_thread(served.states.save, body.id, session)
+        return JSONResponse(asdict(about), 201)
+
+    async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
+        """The file of a state."""
+        path = self.served(model).states.found(id)
+        return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+    async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
+        """Keep the file of a state from elsewhere, if it is one of this model."""
+        served = self.served(model)
+        served.states.path(id)
+        path, largest, size = served.states.upload(), _largest_upload(), 0
+        try:
+            with path.open("xb") as file:
+                async for part in request.stream():
+                    size += len(part)
+                    if size > largest:
+                        return refusal(
+                            413, f"a state of over {largest:,} bytes, half the memory of this machine"
+                        )
+                    await asyncio.to_thread(file.write, part)
+            about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
+        except OSError as error:
+            raise StorageError(f"{id}: not written ({error.strerror or error})") from None
+        finally:
+            path.unlink(missing_ok=True)
+        return JSONResponse(asdict(about), 201)
+
+    async def fork(self, id: schema.Name, body: schema.Fork) -> JSONResponse:
+        """Keep a copy of a state, or of what it was at an earlier token, under another name."""
+        served = self.served(body.model)
+        served.states.path(body.id)
+        session = await asyncio.to_thread(served.states.load, id, served.engine.session())
+        session = await _result(served.engine.run(_back(session, body.token)))
+        about = await asyncio.to_thread(served.states.save, body.id, session, id)
+        return JSONResponse(asdict(about), 201)
+
+    async def restore(self, id: schema.Name, body: schema.Body) -> dict[str, Any]:
+        """Load a state to see that it is whole: what it holds, token by token."""
+        served, start = self.served(body.model), time.perf_counter()
+        session = await asyncio.to_thread(served.states.load, id, served.engine.session())
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        pieces = [served.tokenizer.token_bytes(token) for token in session.tokens]
+        cuts, ends = _texts(pieces)
+        about = asdict(served.states.about(id))
+        return about | {
+            "text": "".join(cuts),
+            "ends": ends,
+            "state_bytes": session.nbytes,
+            "ms": milliseconds,
+        }
+
+    async def delete(self, id: schema.Name, model: schema.Name = "") -> dict[str, Any]:
+        """Delete a state."""
+        await asyncio.to_thread(self.served(model).states.delete, id)
+        return {"id": id, "object": "state", "deleted": True}
+
+    async def slots(self) -> list[dict[str, Any]]:
+        """The slots of the first model, as llama.cpp lists them."""
+        served = self.served("")
+        return [
+            {"id": id, "n_ctx": served.engine.model.config.positions, "n_past": len(session.tokens)}
+            for id, session in sorted(served.slots.items())
+        ]
+
+    async def slot(self, id: int, action: str, body: schema.Slot) -> dict[str, Any]:
+        """llama.cpp's save, restore and erase of a slot."""
+        served, start = self.served(body.model), time.perf_counter()
+        served.slot(id)
+        require(action in ("save", "restore", "erase"), "action", action[:40], "save, restore or erase")
+        if action == "erase":
+            gone = served.slots.pop(id, None)
+            return {"id_slot": id, "n_erased": 0 if gone is None else len(gone.tokens)}
+        if action == "save":
+            if id not in served.slots:
+                raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
+            ids = served.slots[id].tokens
+            session = await _result(served.engine.run(_reading(served.engine, ids)))
+            about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
+        else:
+            session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
+            about = served.slot_files.about(body.filename)
+        served.slots[id] = session
+        names = (
+            ("n_saved", "n_written", "save_ms")
+            if action == "save"
+            else ("n_restored", "n_read", "restore_ms")
+        )
+        took = 1e3 * (time.perf_counter() - start)
+        counts = {names[0]: len(session.tokens), names[1]: about.bytes, "timings": {names[2]: took}}
+        return {"id_slot": id, "filename": body.filename, **counts}
+
+
+def create(models: Sequence[Served], *, key: str | None = None, close: bool = True) -> FastAPI:
+    """The application; close: with it, its engines finish what they have and stop."""
+    app = App(models)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if close:
+            await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
+
+    api = FastAPI(title="perspectron", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    refused: dict[int | str, dict[str, Any]] = {
+        code: {"description": "An error object"} for code in (400, 401, 404, 413, 429, 507)
+    }
+    routes: list[tuple[str, str, Any]] = [
+        ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
+        ("GET", "/v1/models", app.models_list), ("GET", "/v1/models/{name}", app.model),
+        ("POST", "/v1/completions", app.completions), ("POST", "/v1/chat/completions", app.chat),
+        ("POST", "/tokenize", app.tokenize), ("POST", "/detokenize", app.detokenize),
+        ("GET", "/v1/states", app.states), ("POST", "/v1/states", app.new_state),
+        ("GET", "/v1/states/{id}", app.download), ("PUT", "/v1/states/{id}", app.upload),
+        ("POST", "/v1/states/{id}/fork", app.fork), ("POST", "/v1/states/{id}/restore", app.restore),
+        ("DELETE", "/v1/states/{id}", app.delete),
+        ("GET", "/slots", app.slots), ("POST", "/slots/{id}", app.slot),
+    ]  # fmt: skip
+    for method, path, handler in routes:
+        api.add_api_route(path, handler, methods=[method], responses=refused, response_model=None)
+    api.mount("/", StaticFiles(directory=PAGE, html=True))
+    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Exception):
+        api.add_exception_handler(kind, _answer)
+    api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
+    return api
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    """Any error as one object, with the status that clients know what to do with."""
+    if isinstance(error, RequestValidationError):
+        return refusal(400, "; ".join(_why(problem) for problem in error.errors()[:3]))
+    if isinstance(error, HTTPException):
+        return refusal(error.status_code, str(error.detail))
+    if isinstance(error, Full):
+        return refusal(
+            429, "all rows are taken and the queue is full; ask again", "overloaded", Retry_After="1"
+        )
+    if isinstance(error, Closed):
+        return refusal(503, "the server is stopping; ask again when it is back", "stopping", Retry_After="5")
+    if isinstance(error, Unknown):
+        return refusal(404, str(error), "model_not_found")
+    if isinstance(error, Missing):
+        return refusal(404, str(error), "state_not_found")
+    if isinstance(error, StorageError):
+        return refusal(507, str(error), "storage")
+    if isinstance(error, PerspectronError):
+        return refusal(400, str(error))
+    return refusal(500, "the server failed; its log says why")
+
+
+def _why(problem: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"][1:]) or "body"
+    return f"{where[:80]}: {str(problem['msg'])[:160]}"
+
+
+def _model(served: Served) -> dict[str, Any]:
+    config = served.engine.model.config
+    about: dict[str, Any] = {"context": config.positions or None}
+    about["state_bytes"] = served.engine.model.init_state(1).nbytes
+    about["twin_cache_bytes"] = (
+        2 * 4 * len(config.blocks) * config.d_model
+    )  # a token's keys and values in float32
+    about |= {"id": served.name, "object": "model", "created": served.created}
+    return about | {"owned_by": "perspectron", "design": config.name}
+
+
+def _largest_upload() -> int:
+    return memory() // 2
+
+
+def _reading(engine: Engine, ids: Sequence[int]) -> Generator[None, None, Session]:
+    """Read ids, a chunk at a time."""
+    session = engine.session()
+    for start in range(0, len(ids), session.chunk):
+        session.read(ids[start : start + session.chunk])
+        yield
+    return session
+
+
+def _back(session: Session, token: int | None) -> Generator[None, None, Session]:
+    yield
+    return session if token is None else session.at(token)
+
+
+async def _result(future: "Future[T]") -> T:
+    """What a task of the engine gives; it is dropped where nobody waits any more."""
+    return await asyncio.wrap_future(future)
+
+
+def _texts(pieces: Sequence[bytes]) -> tuple[list[str], list[int]]:
+    """Text of each token, where a character that takes several stands with the last of them; and the characters that
+    have come after each."""
+    import codecs
+
+    decoder, texts, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
+    for number, piece in enumerate(pieces, 1):
+        texts.append(decoder.decode(piece, final=number == len(pieces)))
+        at += len(texts[-1])
+        ends.append(at)
+    return texts, ends

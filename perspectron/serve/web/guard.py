@@ -1,0 +1,136 @@
+"""What stands before every route: who may ask, and how much at once."""
+
+import base64
+import hmac
+import json
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+LARGEST_BODY = 16 << 20
+DEEPEST = 32
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+)
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
+
+def refusal(status: int, message: str, code: str | None = None, **headers: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    kind = "server_error" if status >= 500 else kind
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return JSONResponse({"error": error}, status, named)
+
+
+class Guard:
+    """An app behind a key, if there is one, with bounds on bodies; uploads of states have one of their own. Without a
+    key, only what is addressed to this machine by its own name is answered: a page elsewhere cannot point its name
+    here."""
+
+    def __init__(self, app: App, *, key: str | None, largest_upload: int) -> None:
+        self.app, self.key, self.largest_upload = app, key, largest_upload
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        send = _secured(send)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refused = self._refused(scope["path"], headers)
+        upload = scope["method"] == "PUT"
+        largest = self.largest_upload if upload else LARGEST_BODY
+        length = headers.get(b"content-length", b"0")
+        if refused is None and not (length.isdigit() and int(length) <= largest):
+            refused = refusal(413, f"body = {_short(length)} bytes, must be ≤ {largest:,}")
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        if upload:
+            await self.app(scope, receive, send)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > largest:
+                await refusal(413, f"body is over {largest:,} bytes; send less at once")(scope, receive, send)
+                return
+            if not message.get("more_body"):
+                break
+        if _depth(body) > DEEPEST:
+            await refusal(400, f"body: JSON of more than {DEEPEST} levels")(scope, receive, send)
+            return
+        sent = False
+
+        async def replay() -> MutableMapping[str, Any]:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, send)
+
+    def _refused(self, path: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
+        if path == "/health":
+            return None
+        if self.key is None:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if re.sub(r":\d*$", "", host).lower() in LOCAL:
+                return None
+            return refusal(403, f"host = {host[:80]!r}, must be localhost where no key is set")
+        if hmac.compare_digest(_key(headers.get(b"authorization", b"")), self.key.encode()):
+            return None
+        message = "a key is needed: send the header Authorization: Bearer KEY"
+        return refusal(401, message, "invalid_api_key", www_authenticate='Basic realm="perspectron"')
+
+
+def _secured(send: Send) -> Send:
+    """What is sent, with headers that keep browsers to what the page itself does."""
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
+        await send(message)
+
+    return sending
+
+
+def _key(header: bytes) -> bytes:
+    """The key of a header: a bearer's, or the password of a browser that asked for one."""
+    scheme, _, value = header.strip().partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return value.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _depth(body: bytes) -> int:
+    """Levels of lists and objects in JSON."""
+    deepest = level = 0
+    for byte in re.findall(rb"[\[\]{}]", _STRING.sub(b"", body)):
+        level += 1 if byte in b"[{" else -1
+        deepest = max(deepest, level)
+    return deepest
+
+
+def _short(value: bytes) -> str:
+    return json.dumps(value[:24].decode("latin-1"))

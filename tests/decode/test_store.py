@@ -1,0 +1,194 @@
+"""The prefix store: nothing is read twice, and nothing that is drawn or computed changes by a bit."""
+
+import random
+import sqlite3
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.store import INDEX, PrefixStore
+from perspectron.model import LanguageModel, build
+from perspectron.state import LMState
+from tests.decode.conftest import VOCAB, make
+from tests.decode.test_rows import equal, prompt_of
+
+CHUNK = 8
+SAMPLED = SamplingConfig(temperature=1.0, seed=3)
+
+
+def small(design: str) -> LanguageModel:
+    """Any design, tiny, with logits that prefer some tokens to others."""
+    model = build(presets.small(design, vocab_size=VOCAB, d_model=32, layers=2, seq_len=64), seed=5)
+    with torch.no_grad():
+        model.embedding.weight.mul_(12)
+    return model.eval()
+
+
+def answered(
+    model: LanguageModel,
+    tokenizer,
+    ids: list[int],
+    store: PrefixStore | None,
+    chunk: int = CHUNK,
+    count: int = 3,
+) -> tuple[list[tuple], LMState]:
+    """Tokens of one row with the logprobs of all tokens, and the state after them."""
+    rows = Rows(model, tokenizer, chunk=chunk, store=store)
+    row, pieces = rows.add(ids, max_tokens=count, sampling=SAMPLED, stream=0, logprobs=VOCAB), []
+    while rows.active:
+        pieces += rows.step()
+    return [(piece.id, piece.logprob, piece.likely) for piece in pieces], rows.remove(row).state
+
+
+def same(got: tuple[list[tuple], LMState], expected: tuple[list[tuple], LMState]) -> None:
+    assert got[0] == expected[0]
+    equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("design", presets.DESIGNS)
+def test_with_the_store_every_bit_is_as_without(design: str, tokenizer, tmp_path) -> None:
+    """Prompts that are cut, go on, and leave one another anywhere: from memory, and from the disk by another store."""
+    model, text, other = small(design), prompt_of(37, 1), prompt_of(37, 2)
+    prompts = [text[:20], text[:7] + other[:9], text[:15], text[:16] + other[:3], text, text[:23]]
+    stores = [PrefixStore(model, chunk=CHUNK, folder=tmp_path / "disk") for _ in range(2)]
+    for prompt in prompts:
+        expected = answered(model, tokenizer, prompt, None)
+        for store in stores:  # the second finds on disk what the first has read
+            same(answered(model, tokenizer, prompt, store), expected)
+    assert all(store.counters.calls_saved > 8 for store in stores)
+    assert stores[1].counters.damaged == stores[1].counters.failed == 0
+    assert stores[1].counters.misses == 0
+
+
+def test_a_prompt_read_before_costs_no_call_and_a_cut_one_at_most_a_chunk(perspective, tokenizer) -> None:
+    store, text = PrefixStore(perspective, chunk=CHUNK), prompt_of(50, 3)
+    read = counted(perspective)
+    answered(perspective, tokenizer, text, store, count=1)
+    assert sum(read) == 51
+    for cut in (50, 49, 33, 8, 1):
+        read.clear()
+        answered(perspective, tokenizer, text[:cut], store, count=1)
+        assert sum(read) <= CHUNK and (sum(read) == 0) == (cut == 50)
+
+
+def counted(model: LanguageModel) -> list[int]:
+    """Tokens of each call of the model from now on."""
+    calls, hidden = [], type(model).hidden
+
+    def counting(ids_BT, *args, **kwargs):
+        calls.append(ids_BT.shape[1])
+        return hidden(model, ids_BT, *args, **kwargs)
+
+    model.hidden = counting
+    return calls
+
+
+@pytest.fixture
+def perspective() -> LanguageModel:
+    return make("perspective-tiny")
+
+
+def test_another_model_another_adapter_another_chunk_share_nothing(perspective, tokenizer) -> None:
+    other = make("perspective-tiny")
+    with torch.no_grad():
+        other.norm.weight[0] += 1
+    stores = [PrefixStore(perspective, adapter=name) for name in ("", "abc")]
+    stores += [PrefixStore(other), PrefixStore(perspective, chunk=64)]
+    assert len({store.root for store in stores}) == 4
+    assert PrefixStore(perspective).root == stores[0].root
+
+
+def test_what_is_worth_least_goes_first_and_its_time_passes_to_what_needs_it(perspective) -> None:
+    store = PrefixStore(perspective, chunk=1)
+    keys, state = store.chain([0, 5, 6, 7, 8]), perspective.init_state(1)
+    last, size = torch.zeros(1, 32), perspective.init_state(1).nbytes + 32 * 4
+    store.memory_bytes = 3 * size
+    for calls, seconds in enumerate((2.0, 5.0, 6.0), 1):
+        store.put(keys, calls, state, last, seconds)
+    store.put(keys, 4, state, last, 10.0)
+    assert store.used_bytes == 3 * size and store.counters.evicted == 1
+    assert [store.find(keys[:n]).calls for n in (1, 2, 3, 4)] == [1, 2, 2, 4]
+    store.memory_bytes = size
+    store.put(store.chain([9]), 1, state, last, 50.0)
+    assert len(store) == 1 and store.find(store.chain([9])).seconds == 50.0
+    assert store.find(keys[1:]) is None
+
+
+def test_a_budget_is_kept_on_disk_and_in_memory(perspective, tokenizer, tmp_path) -> None:
+    budget = 150_000
+    store = PrefixStore(perspective, chunk=CHUNK, memory_bytes=budget, folder=tmp_path, disk_bytes=budget)
+    for seed in range(6):
+        answered(perspective, tokenizer, prompt_of(60, seed), store, count=1)
+    assert 0 < store.used_bytes <= budget and store.counters.evicted > 0
+    files = list(tmp_path.glob("*.state"))
+    assert 0 < sum(file.stat().st_size for file in files) <= budget
+    rows = sqlite3.connect(tmp_path / INDEX).execute("SELECT key FROM entries").fetchall()
+    assert {file.stem for file in files} == {key for (key,) in rows}
+    none = PrefixStore(perspective, chunk=CHUNK, memory_bytes=0)
+    same(answered(perspective, tokenizer, [5], none), answered(perspective, tokenizer, [5], None))
+    assert len(none) == 0
+
+
+def test_damaged_files_are_dropped_counted_and_read_again(perspective, tokenizer, tmp_path) -> None:
+    """Cut short, changed by a bit, another's file under this name, gone, a link."""
+    prompt, draw = prompt_of(60, 1), random.Random(0)
+    expected = answered(perspective, tokenizer, prompt, None)
+    for damage in range(5):
+        folder = tmp_path / str(damage)
+        answered(perspective, tokenizer, prompt, PrefixStore(perspective, chunk=CHUNK, folder=folder))
+        files = sorted(folder.glob("*.state"))
+        contents = [file.read_bytes() for file in files]
+        for at, file in enumerate(files):
+            content = contents[at]
+            where = draw.randrange(len(content))
+            if damage == 0:
+                file.write_bytes(content[:where])
+            elif damage == 1:
+                file.write_bytes(content[:where] + bytes([content[where] ^ 1]) + content[where + 1 :])
+            elif damage == 2:
+                file.write_bytes(contents[at - 1])
+            else:
+                file.unlink()
+                if damage == 4:
+                    file.symlink_to("/dev/zero")
+        store = PrefixStore(perspective, chunk=CHUNK, folder=folder)
+        same(answered(perspective, tokenizer, prompt, store), expected)
+        assert store.counters.damaged == (0 if damage == 3 else len(files)), damage
+        again = PrefixStore(perspective, chunk=CHUNK, folder=folder)
+        same(answered(perspective, tokenizer, prompt, again), expected)
+        assert again.counters.hits == 1 and again.counters.damaged == 0
+
+
+def test_a_damaged_index_begins_anew_and_a_killed_writer_leaves_nothing(
+    perspective, tokenizer, tmp_path
+) -> None:
+    prompt = prompt_of(30, 1)
+    first = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path)
+    answered(perspective, tokenizer, prompt, first)
+    first.close()
+    kept = sorted(tmp_path.glob("*.state"))
+    orphan, unfinished = tmp_path / f"{'0' * 64}.state", tmp_path / f".{2**22 + 7}-{'0' * 16}.tmp"
+    orphan.write_bytes(b"written, but not in the index yet")
+    unfinished.write_bytes(b"half")
+    store = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path)
+    assert not orphan.exists() and not unfinished.exists() and sorted(tmp_path.glob("*.state")) == kept
+    store.close()
+    (tmp_path / INDEX).write_bytes(b"no database" * 1000)
+    anew = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path)
+    assert anew.counters.damaged == 1 and not list(tmp_path.glob("*.state"))
+    expected = answered(perspective, tokenizer, prompt, None)
+    same(answered(perspective, tokenizer, prompt, anew), expected)
+    assert len(list(tmp_path.glob("*.state"))) == len(kept)
+
+
+def test_a_disk_that_is_full_stops_nothing(perspective, tokenizer, tmp_path, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("perspectron.decode.store.write_state", full)
+    store, prompt = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path), prompt_of(30, 1)
+    same(answered(perspective, tokenizer, prompt, store), answered(perspective, tokenizer, prompt, None))
+    assert store.counters.failed > 0 and len(store) > 0 and not list(tmp_path.glob("*.state"))

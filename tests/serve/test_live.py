@@ -1,0 +1,164 @@
+"""A server on a socket: clients of other people, clients that leave, and the command."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from perspectron.cli.main import main
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.serve.web.app import create
+from perspectron.serve.web.chat import Template
+from tests.serve.conftest import TEMPLATE, served
+from tests.serve.test_routes import said
+
+KEY = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    one = served(folder, tokenizer)
+    return dataclasses.replace(one, template=Template(folder / "chat.jinja"), largest=10**6)
+
+
+@pytest.fixture(scope="module")
+def url(tiny) -> Iterator[str]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    AppStatus.disable_automatic_graceful_drain()
+    config = uvicorn.Config(create([tiny], key=KEY), log_level="warning", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listening.close()
+
+
+def idle(tiny, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while (tiny.engine.active or tiny.engine.waiting) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not (tiny.engine.active or tiny.engine.waiting)
+
+
+def test_the_openai_client(url, tiny) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    ask = {"model": "tiny", "prompt": "The cat sat", "seed": 5, "max_tokens": 12}
+    whole = client.completions.create(**ask, n=2, logprobs=2)
+    expected = said(tiny.engine.model, tiny.tokenizer, "The cat sat")
+    assert whole.choices[0].text == expected and whole.choices[0].finish_reason == "length"
+    assert len(whole.choices[1].logprobs.token_logprobs) == 12 and whole.usage.completion_tokens == 24
+    streamed = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].text for part in streamed[:-1]) == expected
+    assert streamed[-1].usage.completion_tokens == 12
+    assert client.completions.create(**ask, stop=[expected[5:8]]).choices[0].finish_reason == "stop"
+    talk = {"model": "tiny", "messages": [{"role": "user", "content": "Row"}], "seed": 5, "max_tokens": 8}
+    answer = client.chat.completions.create(**talk, logprobs=True, top_logprobs=1)
+    deltas = [part.choices[0].delta.content for part in client.chat.completions.create(**talk, stream=True)]
+    assert "".join(deltas) == answer.choices[0].message.content
+    assert len(answer.choices[0].logprobs.content) == 8
+    for wrong, kind in (
+        ({"model": "gpt-5"}, openai.NotFoundError),
+        ({"max_tokens": 0}, openai.BadRequestError),
+        ({"n": 16, "max_tokens": 99999}, openai.RateLimitError),
+    ):
+        with pytest.raises(kind) as caught:
+            client.completions.create(**ask | wrong)
+        assert caught.value.body["message"]
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_clients_that_leave_leave_nothing_behind(url, tiny) -> None:
+    """Streams that are dropped after a token, and answers that nobody waits for."""
+    port = int(url.rpartition(":")[2])
+
+    async def leave(stream: str) -> None:
+        body = f'{{"prompt": "The cat", "max_tokens": 900000, "stream": {stream}}}'.encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        if stream == "true":
+            await reader.readuntil(b"data: ")
+        else:
+            await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    async def all_leave() -> None:
+        for _ in range(6):
+            await asyncio.gather(*(leave(stream) for stream in ("true", "true", "false")))
+
+    before, descriptors = tiny.engine.counters.cancelled, len(os.listdir("/proc/self/fd"))
+    asyncio.run(all_leave())
+    assert idle(tiny) and tiny.engine.counters.cancelled - before == 18
+    end = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
+    for arguments, words in (
+        ([], "runs"),
+        ([str(tmp_path), "--host", "0.0.0.0"], "without --api-key"),
+        ([str(tmp_path), "--api-key", "short"], "8 characters or more"),
+        ([str(tmp_path), "--port", "70000"], "port = 70000"),
+        ([str(tmp_path), str(tmp_path)], "folders of different names"),
+        ([str(tmp_path), "--port", "0"], str(tmp_path)),
+    ):
+        assert main(["serve", *arguments]) == 2, arguments
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1, said
+    monkeypatch.setattr("perspectron.cli.serve.find_spec", lambda name: None)
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "pip install 'perspectron[serve]'" in capsys.readouterr().err
+
+
+def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
+    root = Path(__file__).parents[2]
+    run = str(root / "tests/vectors/run-0.1")
+    command = [sys.executable, "-m", "perspectron", "serve", run, "--port", "0", "--keep", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stderr is not None
+        url = next(line for line in server.stderr if "http://" in line).split()[-1]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                time.sleep(0.05)
+        stream = client.completions.create(model="run-0.1", prompt="def", max_tokens=300, seed=1, stream=True)
+        parts = [next(iter(stream))]
+        server.send_signal(signal.SIGTERM)
+        parts += list(stream)
+        assert parts[-1].choices[0].finish_reason in ("length", "stop") and server.wait(30) == 0
+
+
+def test_a_seed_and_its_stream_are_the_sampling(url, tiny) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    ask = {"model": "tiny", "prompt": "The cat", "max_tokens": 6}
+    free = {client.completions.create(**ask).choices[0].text for _ in range(3)}
+    assert len(free) > 1, "without a seed each answer is drawn anew"
+    greedy = client.completions.create(**ask, temperature=0).choices[0].text
+    assert greedy == said(tiny.engine.model, tiny.tokenizer, "The cat", 6, temperature=0.0)
+    assert SamplingConfig(temperature=0.0).seed == 0

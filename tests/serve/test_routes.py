@@ -1,0 +1,314 @@
+"""What clients of OpenAI and llama.cpp get, and what is said to those who ask for what cannot be."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+from fastapi.testclient import TestClient
+
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.serve.web.app import create
+from perspectron.serve.web.chat import Template
+from tests.serve.conftest import TEMPLATE, served
+
+PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
+
+
+def said(model, tokenizer, text: str, tokens: int = 12, **settings) -> str:
+    sampling = SamplingConfig(**{"temperature": 1.0, "seed": 5} | settings)
+    return generate(model, tokenizer, [text], max_tokens=tokens, sampling=sampling).texts[0]
+
+
+def complete(client, **body):
+    answer = client.post("/v1/completions", json=PROMPT | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def streamed(client, route: str, body: dict) -> list[dict]:
+    with client.stream("POST", route, json=body | {"stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_a_completion_is_what_generate_says(client, tiny) -> None:
+    answer = complete(client)
+    expected = said(tiny.engine.model, tiny.tokenizer, "The cat sat")
+    assert answer["choices"] == [{"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}]
+    read = len(tiny.tokenizer.encode("The cat sat"))
+    assert answer["usage"] == {
+        "prompt_tokens": read, "completion_tokens": 12, "total_tokens": read + 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    again = complete(client, prompt=tiny.tokenizer.encode("The cat sat"))
+    assert again["choices"] == answer["choices"]
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
+
+
+def test_choices_stops_echo_and_logprobs(client, tiny) -> None:
+    model, tokenizer = tiny.engine.model, tiny.tokenizer
+    whole = said(model, tokenizer, "The cat sat")
+    stop = whole[5:8]
+    answer = complete(client, stop=stop, echo=True)["choices"][0]
+    assert answer["text"] == "The cat sat" + whole[: whole.find(stop)] and answer["finish_reason"] == "stop"
+    answer = complete(client, n=3, prompt=["The cat sat", "Row 3"])["choices"]
+    assert [choice["index"] for choice in answer] == list(range(6))
+    assert answer[0]["text"] == whole and len({choice["text"] for choice in answer}) == 6
+    answer = complete(client, logprobs=3, temperature=0)["choices"][0]["logprobs"]
+    for id, logprob, top in zip(
+        answer["token_ids"], answer["token_logprobs"], answer["top_logprobs"], strict=True
+    ):
+        assert logprob == max(top.values()) and tokenizer.token_bytes(id).decode("utf-8", "replace") in top
+
+
+def test_a_stream_joins_to_the_answer(client) -> None:
+    whole = complete(client, n=2, logprobs=1)
+    frames = streamed(
+        client, "/v1/completions", PROMPT | {"n": 2, "logprobs": 1, "stream_options": {"include_usage": True}}
+    )
+    assert frames[-1]["choices"] == [] and frames[-1]["usage"]["completion_tokens"] == 24
+    for index in range(2):
+        parts = [frame["choices"][0] for frame in frames[:-1] if frame["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in parts) == whole["choices"][index]["text"]
+        ids = [id for part in parts for id in part["logprobs"]["token_ids"]]
+        assert ids == whole["choices"][index]["logprobs"]["token_ids"]
+        assert [part["finish_reason"] for part in parts] == [None] * 11 + ["length"]
+
+
+def test_a_base_model_does_not_chat_and_a_template_makes_it(client, tiny, tmp_path) -> None:
+    messages = {"messages": [{"role": "user", "content": "Row"}], "seed": 5, "max_tokens": 8}
+    answer = client.post("/v1/chat/completions", json=messages)
+    assert (
+        answer.status_code == 400
+        and "is a base model, served without --template" in answer.json()["error"]["message"]
+    )
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    tiny.template = Template(tmp_path / "chat.jinja")
+    expected = said(tiny.engine.model, tiny.tokenizer, "user: Row\nassistant:", 8)
+    answer = client.post("/v1/chat/completions", json=messages | {"logprobs": True, "top_logprobs": 2}).json()
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
+    assert (
+        len(choice["logprobs"]["content"]) == 8 and len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    )
+    frames = streamed(client, "/v1/chat/completions", messages)
+    assert frames[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(frame["choices"][0]["delta"]["content"] for frame in frames) == expected
+    (tmp_path / "bad.jinja").write_text("{{ raise_exception('no system here') }}")
+    tiny.template = Template(tmp_path / "bad.jinja")
+    answer = client.post("/v1/chat/completions", json=messages)
+    assert answer.status_code == 400 and "no system here" in answer.json()["error"]["message"]
+
+
+def test_states_are_saved_gone_on_from_forked_moved_and_deleted(client, tiny, tmp_path) -> None:
+    model, tokenizer = tiny.engine.model, tiny.tokenizer
+    straight = Session(model, tokenizer).read("The cat sat")
+    sampling = SamplingConfig(temperature=1.0, seed=5)
+    parts = [straight.say(12, sampling=sampling), straight.read(" on").say(12, sampling=sampling)]
+    assert client.post("/v1/states", json={"id": "root", "prompt": "The cat sat"}).status_code == 201
+    assert complete(client, prompt="", state="root", save="one")["choices"][0]["text"] == parts[0]
+    assert complete(client, prompt=" on", state="one", save="two")["choices"][0]["text"] == parts[1]
+    about = client.post("/v1/states/two/restore", json={}).json()
+    assert (
+        about["text"] == straight.text
+        and about["parent"] == "one"
+        and about["tokens"] == len(straight.tokens)
+    )
+    assert about["ends"][-1] == len(about["text"]) and len(about["ends"]) == about["tokens"]
+    back = {"id": "back", "token": len(tokenizer.encode("The cat sat"))}
+    assert client.post("/v1/states/two/fork", json=back).json()["parent"] == "two"
+    assert complete(client, prompt="", state="back")["choices"][0]["text"] == parts[0]
+    file = client.get("/v1/states/one").content
+    assert client.put("/v1/states/copy", content=file).status_code == 201
+    assert complete(client, prompt=" on", state="copy")["choices"][0]["text"] == parts[1]
+    listed = [state["id"] for state in client.get("/v1/states").json()["data"]]
+    assert sorted(listed) == ["back", "copy", "one", "root", "two"]
+    assert client.delete("/v1/states/copy").json()["deleted"]
+    assert client.get("/v1/states/copy").json()["error"]["code"] == "state_not_found"
+
+
+def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
+    text = "The cat sat on the mat. " * 12
+    first = complete(client, prompt=text, id_slot=1)
+    saved = client.post("/slots/1?action=save", json={"filename": "talk"}).json()
+    assert saved["n_saved"] == first["usage"]["total_tokens"] and saved["n_written"] > 0
+    assert [slot["id"] for slot in client.get("/slots").json()] == [1]
+    other = served(tmp_path / "other", tokenizer)
+    other.slot_files = tiny.slot_files
+    with TestClient(create([other])) as fresh:
+        restored = fresh.post("/slots/2?action=restore", json={"filename": "talk"}).json()
+        assert restored["n_restored"] == saved["n_saved"] and restored["n_read"] == saved["n_written"]
+        on = text + first["choices"][0]["text"] + " And"
+        answer = complete(fresh, prompt=on, id_slot=2)
+        assert answer["choices"] == complete(client, prompt=on)["choices"]
+        assert other.engine.store.counters.calls_saved == 0
+        assert fresh.post("/slots/2?action=erase", json={}).json()["n_erased"] > 0
+    for slot, action, status in ((1, "burn", 400), (99, "save", 400), (0, "save", 404)):
+        assert client.post(f"/slots/{slot}?action={action}", json={"filename": "a"}).status_code == status
+
+
+def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json()["state_bytes"] > 0
+    ids = client.post("/tokenize", json={"content": "The cat"}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": "The cat"}
+    complete(client)
+    assert client.get("/health").json()["status"] == "ok"
+    metrics = client.get("/metrics").text
+    assert 'perspectron_drawn_tokens_total{model="tiny"} 12.0' in metrics
+    assert 'perspectron_first_token_seconds_count{model="tiny"} 1.0' in metrics
+    page = client.get("/")
+    assert (
+        page.headers["content-type"].startswith("text/html")
+        and "default-src 'self'" in page.headers["content-security-policy"]
+    )
+    for name in ("page.css", "page.js"):
+        assert name in page.text and client.get(f"/{name}").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"model": "gpt-5"}, 404, "model 'gpt-5' is not served; there are: tiny"),
+        ({"state": "gone"}, 404, "state 'gone' is not there"),
+        ({"state": "../../etc/passwd"}, 400, "1 to 64 letters"),
+        ({"save": "a/b"}, 400, "1 to 64 letters"),
+        ({"save": "a", "n": 2}, 400, "left out with n > 1"),
+        ({"max_tokens": 65}, 400, "max_tokens = 65, must be ≤ 64"),
+        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"prompt": ""}, 400, "no tokens"),
+        ({"prompt": [300]}, 400, "token id"),
+        ({"temperature": -1}, 400, "temperature: "),
+        ({"stop": [""]}, 400, "stop"),
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"stop": "x" * 300}, 400, "stop"),
+        ({"n": 17}, 400, "n: "),
+        ({"logprobs": 21}, 400, "logprobs: "),
+        ({"best_of": 2}, 400, "best_of: "),
+        ({"logit_bias": {"1": 5}}, 400, "logit_bias: "),
+        ({"id_slot": 9}, 400, "id_slot = 9"),
+        ({"prompt": "x", "n": 16}, 429, "ask again"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_an_error_object(client, tiny, body, status, words) -> None:
+    answer = client.post("/v1/completions", json=PROMPT | body)
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert "retry-after" in answer.headers or status != 429
+    assert tiny.engine.active == tiny.engine.waiting == 0
+    complete(client)
+
+
+def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
+    from perspectron import presets
+    from perspectron.model import build
+
+    one = served(tmp_path, tokenizer)
+    model = build(presets.small("gpt2", vocab_size=tokenizer.vocab_size, d_model=32, seq_len=64), seed=5)
+    from perspectron.serve.engine import Engine
+
+    one = dataclasses.replace(one, engine=Engine(model, tokenizer, together=False))
+    with TestClient(create([one])) as client:
+        answer = client.post("/v1/completions", json={"prompt": [5] * 80})
+        assert answer.status_code == 400 and "≤ positions = 64" in answer.json()["error"]["message"]
+        answer = client.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 16})
+        assert answer.status_code == 400 and "max_tokens = 16" in answer.json()["error"]["message"]
+
+
+def test_bodies_that_are_too_much(client) -> None:
+    head = {"content-type": "application/json"}
+    for content, status in (
+        (b"x" * (17 << 20), 413), (b"[" * 100_000, 400), (b"{", 400), (b'{"n": NaN}', 400), (b"", 400), (b"7", 400),
+    ):  # fmt: skip
+        answer = client.post("/v1/completions", content=content, headers=head)
+        assert answer.status_code == status and answer.json()["error"]["message"], content[:9]
+    plain = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert plain.status_code == 400, "what a form elsewhere could send is no JSON"
+    assert client.get("/nothing").status_code == 404 and "error" in client.get("/nothing").json()
+
+
+def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:
+    with TestClient(create([tiny], key="correct horse")) as client:
+        routes = [(m, r.path) for r in client.app.routes if hasattr(r, "methods") for m in r.methods]
+        assert len(routes) > 15
+        for method, path in [*routes, ("GET", "/"), ("GET", "/page.js")]:
+            answer = client.request(method, path, headers={"authorization": "Bearer wrong"})
+            assert answer.status_code == (200 if path == "/health" else 401), path
+        assert client.get("/v1/models", headers={"authorization": "Bearer correct horse"}).status_code == 200
+        assert client.get("/", auth=("anyone", "correct horse")).status_code == 200
+
+
+def test_without_a_key_another_name_for_this_machine_is_refused(client) -> None:
+    assert client.get("/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
+    assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200
+
+
+def test_foreign_states_are_refused_and_leave_nothing(client, tiny, tmp_path, tokenizer) -> None:
+    client.post("/v1/states", json={"id": "mine", "prompt": "The cat"})
+    file = client.get("/v1/states/mine").content
+    other = Session(
+        served(tmp_path / "o", tokenizer, design="transformer-tiny").engine.model, tokenizer
+    ).read("x")
+    other.save(tmp_path / "other")
+    draw = random.Random(1)
+    bad = [b"", b"junk", file[:-1], (tmp_path / "other").read_bytes()]
+    for _ in range(20):
+        at = draw.randrange(len(file))
+        bad.append(file[:at] + bytes([file[at] ^ 1 << draw.randrange(8)]) + file[at + 1 :])
+    for content in bad:
+        answer = client.put("/v1/states/theirs", content=content)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert [path.name for path in tiny.states.folder.iterdir()] == ["mine.state"]
+    (tiny.states.folder / "mine.state").write_bytes(b"damaged")
+    assert client.post("/v1/completions", json=PROMPT | {"state": "mine"}).status_code == 400
+
+
+def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("perspectron.state.save_tensors", full)
+        answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
+        assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
+    complete(client)
+
+
+def test_bodies_of_any_kind_never_fail_the_server(client) -> None:
+    """Fields of the known names with values of any type: 2xx or 4xx."""
+    draw = random.Random(3)
+    names = ["model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "state", "save",
+             "id_slot", "stream", "messages", "tokens", "content", "id", "token", "filename", "echo"]  # fmt: skip
+    values = [
+        None,
+        True,
+        0,
+        1,
+        -1,
+        2**63,
+        1e308,
+        "",
+        "x",
+        "\u0000",
+        "\ud83d",
+        [],
+        [1],
+        [[1]],
+        ["x"],
+        {},
+        {"a": []},
+        3.5,
+    ]
+    routes = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/states", "/v1/states/x/fork",
+              "/slots/0?action=save"]  # fmt: skip
+    head = {"content-type": "application/json"}
+    for _ in range(250):
+        body = {name: draw.choice(values) for name in draw.sample(names, draw.randint(0, 5))}
+        assert client.post(draw.choice(routes), content=json.dumps(body), headers=head).status_code < 500, (
+            body
+        )
