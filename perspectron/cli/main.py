@@ -8,8 +8,10 @@ import contextlib
 import functools
 import io
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
             with contextlib.redirect_stdout(sys.stderr):
                 _overview()
             return ConfigError.exit_code
-        command = _parse(arguments)
+        command = _parse(arguments, time.monotonic())
         prepare()
         return command()
     except PerspectronError as error:
@@ -85,8 +87,8 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
     print(f"perspectron: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _parse(arguments: list[str]) -> Callable[[], int]:
-    """The command that the arguments ask for, ready to be called."""
+def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
+    """The command that the arguments ask for, ready to be called. began: when, by the monotonic clock, it was asked."""
     if arguments[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
@@ -101,7 +103,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     if name == "train":
         from perspectron.cli.train import defaults
 
-        default = defaults(rest)
+        default = replace(defaults(rest), began=began)
     options = {} if default is None else {"default": default}
     said = io.StringIO()
     try:

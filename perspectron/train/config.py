@@ -1,6 +1,6 @@
 """The config of a training run: its model and how it is trained. Saved, resolved, with every run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
@@ -24,7 +24,7 @@ class TrainConfig:
     """Optimizer updates."""
     batch_size: int = 8
     """Windows in a batch."""
-    seq_len: int = 512
+    seq_len: int = 256
     """Tokens in a window."""
     accumulate: int = 1
     """Batches whose gradients make one update, every target with the same weight: as one batch of all their rows, but
@@ -105,18 +105,57 @@ class StagedConfig:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A change of a run's length while it was trained, to keep to a time: until update `at` (0-based) it was to have
+    `steps` updates."""
+
+    at: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.at < self.steps, "at", self.at, f"in [0, {self.steps}), the updates there were to be"
+        )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A model and how it is trained. recipe: by stages; the model is then that of the last one. order: which shuffle of
-    the windows it reads (`perspectron.data.shuffle`). id: of the run, which its checkpoints carry; "" until a trainer
-    has made the run, and of runs of 0.1."""
+    the windows it reads (`perspectron.data.shuffle`). turns: changes of its length, of which `train.steps` is the last.
+    id: of the run, which its checkpoints carry; "" until a trainer has made the run, and of runs of 0.1."""
 
     model: ModelConfig
     train: TrainConfig
     recipe: StagedConfig | None = None
     order: int = ORDER
+    turns: tuple[Turn, ...] = ()
     id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("init", "only", "teacher") if self.recipe else ():
             value = getattr(self.train, name)
             require(not value, name, value, "left out with a recipe, whose stages each have their own")
+        last = 0
+        for turn, end in zip(self.turns, self._ends(), strict=True):
+            require(last <= turn.at < end, "turns: at", turn.at, f"in [{last}, {end})")
+            last = turn.at
+
+    def _ends(self) -> list[int]:
+        """The updates that the run was to have after each turn."""
+        return [turn.steps for turn in self.turns[1:]] + [self.train.steps] * bool(self.turns)
+
+    @property
+    def schedule(self) -> TrainConfig:
+        """The training as it was planned at first: what its schedules are written for."""
+        return replace(self.train, steps=self.turns[0].steps) if self.turns else self.train
+
+    def place(self, step: int) -> float:
+        """Where on `schedule` an update (0-based) stands. After a turn the rest of the schedule is stretched or
+        shortened evenly over the updates that are left, so that the run ends where the schedule does."""
+        at, place, pace = 0, 0.0, 1.0
+        for turn, end in zip(self.turns, self._ends(), strict=True):
+            if step < turn.at:
+                break
+            place += (turn.at - at) * pace
+            at, pace = turn.at, (self.turns[0].steps - place) / (end - turn.at)
+        return place + (step - at) * pace if self.turns else float(step)

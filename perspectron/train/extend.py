@@ -51,4 +51,6 @@ def _ends(config: RunConfig) -> str:
     """The part of a config that fixes its number of steps; "" where none does."""
     if config.recipe is not None:
         return "a staged recipe"
+    if config.turns:
+        return "a run that was kept to a time"
     return "" if config.train.optim.schedule == "constant" else f"a {config.train.optim.schedule} schedule"

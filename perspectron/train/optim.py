@@ -70,10 +70,10 @@ def freeze(model: nn.Module, only: tuple[str, ...]) -> None:
         parameter.requires_grad_(not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only))
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate of the step-th update (0-based) of `steps`."""
+def learning_rate(step: float, steps: int, config: OptimConfig) -> float:
+    """Learning rate of the step-th update (0-based) of `steps`; between two updates for a step that is not whole."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+        return config.lr * min(1.0, (step + 1) / config.warmup)
     if config.schedule == "cosine":
         done = (step - config.warmup) / max(1, steps - config.warmup)
         fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

@@ -347,7 +347,7 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
-from perspectron.eval.timing import Peak
+from perspectron.machine import Peak
 torch.set_num_threads(1)
 text = "the cat sat on the mat, and the dog sat on the log\\n" * 20_000
 tokenizer = Tokenizer.train([text[:50_000]], 400)
