@@ -10,15 +10,14 @@ from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.config import ModelConfig, require
 from perspectron.data import Corpus, Shards
+from perspectron.errors import ConfigError
 from perspectron.eval.training import Dtype, Setting, seconds_per_step
 from perspectron.machine import pick_device
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, room
 
-SMALLEST, FIRST = (
-    200_000,
-    500_000,
-)  # parameters: of a model that is chosen, and of the one that is timed first
+SMALLEST, LARGEST = 200_000, 10**12  # parameters of a model that is chosen
+FIRST = 500_000  # parameters of the model that is timed first
 GROWTH = 0.8  # exponent with which time grows with the parameters, until a second size was timed
 ROUNDS = 2  # of timing, after one that is left out
 ENOUGH = 64 << 20  # bytes of text: of more it does not matter how many
@@ -61,12 +60,17 @@ def sized(
 ) -> ModelConfig:
     """The design as large as the budget can train: on TOKENS_PER_PARAMETER tokens a parameter, of which there are at
     most PASSES times the `unique` ones. seconds: what is left of the budget's minutes. vocab_size: 0 follows from the
-    parameters. ConfigError where no model is so small."""
+    parameters; a given one may need a larger model than the budget would take."""
 
     def model(params: float) -> ModelConfig:
         size = int(float(f"{max(params, SMALLEST):.2g}"))
         vocabulary = vocab_size or presets.vocabulary(size)
-        return presets.solve(design, size, vocab_size=vocabulary, seq_len=train.seq_len)
+        try:
+            return presets.solve(design, size, vocab_size=vocabulary, seq_len=train.seq_len)
+        except ConfigError:
+            if size > LARGEST:
+                raise
+            return model(1.5 * size)
 
     ratio = presets.TOKENS_PER_PARAMETER
     if budget.minutes is None:
@@ -87,14 +91,20 @@ def sized(
 def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds: float) -> float:
     """Parameters for which TOKENS_PER_PARAMETER are read in so many seconds, by timing two sizes here."""
     whole = seconds * train.batch_size * train.seq_len * train.accumulate / presets.TOKENS_PER_PARAMETER
-    first = seconds_of(model(FIRST), train)
-    params = (whole * FIRST**GROWTH / first) ** (1 / (1 + GROWTH))
-    if 2 / 3 < params / FIRST < 3 / 2:
+
+    def timed(params: float) -> tuple[int, float]:
+        made = model(params)
+        return active_parameters(made), seconds_of(made, train)
+
+    size, each = timed(FIRST)
+    params = (whole * size**GROWTH / each) ** (1 / (1 + GROWTH))
+    if 2 / 3 < params / size < 3 / 2:
         return params
-    second = seconds_of(model(params), train)
-    growth = math.log(second / first) / math.log(max(params, SMALLEST) / FIRST)
-    growth = min(max(growth, 0.2), 1.5)
-    return (whole * max(params, SMALLEST) ** growth / second) ** (1 / (1 + growth))
+    second, its = timed(params)
+    if second == size:  # the smallest there is
+        return params
+    growth = min(max(math.log(its / each) / math.log(second / size), 0.2), 1.5)
+    return (whole * second**growth / its) ** (1 / (1 + growth))
 
 
 def seconds_of(model: ModelConfig, train: TrainConfig) -> float:

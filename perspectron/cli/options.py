@@ -92,7 +92,7 @@ def resolved(data: str) -> str:
     """A corpus or a run by its full path, so that a run goes on from any folder."""
     from perspectron.data import NAMED
 
-    return data if data in (*NAMED, "") else str(Path(data).resolve())
+    return data if data in (*NAMED, "") or "://" in data else str(Path(data).resolve())
 
 
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":

@@ -110,6 +110,8 @@ class Train:
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
             return fit(self.resume, config, ended=ended, allow_changed=self.allow_changed, as_json=self.json)
+        if self.out is None and not self.train.init and not {"data", "config"} & set(self.given):
+            raise ConfigError("train needs --data PATH (a file, a folder, or stdlib), or --resume RUN")
         if self.out is not None and (self.out / "config.json").exists():
             raise ConfigError(f"out: {self.out} is a run already; use --resume {self.out}, or a new --out")
         train = self._settings()

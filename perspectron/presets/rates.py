@@ -17,8 +17,8 @@ HIGHEST, LOWEST = 2e-2, 2e-4
 WARMUP = 0.1
 """Share of the updates in which the rate rises, between the two of a search, 0.05 and 0.2."""
 
-TOKENS_PER_PARAMETER = 2.0
-"""Tokens to train on for each parameter, where time or tokens are given and the size is free."""
+TOKENS_PER_PARAMETER = 1.5
+"""Tokens to train on for each parameter, where time or tokens are given and the size is free (docs/lab-notes.md)."""
 PASSES = 8.0
 """Passes over a text after which a model of any size learns little more from it."""
 

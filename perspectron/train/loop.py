@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
-from perspectron.errors import CheckpointError, NonFiniteError, StorageError
+from perspectron.errors import CheckpointError, DataError, NonFiniteError, StorageError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.files import append_to, atomic, locked, parse_json, plain, read_text, sweep, write_json
@@ -330,9 +330,17 @@ def _due(step: int, every: int) -> bool:
 
 def training_batches(config: RunConfig, shards: Shards) -> Loader:
     """A loader at the run's first batch. DataError when the text is too short for one window."""
-    train = config.train
+    train, split = config.train, shards.split("train")
+    if split.tokens <= train.seq_len:
+        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
+        bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
+        smaller = bytes_do if split.text_bytes > train.seq_len else ""
+        raise DataError(
+            f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
+            f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
+        )
     return Loader(
-        shards.split("train"),
+        split,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         seed=train.seed,

@@ -156,7 +156,7 @@ def test_inspect_of_presets_and_runs(run, capsys):
     assert round(answer["flops_by_kind"]["pdr"] / 60 / 1e6) == 110
     assert len(set(answer["state_bytes"].values())) == 1
     assert main(["inspect", str(run)]) == 0
-    assert "perspective-tiny" in capsys.readouterr().out
+    assert "perspective2: parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", ["perspective-1t", "lens-gpt2-124m"])
@@ -198,7 +198,7 @@ def test_quickstart_is_whole(tmp_path, text, capsys):
 
 MISTAKES = [
     (["nope"], "command = 'nope', must be one of quickstart"),
-    (["train"], "--out FOLDER for a new run, or --resume RUN"),
+    (["train"], "train needs --data PATH (a file, a folder, or stdlib), or --resume RUN"),
     (["train", "--stepz", "1"], "--stepz"),
     (["train", "--steps", "x"], "invalid literal"),
     (["train", "--out", "{tmp}/o", "--steps", "0"], "steps = 0, must be ≥ 1"),
@@ -455,5 +455,6 @@ def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
         "vocab_size=300",
         "gate=none",
     ]
+    command += ["--preset", "perspective-tiny"]
     assert main([*command, *sizes, "--only", "*.route_proj.*"]) == 2
     assert "only = " in capsys.readouterr().err
