@@ -73,12 +73,15 @@ def sized(
             return model(1.5 * size)
 
     ratio = presets.TOKENS_PER_PARAMETER
-    if budget.minutes is None:
+    most = presets.PASSES * unique / ratio
+    if most <= SMALLEST:  # whatever the time
+        params = most
+    elif budget.minutes is None:
         tokens = unique * budget.passes if budget.passes is not None else float(budget.tokens or 0)
         params = tokens / ratio
     else:
         params = _in_time(model, train, seconds)
-    params = min(params, presets.PASSES * unique / ratio)
+    params = min(params, most)
     batch, there = train.batch_size * train.seq_len, room(pick_device(train.device))
     while params > SMALLEST:
         needs = PER_PARAMETER * params + PER_LOGIT * batch * (vocab_size or presets.vocabulary(int(params)))

@@ -25,7 +25,7 @@ def machine(monkeypatch):
     return timed
 
 
-@pytest.mark.parametrize("seconds", [30, 600, 6000])
+@pytest.mark.parametrize("seconds", [60, 600, 6000])
 def test_the_size_is_the_one_that_reads_so_many_tokens_in_the_time(machine, seconds):
     made = active_parameters(sized("perspective2", Budget(minutes=10), TrainConfig(), MANY, seconds, 0))
     tokens = seconds / (6e-10 * made)

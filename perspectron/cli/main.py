@@ -23,6 +23,7 @@ COMMANDS = {
     "quickstart": "quickstart:Quickstart",
     "train": "train:Train",
     "generate": "generate:Generate",
+    "chat": "chat:Chat",
     "eval": "evaluate:Eval",
     "inspect": "inspect:Inspect",
     "list": "list:List",

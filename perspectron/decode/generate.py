@@ -33,7 +33,7 @@ def generate(
     tokenizer: Vocabulary,
     prompts: Sequence[str | Sequence[int]],
     *,
-    max_tokens: int,
+    max_tokens: int = 200,
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     stop: Sequence[str] = (),
     conversation: Conversation | None = None,
@@ -43,9 +43,9 @@ def generate(
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
-    Without `conversation` the end-of-text token is read first, and a prompt needs at least one token. With
-    one, which is used up, the prompts follow what stands there, and may be empty; the tokens are then the
-    same as if it had not been interrupted. Row i draws from stream i of the seed's noise. A row that has finished
+    Without `conversation` the end-of-text token is read first: after it an empty prompt is the beginning of a
+    document. With one, which is used up, the prompts follow what stands there; where they are empty, the tokens are
+    the same as if it had not been interrupted. Row i draws from stream i of the seed's noise. A row that has finished
     costs nothing while the others go on.
 
     stop: a row ends when its text contains one of these; the text ends before it. on_text: called with (row,
@@ -53,7 +53,7 @@ def generate(
     joined are exactly `texts`. Half a character at the end of a row shows as U+FFFD. on_read: called with
     (tokens of prompts that are read, all of them) as long as some are not. chunk: tokens of a prompt that are read at
     once; memory beyond the state does not grow with a prompt's length, but for its ids.
-    ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, another number of
+    ConfigError: ids outside the vocabulary, a number out of bounds, another number of
     prompts than the conversation has rows, more tokens than a table of learned positions
     has left. NonFiniteError: the model gave logits that are not finite.
     """

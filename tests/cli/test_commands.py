@@ -14,6 +14,8 @@ import perspectron
 from perspectron.cli.main import COMMANDS, _parse, main
 from perspectron.cli.options import assignments
 from perspectron.data import open_shards
+from perspectron.decode.reading import prefill
+from perspectron.decode.sampling import SamplingConfig, sample
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -98,6 +100,18 @@ def test_generate_streams_the_same_text_as_json_gives(run, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert streamed == answer["texts"][0] + "\n"
     assert answer["tokens"] == [12] or answer["finished"] == ["end"]
+
+
+@pytest.mark.parametrize("prompt", [[], [""]], ids=["none", "empty"])
+def test_without_a_prompt_a_text_begins(prompt, run, capsys):
+    """As it does after the token that stands before every document."""
+    assert main(["generate", str(run), *prompt, "--max-tokens", "12", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    model, tokenizer = perspectron.load(run)
+    after = prefill(model, [[0]])[0][:, : tokenizer.vocab_size]
+    assert answer["tokens"] == [12] or answer["finished"] == ["end"]
+    first = sample(after, [[]], [0], [SamplingConfig()], [0]).item()
+    assert answer["texts"][0].startswith(tokenizer.decode([first]).rstrip("\ufffd"))
 
 
 def test_a_conversation_goes_on_from_disk(run, tmp_path, capsys):
@@ -213,8 +227,7 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--config", "{tmp}/missing.toml"], "missing.toml"),
     (["train", "--resume", "{tmp}/missing"], "missing/config.json: no such file"),
     (["generate", "{tmp}/missing", "hello"], "missing/config.json: no such file"),
-    (["generate", "{run}", ""], "prompt has no tokens, must be ≥ 1"),
-    (["generate", "{run}"], "prompts: there is none; give a text"),
+    (["generate", "{run}", "-", "a"], 'prompts: "-" reads standard input and must be the only prompt'),
     (["generate", "{run}", "a", "--top-p", "2"], "top_p = 2.0, must be"),
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
     (["eval", "{tmp}/missing"], "missing/config.json: no such file"),

@@ -256,8 +256,6 @@ def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
         with pytest.raises(ConfigError, match=match):
             generate(model, tokenizer, prompts, **{"max_tokens": 1, **options})
 
-    refused(r"^prompt has no tokens, must be ≥ 1 \(row 0\)$", [""])
-    refused(r"^prompt has no tokens, must be ≥ 1 \(row 1\)$", [[1], []])
     refused(r"^prompts = \[\], must be at least one$", [])
     refused(r"^max_tokens = 0, must be ≥ 1$", ["x"], max_tokens=0)
     refused(r"^stop = 'ab', must be a list of strings$", ["x"], stop="ab")
