@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from perspectron.cli.options import count, resolved
+from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
     Plan,
@@ -116,7 +117,7 @@ class Compare:
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
-        with locked(folder):
+        with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
 
@@ -161,7 +162,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             failed = _measure(folder, what, finished, jobs, console)
             results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
-        console.print(f"stopped and saved; go on with --resume {folder}")
+        console.print(f"stopped and saved; go on with: perspectron compare --resume {folder}")
         return 128 + stop.number
     console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]

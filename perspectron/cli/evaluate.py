@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from perspectron.cli.options import Sets, answer, assignments, open_model
+from perspectron.cli.progress import Work
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus
 from perspectron.eval.subject import Subject
@@ -68,9 +69,11 @@ class Eval:
         opened.model.to(pick_device(self.device))
         trained = opened.folder.trained
         with tempfile.TemporaryDirectory() as scratch:
-            split = self._heldout(opened, Path(scratch)) if suite.reads_text else None
+            with Work("reading the text"):
+                split = self._heldout(opened, Path(scratch)) if suite.reads_text else None
             seq_len = self.seq_len or (SEQ_LEN if trained is None else trained.seq_len)
-            result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
+            with Work(f"measuring {self.suite}"):
+                result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
         first, *lines = suite.code.lines(result)
         return answer(self.json, plain(result), f"{opened.folder.model.name}: {first}", *lines)
 

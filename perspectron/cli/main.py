@@ -38,6 +38,7 @@ COMMANDS = {
     "search": "search:Search",
     "trace": "trace:TraceRoutes",
     "lm-eval": "harness:run",
+    "completion": "completion:Completion",
 }
 """For each command, where in `perspectron.cli` it stands. A class is parsed from the arguments, and its instance called
 for the exit code; a function takes the arguments as they are."""
@@ -94,8 +95,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         known = ", ".join(COMMANDS)
         raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
     name, *rest = arguments
-    module, _, attribute = COMMANDS[name].partition(":")
-    command: Any = getattr(import_module(f"perspectron.cli.{module}"), attribute)
+    command = command_of(name)
     if not isinstance(command, type):
         return functools.partial(command, rest)
     import tyro
@@ -121,6 +121,12 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         if stop.code == 0:
             raise
         raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {name} --help)") from None
+
+
+def command_of(name: str) -> Any:
+    """What a name in COMMANDS stands for, imported."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    return getattr(import_module(f"perspectron.cli.{module}"), attribute)
 
 
 def _overview() -> None:

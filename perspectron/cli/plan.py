@@ -175,9 +175,15 @@ def _speeds(cases: list[Case], rates: Rates) -> Table:
     for one in cases:
         speed = one.tokens_per_second(rates)
         amounts = [f"{amount / 1e6:,.1f}" for amount in (one.memory, one.disk, one.pcie)]
-        shown = "-" if speed is None else f"{speed[0]:,.2f} to {speed[1]:,.2f}"
+        shown = "-" if speed is None else " to ".join(dict.fromkeys(map(digits, speed)))
         rows.append([one.name, f"{one.miss_rate:.1%}", *amounts, shown])
     return table("a token, in MB", ("experts", "read", "memory", "disk", "PCIe", "tokens/s"), rows)
+
+
+def digits(value: float) -> str:
+    """A predicted number: whole from 100 on, below that with two digits after the leading one."""
+    places = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{round(value, -max(0, len(str(int(value))) - 3)):,.{places}f}"
 
 
 def _known(rates: Rates) -> str:

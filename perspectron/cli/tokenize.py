@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from perspectron.cli.options import answer
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.errors import StorageError
@@ -41,7 +42,7 @@ class Tokenize:
         corpus, kept = open_corpus(self.data, self.heldout, dev=self.dev), self.out / "tokenizer.json"
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
-        with locked(self.out):
+        with locked(self.out), Work("learning the tokenizer and encoding"):
             if self.tokenizer is not None:
                 tokenizer = Tokenizer.load(self.tokenizer)
             else:
