@@ -39,7 +39,7 @@ class Chat:
 
     Go on from what /save or `generate --save-state` kept: perspectron chat runs/letters --load-state tree.state
 
-    Over a pipe, a line is a message: perspectron chat runs/letters --max-tokens 40 < messages.txt
+    Over a pipe, a line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
     """
 
     run: tyro.conf.Positional[Path]

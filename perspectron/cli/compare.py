@@ -43,7 +43,7 @@ class Compare:
 
     Example: perspectron compare --params 1M --tokens 1M --seeds 1 --out runs/compare
 
-    Your text: perspectron compare --designs perspective,gpt2 --data letters.txt --tokens 20M --out runs/mine
+    Your text: perspectron compare --designs perspective2,gpt2 --data letters.txt --tokens 20M --out runs/mine
 
     Go on after a stop: perspectron compare --resume runs/compare
 

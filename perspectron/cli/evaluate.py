@@ -25,11 +25,11 @@ SEQ_LEN = 128  # tokens of a window where nothing says how long they were in tra
 class Eval:
     """Measure a run: held-out loss in bits per byte beside gzip and xz, or another suite.
 
-    Example: perspectron eval runs/quickstart/perspective
+    Example: perspectron eval runs/letters
 
-    Another text, with the run's tokenizer: perspectron eval runs/quickstart/perspective --data letters.txt --json
+    Another text, with the run's tokenizer: perspectron eval runs/letters --data other.txt --json
 
-    Another measure: perspectron eval runs/quickstart/perspective --suite calibration --set bins=10
+    Another measure: perspectron eval runs/letters --suite calibration --set bins=10
     """
 
     run: tyro.conf.Positional[Path]

@@ -29,12 +29,13 @@ PROMPT = "def read_lines(path):\n"  # of a measurement
 class Generate:
     """Continue one prompt or several, and conversations from where they stopped; without a prompt, begin a text.
 
-    Example: perspectron generate runs/quickstart/perspective "def main(" --max-tokens 200
+    Example: perspectron generate runs/letters "Dear Sir" --max-tokens 200
 
-    Stop and go on: add --save-state tree.state, and later
-    perspectron generate runs/quickstart/perspective --load-state tree.state
+    To go on later: perspectron generate runs/letters "Dear Sir" --save-state tree.state
 
-    A long text: perspectron generate runs/quickstart/perspective - < book.txt
+    And then: perspectron generate runs/letters --load-state tree.state
+
+    A long text: perspectron generate runs/letters - < other.txt
     """
 
     run: tyro.conf.Positional[Path]

@@ -30,9 +30,9 @@ class Quantize:
     Dense layers in 2, 4 or 8 bits, embeddings and heads in 8, experts ternary and in files of their own, to be read
     one by one.
 
-    Example: perspectron quantize runs/routed --out runs/routed-2bit
+    Example: perspectron quantize runs/letters --out runs/letters-2bit
 
-    On another text: perspectron quantize runs/gpt2 --out runs/gpt2-4bit --linear 4bit --calibrate letters.txt
+    On another text: perspectron quantize runs/letters --out runs/letters-4bit --linear 4bit --calibrate other.txt
 
     An artifact of version 0.1 is rewritten in today's format, its weights as they are.
     """

@@ -17,9 +17,9 @@ from perspectron.files import locked
 class Tokenize:
     """Train a tokenizer on a corpus and encode it, once for many runs; interrupted, it goes on.
 
-    Example: perspectron tokenize my_texts/ --out corpora/mine --vocab-size 8192
+    Example: perspectron tokenize letters.txt --out corpora/letters --vocab-size 2048
 
-    Then: perspectron train --data corpora/mine --preset perspective-166m --out runs/mine
+    Then: perspectron train --data corpora/letters --minutes 30
     """
 
     data: tyro.conf.Positional[str]

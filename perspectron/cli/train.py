@@ -55,24 +55,18 @@ class Train:
 
     Go on after a stop: perspectron train --resume runs/letters
 
-    Longer than planned, of a run with --schedule constant: perspectron train --resume runs/letters --steps 4000
+    With updates that may grow: perspectron train --data letters.txt --schedule constant --steps 2000 --out runs/open
+
+    And later: perspectron train --resume runs/open --steps 4000
 
     From the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
 
     By stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
-    A file for --config: tables [model] (preset, and its sizes), [train] (any option here) and [train.optim] (lr,
-    schedule, warmup and the like), as in
+    From a file: perspectron train --config letters.toml
 
-    [model]
-
-    preset = "transformer-tiny"
-
-    [train]
-
-    data = "letters.txt"
-
-    steps = 20
+    Its tables are [model] with preset = "transformer-tiny" and sizes of it, [train] with data = "letters.txt", steps =
+    20 and the like (options here, _ for -), and [train.optim] with lr = 4e-3, warmup and the like.
     """
 
     out: Path | None = None
