@@ -181,9 +181,10 @@ def _speeds(cases: list[Case], rates: Rates) -> Table:
 
 
 def digits(value: float) -> str:
-    """A predicted number: whole from 100 on, below that with two digits after the leading one."""
-    places = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{round(value, -max(0, len(str(int(value))) - 3)):,.{places}f}"
+    """A predicted number, three digits of it: 26,300, 12.3, 0.046."""
+    if value >= 1000:
+        return f"{round(value, 3 - len(str(int(value)))):,.0f}"
+    return f"{value:.2g}" if value < 1 else f"{value:.{3 - len(str(int(value)))}f}"
 
 
 def _known(rates: Rates) -> str:
