@@ -12,7 +12,7 @@ RATES: dict[str, dict[int, float]] = {
 256 tokens, embeddings normed (`perspectron compare --designs DESIGN --params N`). Put measured points here."""
 OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES
 FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small models take higher rates
-HIGHEST, LOWEST = 2e-2, 2e-4
+HIGHEST, LOWEST = 1.6e-2, 2e-4
 
 WARMUP = 0.1
 """Share of the updates in which the rate rises, between the two of a search, 0.05 and 0.2."""

@@ -156,7 +156,7 @@ def test_adr():
     ("config", "name", "message"),
     [
         (whole("adr"), "no_gate", "ablation of adr = 'no_gate', must be one of no_decay, no_law5"),
-        (small("gpt2", vocab_size=V), "plain", "ablation of gpt2 = 'plain', must be one of no_embedding_norm, half_depth"),
+        (small("gpt2", vocab_size=V), "plain", "gpt2 = 'plain', must be one of no_embedding_norm, half_depth"),
         (small("perspective", vocab_size=V), "no_gqa", "ablation = 'no_gqa', must be of a part that perspective has"),
         (small("perspective", vocab_size=V), "no_pdr", "model = 'perspective', must be one with a window_gqa layer"),
     ],
