@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
     from perspectron.config import ModelConfig
+    from perspectron.decode.generate import generate as generate
     from perspectron.errors import PerspectronError
     from perspectron.model import LanguageModel, Output
     from perspectron.opening import load
@@ -20,6 +21,7 @@ __all__ = [
     "Output",
     "PerspectronError",
     "build",
+    "generate",
     "load",
     "load_extra",
     "load_state",
@@ -42,6 +44,7 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
 
 _MODULES = {
     "config": ("ModelConfig",),
+    "decode.generate": ("generate",),
     "errors": ("PerspectronError",),
     "model": ("LanguageModel", "Output"),
     "opening": ("load",),
