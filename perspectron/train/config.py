@@ -21,7 +21,7 @@ class TrainConfig:
     """Split on which the loss is measured during training; "dev" where the text has one, so that what is chosen by it
     is not chosen on the held-out text."""
     steps: int = 1000
-    """Optimizer updates."""
+    """Optimizer updates. `perspectron train` chooses them, unless they are given, and with them what is marked *."""
     batch_size: int = 8
     """Windows in a batch."""
     seq_len: int = 256
@@ -42,11 +42,11 @@ class TrainConfig:
     compile: bool = False
     """torch.compile everything but the mixers."""
     eval_every: int = 250
-    """Steps between held-out measurements; 0 is only at the end."""
+    """Steps between held-out measurements; 0 is only at the end. *"""
     eval_tokens: int = 65536
-    """Held-out tokens measured each time, from all over; 0 is all."""
+    """Held-out tokens measured each time, from all over; 0 is all. *"""
     save_every: int = 250
-    """Steps between checkpoints; 0 is only at the end and at a new best."""
+    """Steps between checkpoints; 0 is only at the end and at a new best. *"""
     keep: int = 2
     """Newest checkpoints kept, beside the best and the last before a constant rate falls."""
     init: str = ""

@@ -16,12 +16,12 @@ class OptimConfig:
     """AdamW and its learning rate."""
 
     lr: float = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Fall of the rate after the warm-up: along a cosine, or none until the last `cooldown` of the steps; such a run
     can be given more steps later."""
     warmup: int = 50
-    """Steps of linear rise."""
+    """Steps of linear rise. *"""
     final: float = 0.1
     """Share of the peak at the end."""
     cooldown: float = 0.2

@@ -349,7 +349,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(run, capsys):
     said = capsys.readouterr().err.splitlines()[-1]
     assert (
         said
-        == f"the run was finished before: 30 steps; start a new run from its weights: --init {run} --out NEW"
+        == f"the run was finished before: 30 steps; start a new run from its weights: perspectron train --init {run} --out NEW"
     )
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
 
@@ -360,7 +360,10 @@ def test_a_run_with_a_constant_rate_is_given_more_steps(text, tmp_path, capsys):
     train += ["--schedule", "constant", "--cooldown", "0.4"]
     assert main([*train, *SMALL, *TRAIN]) == 0
     assert main(["train", "--resume", str(out)]) == 0
-    assert f"5 steps; give it more steps: --resume {out} --steps N, N above 5" in capsys.readouterr().err
+    assert (
+        f"5 steps; give it more steps: perspectron train --resume {out} --steps N, N above 5"
+        in capsys.readouterr().err
+    )
     assert main(["train", "--resume", str(out), "--steps", "4"]) == 2
     assert "steps = 4, must be above the 5 that the run has" in capsys.readouterr().err
     assert main(["train", "--resume", str(out), "--steps", "8"]) == 0
