@@ -347,10 +347,8 @@ def test_a_finished_run_says_so_and_how_to_go_on(run, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
     assert main(["train", "--resume", str(run)]) == 0
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said
-        == f"the run was finished before: 30 steps; start a new run from its weights: perspectron train --init {run} --out NEW"
-    )
+    advice = f"start a new run from its weights: perspectron train --init {run} --out NEW"
+    assert said == f"the run was finished before: 30 steps; {advice}"
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
 
 
