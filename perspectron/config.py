@@ -56,6 +56,18 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def between_commas(text: str) -> list[str]:
+    """The parts of a text between its commas, but for commas within brackets."""
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
 class Kind:
     """Base of configs of which a field may hold one of several kinds."""
 

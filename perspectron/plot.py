@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from perspectron.files import atomic
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
+ROW = 24  # height of a row of dots
 MARKED = 16  # points of a line that get a mark each; of more, none
 # Lines keep a contrast of 4.5 to the ground in both schemes and stay apart for readers without one kind of cone
 # (ΔE ≥ 10 in CIELAB); dashes and marks tell them apart without colour.
@@ -31,6 +33,7 @@ PALETTE = {  # light, dark
     "s5": ("#887402", "#d3bf1e"), "s6": ("#5d61d0", "#837eff"), "s7": ("#117796", "#a4d8ee"),
     "s8": ("#ca4753", "#ff455a"),
 }  # fmt: skip
+COLOURS = 9  # of lines: s0 to s8
 STYLES: tuple[tuple[Any, str], ...] = (  # dash and mark
     ("-", "o"), ("-", "s"), ((0, (4, 2)), "^"), ((0, (1.5, 1.5)), "D"), ((0, (5, 2, 1.5, 2)), "v"),
     ((0, (3, 1)), "<"), ((0, (7, 2)), ">"), ((0, (1, 2)), "P"), ((0, (4, 1, 1, 1, 1, 1)), "h"),
@@ -66,6 +69,27 @@ class Chart:
     ticks: Sequence[float] = ()
     x_text: Callable[[float], str] | None = None
     y_text: Callable[[float], str] | None = None
+
+
+class Dot(NamedTuple):
+    """A row of a dot plot: a value, its interval if it has one, and the single values that it is the mean of."""
+
+    name: str
+    value: float
+    span: tuple[float, float] | None = None
+    singles: Sequence[float] = ()
+    style: int = 0
+
+
+class Dots(NamedTuple):
+    """Values on one common axis, a row each, the first on top. marks: values that are drawn across all rows."""
+
+    title: str
+    x: str
+    dots: Sequence[Dot]
+    marks: Mapping[str, float] = MappingProxyType({})
+    log_x: bool = False
+    x_text: Callable[[float], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +128,14 @@ def draw(charts: Sequence[Chart], *, slug: str = "") -> str:
         for index, chart in enumerate(charts):
             _chart(figure.add_subplot(rows, columns, index + 1), chart)
         return _svg(figure, " · ".join(chart.title for chart in charts), slug)
+
+
+def draw_dots(plot: Dots, *, slug: str = "") -> str:
+    """A dot plot as one <svg>, as high as its rows need; `slug` as in `draw`."""
+    with _figure(WIDTH * 1.2, 70 + ROW * len(plot.dots), slug) as figure:
+        axes = figure.add_subplot()
+        _dots(axes, plot)
+        return _svg(figure, plot.title, slug)
 
 
 def draw_tori(panels: Sequence[Torus], title: str) -> str:
@@ -170,8 +202,59 @@ def _chart(axes: Any, chart: Chart) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1.03), borderaxespad=0.2)
 
 
+def _style_of(number: int) -> tuple[str, Any, str]:
+    """Colour, dash and mark: 0 is the reference's; from 1 on the eight colours come again with other dashes and marks,
+    so that 64 lines differ."""
+    colour, turn = (number - 1) % (COLOURS - 1) + 1 if number else 0, (number - 1) // (COLOURS - 1)
+    dash, mark = STYLES[(colour + max(0, turn)) % len(STYLES)] if number else STYLES[0]
+    return PALETTE[f"s{colour}"][0], dash, mark
+
+
+def _dots(axes: Any, plot: Dots) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set(title=plot.title, xlabel=plot.x)
+    if plot.log_x:
+        axes.set_xscale("log")
+    rows = range(len(plot.dots))[::-1]
+    for row, dot in zip(rows, plot.dots, strict=True):
+        colour, _, mark = _style_of(dot.style)
+        if dot.span:
+            axes.plot(dot.span, (row, row), color=colour, linewidth=1.4, alpha=0.8, solid_capstyle="butt")
+        axes.plot(
+            dot.singles,
+            [row] * len(dot.singles),
+            color=colour,
+            linestyle="",
+            marker="|",
+            markersize=9,
+            alpha=0.7,
+        )
+        axes.plot(
+            dot.value, row, color=colour, linestyle="", marker=mark, markersize=7,
+            markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, gid=_SAID + dot.name,
+        )  # fmt: skip
+    for name, value in plot.marks.items():
+        axes.axvline(value, color=PALETTE["soft"][0], linewidth=1, linestyle=(0, (3, 3)))
+        axes.annotate(
+            name, (value, 1), (0, 2), xycoords=("data", "axes fraction"), textcoords="offset points",
+            ha="center", va="bottom", fontsize=9, color=PALETTE["soft"][0],
+        )  # fmt: skip
+    if plot.marks:
+        axes.set_title(plot.title, pad=18)
+    axes.set_yticks(list(rows), [dot.name for dot in plot.dots])
+    axes.set_ylim(-0.7, len(plot.dots) - 0.3)
+    axes.tick_params(axis="y", labelcolor=PALETTE["ink"][0])
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    if plot.x_text:
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: plot.x_text(float(value)) if plot.x_text else "")
+        )
+
+
 def _line(axes: Any, line: Line) -> None:
-    colour, (dash, mark) = PALETTE[f"s{line.style}"][0], STYLES[line.style]
+    colour, dash, mark = _style_of(line.style)
     xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
     if line.spans:
         low, high = zip(*line.spans, strict=True)

@@ -23,6 +23,7 @@ from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.gdn import GDNConfig
 from perspectron.mixers.gdn2 import GDN2Config
 from perspectron.mixers.kda import KDAConfig
+from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.state import LMState
 
@@ -34,8 +35,9 @@ HYPOTHESIS = settings(max_examples=15, deadline=None, derandomize=True, database
 OPTIONS = {
     "pdr, gate_rank": PDRConfig(4, gate_rank=3),
     "pdr, fixed_decay": PDRConfig(4, fixed_decay=True),
-    "adr, keys": ADRConfig(2, 0.9, couple=False, remember="keys"),
+    "adr, keys": ADRConfig(2, 0.9, couple=False, remember="keys", rope_base=1e4),
     "adr, values": ADRConfig(2, 0.9, remember="values"),
+    "lens, rotary": LensConfig(2, output_gate=True, rope_base=1e4),
     "gdn, negative": GDNConfig(2, negative=True),
     "kda, negative": KDAConfig(2, negative=True),
     "gdn2, negative": GDN2Config(2, negative=True),

@@ -7,7 +7,7 @@ import torch
 
 from perspectron import presets
 from perspectron.census import active_parameters, census
-from perspectron.config import BlockConfig, ModelConfig, dump, load
+from perspectron.config import BlockConfig, ModelConfig, between_commas, dump, load
 from perspectron.errors import ConfigError
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -31,7 +31,7 @@ def test_parameters_match_within_two_percent(design, params, vocab_size, seq_len
 
 def test_layers_share_width_and_depth():
     models = [presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256) for name in DESIGNS]
-    layered = [m for m in models if m.name not in ("drm", "ssd", "perspective2")]
+    layered = [m for m in models if m.name not in ("drm", "drm2", "ssd", "perspective2")]
     assert {m.d_model for m in layered} == {160}
     assert {
         len([b for b in m.blocks if getattr(b.mixer, "kind", "") != "rwkv7_channel"]) for m in layered
@@ -144,7 +144,13 @@ def test_a_part_is_named_where_several_have_a_size():
         presets.get("perspective[kda]", **{"gqa.window": 4})
 
 
-@pytest.mark.parametrize("name", ["gla[heads=4", "gla]", "perspective[kda][rank=2]"])
+def test_a_size_may_be_a_list():
+    model = presets.solve("adr2[halflife=[2, 32.0],layers=2]", 2_000_000, vocab_size=2048, seq_len=256)
+    assert [block.mixer.gamma for block in model.blocks] == [0.5 ** (1 / 2), 0.5 ** (1 / 32)]
+    assert between_commas("a, b[c=[1,2],d], e") == ["a", "b[c=[1,2],d]", "e"]
+
+
+@pytest.mark.parametrize("name", ["gla[heads=4", "gla]", "gla[heads=4]]", "gla[heads=4]x"])
 def test_brackets_are_closed_once(name):
     with pytest.raises(ConfigError, match="design = "):
         presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256)

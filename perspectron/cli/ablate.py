@@ -7,12 +7,12 @@ import tyro
 from rich.console import Console
 
 from perspectron.census import active_parameters
-from perspectron.cli.compare import finish, listed
+from perspectron.cli.compare import finish
 from perspectron.cli.options import count, resolved
 from perspectron.cli.progress import Work
 from perspectron.compare.ablations import ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
-from perspectron.config import one_of, require
+from perspectron.config import between_commas, one_of, require
 from perspectron.eval.suites import OF_TEXT
 from perspectron.files import locked
 from perspectron.opening import describe
@@ -52,7 +52,7 @@ class Ablate:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         config = describe(self.run).of_run()
         design, known = design_of(config.model), ablations_of(config.model)
-        names = list(known) if self.over == "all" else listed(self.over)
+        names = list(known) if self.over == "all" else between_commas(self.over)
         made: Models = {
             design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
         }
@@ -74,5 +74,5 @@ class Ablate:
             resolved(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
-            suites=tuple(one_of(name, OF_TEXT, "suites") for name in listed(self.suites)),
+            suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
         )  # fmt: skip

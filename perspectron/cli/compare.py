@@ -1,6 +1,5 @@
 """`perspectron compare`."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -28,7 +27,7 @@ from perspectron.compare.plan import (
 )
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell
-from perspectron.config import require
+from perspectron.config import between_commas, require
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
@@ -132,17 +131,12 @@ class Compare:
 
     def settings(self) -> Settings:
         return Settings(
-            listed(self.designs), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
+            tuple(between_commas(self.designs)), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
             resolved(self.data),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
-            self.warmups, self.rate_share, self.dtype, self.device, suites=listed(self.suites),
+            self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,
         )  # fmt: skip
-
-
-def listed(names: str) -> tuple[str, ...]:
-    """Names between commas, of which those inside brackets separate nothing."""
-    return tuple(name.strip() for name in re.split(r",(?![^\[]*\])", names) if name.strip())
 
 
 def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
@@ -219,14 +213,14 @@ def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Conso
 
         def ended(cell: Cell, end: Ended) -> None:
             done[cell] = cell.steps
-            console.print(_line(cell, end))
+            console.print(_line(cell, end, "dev" if what.settings.dev else "held out"))
 
         run.train(folder, what, cells, jobs, ended=ended, look=look)
 
 
-def _line(cell: Cell, end: Ended) -> str:
+def _line(cell: Cell, end: Ended, split: str) -> str:
     state = run.trained(cell)
-    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate.lr:g}  {end.seconds:.0f} s  "
+    head = f"{cell.arm}  seed {cell.seed}  rate {cell.rate.lr:g}, {cell.rate.warmup:.0%} warm-up  {end.seconds:.0f} s  "
     if state.bits is not None:
-        return head + f"{state.bits:.4f} held-out bits per byte"
+        return head + f"{state.bits:.4f} bits per byte, {split}"
     return head + f"{state.status}: {state.why} (exit code {end.code})"

@@ -7,12 +7,12 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from perspectron.cli.compare import listed, train
+from perspectron.cli.compare import train
 from perspectron.cli.options import count, resolved
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
-from perspectron.config import require
+from perspectron.config import between_commas, require
 from perspectron.files import locked
 
 SHOWN = 10  # candidates of a rung
@@ -65,7 +65,7 @@ class Search:
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         require(self.keep >= 2, "keep", self.keep, "≥ 2")
         require(self.dev > 0, "dev", self.dev, "> 0, to choose by")
-        rungs = [count(part, "tokens") for part in listed(self.tokens)]
+        rungs = [count(part, "tokens") for part in between_commas(self.tokens)]
         require(
             rungs == sorted(set(rungs)) and len(rungs) > 0, "tokens", self.tokens, "growing, as 300k,1M,3M"
         )

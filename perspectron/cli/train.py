@@ -25,7 +25,7 @@ from perspectron.data import Shards, Tokenizer, open_corpus, open_shards
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.eval.perplexity import compressors
 from perspectron.files import locked, read_text, remove
-from perspectron.machine import pick_device
+from perspectron.machine import keep_memory, pick_device
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
@@ -179,6 +179,7 @@ class Train:
         else:
             with Work("reading the text"):
                 unique = size_of(open_corpus(train.data, train.heldout)) / BYTES_PER_TOKEN
+        keep_memory()  # as in the training that is timed
         with Work("timing this machine"):
             return sized(presets.DESIGN, budget, train, unique, _left(ends), vocab_size)
 
@@ -274,6 +275,7 @@ def fit(
     if config.recipe is not None:
         plan(run, config)  # what it cannot do, it says before the text is read
     require_room(config, pick_device(config.train.device))
+    keep_memory()
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK):
         trainer, before = None, {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}

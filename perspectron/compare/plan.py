@@ -31,7 +31,7 @@ from perspectron.train.precision import faster
 VERSION = 2
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
-CURVE_TOKENS = 32768  # held-out tokens measured during training
+CURVE_TOKENS = 32768  # measured during training
 ROUNDS = 4  # of timing, after one that is left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """Arms by name: the model, one line about it, and its source."""

@@ -28,7 +28,8 @@ class ADRConfig(MixerConfig):
     share_heads: one GRU for all heads' keys and one for their values; each head has its own memory all the same.
     cold_start: divide the memories that are attended to by 1 − γᵗ, their largest size after t tokens. couple: add the
     value memories to the output (law 5). solver: "newton" computes the memories of all tokens at once
-    (`ops.gru.scan`), for GPUs. remember: of what there are memories; attention reads the rest as it is."""
+    (`ops.gru.scan`), for GPUs. remember: of what there are memories; attention reads the rest as it is. rope_base: of
+    the rotary frequencies, by which queries turn, and the keys that attention reads; None is no rotation."""
 
     kind = "adr"
     heads: int
@@ -39,6 +40,7 @@ class ADRConfig(MixerConfig):
     couple: bool = True
     solver: Literal["sequential", "newton"] = "sequential"
     remember: Literal["both", "keys", "values"] = "both"
+    rope_base: float | None = None
 
     @property
     def remembered(self) -> slice:
@@ -59,6 +61,7 @@ class ADRConfig(MixerConfig):
         require(not (self.cold_start and self.emit == "raw"), "cold_start", True, "False with emit = 'raw'")
         require(not (self.cold_start and self.gamma == 0), "cold_start", True, "False with gamma = 0")
         require(not (self.couple and self.remember == "keys"), "couple", True, "False with remember = 'keys'")
+        require(self.rope_base is None or self.rope_base > 1, "rope_base", self.rope_base, "> 1")
 
 
 @register
@@ -90,7 +93,7 @@ class ADR(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
         super().__init__()
-        divides(config.heads, d_model)
+        divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
@@ -128,6 +131,8 @@ class ADR(nn.Module):
             x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
+        if self.config.rope_base is not None:
+            q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
         o, after = cache.attend(q, k, v, state.cache, at, consume_state=consume_state)
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:

@@ -25,7 +25,9 @@ class LensConfig(MixerConfig):
 
     heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
     gates: learn how they mix, per head; else the mixture stays at its start. disc_scale: scale discoverability by
-    K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads, a control to compare with."""
+    K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads. rope_base: of the rotary
+    frequencies, by which queries and keys of every lens turn, and the learned query as if it stood at the token that
+    reads; None is no rotation."""
 
     kind = "lens"
     heads: int
@@ -34,9 +36,11 @@ class LensConfig(MixerConfig):
     gates: bool = True
     disc_scale: bool = False
     output_gate: bool = False
+    rope_base: float | None = None
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
+        require(self.rope_base is None or self.rope_base > 1, "rope_base", self.rope_base, "> 1")
 
     @property
     def enabled(self) -> tuple[bool, bool, bool]:
@@ -48,7 +52,7 @@ class Lens(nn.Module):
 
     def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
         super().__init__()
-        divides(config.heads, d_model)
+        divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
@@ -101,8 +105,15 @@ class Lens(nn.Module):
             q, k, u_HK, self.weights(), reciprocity=self.config.reciprocity, disc_scale=self.config.disc_scale
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
+        if self.config.rope_base is not None:
+            q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
         o, state = cache.attend(q, k, v, state, at, scale=scale, consume_state=consume_state)
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
             o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))
         return self.o_proj(o_BTD), state, {}
+
+    def _turned(self, x_BHTF: Tensor, position_BT: Tensor, base: float) -> Tensor:
+        """Features, each as wide as a head, turned by their position."""
+        K = self.o_proj.in_features // self.config.heads
+        return torch.cat([attention.rope(part, position_BT, base) for part in x_BHTF.split(K, -1)], -1)

@@ -123,6 +123,14 @@ preset("perspective-1t", "80 layers, 128 experts in each of 60; 14.9 B active", 
 # ---------------------------------------------------------------- ADR
 
 
+def _gammas(layers: int, halflife: tuple[float, ...]) -> list[float]:
+    """The decay of each layer's memories: their half-lives, in tokens, grow by equal factors from layer to layer."""
+    require(len(halflife) == 2 and min(halflife) > 0, "halflife", list(halflife), "two numbers of tokens > 0")
+    require(layers >= 1, "layers", layers, "≥ 1")
+    first, last = halflife
+    return [0.5 ** (1 / (first * (last / first) ** (layer / max(1, layers - 1)))) for layer in range(layers)]
+
+
 @design("attention to recurrent memories of keys and values", "seeds/adr.md")
 def adr(
     name: str,
@@ -147,14 +155,10 @@ def adr(
     halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors. norm:
     "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
     """
-    require(len(halflife) == 2 and min(halflife) > 0, "halflife", list(halflife), "two numbers of tokens > 0")
-    require(layers >= 1, "layers", layers, "≥ 1")
-    first, last = halflife
     residual = Law5Config() if norm == "post" else SequentialConfig()
     blocks = []
-    for layer in range(layers):
-        tokens = first * (last / first) ** (layer / max(1, layers - 1))
-        mixer = ADRConfig(heads, 0.5 ** (1 / tokens), emit, share_heads, cold_start, solver=solver)
+    for gamma in _gammas(layers, halflife):
+        mixer = ADRConfig(heads, gamma, emit, share_heads, cold_start, solver=solver)
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
@@ -264,12 +268,58 @@ preset(
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------- Perspective, improved
+# ---------------------------------------------------------------- ours, improved
 
 
 def _half_again(shape: Shape) -> Iterable[Sizes]:
     """Half as many layers again as others have."""
     return [{"layers": max(1, 3 * shape.layers // 2)}]
+
+
+@design("attention to recurrent memories of keys", "docs/lab-notes.md")
+def adr2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    hidden: int = 392,
+    halflife: tuple[float, ...] = (4.0, 128.0),
+    emit: Literal["state", "raw"] = "state",
+    share_heads: bool = False,
+    rope_base: float | None = 10000.0,
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """ADR without memories of values and law 5, with rotary positions, RMSNorm and a SwiGLU. halflife: as in `adr`."""
+    blocks = []
+    for gamma in _gammas(layers, halflife):
+        mixer = ADRConfig(heads, gamma, emit, share_heads, couple=False, remember="keys", rope_base=rope_base)
+        blocks.append(BlockConfig(mixer, SwiGLUConfig(hidden)))
+    return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
+
+
+@design("attention with lenses and an output gate", "docs/lab-notes.md")
+def lens2(
+    name: str,
+    *,
+    vocab_size: int = 2048,
+    d_model: int = 128,
+    layers: int = 4,
+    hidden: int = 400,
+    mixer: LensConfig = LensConfig(heads=4, output_gate=True, rope_base=10000.0),
+    embedding_norm: bool = True,
+) -> ModelConfig:
+    """Lens with an output gate in the place of route gate and context, with rotary positions, RMSNorm and a SwiGLU."""
+    block = BlockConfig(mixer, SwiGLUConfig(hidden))
+    return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
+
+
+DESIGNS["drm2"] = DESIGNS["drm"]._replace(
+    make=partial(drm, mixer=DRMConfig(directions=0, rank=8, hidden=256, d_token=192, dt=4.0)),
+    about="one state that moves along its axes, by a learned metric",
+    source="docs/lab-notes.md",
+)
 
 
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
-from perspectron.config import ModelConfig, assignment, load, one_of, require
+from perspectron.config import ModelConfig, assignment, between_commas, load, one_of, require
 from perspectron.errors import ConfigError
 
 Sizes = Mapping[str, Any]
@@ -128,7 +128,8 @@ def sizes(name: str) -> dict[str, Any]:
 def variant(name: str) -> tuple[Design, dict[str, Any]]:
     """(design, its sizes that are given) of "DESIGN" or "DESIGN[KEY=VALUE,…]", such as "gla[embedding_norm=false]" or
     "perspective[kda,rank=16]". ConfigError for what is neither."""
-    require(name.count("[") == name.endswith("]"), "design", name, "as in gla[rank=16,embedding_norm=false]")
+    closed = name.count("[") == name.count("]") and name.endswith("]") == ("[" in name)
+    require(closed, "design", name, "as in gla[rank=16,embedding_norm=false]")
     design, given = _parts(name)
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
@@ -141,7 +142,7 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
 def _parts(name: str) -> tuple[str, dict[str, Any]]:
     """A design's name, of which a word in brackets is a part, and the sizes beside it."""
     head, bracket, inside = name.partition("[")
-    items = [item.strip() for item in inside.removesuffix("]").split(",")] if bracket else []
+    items = between_commas(inside.removesuffix("]")) if bracket else []
     words = [item for item in items if "=" not in item]
     head += f"[{','.join(words)}]" if words else ""
     return head, dict(assignment(item) for item in items if "=" in item)

@@ -114,7 +114,7 @@ def test_what_is_done_is_not_done_again(whole, capsys):
     before = (whole / "results.json").read_bytes()
     assert main(["compare", "--resume", str(whole)]) == 0
     assert (whole / "results.json").read_bytes() == before
-    assert "held-out bits per byte" not in capsys.readouterr().err  # no training ended
+    assert "bits per byte, dev" not in capsys.readouterr().err  # no training ended
 
 
 def test_killed_on_the_way_it_ends_with_the_same_losses(whole, text, tmp_path):

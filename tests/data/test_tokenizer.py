@@ -17,7 +17,7 @@ TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 1234
 TOKENIZER = Tokenizer.train(TEXTS, 300)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text())
 @example("")
 @example("\r\n\n\r \t\0\x7f\x80")

@@ -16,7 +16,7 @@ from perspectron.presets import DESIGNS, small
 
 CPU = torch.device("cpu")
 V, SHORT, LONG = 64, 160, 640
-GROWS = {"adr", "lens", "gpt2", "transformer"}
+GROWS = {"adr", "adr2", "lens", "lens2", "gpt2", "transformer"}
 
 
 def config_of(design: str) -> ModelConfig:
@@ -42,7 +42,7 @@ def test_state_bytes_are_those_of_real_tensors_and_grow_with_attention_alone(des
     if design not in GROWS:
         assert sizes[0] == sizes[1]
         return
-    per_token = len(model.blocks) * (3 if design == "lens" else 2) * model.config.d_model * 4
+    per_token = len(model.blocks) * (3 if design in ("lens", "lens2") else 2) * model.config.d_model * 4
     assert sizes[1] - sizes[0] == (LONG - SHORT) * per_token
 
 

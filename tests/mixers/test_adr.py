@@ -24,13 +24,22 @@ CONFIGS = [
 CONFIGS += [
     ADRConfig(H, gamma=0.0),
     ADRConfig(H, gamma=0.8, couple=False, remember="keys"),
+    ADRConfig(H, gamma=0.8, couple=False, remember="keys", rope_base=50.0),
     ADRConfig(H, gamma=0.8, share_heads=True, remember="values"),
 ]
 
 
 def describe(config: ADRConfig) -> str:
     flags = [name for name in ("share_heads", "cold_start", "couple") if getattr(config, name)]
-    return "-".join([config.emit, *flags, *(["no decay"] if config.gamma == 0 else []), config.remember])
+    return "-".join(
+        [
+            config.emit,
+            *flags,
+            *(["no decay"] if config.gamma == 0 else []),
+            *(["rotary"] if config.rope_base else []),
+            config.remember,
+        ]
+    )
 
 
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=describe)
@@ -74,6 +83,15 @@ def cell_of(module: ADR, which: int, head: int) -> tuple[nn.GRUCell, dict[str, T
     return nn.GRUCell(K, K, dtype=torch.float64), weights
 
 
+def turned(x_TK: Tensor, base: float) -> Tensor:
+    """Coordinate i and i + K/2 of token t, turned together by t · base^(−2i/K)."""
+    half = x_TK.shape[1] // 2
+    z = torch.complex(x_TK[:, :half].contiguous(), x_TK[:, half:].contiguous())
+    angle = torch.arange(len(x_TK))[:, None] * base ** (-torch.arange(half).double() / half)
+    z = z * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], 1)
+
+
 def laws(module: ADR, x_BTD: Tensor, memory_B2HK: Tensor) -> tuple[Tensor, Tensor]:
     """Laws 1 to 5, one batch row, head and token at a time (but for law 5's norm, which is the block's)."""
     config, (B, T, _) = module.config, x_BTD.shape
@@ -100,9 +118,11 @@ def laws(module: ADR, x_BTD: Tensor, memory_B2HK: Tensor) -> tuple[Tensor, Tenso
                 traces.append(torch.stack(seen))
                 last.append(h)
             memories.append(torch.stack(kept))  # of the values, unless there are none
-            outputs = []
+            outputs, queries = [], q[b, :, part]
+            if config.rope_base:
+                traces[0], queries = (turned(x, config.rope_base) for x in (traces[0], queries))
             for t in range(T):  # laws 1 and 4
-                weight = torch.softmax(traces[0][: t + 1] @ q[b, t, part] / K**0.5, 0)
+                weight = torch.softmax(traces[0][: t + 1] @ queries[t] / K**0.5, 0)
                 outputs.append(weight @ traces[1][: t + 1])
             heads.append(torch.stack(outputs))
         y_TD = module.o_proj(torch.cat(heads, -1))
@@ -271,7 +291,11 @@ def test_memories_stand_in_for_keys_and_values_one_for_each_token(config):
         last = torch.stack([state.cache.k_BHSK[:, :, -1], state.cache.v_BHSV[:, :, -1]], 1)
         last = last[:, config.remembered]
         full = 1 - 0.8**9 if config.cold_start else 1
-        torch.testing.assert_close(last * full, state.memory_B2HK, rtol=1e-12, atol=1e-12)
+        memory_B2HK = state.memory_B2HK
+        if config.rope_base:  # keys as attention reads them, turned
+            nine = memory_B2HK.flatten(0, 2)[:, None].expand(-1, 9, -1)
+            memory_B2HK = torch.stack([turned(x, config.rope_base)[-1] for x in nine]).view_as(memory_B2HK)
+        torch.testing.assert_close(last * full, memory_B2HK, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------- config and weights

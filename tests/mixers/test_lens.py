@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from perspectron.errors import ConfigError
 from perspectron.mixers.attention import Attention, AttentionConfig
 from perspectron.mixers.lens import Lens, LensConfig
+from perspectron.ops.attention import rope
 from perspectron.state import LMState
 
 D, H = 16, 2
@@ -27,7 +28,7 @@ START = torch.tensor([0.80, 0.15, 0.05], dtype=torch.float64)
 
 
 @torch.no_grad()
-def build(seed: int = 0, **switches: bool) -> Lens:
+def build(seed: int = 0, **switches: bool | float) -> Lens:
     """Wide weights: lenses mix in any way, attention is from flat to sharp."""
     module = Lens(D, 1e-6, LensConfig(H, **switches)).double()
     draw = torch.Generator().manual_seed(seed)
@@ -70,6 +71,36 @@ def document(module: Lens, x_BTD: Tensor) -> Tensor:
     if config.output_gate:
         o_BTD = o_BTD * torch.sigmoid(module.gate_proj(x_BTD))
     return module.o_proj(o_BTD)
+
+
+# ---------------------------------------------------------------- rotary positions
+
+
+def test_every_lens_turns_with_the_distance_alone():
+    """Logits of i and j, written out: R_i q_i · R_j k_j, R_i k_i · R_j q_j and R_i u · R_j k_j, wherever the text
+    begins."""
+    module, x, T = build(rope_base=50.0, output_gate=True), tokens(2, 9), 9
+    q, k, v = (part.view(2, T, H, K).transpose(1, 2) for part in module.qkv_proj(x).split(D, -1))
+    w = module.gates_HL.softmax(-1)[:, :, None, None]
+    for begin in (0, 17):
+        at = torch.arange(begin, begin + T).expand(2, T)
+        u = module.u_HK[None, :, None].expand(2, H, T, K)
+        turned_q, turned_k, turned_u = (rope(part, at, 50.0) for part in (q, k, u))
+        logits = w[:, 0] * turned_q @ turned_k.mT / K**0.5 + w[:, 1] * turned_k @ turned_q.mT / K**0.5
+        logits = logits + w[:, 2] * turned_u @ turned_k.mT
+        seen = torch.ones(T, T).tril()
+        o = logits.masked_fill(seen == 0, float("-inf")).softmax(-1) @ v
+        y = module.o_proj(o.transpose(1, 2).reshape(2, T, D) * torch.sigmoid(module.gate_proj(x)))
+        torch.testing.assert_close(module(x, empty(module, 2))[0], y, rtol=1e-12, atol=1e-12)
+
+
+def test_one_lens_with_rotary_positions_is_attention():
+    module = build(rope_base=1e4, reciprocity=False, discoverability=False, gates=False, output_gate=False)
+    plain = Attention(D, 1e-6, AttentionConfig(H, 1e4, bias=True)).double()
+    plain.load_state_dict(module.state_dict())
+    x = tokens(2, 30)
+    y, expected = (m(x, empty(m, 2))[0] for m in (module, plain))
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------- the document

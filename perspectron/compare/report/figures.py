@@ -1,5 +1,6 @@
 """Charts of a comparison: losses against what was spent, time and state of a token against the context."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,17 +8,21 @@ from typing import Any
 
 from perspectron.compare.report.numbers import context, known, short, size
 from perspectron.compare.report.summary import Row, bits_of
-from perspectron.plot import Chart, Line, draw
+from perspectron.plot import Chart, Dot, Dots, Line, draw, draw_dots
+from perspectron.presets import DESIGNS
+from perspectron.stats import interval
 
-BITS = "held-out bits per byte"
+REFERENCE = "transformer"
 START = 0.2  # share of a training from which its losses are drawn: before it, all of them fall steeply
 Styles = dict[str, int]
 
 
 def styles(names: Sequence[str], reference: str) -> Styles:
-    """Style 0 for the reference, the others in turn."""
-    others = [name for name in names if name != reference]
-    return {reference: 0} | {name: 1 + i % 8 for i, name in enumerate(others)}
+    """Of a design always the same, whatever it is compared with: 0 is the transformer's. Arms that are no designs take
+    theirs in turn, with 0 for the reference."""
+    known = {name: 1 + place for place, name in enumerate(DESIGNS)} | {REFERENCE: 0}
+    free = itertools.count(1 + len(known))
+    return {name: known[name] if name in known else 0 if name == reference else next(free) for name in names}
 
 
 def _figures(slug: str, charts: Sequence[Chart]) -> list[str]:
@@ -25,6 +30,24 @@ def _figures(slug: str, charts: Sequence[Chart]) -> list[str]:
     charts = [replace(chart, lines=[line for line in chart.lines if line.points]) for chart in charts]
     drawn = [chart for chart in charts if chart.lines]
     return [draw([chart], slug=f"{slug}{i}-") for i, chart in enumerate(drawn)]
+
+
+def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any]) -> list[str]:
+    """Mean loss of each design with its interval and its seeds, and the compressors across."""
+    dots = [
+        Dot(
+            row.name,
+            row.mean,
+            interval(list(row.losses.values())),
+            list(row.losses.values()),
+            style[row.name],
+        )
+        for row in rows
+        if row.mean is not None
+    ]
+    marks = {name: bits for name, raw in compressors.items() if (bits := known(raw)) is not None}
+    title = "Held-out bits per byte; lower is better"
+    return [draw_dots(Dots(title, "bits per byte", dots, marks), slug="ranking-")] if dots else []
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[str]:
@@ -44,7 +67,7 @@ def losses(rows: Sequence[Row], style: Styles) -> list[str]:
     charts = []
     for title, x, of in axes:
         lines = [_curve(row, style[row.name], of) for row in rows if row.finished]
-        charts.append(Chart(title, f"{x} (log)", BITS, lines, log_x=True, x_text=short))
+        charts.append(Chart(title, f"{x} (log)", "bits per byte", lines, log_x=True, x_text=short))
     return _figures("loss", charts)
 
 
@@ -68,7 +91,7 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
         ("decode_ms", "Decoding a token", "milliseconds per token (log)", short),
         ("state_bytes", "State or cache", "bytes of a sequence (log)", size),
     )
-    charts = []
+    charts, singles = list[Chart](), list[str]()
     for key, title, y, text in kinds:
         lines = []
         for row in rows:
@@ -77,10 +100,19 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
             spans = [ranges.get(str(at)) for at in values]
             bands = [(span["low"], span["high"]) for span in spans if span] if all(spans) else []
             lines.append(Line(row.name, list(values.items()), style[row.name], bands))
+        lines = [line for line in lines if line.points]
         ticks = sorted({x for line in lines for x, _ in line.points})
+        if len(ticks) == 1:
+            named = f"{title} at {context(ticks[0])} tokens"
+            dots = [
+                Dot(line.name, line.points[0][1], line.spans[0] if line.spans else None, (), line.style)
+                for line in lines
+            ]
+            singles.append(draw_dots(Dots(named, y, dots, log_x=True, x_text=text), slug=f"cost-{key}-"))
+            continue
         x = "context, tokens (log)"
         charts.append(Chart(title, x, y, lines, True, True, ticks=ticks, x_text=context, y_text=text))
-    return _figures("cost", charts)
+    return [*singles, *_figures("cost", charts)]
 
 
 def measured(values: dict[str, Any] | None) -> dict[int, float]:

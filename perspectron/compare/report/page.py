@@ -13,7 +13,7 @@ from perspectron.compare.report.summary import Row, leader, ranked
 from perspectron.compare.report.tables import Table
 from perspectron.errors import ConfigError
 from perspectron.plot import variables
-from perspectron.stats import LEVEL
+from perspectron.stats import LEVEL, interval
 
 VERSION = 1
 """Version of results.json."""
@@ -32,7 +32,7 @@ ALLOWS = {"flops": "as many as equal FLOPs allow", "time": "as many as equal tim
 
 @dataclass(frozen=True)
 class Section:
-    """Part of the page. facts: names and values. code: a command."""
+    """Part of the page. facts: names and values. code: a command. folded: opened by a click."""
 
     slug: str
     title: str
@@ -41,6 +41,7 @@ class Section:
     tables: Sequence[Table] = ()
     facts: Sequence[tuple[str, str]] = ()
     code: str = ""
+    folded: bool = False
 
 
 def html(results: dict[str, Any]) -> str:
@@ -77,8 +78,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
     style = figures.styles(list(results["designs"]), plan["reference"])
     parts = [
-        _conditions(plan, results["conditions"]),
-        _ranking(rows, results, noun),
+        _ranking(rows, results, noun, style),
         Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style)),
         _suite("position", "Loss by place in the context", rows, [], [tables.position(rows, noun)]),
         _suite("recall", "Recall", rows, [], tables.recall(rows, noun), _recall_note(rows)),
@@ -87,6 +87,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
                "With one seed the interval is of bootstrapped windows of text."),
         _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
         Section("trainings", "Trainings", "", (), [tables.rates(rows, noun), tables.cells(rows, noun)]),
+        _conditions(plan, results["conditions"]),
     ]  # fmt: skip
     parts = [replace(part, tables=[table for table in part.tables if table.rows]) for part in parts]
     return [part for part in parts if part.figures or part.tables or part.facts]
@@ -100,11 +101,32 @@ def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
     others = f" ({plan['reference']}; the others {ALLOWS[plan['match']]})" if plan["match"] in ALLOWS else ""
     seeds = len(plan["seeds"])
     text = f"Trained on {short(plan['tokens'])} tokens of {plan['data']}{others}, {seeds} seed{'s' * (seeds != 1)}, at "
-    text += f"{MATCHES[plan['match']]}; held-out loss in bits per byte. "
+    return f"{_winner(rows, noun)} {text}{MATCHES[plan['match']]}."
+
+
+def _winner(rows: Sequence[Row], noun: str) -> str:
+    """Which one has the lowest loss, by how much, and which others cannot be told from it."""
     best = leader(rows)
     if best is None or best.mean is None:
-        return text + f"No {noun} has finished all of its seeds."
-    return text + f"Lowest mean of those that finished all seeds: {best.name}, {fixed(best.mean)}."
+        return f"No {noun} has finished all of its seeds."
+    text = f"{best.name} has the lowest held-out loss, {fixed(best.mean)} bits per byte"
+    span = interval(list(best.losses.values()))
+    text += f" ({fixed(span[0])} to {fixed(span[1])})" if span else ""
+    others = [(row, row.against(best)) for row in rows if row is not best and not row.faults]
+    pairs = [(row, pair) for row, pair in others if pair is not None]
+    if not pairs:
+        return f"{text}."
+    row, pair = pairs[0]
+    text += f", {fixed(pair.mean)} below {row.name}"
+    if pair.low is None or pair.high is None:
+        return f"{text}. With one seed there is no interval: a small difference may be chance."
+    text += f" ({fixed(pair.low)} to {fixed(pair.high)})"
+    open_ = [row.name for row, pair in pairs if pair.low is not None and pair.low <= 0]
+    if not open_ and len(pairs) == 1:
+        return f"{text}."
+    if not open_:
+        return f"{text}, and below all others by intervals that exclude zero."
+    return f"{text}. These seeds do not separate it from {', '.join(open_)}."
 
 
 def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
@@ -122,28 +144,33 @@ def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
     facts += [
         (name, str(conditions[key])) for key, name in CONDITIONS.items() if conditions.get(key) is not None
     ]
-    return Section("conditions", "Conditions", facts=facts, code=str(conditions.get("command", "")))
+    return Section(
+        "conditions", "Conditions", facts=facts, code=str(conditions.get("command", "")), folded=True
+    )
 
 
-def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str) -> Section:
+def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: figures.Styles) -> Section:
     plan = results["plan"]
     table = tables.ranking(rows, plan["reference"], results.get("compressors", {}), noun)
-    note = "Complete ones first, by mean; those with a seed that diverged or is missing have no rank. "
+    note = f"{noun.capitalize()}s with a seed that diverged or is missing rank last, without a number. "
     if len(plan["seeds"]) == 1:
         note += "One seed has no interval, and a small difference may be chance."
     else:
         note += (
-            f"Small figures are {LEVEL:.0%} intervals (Student's t over seeds). A difference is paired by seed, with "
-            "the p value of a paired t test; both assume normal differences, and nothing is corrected for the number "
-            "of comparisons. Seeds vary the training; another text or size is not covered."
+            f"Intervals are of {LEVEL:.0%} (Student's t over seeds). Differences are paired by seed, with the p value "
+            "of a paired t test; both assume normal differences, and nothing is corrected for the number of "
+            "comparisons. Seeds vary the training; they say nothing about another text or size."
         )
-    return Section("ranking", "Ranking", note, tables=[table])
+    drawn = figures.ranking(rows, style, results.get("compressors", {}))
+    return Section("ranking", "Ranking", note, drawn, [table, tables.differences(rows, noun)])
 
 
 def _loss_note(plan: dict[str, Any]) -> str:
     note = "Mean over the seeds that finished; band: lowest to highest seed. "
     note += f"Drawn from {figures.START:.0%} of each training on. "
-    if plan["curve_tokens"] < plan["heldout_tokens"]:
+    if plan.get("curve_on") == "dev":
+        note += f"During training {grouped(plan['curve_tokens'])} tokens of dev are read, no held-out ones."
+    elif plan["curve_tokens"] < plan["heldout_tokens"]:
         note += f"During training {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
     return note
 

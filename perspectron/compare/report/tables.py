@@ -107,6 +107,27 @@ def _difference(row: Row, other: Row) -> Cell:
     return Cell(signed(pair.mean), note)
 
 
+def differences(rows: Sequence[Row], noun: str) -> Table:
+    """Each finished arm's loss less each other's: strong where it is lower, red where it is higher, grey where the
+    interval includes zero and it stays open. None of fewer than three arms or two seeds."""
+    whole = [row for row in rows if row.mean is not None and not row.faults]
+    body = [[Cell(row.name), *(_sign(row, other) for other in whole)] for row in whole]
+    tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
+    caption = (
+        f"Bits per byte of the {noun} on the left less those of the one above. Strong: lower, with all of "
+    )
+    caption += "the interval. Red: higher. Grey: open, the interval includes zero"
+    return Table(caption, [noun, *(row.name for row in whole)], body if tested else [])
+
+
+def _sign(row: Row, other: Row) -> Cell:
+    pair = None if row is other else row.against(other)
+    if pair is None or pair.low is None or pair.high is None:
+        return Cell("", kind="quiet")
+    kind = "best" if pair.high < 0 else "bad" if pair.low > 0 else "quiet"
+    return Cell(signed(pair.mean, 2 if abs(pair.mean) >= 0.1 else 3), kind=kind)
+
+
 def position(rows: Sequence[Row], noun: str) -> Table:
     """Bits per byte in each bin of places."""
     bins = {

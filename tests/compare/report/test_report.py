@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from perspectron import plot
 from perspectron.compare.report import figures, html
 from perspectron.compare.report.page import sections
 from perspectron.compare.report.summary import ranked
@@ -37,6 +38,7 @@ def quick(request, monkeypatch):
     """No pictures where nobody looks at them."""
     if not {"page", "drawn"} & set(request.fixturenames):
         monkeypatch.setattr(figures, "draw", lambda charts, slug: f"<svg>{charts[0].x}</svg>")
+        monkeypatch.setattr(figures, "draw_dots", lambda dots, slug: f"<svg>{dots.x}</svg>")
 
 
 class Parsed(HTMLParser):
@@ -79,7 +81,7 @@ def tables_of(results, slug):
 
 
 def ranking(results):
-    (table,) = tables_of(results, "ranking")
+    table, *_ = tables_of(results, "ranking")
     return {row[0].text: row for row in table.rows}
 
 
@@ -106,7 +108,7 @@ def test_it_is_well_formed_and_alone(page):
 
 def test_every_picture_is_well_formed_and_named(page):
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(pictures) == 5  # 3 losses, 2 costs
+    assert len(pictures) == 6  # the ranking, 3 losses, 2 costs
     for picture in pictures:
         root = ET.fromstring(picture)
         assert root.get("aria-label") and root.find("title").text
@@ -129,7 +131,7 @@ def test_every_design_is_in_the_tables_and_the_legends(results, page):
     cells = [row[0] for row in Parsed(page).rows if row]
     for name in results["designs"]:
         assert sum(cell == name for cell in cells) >= 5  # ranking, rates, three trainings
-        assert page.count(f">{name}</text>") == (3 if name == "ssd" else 5)
+        assert page.count(f">{name}</text>") == (4 if name == "ssd" else 6)
 
 
 def test_the_same_results_give_the_same_bytes(make_results, results, page):
@@ -195,6 +197,60 @@ def test_complete_designs_come_first(results):
     assert next(iter(ranking(results).values()))[2].kind == "best"
 
 
+def test_the_first_sentence_says_who_won_by_how_much(results):
+    lede = re.search(r'<p class="lede">(.*?)</p>', html(results))[1]
+    first, second = ranked(results)[:2]
+    pair = second.against(first)
+    assert lede.startswith(f"{first.name} has the lowest held-out loss, {first.mean:.3f} bits per byte (")
+    assert f", {pair.mean:.3f} below {second.name} (" in lede
+    near = copy.deepcopy(results)
+    for mine, best in zip(near["designs"][second.name]["cells"], first.cells, strict=True):
+        mine["heldout_bits_per_byte"] = best["heldout_bits_per_byte"] + (0.004, -0.002, 0.001)[mine["seed"]]
+    lede = re.search(r'<p class="lede">(.*?)</p>', html(near))[1]
+    assert f"These seeds do not separate it from {second.name}." in lede
+    one = copy.deepcopy(results)
+    one["designs"] = {first.name: one["designs"][first.name]}
+    one["plan"]["reference"] = first.name
+    assert f"has the lowest held-out loss, {first.mean:.3f}" in html(one)
+
+
+def test_differences_are_strong_red_or_open(results):
+    _, table = tables_of(results, "ranking")
+    whole = [row for row in ranked(results) if not row.faults]
+    assert list(table.head) == ["design", *(row.name for row in whole)]
+    for line, row in zip(table.rows, whole, strict=True):
+        for cell, other in zip(line[1:], whole, strict=True):
+            if row is other:
+                assert cell.text == ""
+                continue
+            test = scipy.stats.ttest_rel(list(row.losses.values()), list(other.losses.values()))
+            low, high = test.confidence_interval(0.95)
+            assert cell.kind == ("best" if high < 0 else "bad" if low > 0 else "quiet")
+            assert float(cell.text.replace("−", "-")) == pytest.approx(row.mean - other.mean, abs=6e-3)
+
+
+def test_a_design_has_one_colour_whatever_it_is_compared_with():
+    alone = figures.styles(["ssd", "gla"], "ssd")
+    among = figures.styles(["transformer", "gla", "drm", "ssd"], "transformer")
+    assert alone == {name: among[name] for name in alone} and among["transformer"] == 0
+    looks = {plot._style_of(number) for number in range(65)}
+    assert len(looks) == 65
+    arms = figures.styles(["whole", "without route"], "whole")
+    assert arms["whole"] == 0 != arms["without route"]
+
+
+def test_costs_at_one_context_are_dots(results, drawn):
+    one = copy.deepcopy(results)
+    for design in one["designs"].values():
+        for key in ("decode_ms", "state_bytes"):
+            if values := design["suites"].get("cost", {}).get(key):
+                design["suites"]["cost"][key] = dict(list(values.items())[:1])
+    drawings = next(section.figures for section in sections(one) if section.slug == "cost")
+    assert [re.search("<title>(.*?)</title>", picture)[1] for picture in drawings] == [
+        "Decoding a token at 1k tokens", "State or cache at 1k tokens",
+    ]  # fmt: skip
+
+
 def test_faults_are_shown(results):
     page = html(results)
     assert ranking(results)["drm"][0].note == "seed 2 diverged"
@@ -219,14 +275,14 @@ def test_one_seed_has_no_interval(make_results):
 
 def test_missing_suites_leave_no_section(results):
     assert [section.slug for section in sections(results)] == [
-        "conditions", "ranking", "loss", "position", "recall", "cost", "calibration", "robustness", "trainings",
+        "ranking", "loss", "position", "recall", "cost", "calibration", "robustness", "trainings", "conditions",
     ]  # fmt: skip
     bare = copy.deepcopy(results)
     for design in bare["designs"].values():
         design["suites"] = {}
         for cell in design["cells"]:
             cell["suites"] = {}
-    assert [section.slug for section in sections(bare)] == ["conditions", "ranking", "loss", "trainings"]
+    assert [section.slug for section in sections(bare)] == ["ranking", "loss", "trainings", "conditions"]
     assert "Robustness" not in html(bare)
     for section in sections(bare):
         assert section.figures or section.tables or section.facts
@@ -246,7 +302,7 @@ def test_nothing_finished(results):
         design["suites"] = {}
     page = html(broken)
     assert "No design has finished all of its seeds." in page
-    assert [section.slug for section in sections(broken)] == ["conditions", "ranking", "trainings"]
+    assert [section.slug for section in sections(broken)] == ["ranking", "trainings", "conditions"]
 
 
 def test_losses_that_are_null_are_faults(results):
@@ -258,7 +314,7 @@ def test_losses_that_are_null_are_faults(results):
 def test_an_ablation_is_of_arms_against_the_whole(results):
     changed = copy.deepcopy(results) | {"kind": "ablations"}
     changed["plan"]["reference"] = "perspective"
-    (table,) = tables_of(changed, "ranking")
+    table, *_ = tables_of(changed, "ranking")
     assert table.head[0] == "arm" and table.head[3] == "against perspective"
     assert "Comparison of 8 arms" in html(changed)
 
