@@ -331,6 +331,11 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
     ):
         generate(model, tokenizer, [[1], prompt], max_tokens=29)
     begun = generate(model, tokenizer, [prompt], max_tokens=4).conversation
+    long = [1] * 40
+    with pytest.raises(
+        ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32, the learned positions that row 0"
+    ):
+        generate(model, tokenizer, [long], max_tokens=5)
     with pytest.raises(ConfigError, match=r"must be ≤ 24, what row 0"):
         generate(model, tokenizer, [[]], max_tokens=25, conversation=begun.fork())
     assert generate(model, tokenizer, [[]], max_tokens=24, conversation=begun.fork()).ids == [[9] * 24]
