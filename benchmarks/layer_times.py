@@ -1,4 +1,4 @@
-"""Milliseconds of each step of one token in full width (4096), from memory: what seeds/topology.md §8 lists.
+"""Milliseconds of each step of one token in full width (4096), from memory: what Perspective's document lists.
 
 Four layers of perspective-1t, random weights, one distinct expert in each of three; a token goes through all of them
 and the head, which together are more than a processor's cache. The prompt fills the attention window. Every part is

@@ -1,8 +1,9 @@
 """Forward and backward of the PDR scan against the step loop and the document's materialised scan.
 
 Contenders, all on the same inputs and output gradients: "tree", perspectron.ops.pdr.scan; "loop", autograd
-through the plain step loop; "materialised", the scan of seeds/pdr.md §2.2. Bars: tree ≥ 20 times the loop,
-≤ 0.6 GB of peak memory. Memory is the rise over the inputs in a process of its own, gradients included.
+through the plain step loop; "materialised", the document's scan (docs/designs/perspective.md#scan).
+Bars: tree ≥ 20 times the loop, ≤ 0.6 GB of peak memory. Memory is the rise over the inputs in a
+process of its own, gradients included.
 
 Shapes: B batch, T time, L tokens of one chunk, D value width, R state rank.
 """
@@ -23,7 +24,7 @@ from perspectron.ops import pdr
 
 TESTS = ("tests/ops/test_pdr.py",)
 BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9}
-SOURCE_CHUNK = 256  # seeds/pdr.md §2.2
+SOURCE_CHUNK = 256  # the document's
 
 
 @dataclass(frozen=True)

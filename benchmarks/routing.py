@@ -1,12 +1,12 @@
 """Does the torus keep its experts busy, and does it cost loss against a flat switch? What do ternary experts cost?
 
 The same Perspective model is trained on the same batches with two routers over the same experts, from each of
-several seeds: the torus (decisions.md §2) and a top-1 Switch router (a linear layer, its softmax as the gate, the
-same auxiliary loss; no lattice, so no biases, smoothness or neighbour loss); with the torus and the switch's gate;
-and with the torus over experts that are ternary from the first step on. Reported of each: held-out bits per byte;
-Gini of the load and the share of experts reached in each batch over the last tenth of the steps; and on held-out
-text how often consecutive tokens take the same expert or a neighbour's, beside what chance would give. The gate of
-ternary experts: a held-out perplexity within 10% of the float twin's.
+several seeds: the torus (docs/designs/perspective.md#router) and a top-1 Switch router (a linear layer, its softmax
+as the gate, the same auxiliary loss; no lattice, so no biases, smoothness or neighbour loss); with the torus and the
+switch's gate; and with the torus over experts that are ternary from the first step on. Reported of each: held-out bits
+per byte; Gini of the load and the share of experts reached in each batch over the last tenth of the steps; and on
+held-out text how often consecutive tokens take the same expert or a neighbour's, beside what chance would give. The
+gate of ternary experts: a held-out perplexity within 10% of the float twin's.
 
 Every cell is a run folder in --out: a finished one is skipped, an interrupted one goes on.
 """

@@ -1,5 +1,5 @@
-"""The four systems and their opponents at one size: training, decoding and memory; and three kernels against
-what they replace.
+"""The four designs and the baselines at one size: training, decoding and memory; and three kernels against what they
+replace.
 
 Bars: ADR's GRU ≥ 4 times the document's loop over tokens and heads; lens attention ≤ 2.0 times plain attention,
 forward and backward; drm-104k trains ≥ 8,000 tokens/s where a plain loop of modules gives about 5,000, and steps

@@ -48,7 +48,7 @@ class Claims:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, or 2 for a user's mistake."""
+    """Run the command and return its exit code: 0, or 2 for a user error."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     command = tyro.cli(Claims, args=arguments, prog="python -m claims", config=config)
     try:

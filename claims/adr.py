@@ -1,4 +1,4 @@
-"""seeds/adr.md."""
+"""The document on ADR (docs/designs/adr.md)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -165,7 +165,7 @@ class Row:
 
 
 def judge(claim: Claim, results: Results) -> Row:
-    """Measure a claim and compare. What uncommitted code measured can be repeated by nobody: the verdict says so."""
+    """Measure a claim and compare. A measurement by uncommitted code cannot be repeated, and the verdict says so."""
     results.asked.clear()
     row = _judged(claim, results)
     if row.verdict not in (HOLDS, CONDITION, FAILS) or not any(map(results.uncommitted, results.asked)):

@@ -1,4 +1,4 @@
-"""seeds/drm.md."""
+"""The document on DRM (docs/designs/drm.md)."""
 
 import torch
 
@@ -122,11 +122,12 @@ NOT_ATTENTION = (
 
 GEOMETRY = (
     Claim("drm-gates", "§DirectionField", "a_i(z) ∈ [0, 1]", worded("in [0, 1]", 0, 1), of(_gates), built=True),
-    Claim("drm-active", "decisions §6",
+    Claim("drm-active", "docs/designs/drm.md#loss",
           "gates define an effective local active dimension; its bound of 0.65, at the start",
           worded("Σa ≤ 0.65 of 8 directions", 0, 0.65 * 8, " of 8"),
           of(lambda: round(common.at_start(SMALL)["drm_active"][0], 2))),
-    Claim("drm-active-after", "decisions §6", "and after training", worded("Σa ≤ 0.65 of 16 directions", 0, 0.65 * 16),
+    Claim("drm-active-after", "docs/designs/drm.md#loss", "and after training",
+          worded("Σa ≤ 0.65 of 16 directions", 0, 0.65 * 16),
           trained.of_gates("drm", "drm_active", lambda x: x, "{:.2f}"), command=command("compare")),
     Claim("drm-unit", "§DirectionField", "Optional normalization keeps their scale controlled",
           worded("unit vectors", 0.9999, 1.0001), of(_lengths), built=True),
@@ -154,9 +155,10 @@ FLOW = (
     Claim("drm-schedule-start", "§DRMFlow",
           "The naturalization strength is scheduled, avoiding immediate over-conditioning",
           worded("0 at the first update", 0, 0), of(tried.strength, 0), built=True),
-    Claim("drm-schedule-middle", "decisions §6", "and rises", worded("0.25 after 250 updates", 0.25, 0.25),
+    Claim("drm-schedule-middle", "docs/designs/drm.md#flow", "and rises", worded("0.25 after 250 updates", 0.25, 0.25),
           of(tried.strength, 250), built=True),
-    Claim("drm-schedule-end", "decisions §6", "to its full strength", worded("0.5 after 500 updates", 0.5, 0.5),
+    Claim("drm-schedule-end", "docs/designs/drm.md#flow", "to its full strength",
+          worded("0.5 after 500 updates", 0.5, 0.5),
           of(tried.strength, 500), built=True),
     Claim("drm-dt", "§DRMFlow", "z_{t+1} = z_t + Δz_t", worded("a step of 1", 1, 1), of(lambda: _mixer().config.dt),
           built=True),
@@ -177,14 +179,14 @@ LOSSES = (
           of(_torus)),
     Claim("drm-torus-convergence", "§Toroidal", "does not claim spontaneous toroidal convergence", worded("none", 0),
           untestable("the document claims nothing that could fail", "not looked for")),
-    Claim("drm-transformer", "decisions §6", "a transformer wins at equal tokens",
+    Claim("drm-transformer", "docs/designs/drm.md#measured", "a transformer wins at equal tokens",
           worded("the transformer's loss is lower", *trained.LOWER), trained.versus("transformer", "drm"),
           command=command("compare")),
-    Claim("drm-dispensable", "decisions §6", "directions can be ablated away",
+    Claim("drm-dispensable", "docs/designs/drm.md#measured", "directions can be ablated away",
           worded("at most 0.01 higher loss without directions", *trained.NO_HIGHER), trained.without("drm", "drm",
           "no_directions"),
           command=command("ablate-drm")),
-    Claim("drm-auxiliary-costs", "decisions §6", "auxiliary losses cost CE",
+    Claim("drm-auxiliary-costs", "docs/designs/drm.md#measured", "auxiliary losses cost CE",
           worded("lower loss without auxiliary losses", *trained.LOWER), trained.without("drm", "drm", "no_auxiliary"),
           command=command("ablate-drm")),
 )

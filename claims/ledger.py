@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from claims import adr, drm, lens, pdr, topology
 from claims.claim import ABOUT, ROUNDED, VERDICTS, Claim, Row, judge
@@ -9,35 +10,49 @@ from claims.results import Results, command
 from perspectron.config import one_of
 from perspectron.stats import LEVEL
 
-DOCUMENTS: dict[str, tuple[str, tuple[Claim, ...]]] = {
-    "pdr": ("Perspective Decay Recurrence", pdr.CLAIMS),
-    "topology": ("Model Topology", topology.CLAIMS),
-    "adr": ("Attention with Differentiable Recurrence", adr.CLAIMS),
-    "lens": ("Lens-gated attention", lens.CLAIMS),
-    "drm": ("The DRM language emitter", drm.CLAIMS),
+
+class Document(NamedTuple):
+    """One of the five documents. page: ours about it, from `docs`."""
+
+    title: str
+    page: str
+    claims: tuple[Claim, ...]
+
+
+DOCUMENTS = {
+    "pdr": Document("Perspective Decay Recurrence", "designs/perspective.md#the-recurrence", pdr.CLAIMS),
+    "topology": Document("The Perspective model", "designs/perspective.md#stack", topology.CLAIMS),
+    "adr": Document("Attention with Differentiable Recurrence", "designs/adr.md", adr.CLAIMS),
+    "lens": Document("Lens-gated attention", "designs/lens.md", lens.CLAIMS),
+    "drm": Document("The DRM language emitter", "designs/drm.md", drm.CLAIMS),
 }
 COLUMNS = ("id", "where", "claim", "claimed", "measured", "verdict", "command")
 HEAD = f"""# The ledger
 
-The quantitative claims of the five documents that this library builds, beside a measurement. Written by
-`python -m claims --out docs/claims.md`; only the claims are typed by hand. Where one is in words, the number in
-"claimed" is what we take it to mean; "our reading" in "where" marks what no document says in so many words, and
-"decisions" what ours say. `python -m claims --id ID` measures one row again. What trains or takes time is read from
-`results`, where the command of its row puts it.
+The quantitative claims of the five documents that this library builds, each beside a measurement. This page is written
+by `python -m claims --out docs/claims.md`; only the claims are typed by hand. `python -m claims --id ID` measures one
+row again. What trains or takes long is read from `results`; the row's command writes it there.
 
-A verdict follows from the numbers. A plain whole number has to be met exactly; a rounded one within half a unit of its
-last digit or {ROUNDED:.0%}, one with "~" within {ABOUT:.0%}. A claim that fails as written but not under a condition
-holds with that condition. What training shows is said of the size that was trained. A difference of losses holds or
-fails where the {LEVEL:.0%} interval of its mean over paired seeds lies on one side, and a design that diverged has
-failed. Where seeds do not tell, where a number is missing, or where the machine that a claim is about is not here, it
-is untestable here. "As built" is no finding: the library took it over from the document, an input, a definition, a
-value to start from, or it could not come out otherwise.
+"where" is the section of the source document, which our page about the design describes, or the section of our page
+that makes the claim. "our reading" marks what no document says in so many words. Where a claim is in words, the number
+in "claimed" is what we take it to mean.
+
+A verdict follows from the numbers:
+
+- A plain whole number has to be met exactly, a rounded one within half a unit of its last digit or {ROUNDED:.0%}, one
+  with "~" within {ABOUT:.0%}.
+- A claim that fails as written but is met under a condition holds with that condition.
+- Results of training are stated for the size that was trained. A difference of losses holds or fails where the
+  {LEVEL:.0%} interval of its mean over paired seeds lies on one side of zero. A design that diverged fails.
+- A claim is "untestable here" where seeds do not decide, a number is missing, or the machine it is about is not here.
+- "As built" is no finding: the library took the value over from the document (an input, a definition, a starting
+  value), or it could not be otherwise.
 """
 
 
 def claims(ids: Sequence[str] = ()) -> list[Claim]:
     """All, or those asked for; ConfigError for an unknown one."""
-    every = {claim.id: claim for _, own in DOCUMENTS.values() for claim in own}
+    every = {claim.id: claim for document in DOCUMENTS.values() for claim in document.claims}
     return [every[one_of(id, every, "id")] for id in ids] if ids else list(every.values())
 
 
@@ -62,8 +77,8 @@ def _of(name: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[str]:
-    for name, (title, _) in DOCUMENTS.items():
-        yield f"## {name}\n\n{title}, `seeds/{name}.md`.\n"
+    for name, document in DOCUMENTS.items():
+        yield f"## {name}\n\n{document.title}: [how it works, and what we decided]({document.page}).\n"
         cells = [
             [row.id, row.where, row.claim, row.claimed, row.measured, row.judged, f"`{row.command}`"]
             for row in _of(name, rows)

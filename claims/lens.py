@@ -1,4 +1,4 @@
-"""seeds/lens.md."""
+"""The document on Lens (docs/designs/lens.md)."""
 
 from typing import Any, cast
 
@@ -212,7 +212,7 @@ TOTAL = (
     Claim("lens-base", "§Total", "Baseline 12 layers: 85.0M", "85.0 M", of(lambda: LAYERS * _block(PLAIN))),
     Claim("lens-total", "§Total", "With lens-gating: 141.6M", "141.6 M", of(lambda: LAYERS * _block(FULL))),
     Claim("lens-124m", "§Total", "GPT-2 124M, the whole model", "124 M", of(lambda: counted(PLAIN).parameters)),
-    Claim("lens-whole", "decisions §5", "with every lens, embeddings included: 209.4 M", "209.4 M",
+    Claim("lens-whole", "docs/designs/lens.md#context", "with every lens, embeddings included: 209.4 M", "209.4 M",
           of(lambda: counted(FULL).parameters)),
     Claim("lens-small-share", "§Total; §Removed", "All other mechanisms are negligible (<0.02% overhead), <1% params",
           "< 0.02 %",

@@ -1,4 +1,4 @@
-"""seeds/pdr.md."""
+"""The document on the recurrence (docs/designs/perspective.md#the-recurrence)."""
 
 from dataclasses import replace
 from functools import partial

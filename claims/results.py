@@ -23,7 +23,7 @@ COMPARE = (
 ABLATED = ("perspective", "adr", "lens", "drm")
 COMPARISONS = ("compare", *(f"ablate-{design}" for design in ABLATED))
 DIRTY = "with changes"
-"""Stands behind the commit of what was measured with uncommitted changes."""
+"""Suffix of the commit of a measurement made with uncommitted changes."""
 VERSION = 1
 """Of a comparison's results.json."""
 

@@ -1,4 +1,4 @@
-"""seeds/topology.md, and what decisions.md took from the documents beside it."""
+"""The document on the whole model (docs/designs/perspective.md#stack), and what our page takes from those beside it."""
 
 from itertools import pairwise
 from math import prod
@@ -346,10 +346,12 @@ SPEED = (
 )
 
 DECISIONS = (
-    Claim("topology-delta", "decisions §2", "neighbours that differ in 10% of their weights, kept as a delta: 2.7 MB",
+    Claim("topology-delta", "docs/designs/perspective.md#streaming",
+          "neighbours that differ in 10% of their weights, kept as a delta: 2.7 MB",
           "2.7 MB", of(lambda: tried.delta_bytes(0.10, needed().experts[0].parameters)),
           ("where 2% differ", of(lambda: tried.delta_bytes(0.02, needed().experts[0].parameters)))),
-    Claim("topology-zeros", "decisions §2", "≈50% of ternary weights are zero", "~50 %", of(tried.zeros_of, "normal"),
+    Claim("topology-zeros", "docs/designs/perspective.md#ternary-weights",
+          "≈50% of ternary weights are zero", "~50 %", of(tried.zeros_of, "normal"),
           ("where weights are Laplace distributed", of(tried.zeros_of, "laplace"))),
 )
 # fmt: on

@@ -1,4 +1,4 @@
-"""Language models that look before they remember: train, compare and run them with constant memory."""
+"""Small language models with exact state: train, compare and run them on CPU cores or a GPU."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from perspectron.opening import load
     from perspectron.state import LMState, load_extra, load_state, save_state
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LMState",
     "LanguageModel",
@@ -32,9 +32,9 @@ __all__ = [
 
 
 def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageModel":
-    """A new model in float32 on the CPU (or on torch's default device), its weights drawn from `seed`.
+    """Build a model in float32 on the CPU (or on torch's default device), with weights drawn from `seed`.
 
-    ConfigError for an unknown preset, with the list of those there are.
+    Raises ConfigError for an unknown preset; the message lists the known ones.
     """
     from perspectron import model, presets
 

@@ -1,4 +1,4 @@
-"""One layer of a model: a mixer over time, a feed-forward network over channels, and how the two add up.
+"""One layer of a model: a mixer over time, a feed-forward network over channels, and the residual connections.
 
 Shapes: B batch, T time, D model width.
 """
@@ -35,7 +35,7 @@ class NoState:
 
 
 class RouteGate(nn.Module):
-    """A gate g = σ(raw + bias), one number; the bias follows a schedule (seeds/lens.md, enhancement 4)."""
+    """A gate g = σ(raw + bias), one number; the bias follows a schedule (docs/designs/lens.md#route-gate)."""
 
     bias_1: Tensor
 
@@ -59,7 +59,7 @@ class RouteGate(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: h is the input with the mixer's part, y with the network's; `config.residual` says how."""
+    """One layer: h adds the mixer's output to the input, y adds the network's. `config.residual` says how."""
 
     def __init__(self, d_model: int, norm: str, norm_eps: float, config: BlockConfig) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Block(nn.Module):
         consume_state: bool = False,
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, object, dict[str, Term]]:
-        """shared: what mixers that say `shares` hand on to those above them, for these tokens alone."""
+        """shared: what mixers that set `shares` pass to those above them, for these tokens only."""
         check_consumed(consume_state)
         residual = self.config.residual
         if self.config.mixer is None:

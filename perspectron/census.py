@@ -1,6 +1,6 @@
-"""Census of a model: its parameters, the FLOPs and bytes of a token and the bytes of its state.
+"""Census of a model: parameters, FLOPs and bytes for each token, and bytes of state.
 
-A model on the meta device, which knows shapes and holds no numbers, is counted at once whatever its size.
+A model on the meta device has shapes and no numbers, so that any size is counted at once.
 """
 
 from collections import Counter, defaultdict
@@ -42,10 +42,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Census:
-    """parameters: all. active: those that one token touches. groups: by kind; norms and biases apart from the
-    matrices. shard_bytes: codes of an expert of the first layer that has some, in ternary; scale_bytes: its scales; 0
-    without experts. flops: of reading one token when the context holds so many, multiply and add counted as two; by
-    kind at the shortest context. state_bytes: of one conversation that long, summed over its tensors in float32."""
+    """parameters: all of them. active: those that one token uses. groups: parameters by kind, with norms and biases
+    apart from the matrices. shard_bytes: bytes of the ternary codes of one expert in the first routed layer;
+    scale_bytes: of its scales; both 0 without experts. flops: for reading one token at each context length, with
+    multiply and add counted as two; by kind at the shortest length. state_bytes: of one conversation of each length,
+    summed over its tensors in float32."""
 
     parameters: int
     active_parameters: int
@@ -58,7 +59,7 @@ class Census:
 
 
 def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
-    """Count the model of `config` at these context lengths, those past a table of learned positions left out."""
+    """Count the model of `config` at these context lengths. Lengths past a table of learned positions are left out."""
     if config.positions:
         contexts = [c for c in contexts if c <= config.positions] or [config.positions]
     with torch.device("meta"):
@@ -81,15 +82,15 @@ def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters that one token touches and that something depends on."""
+    """Parameters that one token uses and that affect the output."""
     with torch.device("meta"):
         model = LanguageModel(config)
     return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
 
 
 def state_bytes(config: ModelConfig, context: int) -> int | None:
-    """Bytes of the state of one conversation, as long as no conversation past `context` tokens has a larger one; None
-    where it grows on."""
+    """Bytes of the state of one conversation, if it is no larger for conversations longer than `context` tokens; None
+    if it keeps growing."""
     with torch.device("meta"):
         model = LanguageModel(config)
     here, later = (model.init_state(1, capacity=length).nbytes for length in (context, 2 * context))
@@ -134,7 +135,7 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """Weights or state of one kind. bytes: all. read, written: those of them that one token reads and writes."""
+    """Weights or state of one kind. bytes: in all. read, written: bytes that one token reads and writes."""
 
     parameters: int
     bytes: int
@@ -150,8 +151,8 @@ NOTHING = Part(0, 0, 0)
 
 @dataclass(frozen=True)
 class Footprint:
-    """parts: weights by group, as in a census, but for experts. experts: by layer, one expert of it. state: by kind of
-    mixer. cached: of what is read of the state, keys and values of tokens attended to."""
+    """parts: weights by group as in a census, without experts. experts: one expert of each routed layer. state: by
+    kind of mixer. cached: the part of the state read that is keys and values of tokens attended to."""
 
     parts: dict[str, Part]
     experts: dict[int, Part]
@@ -162,7 +163,7 @@ class Footprint:
 def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] | None = None) -> Footprint:
     """Bytes of a model and of the state after its last token; a state on the meta device counts as full.
 
-    formats: by module, as what its matrix is stored; then experts are ternary. None: everything as it is.
+    formats: storage format of each module's matrix; experts are then ternary. None: everything as it is.
     """
     parts = dict[str, Part]()
     for kind, part in _weights(model, formats or {}):
@@ -184,9 +185,10 @@ def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] |
 
 @dataclass(frozen=True)
 class Touched:
-    """Bytes that one token reads, and of the state also writes. experts: codes and scales, or weights, of the chosen
-    one of every routed layer. shared: every other weight but the head's. head: of the matrix that gives the logits.
-    state: memories that each token rewrites, twice: read and written. caches: keys and values of tokens attended to."""
+    """Bytes that one token reads, and for the state also writes. experts: codes and scales, or weights, of the chosen
+    expert in each routed layer. shared: all other weights except the head's. head: the matrix that gives the logits.
+    state: memories that each token rewrites, counted twice (read and written). caches: keys and values of tokens
+    attended to."""
 
     experts: int
     shared: int

@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, loaded strictly from and dumped to plain JSON values.
 
-A field whose type is a `Kind` (a mixer or a feed-forward config) is written as {"kind": name, ...}; the
-known kinds are the classes that derive from it, so a new mixer registers itself by being defined.
+A field whose type is a `Kind` (a mixer or feed-forward config) is written as {"kind": name, ...}. The known kinds are
+the subclasses, so that defining a mixer's config registers it.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from perspectron.errors import ConfigError
 T = TypeVar("T")
 MOST_BLOCKS = 1024
 MOST_SIZE = 1 << 24
-"""No width, length or number in the config of a model is above it: what is cannot be meant, and a product of two such
-sizes would leave 64 bits."""
+"""Upper bound of every width, length or number in a model's config. Larger values are mistakes, and the product of two
+would overflow 64 bits."""
 
 
 def require(condition: bool, field: str, value: object, bound: str) -> None:
@@ -41,7 +41,7 @@ def positive(config: object, *fields: str) -> None:
 
 
 def divides(heads: int, d_model: int, *, even: bool = False) -> None:
-    """Raise ConfigError unless so many heads divide the model width, with `even` into even widths."""
+    """Raise ConfigError unless the number of heads divides the model width; with `even`, into even widths."""
     bound = f"d_model / 2 = {d_model / 2:g}" if even else f"d_model = {d_model}"
     require(d_model % ((1 + even) * heads) == 0, "heads", heads, f"a divisor of {bound}")
 
@@ -69,7 +69,7 @@ def between_commas(text: str) -> list[str]:
 
 
 class Kind:
-    """Base of configs of which a field may hold one of several kinds."""
+    """Base of configs that a field may hold one of several kinds of."""
 
     kind: ClassVar[str]
 
@@ -79,28 +79,28 @@ class Kind:
 
 
 class MixerConfig(Kind):
-    """Config of a mixer over time; one subclass in each file of `perspectron.mixers`. A field `d_token`, where
-    there is one, is the width of what it reads, if that is not the model width."""
+    """Config of a mixer over time; each file of `perspectron.mixers` has one subclass. An optional field `d_token` is
+    the width of its input, if that is not the model width."""
 
 
 class FFNConfig(Kind):
-    """Config of a mixer over channels; the subclasses stand in `perspectron.ffn`."""
+    """Config of a mixer over channels; the subclasses are in `perspectron.ffn`."""
 
 
 class ResidualConfig(Kind):
-    """The way a block adds up; `perspectron.block` does it. x is its input, h what the ffn's norm reads."""
+    """How a block adds its parts (`perspectron.block`). x is the block's input, h the input of the ffn's norm."""
 
 
 @dataclass(frozen=True)
 class SequentialConfig(ResidualConfig):
-    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (seeds/topology.md §2, decisions.md §2)."""
+    """h = x + mixer(norm(x)); y = h + ffn(norm(h)) (docs/designs/perspective.md#stack)."""
 
     kind = "sequential"
 
 
 @dataclass(frozen=True)
 class Law5Config(ResidualConfig):
-    """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (seeds/adr.md law 5, decisions.md §4)."""
+    """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (docs/designs/adr.md#residual)."""
 
     kind = "law5"
 
@@ -108,8 +108,8 @@ class Law5Config(ResidualConfig):
 @dataclass(frozen=True)
 class RouteGatedConfig(ResidualConfig):
     """h = x + a, a = mixer(norm(x)); m = ffn(norm(h)); y = x + scale · (g a + (1 − g) m), one learned g per block
-    (seeds/lens.md, enhancement 4; decisions.md §5). scale: 2 gives GPT-2 at g = ½. anneal: after `anneal_after`
-    updates, the bias under g's sigmoid falls by this much with each."""
+    (docs/designs/lens.md#route-gate). scale: 2 gives GPT-2 at g = ½. anneal: after `anneal_after` updates, the bias
+    under g's sigmoid falls by this much with each update."""
 
     kind = "route_gated"
     scale: float = 1.0
@@ -123,13 +123,13 @@ class RouteGatedConfig(ResidualConfig):
 
 @dataclass(frozen=True)
 class NoResidualConfig(ResidualConfig):
-    """y = mixer(x), nothing added; the ffn must be missing (seeds/drm.md, decisions.md §6)."""
+    """y = mixer(x), nothing added; the ffn must be missing (docs/designs/drm.md#flow)."""
 
     kind = "none"
 
 
 class HeadConfig(Kind):
-    """Config of the part that gives the logits; the subclasses stand in `perspectron.model`."""
+    """Config of the part that gives the logits; the subclasses are in `perspectron.model`."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class BlockConfig:
 class ModelConfig:
     """A language model: embedding, blocks, final norm, head.
 
-    head: None is the embedding, transposed. embedding_std: spread of the embedding at the start. embedding_norm: what
-    the first block reads is the embedding, divided by its root mean square, so that it stands beside what the mixers
-    add. positions: length of a learned table of positions added to it, the longest document that can be read; 0 is
-    none. norm: "rms", or "layer" with biases.
+    head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
+    embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
+    size to what the mixers add. positions: length of a learned position table, which bounds the length of a document;
+    0 for none. norm: "rms", or "layer" with biases.
     """
 
     name: str
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def d_token(self) -> int:
-        """Width of the embedding: the model width, unless the first mixer says otherwise."""
+        """Width of the embedding: the model width, unless the first mixer sets another."""
         return getattr(self.blocks[0].mixer, "d_token", None) or self.d_model
 
 
@@ -212,7 +212,7 @@ def _require_sizes(config: Any, where: str) -> None:
 
 
 def dump(value: Any, *, defaults: bool = True) -> Any:
-    """A config as plain JSON values; `load` gives it back, also without what stands at its default."""
+    """A config as plain JSON values. `load` restores it, also if fields at their default are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             field.name: dump(getattr(value, field.name), defaults=defaults)
@@ -226,7 +226,7 @@ def dump(value: Any, *, defaults: bool = True) -> Any:
 
 
 def unlike(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, value) of everything in which two dumped configs differ, such as blocks[3].mixer.rank."""
+    """(name, value, value) for every field in which two dumped configs differ, such as blocks[3].mixer.rank."""
     if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
         for name in before:
             yield from unlike(before[name], now[name], f"{where}.{name}" if where else name)
@@ -294,7 +294,7 @@ def _load_scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def one_of(value: Any, allowed: Iterable[Any], where: str) -> Any:
-    """`value` if it is among `allowed`, else a ConfigError that lists them."""
+    """Return `value` if it is among `allowed`; otherwise raise a ConfigError that lists them."""
     allowed = list(allowed)
     require(value in allowed, where, value, "one of " + ", ".join(map(str, allowed)))
     return value

@@ -1,4 +1,4 @@
-"""Errors a user can cause. Each carries one line that names the thing, its value and the bound."""
+"""Errors that a user can cause. Each message is one line with the name, its value and the bound."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ LONGEST = 800  # characters of a message
 
 
 class PerspectronError(Exception):
-    """Base of every error that is the user's to mend; the command line prints it and exits with `exit_code`.
+    """Base of every error that the user can fix. The command line prints it and exits with `exit_code`.
 
-    As text it is one line to be read, whatever a file or a library put into it: control characters are spelled out, and
-    the middle of a long one is left out."""
+    Its text is one printable line whatever a file or a library put into it: control characters are escaped, and a long
+    text is shortened in the middle."""
 
     exit_code = 2
 
@@ -28,7 +28,7 @@ class ConfigError(PerspectronError):
 
 
 class BackendError(PerspectronError):
-    """A kernel backend was asked for that cannot run here."""
+    """The requested kernel backend cannot run here."""
 
 
 class DataError(PerspectronError):
@@ -44,11 +44,11 @@ class CheckpointError(PerspectronError):
 
 
 class StorageError(PerspectronError):
-    """Writing failed (a full disk, a read-only folder); what stood there before still stands."""
+    """Writing failed (a full disk, a read-only folder); what was there before is unchanged."""
 
 
 class NonFiniteError(PerspectronError):
-    """A loss or gradient was not finite; raised before the optimizer stepped."""
+    """A loss or gradient was not finite. Raised before the optimizer step."""
 
     exit_code = 3
 
@@ -58,7 +58,7 @@ class ArtifactError(PerspectronError):
 
 
 class ShardError(PerspectronError):
-    """An expert could not be read: where it stands, and why."""
+    """An expert could not be read. The message says where it is and why."""
 
     def __init__(self, path: Path, layer: int, expert: int, cause: str) -> None:
         super().__init__(path, layer, expert, cause)

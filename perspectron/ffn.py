@@ -1,6 +1,6 @@
-"""Feed-forward networks, which a block applies to each token by itself. Each reads the normed hidden state and, if it
-wants, the context: the output of the block's mixer for that token. `reset_BT` and `pad_BT` are those of a mixer; here
-they decide only what is reported.
+"""Feed-forward networks, applied to each token separately. Each reads the normed hidden state and optionally the
+context, which is the output of the block's mixer for that token. `reset_BT` and `pad_BT` are those of a mixer and only
+affect what is reported here.
 
 Shapes: B batch, T time, D model width, F hidden width.
 """
@@ -45,8 +45,8 @@ class MLPConfig(FFNConfig):
 
 @dataclass(frozen=True)
 class ContextMLPConfig(FFNConfig):
-    """A gated MLP of hidden width F = `hidden`. context: it also reads the mixer's output, through `context_rank`
-    numbers (0: all of it); stop_gradient: no gradient goes back that way. activation: as in "mlp"."""
+    """A gated MLP of hidden width F = `hidden`. context: it also reads the mixer's output, projected to `context_rank`
+    numbers (0: not projected). stop_gradient: no gradient flows through the context. activation: as in "mlp"."""
 
     kind = "context_mlp"
     hidden: int
@@ -72,7 +72,7 @@ class TiedConfig(FFNConfig):
 
 
 class Network(nn.Module):
-    """A network that reports nothing, so that masks mean nothing to it. `output` gives its output."""
+    """A network that reports nothing and therefore ignores masks. `output` computes its output."""
 
     output: Callable[[Tensor, Any], Tensor]
 
@@ -88,7 +88,7 @@ class Network(nn.Module):
 
 
 class SwiGLU(Network):
-    """W_down(SiLU(W_gate x) ⊙ W_up x) (seeds/topology.md §2.1)."""
+    """W_down(SiLU(W_gate x) ⊙ W_up x) (docs/designs/perspective.md#experts)."""
 
     def __init__(self, d_model: int, config: SwiGLUConfig) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class MLP(Network):
 
 
 class ContextMLP(Network):
-    """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (seeds/lens.md, enhancement 5)."""
+    """W_down (GELU(W_up [x; c]) ⊙ σ(W_gate [x; c])), with biases; c is the context (docs/designs/lens.md#context)."""
 
     def __init__(self, d_model: int, config: ContextMLPConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files that are read without believing them."""
+"""Atomic writing, and reading of files that are not trusted."""
 
 import contextlib
 import errno
@@ -183,7 +183,7 @@ def locked(folder: Path, name: str = LOCK, patience: float = 0.0) -> Iterator[in
         while not _take(path):
             if time.monotonic() >= until:
                 raise StorageError(
-                    f"{folder}: another process works in it; wait until that ends, or choose another folder"
+                    f"{folder}: another process is using it; wait until that ends, or choose another folder"
                 )
             time.sleep(min(PAUSE, patience))
     except (OSError, RuntimeError) as error:
@@ -325,7 +325,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {twice[:80]!r} stands twice")
+        raise ValueError(f"key {twice[:80]!r} occurs twice")
     return fields
 
 

@@ -1,4 +1,4 @@
-"""The machine that this runs on: its devices, processor and free memory, and the commit of the program."""
+"""The machine: devices, processor, free memory, and the commit of the running program."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one. ConfigError when it is not there."""
+    """The device of that name; "auto" is CUDA if available. ConfigError if there is no such device."""
     there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if name == "auto":
         name = "cuda" if len(there) > 1 else "cpu"
@@ -59,7 +59,7 @@ def commit() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that can be had without swapping."""
+    """Bytes available without swapping."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):
@@ -68,7 +68,7 @@ def free_memory() -> int:
 
 
 def memory() -> int:
-    """Bytes of memory that this process can have at most: the machine's, or its container's."""
+    """The most memory that this process can have in bytes: the machine's, or its container's."""
     whole = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
     with suppress(OSError, ValueError):  # "max" is no number
         whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))

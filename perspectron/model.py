@@ -28,14 +28,14 @@ from perspectron.terms import Term
 
 @dataclass(frozen=True)
 class LinearHeadConfig(HeadConfig):
-    """A matrix of its own."""
+    """A separate output matrix."""
 
     kind = "linear"
 
 
 @dataclass(frozen=True)
 class EmitterConfig(HeadConfig):
-    """hidden: width between the two layers. stability: part in the loss of how much logits change from token to
+    """hidden: width between the two layers. stability: weight in the loss of the change of logits from token to
     token."""
 
     kind = "emitter"
@@ -59,7 +59,7 @@ class LinearHead(nn.Linear):
 
 
 class Emitter(nn.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂ (seeds/drm.md, Language Emitter)."""
+    """W₂ GELU(W₁ x + b₁) + b₂ (docs/designs/drm.md#head)."""
 
     def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Output:
-    """logits [B,T,V]; the state after the last token; the mean loss in nats (None without targets); the terms that
-    blocks and head report, summed over them by name."""
+    """logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
+    and head report, summed by name."""
 
     logits: Tensor
     state: LMState
@@ -95,7 +95,7 @@ class Output:
     aux: dict[str, Term]
 
     def objective(self) -> Tensor:
-        """The number that training minimises: the loss and every term by its weight."""
+        """The training objective: the loss plus every term times its weight."""
         if self.loss is None:
             raise ValueError("objective: targets = None, must be given to the forward")
         return self.loss + sum(term.penalty() for term in self.aux.values())
@@ -115,8 +115,8 @@ class TokenEmbedding(nn.Embedding):
 
 
 class LanguageModel(nn.Module):
-    """Token ids in, logits and state out. `recompute` trades time for memory in training: activations inside
-    a block are computed again in the backward pass."""
+    """A language model: token ids in, logits and state out. `recompute` trades time for memory in training by
+    computing activations inside a block again in the backward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -155,8 +155,8 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, *, capacity: int = 0, device: torch.device | str | None = None
     ) -> LMState:
-        """The state before any token. capacity: make room for that many tokens at once (caches only). device: "meta"
-        for the shapes alone; the model's when None."""
+        """The state before any token. capacity: allocate room for that many tokens at once (caches only). device:
+        "meta" for shapes only; None for the model's device."""
         blocks, place = cast("list[Block]", self.blocks), torch.device(device or self.device)
         states = (b.init_state(batch_size, place, self.dtype, capacity) for b in blocks)
         length_B = None
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module):
         return LMState(tuple(states), length_B, self.number)
 
     def set_step(self, step: int) -> None:
-        """Tell every module that follows a schedule how many updates were done."""
+        """Set the number of completed updates in every module that follows a schedule."""
         for module in self.modules():
             if module is not self and callable(own := getattr(module, "set_step", None)):
                 own(step)
@@ -183,12 +183,12 @@ class LanguageModel(nn.Module):
     ) -> Output:
         """Read T ≥ 1 tokens after `state`.
 
-        ids, targets: [B,T]; a target is the token that follows (-100: not counted). inputs_embeds: [B,T,·] in the
-        place of ids, as `embedding` would give them. reset_BT: True where a document starts; nothing before it is
-        remembered. pad_BT: True where there is no token; the state passes unchanged. consume_state: `state` may be
-        overwritten and must not be read again, which saves a copy of it; the numbers are the same.
-        ConfigError: neither ids nor inputs_embeds, both, or another shape. ValueError: consume_state where gradients
-        are on.
+        ids, targets: [B,T]. A target is the next token, shifted by the caller; -100 is ignored. inputs_embeds: [B,T,·]
+        instead of ids, as `embedding` would return them. reset_BT: True at the first token of a document; nothing
+        before it is remembered. pad_BT: True where there is no token; the state is unchanged there. consume_state:
+        allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same. Raises
+        ConfigError for neither or both of ids and inputs_embeds or a wrong shape, ValueError for consume_state with
+        gradients enabled.
         """
         hidden_BTD, state, aux = self.hidden(
             ids,
@@ -217,7 +217,7 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """The head's input [B,T,D], the new state, and the terms that blocks report, summed over them."""
+        """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name."""
         check_consumed(consume_state)
         x_BTD = self._embedded(ids_BT, inputs_embeds)
         if state is None:
@@ -240,19 +240,19 @@ class LanguageModel(nn.Module):
         return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux
 
     def own(self, state: LMState) -> None:
-        """Raise StateError for a state that another model made."""
+        """Raise StateError for a state of another model."""
         if state.model not in (None, self.number):
-            raise StateError("the state is of another model; go on with the model that made it")
+            raise StateError("the state belongs to another model; use the model that made it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
-        """A model of its own: states of the original are not its."""
+        """An independent model, which does not accept states of the original."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo), number=next(_numbers))
         return copied
 
     def _embedded(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Token embeddings [B,T,·], looked up or as they come."""
+        """Token embeddings [B,T,·], looked up or as given."""
         if (ids_BT is None) == (inputs_embeds is None):
             both = "both are given" if ids_BT is not None else "neither is given"
             raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
@@ -274,8 +274,9 @@ class LanguageModel(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What the first block reads of token embeddings [B,T,·]: each normed to a mean square of 1, where the config
-        says so, and with its learned position added, if there are any; and the tokens of the document after them."""
+        """The input of the first block from token embeddings [B,T,·], and the length of each document after them.
+        Embeddings are normed to a mean square of 1 if the config says so, and learned positions are added if there are
+        any."""
         if self.config.embedding_norm:
             x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
         if length_B is None:
@@ -301,32 +302,33 @@ class LanguageModel(nn.Module):
         return logits_BTV
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
-        """Terms of the loss that the head adds; none where it is a plain matrix, the embedding's or one of its own."""
+        """Terms of the loss from the head; none for a plain matrix."""
         asks = getattr(getattr(self, "lm_head", None), "terms", None)
         return {} if asks is None else cast("dict[str, Term]", asks(logits_BTV, reset_BT, pad_BT))
 
     def disk_reads(self) -> tuple[float, float]:
-        """Bytes of weights read from disk, and seconds waited for them, so far: none, all are in memory."""
+        """Bytes of weights read from disk so far, and seconds spent waiting for them. Zero here: all weights are in
+        memory."""
         return 0.0, 0.0
 
     def fingerprint(self) -> str:
-        """Hex digest of config and weights; a saved state carries it. What training counts has no part in it."""
+        """Hex digest of config and weights, stored in saved states. Training counters do not affect it."""
         weights = {name: w for name, w in self.state_dict().items() if not name.endswith("load_E")}
         return fingerprint(self.config, weights)
 
 
 @torch.no_grad()
 def init(model: LanguageModel, seed: int) -> None:
-    """All initialisation there is, drawn on the CPU, so that a seed means the same everywhere.
+    """Initialise all weights. Numbers are drawn on the CPU, so that a seed gives the same weights everywhere.
 
     Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A
-    module with an `init_weights` then sets its own (a mixer's near-identity, a router's spread, a gate's start). The
+    module with an `init_weights` then sets its own (a near-identity matrix, a router's spread, a gate's bias). The
     maps into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) are divided by √(2·blocks).
 
-    Each of these weights has a stream of random numbers of its own, by seed and name, and so has each module's
-    `init_weights`, which draws in the order of its own text; experts have one each. So a process that needs a part of
-    the model alone can make it: modules on the meta device are passed over, and change nothing elsewhere.
-    ConfigError: a parameter or buffer that none of these filled, or a module that draws and is only partly there.
+    Each weight, each module's `init_weights` and each expert has its own stream of random numbers, derived from seed
+    and name. A process can therefore build only a part of a model: modules on the meta device are skipped and change
+    nothing elsewhere. Raises ConfigError for a parameter or buffer that nothing filled, and for a module with
+    `init_weights` of which only a part is present.
     """
     whole = {name: module for name, module in model.named_modules() if not _is_meta(module)}
     for name, module in model.named_modules():
@@ -382,7 +384,7 @@ def _mark(module: nn.Module) -> None:
 
 
 def _refuse_marked(prefix: str, module: nn.Module) -> None:
-    """ConfigError for a tensor of a module's own that still holds what `_mark` wrote, and how to fill it."""
+    """Raise ConfigError for a tensor that still holds what `_mark` wrote, and say how to fill it."""
     for name, tensor in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
         if tensor.is_floating_point():
             # A sum is NaN where a number is; it needs no memory, and the search that does is rarely made.
@@ -397,7 +399,7 @@ def _refuse_marked(prefix: str, module: nn.Module) -> None:
 
 
 def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
-    """A model on the current default device, initialised from `seed` (on the meta device: shapes alone)."""
+    """Build a model on the current default device, initialised from `seed` (on the meta device: shapes only)."""
     device = torch.get_default_device()
     with torch.device("meta"):  # where torch's own initialisation draws nothing from the global generator
         model = LanguageModel(config)
@@ -408,15 +410,15 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 def allocated(model: LanguageModel) -> LanguageModel:
-    """The model, moved from the meta device into memory of the CPU, whose contents are none yet. ConfigError as in
-    `require_memory`."""
+    """The model, moved from the meta device to uninitialised CPU memory. ConfigError as in `require_memory`."""
     require_memory(model)
     # to_empty() would do, but loads sympy for it: 0.5 s of every command
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 
 def require_memory(model: LanguageModel) -> None:
-    """ConfigError when a model's weights are more than the memory of this machine; it may be on the meta device."""
+    """Raise ConfigError if a model's weights do not fit into the memory of this machine. The model may be on the meta
+    device."""
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
     require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)

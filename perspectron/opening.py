@@ -1,6 +1,6 @@
-"""One door to weights: the folder of a run, of one of its checkpoints or of an artifact, opened.
+"""Opening a model: from the folder of a run, of one of its checkpoints or of an artifact.
 
-`describe` reads the description of a folder and no weights; `open_model` loads the model too.
+`describe` reads a folder's description without weights; `open_model` loads the model too.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from perspectron.train.prepare import prepare
 class Folder:
     """Description of a run or an artifact, as its folder has it.
 
-    path: of the run or artifact, also where one checkpoint of a run was asked for. model: its config. run: the whole
-    config of a run; None for an artifact. quant: format of each packed module of an artifact, by name; None for a run.
-    experts: files of an artifact's experts. trained: text and window of training, where they are known. dtype: autocast
-    to it, as in training; None computes in float32, or as an artifact does.
+    path: of the run or artifact, also if one checkpoint of a run was given. model: its config. run: the full config of
+    a run; None for an artifact. quant: format of each packed module of an artifact by name; None for a run. experts:
+    files of an artifact's experts. trained: text and window length of training, if known. dtype: of autocast, as in
+    training; None computes in float32, or in an artifact's own way.
     """
 
     path: Path
@@ -47,8 +47,8 @@ class Folder:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model on the CPU and its tokenizer. line: what of an artifact is in memory and what streams; empty for a run,
-    which is in memory as a whole."""
+    """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
+    a run."""
 
     folder: Folder
     model: LanguageModel
@@ -56,15 +56,15 @@ class Opened:
     line: str = ""
 
     def autocast(self) -> torch.autocast:
-        """A context that computes as in training, on the device where the model is."""
+        """A context that computes with the dtype of training, on the model's device."""
         dtype = self.folder.dtype
         return torch.autocast(self.model.device.type, dtype, enabled=dtype is not None)
 
     def shards(self, scratch: Path) -> Shards:
-        """The text of training, encoded; that of an artifact, where it is a corpus, into `scratch`.
+        """The encoded training text. An artifact's text is encoded into `scratch` if only the corpus is known.
 
-        DataError when the text is not at hand any more or encoded with another tokenizer, ConfigError for an artifact
-        that does not say which it was.
+        DataError if the text is missing or was encoded with another tokenizer, ConfigError for an artifact that does
+        not name its text.
         """
         if self.folder.run is not None:
             return prepare(self.folder.path, self.folder.run)[1]
@@ -84,7 +84,7 @@ class Opened:
 
 
 def describe(path: Path) -> Folder:
-    """The description of a folder. CheckpointError or ArtifactError when its config is missing or damaged."""
+    """The description of a folder. CheckpointError or ArtifactError if its config is missing or damaged."""
     if is_artifact(path):
         header = read_header(path)
         return Folder(path, header.model, None, header.quant, header.experts, header.trained)
@@ -101,11 +101,11 @@ def describe(path: Path) -> Folder:
 
 
 def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = False) -> Opened:
-    """The model of a run (its best held-out checkpoint, else its newest), of one checkpoint or of an artifact.
+    """Load the model of a run (its best held-out checkpoint, or else the newest), of one checkpoint or of an artifact.
 
-    For an artifact, cache_bytes is memory for experts (default: what is free), and verify reads every file first; a
-    run takes neither. CheckpointError or ArtifactError when there is no model that verifies, ConfigError for a cache
-    that is too small.
+    For an artifact, cache_bytes is the memory for experts (default: what is free), and verify checks every file first;
+    a run takes neither. CheckpointError or ArtifactError if no model there is valid, ConfigError if the cache is too
+    small.
     """
     folder = describe(path)
     if folder.run is None:
@@ -119,6 +119,6 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
 def load(
     path: Path | str, *, cache_bytes: int | None = None, verify: bool = False
 ) -> tuple[LanguageModel, Tokenizer]:
-    """The model and the tokenizer of `open_model`, with the same options and errors."""
+    """The model and tokenizer of `open_model`, with the same options and errors."""
     opened = open_model(Path(path), cache_bytes=cache_bytes, verify=verify)
     return opened.model, opened.tokenizer

@@ -1,8 +1,8 @@
-"""Line charts and pictures of tori as SVG, drawn by matplotlib, which is imported when a picture is asked for.
+"""Line charts and pictures of tori as SVG, drawn with matplotlib, which is imported on first use.
 
 Every colour is a CSS variable with its light value as fallback, so that a picture follows the light or dark scheme of
-the page that it stands in; a file of its own brings the variables along. Text stays text. The same input gives the
-same bytes: identifiers are hashes salted with the slug, and there is no date.
+its page; a standalone file defines the variables itself. Text stays text. The same input gives the same bytes:
+identifiers are hashes salted with the slug, and there is no date.
 """
 
 import html

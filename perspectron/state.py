@@ -1,4 +1,4 @@
-"""A model's memory between calls: a pytree of tensors to fork, cut into rows, put together, save and load."""
+"""A model's memory between calls: a pytree of tensors that can be forked, sliced by row, stacked, saved and loaded."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=type[Any])
 FORMAT = "perspectron-state-2"
 MOST_TOKENS = 1 << 62
-"""No document has as many: counts stay below, so that adding to them cannot overflow."""
+"""Upper bound of a document's tokens: counts stay below it, so that adding to them cannot overflow."""
 
 
 def register(cls: T) -> T:
@@ -33,7 +33,7 @@ def register(cls: T) -> T:
 
 
 class Ragged(ABC):
-    """Base of a part of a state whose rows may differ in shape, such as a cache with room for more tokens or fewer.
+    """Base of a part of a state whose rows may differ in shape, such as caches of different capacity.
 
     Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
     is 0 in the empty state of a batch without room.
@@ -41,7 +41,7 @@ class Ragged(ABC):
 
     @abstractmethod
     def room(self) -> None:
-        """StateError unless what it counts fits into the room it has."""
+        """Raise StateError unless its count fits its capacity."""
 
     def select(self, rows_N: Tensor) -> Self:
         """These rows, as a copy."""
@@ -56,18 +56,18 @@ class Ragged(ABC):
 
 @dataclass(frozen=True)
 class LMState:
-    """One state per block, in order. A forward leaves it as it is, unless it is told to use it up (`consume_state`):
-    then keep a `fork()` to go back to it."""
+    """One state per block, in order. A forward pass leaves it unchanged unless `consume_state` is set; then keep a
+    `fork()` to return to it."""
 
     layers: tuple["DataclassInstance", ...]
     length_B: Tensor | None = None
-    """Tokens of the document so far [B], where the model has learned positions."""
+    """Tokens of the document so far [B], if the model has learned positions."""
     model: int | None = None
-    """Number, in this process, of the model it belongs to; None where it is unknown. It is not saved."""
+    """Number of the model it belongs to, in this process; None if unknown. Not saved."""
 
     @staticmethod
     def stack(states: Sequence["LMState"]) -> "LMState":
-        """The rows of all states in one batch, as a copy. Caches take the capacity of the largest.
+        """Copy the rows of all states into one batch. Caches get the largest capacity among them.
 
         StateError: no states, or states of different models.
         """
@@ -82,8 +82,8 @@ class LMState:
         return dataclasses.replace(stacked, model=next(iter(models), None))
 
     def select(self, rows: Tensor | Sequence[int]) -> "LMState":
-        """The states of these rows, in this order, as a copy; a row may be taken more than once. Caches keep no more
-        room than the longest of them needs. StateError: a row that is not there."""
+        """Copy these rows in this order; a row may occur more than once. Caches keep only the capacity that the
+        longest row needs. StateError for a row that does not exist."""
         rows_N = torch.as_tensor(rows)
         if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
             raise StateError(
@@ -95,13 +95,13 @@ class LMState:
         return self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
 
     def take(self, row: int) -> "LMState":
-        """The state of one row, as a copy. StateError: a row that is not there."""
+        """Copy one row. StateError for a row that does not exist."""
         return self.select([row])
 
     def put(self, row: int, state: "LMState") -> "LMState":
-        """A copy in which `state`, of one row, stands in the place of this row.
+        """A copy in which this row is replaced by `state`, which has one row.
 
-        StateError: a row that is not there, a state of several rows or of another model.
+        StateError for a row that does not exist, a state of several rows or of another model.
         """
         self._check(row)
         if state.batch_size != 1:
@@ -114,7 +114,7 @@ class LMState:
         return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
     def detach(self) -> "LMState":
-        """The same values, cut from the autograd graph (truncated backpropagation through time)."""
+        """The same values, detached from the autograd graph (for truncated backpropagation through time)."""
         return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def to(self, device: torch.device | str) -> "LMState":
@@ -122,7 +122,7 @@ class LMState:
 
     @property
     def batch_size(self) -> int:
-        """Rows; every tensor has the batch first."""
+        """Number of rows; the batch is the first dimension of every tensor."""
         return next(len(leaf) for leaf in pytree.tree_iter(self) if isinstance(leaf, Tensor))
 
     @property
@@ -186,9 +186,9 @@ class Stateful(Protocol):
 def save_state(
     path: Path | str, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None
 ) -> None:
-    """Write `state` as safetensors with the model's fingerprint; `extra` is any JSON the caller wants kept.
+    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON to store with it.
 
-    Appears whole or not at all; StorageError when it cannot be written.
+    The file is written atomically. StorageError if it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
@@ -215,9 +215,9 @@ def save_state(
 def load_state(path: Path | str, model: Stateful) -> LMState:
     """Read a state saved by `save_state`, on the CPU.
 
-    StateError when the file is missing or damaged, was saved by another model (other config or weights), or is not
-    what this model's own states are: every tensor has the shape and the type that `init_state` gives, every count is
-    one that there can be.
+    StateError if the file is missing or damaged, was saved by another model (config or weights differ), or does not
+    match this model's states: every tensor must have the shape and type that `init_state` gives, and every count must
+    be possible.
     """
     path = Path(path)
     header, tensors = _read(path)

@@ -1,4 +1,4 @@
-"""Student's t intervals, paired tests and the bootstrap, by scipy, which is imported when one of them is asked for."""
+"""Student's t intervals, paired tests and the bootstrap, by scipy, which is imported on first use."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.95
-"""Probability with which an interval covers the true value, if its assumptions hold."""
+"""Confidence level of every interval."""
 RESAMPLINGS = 1000
 
 Floats = NDArray[np.float64]
@@ -17,7 +17,7 @@ Span = tuple[float, float]
 
 
 class Paired(NamedTuple):
-    """Mean of n differences a − b, each of one seed.
+    """Mean of n differences a − b, one for each seed.
 
     low, high: Student's interval of the mean difference; p: two-sided paired t test. Both assume
     that the differences are normal, and are None for a single seed.
@@ -31,7 +31,7 @@ class Paired(NamedTuple):
 
 
 def student(mean: float, error: float, freedom: int) -> Span:
-    """Interval of a mean with this standard error, of so many degrees of freedom."""
+    """Interval of a mean with this standard error and number of degrees of freedom."""
     from scipy.stats import t
 
     half = float(t.ppf((1 + LEVEL) / 2, freedom)) * error
@@ -39,7 +39,7 @@ def student(mean: float, error: float, freedom: int) -> Span:
 
 
 def interval(values: Sequence[float]) -> Span | None:
-    """Student's interval of the mean of independent values; None of fewer than two."""
+    """Student's interval of the mean of independent values; None for fewer than two."""
     if len(values) < 2:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values))
@@ -47,9 +47,9 @@ def interval(values: Sequence[float]) -> Span | None:
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
-    """Values of the same seeds in the same order, compared; None where there are none.
+    """Compare values of the same seeds in the same order; None if there are none.
 
-    Differences that are all equal have no spread: the interval is their value, and p is 0, or 1 where they are zero.
+    If all differences are equal, the interval is that value, and p is 0, or 1 if they are zero.
     """
     if len(a) != len(b):
         raise ValueError(f"{len(a)} and {len(b)} values are not pairs")
@@ -85,6 +85,6 @@ def bootstrap(statistic: Callable[[NDArray[np.int64]], Floats], count: int, seed
 
 
 def middle(values: Floats) -> Span:
-    """The middle 95% of what resamplings gave."""
+    """The middle 95% of the resampled values."""
     low, high = np.quantile(values, ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return float(low), float(high)

@@ -1,6 +1,6 @@
-"""Streams of random numbers for initial values, each of its own name.
+"""Named streams of random numbers for initialisation.
 
-A process that makes only a part of a model, a block or some experts, draws the numbers that the whole model has there.
+A process that builds only a part of a model, a block or some experts, draws the same numbers as for the whole model.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What a module reports beside its output: quantities that the trainer adds to the loss, or only writes down."""
+"""What a module reports beside its output: quantities that the trainer adds to the loss or only logs."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class Term(NamedTuple):
-    """value: one number; weight: its part in the loss, 0 for a diagnostic; rest: what the loss gets besides, where
-    terms of different weights were added up; blocks: how many reported it."""
+    """value: one number. weight: its weight in the loss, 0 for a diagnostic. rest: a further contribution to the loss,
+    from adding terms of different weights. blocks: how many blocks reported it."""
 
     value: Tensor
     weight: float = 0.0
@@ -15,15 +15,15 @@ class Term(NamedTuple):
     blocks: int = 1
 
     def mean(self) -> Tensor:
-        """What is written with the metrics."""
+        """The value that is logged."""
         return self.value / self.blocks
 
     def penalty(self) -> Tensor | float:
-        """What the loss gets."""
+        """The contribution to the loss."""
         return self.weight * self.value + self.rest if self.weight else self.rest
 
     def plus(self, other: "Term") -> "Term":
-        """The sum of both, each by its own weight."""
+        """The sum of both, each with its own weight."""
         rest = self.rest + other.rest
         if other.weight != self.weight:
             rest = rest + (other.weight - self.weight) * other.value

@@ -107,7 +107,7 @@ def test_sequential(ffn, norm):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @NETWORKS
 def test_law5(ffn, norm):
-    """seeds/adr.md, law 5: the norm stands behind the sum, and the mixer reads what is not normed."""
+    """docs/designs/adr.md#residual: the norm stands behind the sum, and the mixer reads what is not normed."""
     made, x = block(BlockConfig(MIXERS[0], ffn, Law5Config()), norm), inputs(2, 9)
     h = made.mixer_norm(x + mix(made, x))
     y = h if ffn is None else h + made.ffn(made.ffn_norm(h), mix(made, x))[0]
@@ -117,7 +117,7 @@ def test_law5(ffn, norm):
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("ffn", FFNS, ids=str)
 def test_route_gated(ffn, scale):
-    """seeds/lens.md, enhancement 4, in the names used there."""
+    """docs/designs/lens.md#route-gate, in the names used there."""
     made = block(BlockConfig(MIXERS[0], ffn, RouteGatedConfig(scale)))
     H = inputs(2, 9)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_a_route_gate_starts_at_nine_tenths():
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("rank", "context"), [(0, True), (3, True), (0, False)])
 def test_the_context_network_is_the_documents(activation, rank, context):
-    """seeds/lens.md, enhancement 5."""
+    """docs/designs/lens.md#context"""
     config = ContextMLPConfig(24, context=context, context_rank=rank, activation=activation)
     made = block(BlockConfig(MIXERS[0], config)).ffn
     x, attn_out = inputs(2, 5), inputs(2, 5, seed=2)

@@ -297,9 +297,9 @@ def test_two_processes_do_not_encode_into_one_folder(tmp_path, capsys):
         assert other.stdout is not None
         other.stdout.readline()
         assert main(["tokenize", str(tmp_path / "text.txt"), "--out", str(out)]) == 2
-        assert "another process works in it" in capsys.readouterr().err
+        assert "another process is using it" in capsys.readouterr().err
         tokenizer = Tokenizer.train(["the cat"], 300)
-        with pytest.raises(StorageError, match="another process works in it"):
+        with pytest.raises(StorageError, match="another process is using it"):
             encode(open_corpus(str(tmp_path / "text.txt")), tokenizer, out)
         assert [path.name for path in out.iterdir()] == [".lock"]
         other.communicate()

@@ -425,7 +425,7 @@ def size(module: nn.Module) -> int:
 
 
 def test_census_of_the_trillion_parameter_model():
-    """decisions.md §2."""
+    """docs/designs/perspective.md#size"""
     model = on_meta("perspective-1t")
     mixers = [block.mixer for block in model.blocks]
     fast = [mixer for mixer in mixers if isinstance(mixer, PDR)]

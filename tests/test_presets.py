@@ -81,7 +81,7 @@ def test_a_design_entered_by_one_function_is_trained_and_compared_by_name(monkey
     monkeypatch.setattr(table, "DESIGNS", dict(table.DESIGNS))
     monkeypatch.setattr(fit, "DESIGNS", table.DESIGNS)
 
-    @table.design("one window after another", "seeds/topology.md §2.2")
+    @table.design("one window after another", "docs/designs/perspective.md#windowed-attention")
     def windows(
         name: str, *, vocab_size: int = 64, d_model: int = 32, layers: int = 2, hidden: int = 40,
         gqa: WindowGQAConfig = WindowGQAConfig(heads=2, kv_heads=1, window=8),

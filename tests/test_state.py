@@ -485,7 +485,7 @@ PDR, RING, CACHE, DRM = (f"layers[{KINDS[kind]}]" for kind in ("pdr", "window_gq
         (lambda header, tensors: tensors.pop(f"{DRM}.z_BD"), "lacks layers.*z_BD"),
         (numbers("{}"), "lacks layers.*used"),
         (numbers("[]"), "numbers is .*, must be an object"),
-        (numbers('{"a": 1, "a": 2}'), "stands twice"),
+        (numbers('{"a": 1, "a": 2}'), "occurs twice"),
         (numbers('{"a": NaN}'), "NaN is not JSON"),
         (numbers("[" * 100_000), "too many levels"),
         (lambda header, tensors: header.pop("numbers"), "numbers is unreadable"),

@@ -38,65 +38,66 @@ DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 
 @dataclass(frozen=True)
 class Compare:
-    """Train designs at equal parameters and tokens on your text, measure what each claims, and write a report.
+    """Train designs on your text at equal parameters and tokens, measure them, and write a report.
 
     Example: perspectron compare --params 1M --tokens 1M --seeds 1 --out runs/compare
 
     Your text: perspectron compare --designs perspective2,gpt2 --data letters.txt --tokens 20M --out runs/mine
 
-    Go on after a stop: perspectron compare --resume runs/compare
+    Resume after an interruption: perspectron compare --resume runs/compare
 
-    The page again, of a results.json alone: perspectron compare --report runs/compare/results.json
+    Only write the page of a results.json again: perspectron compare --report runs/compare/results.json
     """
 
     out: Path | None = None
-    """Folder for everything it makes; with the same options as before it goes on there."""
+    """Output folder; with the same options as before, the comparison resumes there."""
     resume: Path | None = None
-    """Folder of a comparison to go on with; everything else comes from there."""
+    """Folder of a comparison to resume; all other options come from there."""
     report: Path | None = None
-    """A results.json, of which the page is written beside it; nothing is trained."""
+    """Write the page of this results.json beside it, without training."""
     designs: str = DESIGNS
-    """Designs to compare, with commas between; one with other sizes as "gla[embedding_norm=false]"."""
+    """Designs to compare, separated by commas; a variant is written as "gla[embedding_norm=false]"."""
     params: str = "5M"
     """Active parameters of each design, within 2%."""
     tokens: str = "20M"
     """Tokens that each design is trained on."""
     seeds: int = Settings.seeds
-    """Trainings of each design: weights and order of the text."""
+    """Number of trainings of each design, with different weights and order of the text."""
     data: str = Settings.data
     """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
     folder written by `tokenize`."""
     heldout: float = Settings.heldout
-    """Share of the text that is never trained on, and read once, at the end."""
+    """Share of the text that is held out and read once, at the end."""
     dev: float = Settings.dev
-    """Share of the text that is not trained on either, by whose loss rates are chosen."""
+    """Share of the text that is used to choose learning rates and not for training."""
     match: Literal["tokens", "flops", "time", "state"] = Settings.match
-    """What is equal beside parameters; "flops" and "time" are those of the transformer at --tokens, "state" the
-    bytes of recurrent state, within 5%, of the first design."""
+    """What is equal besides parameters: tokens, the transformer's FLOPs or time at --tokens, or the first design's
+    bytes of recurrent state, within 5%."""
     state: int = Settings.state
-    """With --match state: bytes of state; 0 is what the first design has."""
+    """With --match state: bytes of state; 0 takes the first design's."""
     vocab_size: int = Settings.vocab_size
-    """Size of the vocabulary; 0: by the parameters."""
+    """Size of the vocabulary; 0 derives it from the parameters."""
     seq_len: int = Settings.seq_len
     """Tokens in a window."""
     batch_size: int = Settings.batch_size
     """Windows in a batch."""
     rates: tuple[float, ...] = Settings.rates
-    """Peak learning rates tried for each design, and beyond if the best is at an end; one is taken as it is."""
+    """Peak learning rates to try for each design, extended if the best is at an end; a single one is used without a
+    trial."""
     warmups: tuple[float, ...] = Settings.warmups
-    """Shares of the updates in which a rate is reached, each tried with each rate."""
+    """Warm-up lengths as shares of the updates, each tried with each rate."""
     rate_share: float = Settings.rate_share
-    """Share of the tokens for each try."""
+    """Share of the tokens for each trial."""
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
-    """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
+    """Autocast for all designs; "auto" takes bfloat16 if it is measured to be faster."""
     device: str = Settings.device
     """ "auto" is CUDA where there is one."""
     suites: str = ",".join(BESIDE_LOSS)
-    """Suites that measure trained models, beside their loss."""
+    """Suites to measure trained models with, besides their loss."""
     recall: Literal["quick", "full"] = Settings.recall
-    """Two synthetic tasks with one seed, or all with three, which takes much longer."""
+    """Recall tasks: "quick" is two with one seed, "full" all with three seeds, which takes much longer."""
     jobs: int = 1
-    """Trainings side by side."""
+    """Number of trainings at the same time."""
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
@@ -109,7 +110,7 @@ class Compare:
             return 0
         folder = self.resume or self.out
         if folder is None or (self.resume and self.out):
-            raise ConfigError("nothing says where the comparison lies; use either --out DIR or --resume DIR")
+            raise ConfigError("compare needs --out DIR for a new comparison, or --resume DIR to continue one")
         if self.resume is not None:
             alone = self == Compare(resume=self.resume, jobs=self.jobs)
             require(alone, "resume", str(self.resume), "alone: everything else comes from there")

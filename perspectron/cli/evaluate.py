@@ -39,21 +39,21 @@ class Eval:
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None
-    """Another corpus instead of the one of training; its held-out part is measured."""
+    """Another corpus instead of the training corpus; its held-out part is measured."""
     heldout: float | None = None
     """Share of --data to hold out (default: half)."""
     seq_len: int | None = None
     """Tokens in a window (default: as in training)."""
     carry: bool = False
-    """In suite perplexity: let the state go on from window to window; only a document's start empties it."""
+    """In suite perplexity: carry the state from window to window and reset it only at the start of a document."""
     tokens: int | None = None
-    """Measure the first so many tokens; 0 is all (default: all, or as many as are quick in another suite)."""
+    """Number of tokens to measure, from the start; 0 is all (default: all, or a quick number in other suites)."""
     cache: str | None = None
-    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     seed: int | None = None
-    """Seed of what a suite draws (default: 0)."""
+    """Seed of a suite's random numbers (default: 0)."""
     json: bool = False
     """Print one JSON object."""
 

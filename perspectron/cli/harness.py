@@ -30,7 +30,7 @@ DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tasks of lm-evaluation-harness, with a run as the model: --model perspectron.
+    """Run tasks of lm-evaluation-harness with a run as the model: --model perspectron.
 
     Hands the arguments on to the harness, to which `--model perspectron --model_args run=DIR` is known.
 

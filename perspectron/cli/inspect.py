@@ -11,7 +11,7 @@ from perspectron.cli.options import Sets, answer, describe, table
 
 @dataclass(frozen=True)
 class Inspect:
-    """Parameters, FLOPs per token and state bytes of a preset or a run, counted from the built model.
+    """Count parameters, FLOPs per token and bytes of state of a preset or run from the built model.
 
     Example: perspectron inspect perspective-1t
 

@@ -9,7 +9,7 @@ from perspectron import catalogue
 
 @dataclass(frozen=True)
 class List:
-    """The mixers, designs and presets there are, a line each, and the documents they come from.
+    """List mixers, designs and presets, one line each, with their sources.
 
     `train --preset` takes presets and designs, `compare --designs` designs.
 

@@ -17,9 +17,10 @@ from perspectron.train.heldout import heldout
 
 @dataclass(frozen=True)
 class PruneAttention:
-    """Drop attention and its cache where the route gate leans on it least.
+    """Remove attention and its cache from the blocks whose route gate weighs it least.
 
-    Held-out loss against cache bytes for every number of blocks, and the model without n of them as a run of its own.
+    Prints held-out loss and cache bytes for every number of blocks, and exports the model without N of them as a new
+    run.
 
     Example: perspectron prune-attention runs/lens --blocks 2
 
@@ -29,13 +30,13 @@ class PruneAttention:
     run: tyro.conf.Positional[Path]
     """Folder of a run whose blocks have route gates (lens-*)."""
     blocks: int | None = None
-    """Export a model without attention in this many blocks, those of lowest g."""
+    """Number of blocks, those with the lowest g, without attention in the exported model."""
     out: Path | None = None
     """Folder of the exported run (default: RUN-without-N)."""
     context: int = 1024
-    """Tokens that the cache is measured at."""
+    """Context length at which the cache is measured."""
     tokens: int = 0
-    """Measure the loss on the first so many held-out tokens; 0 is all."""
+    """Number of held-out tokens to measure the loss on; 0 is all."""
     json: bool = False
     """Print one JSON object."""
 

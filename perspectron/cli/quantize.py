@@ -25,16 +25,16 @@ from perspectron.train.heldout import heldout
 
 @dataclass(frozen=True)
 class Quantize:
-    """Pack a trained model into few bits: a folder that `generate`, `eval` and `inspect` take like a run.
+    """Pack a trained model into few bits, as a folder that `generate`, `eval` and `inspect` accept like a run.
 
-    Dense layers in 2, 4 or 8 bits, embeddings and heads in 8, experts ternary and in files of their own, to be read
+    Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become ternary, in separate files that can be read
     one by one.
 
     Example: perspectron quantize runs/letters --out runs/letters-2bit
 
     On another text: perspectron quantize runs/letters --out runs/letters-4bit --linear 4bit --calibrate other.txt
 
-    An artifact of version 0.1 is rewritten in today's format, its weights as they are.
+    An artifact of version 0.1 is converted to the current format with unchanged weights.
     """
 
     run: tyro.conf.Positional[Path]
@@ -42,14 +42,14 @@ class Quantize:
     out: Path
     """Folder to write."""
     calibrate: str | None = None
-    """Text on which rounding is calibrated (GPTQ): a file, a folder or "stdlib"; "none" rounds each weight to the
-    nearest (default: the run's own training text)."""
+    """Text to calibrate rounding on (GPTQ): a file, a folder or "stdlib"; "none" rounds each weight to nearest
+    (default: the run's training text)."""
     windows: int = 128
-    """Of that text, each as long as in training."""
+    """Number of calibration windows, each as long as in training."""
     linear: Literal["2bit", "4bit", "int8"] = "2bit"
     """Format of the dense layers."""
     tokens: int = 0
-    """Measure held-out loss on the first so many tokens; 0 is all."""
+    """Number of held-out tokens to measure the loss on; 0 is all."""
     json: bool = False
     """Print one JSON object."""
 

@@ -36,9 +36,9 @@ class _Text(NamedTuple):
 
 @dataclass(frozen=True)
 class ShowRoutes:
-    """Which experts a text takes, drawn on the torus: their load, and hops between tokens.
+    """Show which experts a text uses: their load on the torus, and hops between tokens.
 
-    Layer by layer, and by kind of text. Drawn as SVG, written as JSON.
+    For each layer and kind of text, as SVG and JSON.
 
     Example: perspectron routes runs/routed --text letters.txt
 
@@ -48,13 +48,13 @@ class ShowRoutes:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     text: tuple[str, ...]
-    """Files of text; KIND=FILE says of what kind one is, else its kind is its name."""
+    """Text files; KIND=FILE names the kind of text, which is otherwise the file's name."""
     out: Path | None = None
     """Folder for routes.svg and routes.json (default: RUN/routes)."""
     tokens: int = 65536
-    """Read the first so many tokens of each file; 0 is all."""
+    """Number of tokens to read from each file; 0 is all."""
     path: int = 24
-    """Tokens of each kind whose way is drawn."""
+    """Number of tokens of each kind whose path is drawn."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     json: bool = False

@@ -24,41 +24,41 @@ class Search:
 
     Example: perspectron search --design perspective2 --space space.toml --tokens 300k,1M --out runs/search
 
-    space.toml has a list for each size to choose, such as rank = [16, 32], and for lr and warmup.
+    space.toml has a list of values for each size, such as rank = [16, 32], and for lr and warmup.
     """
 
     design: str
-    """Design, or a variant of one as "gla[heads=2]"."""
+    """Design, or a variant such as "gla[heads=2]"."""
     space: Path
     """TOML file with the values of each size, and of lr and warmup."""
     out: Path
-    """Folder for everything it makes; with the same options as before it goes on there."""
+    """Output folder; with the same options as before, the search resumes there."""
     tokens: str = "300k,1M,3M"
-    """Tokens of each rung, growing."""
+    """Tokens of each rung, in increasing order."""
     candidates: int = 27
-    """Candidates at most; of a larger space so many are drawn."""
+    """Maximum number of candidates; from a larger space this many are drawn."""
     keep: int = 3
-    """Of so many candidates, one goes on to the next rung."""
+    """One in this many candidates advances to the next rung."""
     params: str = "2M"
     """Active parameters of each candidate, within 2%."""
     data: str = Settings.data
     """Text, as in `compare`."""
     heldout: float = Settings.heldout
-    """Share of the text that is neither trained on nor read."""
+    """Share of the text that is held out and not read."""
     dev: float = Settings.dev
-    """Share of the text that is not trained on either, by whose loss candidates are chosen."""
+    """Share of the text that is used to choose candidates and not for training."""
     seq_len: int = Settings.seq_len
     """Tokens in a window."""
     batch_size: int = Settings.batch_size
     """Windows in a batch."""
     dtype: Literal["auto", "float32", "bfloat16"] = Settings.dtype
-    """Autocast, the same for all; "auto" takes bfloat16 where it measures faster."""
+    """Autocast for all candidates; "auto" takes bfloat16 if it is measured to be faster."""
     device: str = Settings.device
     """ "auto" is CUDA where there is one."""
     seed: int = 0
-    """Seed of the draw from a space that is larger than --candidates."""
+    """Seed for drawing from a space larger than --candidates."""
     jobs: int = 1
-    """Trainings side by side."""
+    """Number of trainings at the same time."""
 
     def __call__(self) -> int:
         for name in ("candidates", "jobs"):

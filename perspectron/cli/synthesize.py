@@ -17,11 +17,11 @@ from perspectron.stream.synthetic import synthesize
 
 @dataclass(frozen=True)
 class Synthesize:
-    """Write an artifact of random weights, to measure in full size what a model costs to run.
+    """Write an artifact with random weights, to measure the cost of running a model at full size.
 
     Example: perspectron synthesize perspective-1t --experts 1 --out runs/1t
 
-    Every routed layer has --experts experts of its own; the others are the same as these under other names.
+    Every routed layer has --experts distinct experts; the others are copies of these.
     """
 
     preset: tyro.conf.Positional[str]

@@ -15,7 +15,7 @@ from perspectron.files import locked
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Train a tokenizer on a corpus and encode it, once for many runs; interrupted, it goes on.
+    """Train a tokenizer on a corpus and encode it, once for many runs; an interrupted encoding resumes.
 
     Example: perspectron tokenize letters.txt --out corpora/letters --vocab-size 2048
 
@@ -27,13 +27,13 @@ class Tokenize:
     out: Path
     """Folder for the tokenizer and the shards."""
     vocab_size: int = 8192
-    """Tokens that the tokenizer may have."""
+    """Maximum size of the vocabulary."""
     tokenizer: Path | None = None
     """A tokenizer.json to use instead of training one."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     dev: float = 0.0
-    """Share of the text to choose by, taken from what would be trained on."""
+    """Share of the text for the dev split, taken from the training text."""
     json: bool = False
     """Print one JSON object."""
 

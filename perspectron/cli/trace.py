@@ -22,10 +22,10 @@ from perspectron.stream.trace import Trace, missed, save, stack_distances
 
 @dataclass(frozen=True)
 class TraceRoutes:
-    """Record the experts that a text takes, and count what caches of any size would read for it.
+    """Record the experts that a text uses, and compute what caches of any size would read.
 
-    From one expert to all, the least recently used ones dropped. The engine also reads what it guesses that the next
-    layers take; how often such a guess is right is printed too.
+    Caches hold from one expert to all and drop the least recently used. The engine also guesses the experts of the
+    next layers; the share of correct guesses is printed too.
 
     Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
 
@@ -39,9 +39,9 @@ class TraceRoutes:
     out: Path | None = None
     """File to write the trace to (default: RUN/trace.json)."""
     tokens: int = 65536
-    """Read the first so many tokens; 0 is all."""
+    """Number of tokens to read; 0 is all."""
     disk: str | None = None
-    """Rate at which experts are read, like 3G/s: gives tokens/s."""
+    """Read rate of experts, such as 3G/s, to estimate tokens/s."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     json: bool = False

@@ -1,1 +1,1 @@
-"""Designs side by side: planned to match, trained, measured, reported."""
+"""Comparisons of designs: planned at equal size, trained, measured and reported."""

@@ -1,8 +1,8 @@
-"""Designs with parts removed: each ablation is a function from the config of the whole design to one without the part.
+"""Ablations: each is a function from the config of a design to a config without one part.
 
-`ABLATIONS` names them by design. A removed part takes parameters with it; `ablate` therefore changes the hidden width
-of the feed-forward networks (of the emitter, where there are none) until as many parameters are active as before, so
-that the part is compared and not the size. Source: the five documents, decisions.md §§1, 4, 5 and 6.
+`ABLATIONS` lists them by design. Removing a part removes parameters. `ablate` therefore changes the hidden width of
+the feed-forward networks (or of the emitter, without networks) until as many parameters are active as before, so that
+the part is compared and not the size. docs/designs has a page for each design.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ Change = Callable[[ModelConfig], ModelConfig]
 
 
 class Ablation(NamedTuple):
-    """A part removed. change: from the config of the whole design to the rest. about: one line about the rest."""
+    """A removed part. change: from the full config to the one without it. about: one line about what is left."""
 
     change: Change
     about: str
 
 
 def ablate(config: ModelConfig, name: str) -> ModelConfig:
-    """Config without a part, with as many active parameters within 2%, named "design-ablation".
+    """Config without a part, with equal active parameters within 2%, named "design-ablation".
 
-    ConfigError for an unknown ablation, one that changes nothing here, and where no width
-    makes up for the part.
+    ConfigError for an unknown ablation, one that changes nothing here, or if no width
+    restores the size.
     """
     known = ablations_of(config)
     return _without(config, name, known[one_of(name, known, f"ablation of {design_of(config)}")])

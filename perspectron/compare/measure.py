@@ -1,4 +1,4 @@
-"""Measurements of trained cells, each in a process of its own: `python -m perspectron.compare.measure`.
+"""Measurements of trained cells, each in its own process: `python -m perspectron.compare.measure`.
 
 Results are JSON files, DIR/cells/ARM/SEED/suites/NAME.json, DIR/recall/ARM.json and DIR/cost.json; one that exists is
 not measured again.

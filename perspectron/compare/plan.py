@@ -1,7 +1,7 @@
-"""Plan of a comparison: its arms, each a model, and how long each is trained, such that they match.
+"""The plan of a comparison: its arms, each a model, and the training of each, matched as asked.
 
-An arm is a design or, in an ablation, one design with a part removed. The plan is made once, is kept in
-DIR/compare.json, and decides everything that follows.
+An arm is a design or, in an ablation, a design with a part removed. The plan is made once, kept in DIR/compare.json,
+and determines everything that follows.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ Models = dict[str, tuple[ModelConfig, str, str]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a comparison as the user asks for them. Every arm has the same parameters, tokens and seeds; `match`
-    "flops" or "time" gives each arm as many tokens as the transformer (or the first arm) pays for with its FLOPs or
-    its time at `tokens` tokens; "state" gives it as many bytes of state as the first arm has, or `state` if that is not
-    0. dev: share of the text by whose loss rates are chosen and curves drawn; the held-out
-    text is read once, at the end. vocab_size: 0 follows from the parameters. rates, warmups: peak learning rates, and
-    shares of the updates in which they are reached, each with each tried on `rate_share` of the tokens; a single one
-    is taken as it is. threads: per training; 0 is open. suites: measured
-    after training, beside the loss. recall: two tasks with one seed, or all with three."""
+    """Settings of a comparison as the user gives them. Every arm has the same parameters, tokens and seeds. With
+    `match` "flops" or "time", each arm gets as many tokens as fit into the FLOPs or time that the transformer (or else
+    the first arm) needs for `tokens`; with "state", as many bytes of state as the first arm, or `state` if not 0. dev:
+    share of the text on which rates are chosen and curves drawn; the held-out text is read once, at the end.
+    vocab_size: 0 derives it from the parameters. rates, warmups: peak learning rates and warm-up shares; all pairs are
+    tried on `rate_share` of the tokens, and a single pair is used without a trial. threads: per training; 0 leaves it
+    open. suites: measured after training in addition to the loss. recall: "quick" is two tasks with one seed, "full"
+    all with three."""
 
     arms: tuple[str, ...]
     params: int
@@ -103,8 +103,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arm:
-    """A model and its training. steps: updates. train_flops_per_token: forward and backward, three times the FLOPs of
-    reading a token at half the context."""
+    """A model and its training. steps: updates. train_flops_per_token: forward and backward, as three times the FLOPs
+    of reading a token at half the context."""
 
     model: ModelConfig
     steps: int
@@ -115,7 +115,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """Arms and settings of a comparison, with everything settled that was left open."""
+    """Arms and settings of a comparison, with all open settings resolved."""
 
     kind: Literal["designs", "ablations", "search"]
     settings: Settings

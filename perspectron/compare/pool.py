@@ -1,4 +1,4 @@
-"""Pool of processes: several at once, each alone in its folder, and none outlives this one."""
+"""A pool of processes: several at once, each in its own folder, and none outlives this one."""
 
 import contextlib
 import ctypes

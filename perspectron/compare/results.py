@@ -1,4 +1,4 @@
-"""Results of a comparison as one JSON object, which its report and the ledger of claims read."""
+"""The results of a comparison as one JSON object, read by its report and by the ledger."""
 
 import platform
 import shlex

@@ -1,7 +1,7 @@
-"""Trainings of a comparison: learning rates first, then every arm with every seed.
+"""The trainings of a comparison: learning rates first, then every arm with every seed.
 
-DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resume` continues and `eval` reads. Finished
-trainings are skipped, so a comparison that was stopped goes on.
+DIR/rates/ARM/RATE and DIR/cells/ARM/SEED are ordinary runs, which `train --resume` continues and `eval` reads.
+Finished trainings are skipped, so that an interrupted comparison resumes.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ OUTSIDE = 1  # rates tried beyond an end of the grid, at most
 
 
 class Rate(NamedTuple):
-    """A peak learning rate, and the share of the updates in which it is reached."""
+    """A peak learning rate and its warm-up as a share of the updates."""
 
     lr: float
     warmup: float
@@ -190,7 +190,7 @@ def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[st
         state = trained(cell)
         if state.status == "missing":
             raise CheckpointError(
-                f"{cell.folder}: {state.why}; mend that, then perspectron compare --resume {out}"
+                f"{cell.folder}: {state.why}; fix that, then perspectron compare --resume {out}"
             )
         results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results

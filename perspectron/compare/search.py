@@ -1,8 +1,8 @@
-"""A search for the sizes of a design by successive halving: all candidates are trained on little text, the best of them
-on more, and so on. What decides is the loss on dev; the held-out text is not read.
+"""Search for the sizes of a design by successive halving: all candidates are trained on little text, the best on more,
+and so on. The loss on dev decides; the held-out text is not read.
 
 A candidate is a variant of the design, solved for the same parameters, with a learning rate and a warm-up. Trainings
-are ordinary runs in DIR/rungs/TOKENS/VARIANT/RATE; finished ones are skipped, so a search that was stopped goes on.
+are ordinary runs in DIR/rungs/TOKENS/VARIANT/RATE; finished ones are skipped, so that an interrupted search resumes.
 """
 
 import itertools
@@ -27,7 +27,7 @@ RESULTS = "search.json"
 SPACE = "space.json"
 OF_TRAINING = {"lr": 4e-3, "warmup": 0.05}  # and what they are where a space leaves them out
 Space = Mapping[str, list[Any]]
-"""The values of each size, and of lr and warmup, to choose from."""
+"""The candidate values of each size, and of lr and warmup."""
 
 
 class Candidate(NamedTuple):

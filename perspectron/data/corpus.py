@@ -1,9 +1,8 @@
-"""Text from Python's own library, a folder, a file or JSON lines, split into documents to train on, to choose on (dev)
-and held-out ones.
+"""Corpora: text from Python's own library, a folder, a file or JSON lines, split into training, dev and held-out
+documents.
 
-Nothing here holds a corpus in memory: files stream in pieces of at most PIECE bytes cut at line ends,
-JSON lines one record at a time. Text is the file's own bytes decoded as UTF-8; line ends and byte order
-marks stay.
+No corpus is held in memory: files stream in pieces of at most PIECE bytes cut at line ends, JSON lines one record at a
+time. Text is the file's bytes decoded as UTF-8; line ends and byte order marks are kept.
 """
 
 import abc
@@ -32,10 +31,10 @@ SplitName = Literal["train", "dev", "heldout"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 PIECE = 2**20
-"""Most bytes of a file that become one document; longer files become several."""
+"""Maximum size of a document in bytes; longer files become several documents."""
 
 SKIPPED_NAMES = 1000
-"""Most names of skipped files or records kept per split; the count goes on."""
+"""Maximum number of names of skipped files or records kept per split; the count is always complete."""
 
 _HIDDEN = (".*",)
 
@@ -81,10 +80,10 @@ class Document:
 class Corpus(abc.ABC):
     """Documents of disjoint splits. Made by `open_corpus`.
 
-    `splits`: "train" and "heldout", and between them "dev" where a share of the text was asked for.
-    `fingerprint` changes when the source, its files (paths, sizes, times) or the way they are split change.
-    `skipped` names what the latest pass over each split left out because it is not UTF-8 text (or not a valid
-    record), at most SKIPPED_NAMES per split; `skipped_count` counts all of it.
+    `splits`: "train" and "heldout", and "dev" between them if a share for it was given. `fingerprint` changes with the
+    source, its files (paths, sizes, times) and the way they are split. `skipped` names what the latest pass over each
+    split left out because it was not UTF-8 text or not a valid record, at most SKIPPED_NAMES per split;
+    `skipped_count` counts all of it.
     """
 
     def __init__(self, source: str, fingerprint: str, splits: tuple[SplitName, ...]) -> None:
@@ -96,7 +95,7 @@ class Corpus(abc.ABC):
 
     @property
     def digest(self) -> str:
-        """Of the fingerprint, the part that a person compares."""
+        """The part of the fingerprint that is shown to people."""
         return self.fingerprint.partition(":")[2][:12]
 
     @property
@@ -108,7 +107,7 @@ class Corpus(abc.ABC):
         return sum(self._counts.values())
 
     def documents(self, split: SplitName) -> Iterator[Document]:
-        """Stream one split, in the same order every time. DataError if a source cannot be read any more."""
+        """Stream one split, always in the same order. DataError if a source can no longer be read."""
         if split not in self.splits:
             raise DataError(f"split: {split!r} is not one of {', '.join(self.splits)}")
         self._names[split] = []
@@ -147,7 +146,7 @@ class _Shares:
 
 
 def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *, dev: float = 0.0) -> Corpus:
-    """Open `source` and decide its held-out share (a fraction between 0 and 1), and that of its dev split.
+    """Open `source` and split off its held-out share (a fraction between 0 and 1) and its dev share.
 
     `source` is a name in NAMED (`"stdlib"`: the `.py` files of the running Python, tests excluded), a folder (every
     file in it, hidden ones excluded; `./stdlib` for a folder of that name), a `.jsonl` or `.jsonl.gz` file (the
@@ -155,7 +154,7 @@ def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *,
     by a hash of their relative path, or of a record's text; of a single text file the last `heldout` of its
     bytes is held out. `dev` is taken from what would be trained on: the held-out text is the same without it.
 
-    DataError: nothing there, no text in it, too little to split, or shares out of bounds.
+    DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
     if not 0 < heldout < 1:
         raise DataError(f"heldout: {heldout} is not between 0 and 1, both excluded")

@@ -1,4 +1,4 @@
-"""Batches of ids: shuffled windows to train on, and all windows in order to measure with.
+"""Batches of ids: shuffled windows for training, and all windows in order for measuring.
 
 Suffixes: B batch, T time.
 """
@@ -17,12 +17,12 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError
 
 IGNORE = -100
-"""The target where there is none; what torch's cross entropy ignores by default."""
+"""The target at padding, which torch's cross entropy ignores by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Inputs and what each of them should predict.
+    """Inputs and targets.
 
     ids_BT: int64. targets_BT: int64, the id after each input, or IGNORE at padding (where the input is 0).
     reset_BT: bool, True where a document starts; None if none starts after column 0, where state is
@@ -39,14 +39,13 @@ class Batch:
 class Loader:
     """Endless training batches. Window i is the ids [i*T, i*T + T] of the split, which has (tokens - 1) // T.
 
-    Every epoch visits every window once, in an order that depends on (seed, epoch) alone; a batch may hold
-    the end of one epoch and the beginning of the next.
+    Every epoch visits every window once, in an order that depends only on (seed, epoch). A batch may span two epochs.
 
-    `batch_size` counts the rows of all `world_size` ranks. Rank r reads an equal share of them, the r-th, so that the
-    ranks together read what one would, and a position is the same for all: N ranks go on where M stopped.
+    `batch_size` counts the rows of all `world_size` ranks. Each rank reads an equal share, so that together they read
+    what one rank would, and N ranks can resume where M stopped.
 
-    `order` says which shuffle it is (`perspectron.data.shuffle`).
-    DataError: a number out of bounds, ranks that do not divide the batch, or too little text for one window.
+    `order` is the version of the shuffle (`perspectron.data.shuffle`). DataError for a number out of bounds, ranks
+    that do not divide the batch, or too little text for one window.
     """
 
     def __init__(
@@ -95,14 +94,14 @@ class Loader:
         return _whole(self._split, [chosen[row] for row in self._rows], self.seq_len)
 
     def state_dict(self) -> dict[str, int]:
-        """The loader's place, and the data and order that it is a place in."""
+        """The loader's position, with the data and order it refers to."""
         return {
             name: getattr(self, name) for name in ("seed", "epoch", "cursor", "windows", "seq_len", "order")
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to where `state` was taken; the batch size and the number of ranks may differ. A state of 0.1 names no
-        order; it is the first one's. DataError: of other data, or no place."""
+        """Continue from `state`; the batch size and number of ranks may differ. A state from 0.1 names no order and
+        means the first. DataError for a state of other data, or an invalid one."""
         here = self.state_dict()
         state = {"order": 1} | state
         if set(state) != set(here):

@@ -1,4 +1,4 @@
-"""A corpus as ids on disk: memory-mapped little-endian shards, verified when opened.
+"""A corpus as token ids on disk: memory-mapped little-endian shards, verified when opened.
 
 Every document is the separator followed by its tokens. The separator is where state resets, and what the last
 token of the document before predicts. A folder holds, for each split:
@@ -150,11 +150,10 @@ class Shards:
 def encode(corpus: Corpus, tokenizer: Tokenizer, out: Path, *, shard_tokens: int = 2**24) -> Shards:
     """Encode the splits of `corpus` into the folder `out`, shards of at most `shard_tokens` ids.
 
-    What was interrupted continues after its last complete shard, and ends with the same bytes as if it had
-    not been; what is complete is opened, and verified. Shards of another corpus or tokenizer that stand in `out` are
-    deleted and made anew.
-    DataError: a split without text, or a folder with damaged or foreign files. StorageError: not written, or another
-    process encodes into the folder.
+    An interrupted encoding continues after its last complete shard and gives the same bytes. A complete one is opened
+    and verified. Shards of another corpus or tokenizer in `out` are replaced. DataError for a split without text, or a
+    folder with damaged or foreign files. StorageError if it cannot be written, or another process is encoding into the
+    folder.
     """
     if shard_tokens < 1:
         raise DataError(f"shard_tokens: {shard_tokens} is below 1")

@@ -1,7 +1,7 @@
 """Permutations of the windows of a text, each fixed by (seed, epoch) alone.
 
-Order 2 computes any part of a permutation when it is asked for and keeps no table, so that a trillion tokens cost no
-memory and a rank no time before its first row. Order 1, of 0.1, is a table; runs of that time go on with it.
+Order 2 computes any part of a permutation on demand, without a table, so that a trillion tokens cost no memory and no
+time at the start. Order 1, from version 0.1, is a table; runs from then keep using it.
 """
 
 import hashlib

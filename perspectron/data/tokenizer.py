@@ -1,4 +1,4 @@
-"""Byte-level BPE: any text to ids and back, byte for byte."""
+"""Byte-level BPE: any text to ids and back, without loss."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 
 
 class Tokenizer:
-    """Ids of text. Id 0 (`end_of_text`) separates documents and no text can produce it."""
+    """A byte-level BPE tokenizer. Id 0 (`end_of_text`) separates documents and is never produced by text."""
 
     end_of_text = 0
 
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn at most `vocab_size` tokens (256 bytes and the separator among them); fewer from little text.
+        """Learn at most `vocab_size` tokens, including 256 bytes and the separator; fewer from little text.
 
         The same texts give the same tokenizer. DataError: `vocab_size` below 257, or no text.
         """
@@ -105,11 +105,11 @@ class Tokenizer:
             raise DataError(f"{path}: not a tokenizer file ({_line(error)})") from None
         _require_known(json.loads(inner.to_str()), path, whole=True)  # what the file left out, too
         if inner.get_vocab() != vocab:
-            raise DataError(f"{path}: model.vocab is read as another than it is")
+            raise DataError(f"{path}: model.vocab does not survive a round trip")
         return cls(inner)
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON, whole or not at all. StorageError: could not be written."""
+        """Write the tokenizer as JSON, atomically. StorageError if it cannot be written."""
         with atomic(path) as temporary:
             temporary.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
@@ -135,7 +135,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes one token stands for (perhaps part of a character); none for `end_of_text`."""
+        """The bytes of one token (possibly part of a character); none for `end_of_text`."""
         if not 0 <= id < self.vocab_size:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
@@ -166,7 +166,7 @@ def _panics(what: object) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: the tokenizer's library gave up ({_line(error)})") from None
+        raise DataError(f"{what}: the tokenizer's library failed ({_line(error)})") from None
 
 
 def _line(error: BaseException) -> str:

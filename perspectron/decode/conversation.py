@@ -1,4 +1,4 @@
-"""All that is needed to go on with texts later: the model's state and what sampling remembers, row by row."""
+"""Conversations: everything needed to continue texts later, row by row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from perspectron.state import LMState, Stateful, load_extra, load_state, save_st
 
 @dataclass(frozen=True)
 class Conversation:
-    """All that is needed to go on. Going on uses it up, because the state is updated in place: keep a `fork()`
-    to go on from the same point twice.
+    """Everything needed to continue one or several texts. Continuing consumes it, because the state is updated in
+    place: keep a `fork()` to continue from the same point twice.
 
-    state: after what was read. pending: per row, tokens not yet read; after `generate` exactly one, the last one
-    drawn. That holds however the row finished: tokens of a stop string are part of the history, though not of
-    the text; after "end" the pending token is the end-of-text token, so that the row goes on with a new
-    document and remembers nothing of the old one. recent: per row, the last `repetition_window` tokens of prompts
-    and draws, end-of-text tokens left out. drawn: per row, how many tokens were ever drawn.
+    state: the model's state after the tokens read. pending: for each row the tokens not yet read; after `generate`
+    exactly one, the last one drawn, however the row finished. Tokens of a stop string are part of the history but not
+    of the text. After "end" the pending token is the end-of-text token, so that the row continues with a new document
+    and an empty memory. recent: for each row the last `repetition_window` tokens of prompts and draws, without
+    end-of-text tokens. drawn: for each row the number of tokens drawn so far.
     """
 
     state: LMState
@@ -28,12 +28,13 @@ class Conversation:
 
     @property
     def rows(self) -> int:
-        """Texts in it."""
+        """Number of texts."""
         return len(self.pending)
 
     @classmethod
     def stack(cls, conversations: Sequence["Conversation"]) -> "Conversation":
-        """The rows of all, in one; one alone is returned itself. StateError as `LMState.stack`."""
+        """All rows in one conversation; a single conversation is returned as it is. StateError as for
+        `LMState.stack`."""
         if len(conversations) == 1:
             return conversations[0]
         return cls(
@@ -44,7 +45,7 @@ class Conversation:
         )
 
     def take(self, row: int) -> "Conversation":
-        """One row, as a copy. StateError: a row that is not there."""
+        """Copy one row. StateError for a row that does not exist."""
         state = self.state.take(row)
         return Conversation(state, [list(self.pending[row])], [list(self.recent[row])], [self.drawn[row]])
 
@@ -54,13 +55,13 @@ class Conversation:
         return Conversation(self.state.fork(), pending, recent, list(self.drawn))
 
     def save(self, path: Path | str, model: Stateful) -> None:
-        """Write to one file, whole or not at all. StorageError when it cannot be written."""
+        """Write to one file, atomically. StorageError if it cannot be written."""
         fields = {"pending": self.pending, "recent": self.recent, "drawn": self.drawn}
         save_state(path, self.state, model, extra={"conversation": fields})
 
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":
-        """Read a saved conversation. StateError: missing, damaged, another model's, or a bare state."""
+        """Read a saved conversation. StateError if the file is missing, damaged, of another model, or a bare state."""
         state = load_state(path, model)
         fields: Any = load_extra(path).get("conversation")
         if not _are_conversation_fields(fields, state.batch_size):

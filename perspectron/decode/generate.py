@@ -1,4 +1,4 @@
-"""Texts after prompts, drawn until each has come to its end."""
+"""Generation of a batch of texts to their ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from perspectron.model import LanguageModel
 class Generation:
     """The result of `generate`, row by row.
 
-    texts: ids: every token drawn, those of a stop string and the end-of-text token included. finished: "stop"
-    at a stop string, "end" at the end-of-text token, "length" at `max_tokens`. conversation: to go on from.
+    texts: the new text of each row. ids: every token drawn, including those of a stop string and the end-of-text
+    token. finished: "stop" at a stop string, "end" at the end-of-text token, "length" at `max_tokens`. conversation:
+    to continue from.
     """
 
     texts: list[str]
@@ -43,19 +44,17 @@ def generate(
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
-    Without `conversation` the end-of-text token is read first: after it an empty prompt is the beginning of a
-    document. With one, which is used up, the prompts follow what stands there; where they are empty, the tokens are
-    the same as if it had not been interrupted. Row i draws from stream i of the seed's noise. A row that has finished
-    costs nothing while the others go on.
+    Without `conversation` the end-of-text token is read first; an empty prompt then begins a document. With a
+    conversation, which is consumed, the prompts continue it and may be empty; the tokens are then the same as without
+    the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
 
-    stop: a row ends when its text contains one of these; the text ends before it. on_text: called with (row,
-    piece) as text becomes certain: whole characters, and nothing that may begin a stop string; the pieces
-    joined are exactly `texts`. Half a character at the end of a row shows as U+FFFD. on_read: called with
-    (tokens of prompts that are read, all of them) as long as some are not. chunk: tokens of a prompt that are read at
-    once; memory beyond the state does not grow with a prompt's length, but for its ids.
-    ConfigError: ids outside the vocabulary, a number out of bounds, another number of
-    prompts than the conversation has rows, more tokens than a table of learned positions
-    has left. NonFiniteError: the model gave logits that are not finite.
+    stop: strings that end a row; the text ends before the string. on_text: called with (row, piece) as soon as text is
+    certain, which means whole characters that cannot begin a stop string; the joined pieces equal `texts`. Half a
+    character at the end of a row becomes U+FFFD. on_read: called with (prompt tokens read, all prompt tokens) while
+    prompts are being read. chunk: prompt tokens read at once; apart from the ids, memory does not grow with the length
+    of a prompt. Raises ConfigError for ids outside the vocabulary, a number out of bounds, a
+    number of prompts that differs from the conversation's rows, or more tokens than a table of learned positions has
+    left; NonFiniteError if the logits are not finite.
     """
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     B, session = len(prompts), Session(model, tokenizer, chunk=chunk)

@@ -1,4 +1,4 @@
-"""From logits to tokens: filters, and a draw that depends on nothing but (seed, stream, count).
+"""Sampling: filters, and draws that depend only on the logits and (seed, stream, count).
 
 Shapes: B batch, V vocabulary.
 """

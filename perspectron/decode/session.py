@@ -1,4 +1,4 @@
-"""Generation step by step, of rows that join and leave at any time.
+"""Generation step by step, with rows that join and leave at any time.
 
 Shapes: B batch, D model width, V vocabulary.
 """
@@ -35,9 +35,9 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of one row. id: the token drawn, None after an error. text: what has become certain, perhaps nothing:
-    whole characters, and nothing that may begin a stop string. finished: why the row ends here; None while it goes
-    on."""
+    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
+    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
+    while it continues."""
 
     row: int
     id: int | None
@@ -120,7 +120,7 @@ class _Batch:
 
 
 class Session:
-    """Rows under way on one model: `add` one, call `step` for a token of each, `remove` it.
+    """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
 
     Rows join and leave between any two steps. A row's text depends on its own prompt, settings, seed and stream: the
     other rows change its logits by rounding alone. Prompts are read `chunk` tokens in a step, so that a long one does
@@ -159,7 +159,7 @@ class Session:
         conversation: Conversation | None = None,
         stream: int | None = None,
     ) -> int:
-        """Let a row join: its handle. It is read and drawn from in the next steps.
+        """Add a row and return its handle. The following steps read its prompt and draw from it.
 
         prompt: a text or its ids; it may be empty. Without `conversation` the end-of-text token is read first, as
         before every document. With one, of one row, which is used up, the prompt follows what stands there. stream: of
@@ -180,7 +180,7 @@ class Session:
         if own.rows != 1:
             raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
         if own.state.model not in (None, model.number):
-            raise StateError("add: the conversation is of another model; go on with the model that began it")
+            raise StateError("add: the conversation belongs to another model; use the model that began it")
         check_ids([*own.pending[0], *ids], V, handle)
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
@@ -213,7 +213,7 @@ class Session:
 
     @torch.inference_mode()
     def conversation(self, row: int) -> Conversation:
-        """What is needed to go on from here, as a copy; the row stays. StateError: a row that is not there."""
+        """A copy of what is needed to continue from here; the row stays. StateError for a row that does not exist."""
         own = self._own(row)
         batch = self._batch_of(own)
         if batch is not None and batch.state is not None:
@@ -222,7 +222,8 @@ class Session:
 
     @torch.inference_mode()
     def remove(self, row: int) -> Conversation:
-        """Let a row go, finished or not: what is needed to go on from there. StateError: a row that is not there."""
+        """Remove a row, finished or not, and return what is needed to continue it. StateError for a row that does not
+        exist."""
         own = self._own(row)
         if (batch := self._batch_of(own)) is not None:
             own.state = batch.leave([own])

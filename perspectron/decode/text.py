@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters, and nothing that may turn out to begin a stop string."""
+"""From tokens to text as they arrive: whole characters that cannot begin a stop string."""
 
 import codecs
 from collections.abc import Sequence

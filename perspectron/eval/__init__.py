@@ -1,1 +1,1 @@
-"""Measuring models: held-out loss, and what general compressors make of the same bytes."""
+"""Evaluation: held-out loss beside general compressors, and suites for other properties."""

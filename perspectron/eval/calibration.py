@@ -1,8 +1,8 @@
-"""Whether a model's probabilities can be taken at their word: ECE of the most likely token, Brier score, reliability.
+"""Calibration of a model's probabilities: ECE of the most likely token, Brier score, reliability diagram.
 
-Bins hold equally many tokens. Bins of equal width would leave a few tokens in some, whose gaps are mostly noise, and
-put most of a small model's tokens, of low confidence, into a few; equal counts make every gap equally certain. (Both
-kinds are in use: Naeini et al. 2015; Nixon et al. 2019, who find equal counts steadier.)
+Bins hold equal numbers of tokens, which makes every gap equally certain. Bins of equal width would hold few tokens at
+high confidence, whose gaps are mostly noise. (Both kinds are in use: Naeini et al. 2015; Nixon et al. 2019, who find
+equal counts more stable.)
 """
 
 import math

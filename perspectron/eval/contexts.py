@@ -1,9 +1,8 @@
-"""Cost of a token to a model that decodes, at contexts too long to be read for it.
+"""The cost of decoding a token at contexts too long to read first.
 
-A state of n tokens is put together: a few tokens are read, then caches are filled with random keys and values and
-lengths set to n. Where memories are of one size whatever was read, that is all; what a step costs does not depend on
-the numbers in it. Caches of all models lie in the same memory, one over the other, so that the largest has to fit,
-not their sum, and models can still take turns.
+A state of n tokens is simulated: a few tokens are read, then caches are filled with random keys and values and lengths
+set to n. Memories of fixed size need no more, because the cost of a step does not depend on its numbers. The caches of
+all models share the same memory, so that only the largest has to fit and models can still take turns.
 
 Shapes: B batch, P positions, D model width.
 """

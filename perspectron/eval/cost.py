@@ -1,4 +1,4 @@
-"""Seconds that one token takes a model that is decoding, beside the time it takes to read the bytes it touches.
+"""Seconds for decoding one token, beside the time needed to read the bytes it uses.
 
 Shapes: V vocabulary, D model width.
 """

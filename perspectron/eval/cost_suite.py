@@ -1,7 +1,7 @@
-"""Costs of designs, side by side: training, memory, and decoding at growing contexts.
+"""The costs of designs side by side: training, memory, and decoding at growing contexts.
 
-Everything that is compared takes turns in one process, so that ratios hold on a busy machine; peaks of memory are
-those of processes of their own. Weights are random: what a step costs does not depend on them.
+All designs take turns in one process, so that ratios hold on a busy machine; peak memory is measured in separate
+processes. Weights are random, because the cost of a step does not depend on them.
 """
 
 from collections.abc import Mapping, Sequence

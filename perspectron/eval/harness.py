@@ -1,8 +1,8 @@
-"""Answers to what lm-evaluation-harness asks of a model; `perspectron lm-eval` registers them there.
+"""The model interface of lm-evaluation-harness; `perspectron lm-eval` registers it there.
 
-Every request is a document of its own: the end-of-text token is read first, as before every document in training.
-Of what is longer than a table of positions the last tokens are kept, as the harness does with any model of bounded
-context; designs without a table read all of it, with the state carried from chunk to chunk.
+Every request is a separate document: the end-of-text token is read first, as in training. Requests longer than a table
+of positions are cut to their last tokens, as the harness does for any model of bounded context. Designs without a
+table read everything, with the state carried from chunk to chunk.
 
 Shapes: B rows, T time, D model width, V vocabulary, M tokens that are scored.
 """

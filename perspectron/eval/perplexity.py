@@ -1,4 +1,4 @@
-"""Held-out loss in bits per byte, which compares models over any tokenizer, and in perplexity per token."""
+"""Held-out loss in bits per byte, which is comparable across tokenizers, and in perplexity per token."""
 
 import gzip
 import lzma
@@ -20,7 +20,7 @@ class Options:
 
 
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
-    """The fields of `Heldout`, and what compressors make of the same bytes."""
+    """The fields of `Heldout`, and the compressors' results for the same bytes."""
     result = heldout(
         subject.model,
         subject.text,

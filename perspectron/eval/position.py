@@ -1,10 +1,10 @@
-"""Held-out loss by position, and whether more context than a model was trained on helps it.
+"""Held-out loss by position, and whether context beyond the training length helps.
 
 A stretch lies within one document and is read from an empty state, as in training, so a target at position t follows
 exactly the t + 1 tokens of the stretch before it. All stretches are equally long: every bin is over the same ones.
 
-Text gets easier or harder along a document, so a curve that falls does not show that context helps. `falls_past` does:
-the same targets, the last N/2 of each stretch, are read again after only the N tokens before them.
+Text gets easier or harder along a document, so that a falling curve does not show that context helps. `falls_past`
+does: the same targets, the last N/2 of each stretch, are read again after only the N tokens before them.
 """
 
 import itertools

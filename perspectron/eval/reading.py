@@ -1,4 +1,4 @@
-"""Stretches of held-out documents, read in chunks with the state carried, and the interval of what they lose.
+"""Stretches of held-out documents, read in chunks with the state carried, and intervals of their loss.
 
 Shapes: N stretches, B rows, T time, V vocabulary.
 """

@@ -1,9 +1,9 @@
-"""Recall: what a design can be taught to remember. Small models of it are trained from scratch on the tasks of
-`eval.tasks` and `eval.tracking`.
+"""Recall: what a design can learn to remember. Small models are trained from scratch on the tasks of `eval.tasks` and
+`eval.tracking`.
 
-Nothing of the run is used but which design it is: its text and its weights say what it learned, these tasks what it
-could. Every text is drawn anew, from streams of their own for training, for watching it and for the test: who is
-watched ends or is chosen by it, and the test decides nothing.
+Only the run's design is used, not its text or weights: these tasks show what the design could learn. Texts for
+training, validation and test come from separate random streams. Validation ends a training and chooses the rate; the
+test decides nothing.
 
 Suffixes: B batch, T time.
 """

@@ -1,7 +1,7 @@
-"""Change of the loss when a state was on disk meanwhile, and when the context is shuffled or corrupted.
+"""Robustness: the change in loss when the state was saved and loaded, and when the context is shuffled or corrupted.
 
 Every stretch lies within one document: a context and, in its last quarter, a continuation. Only the continuation's
-tokens are targets, they are always the true ones, and they are read as they are: only the context differs.
+tokens are targets, and they are always read unchanged: only the context differs.
 """
 
 import tempfile

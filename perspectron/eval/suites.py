@@ -1,7 +1,7 @@
 """The suites of `perspectron eval RUN --suite NAME`.
 
 A suite is a module with a frozen dataclass `Options`, `measure(subject, options) -> dict` of plain JSON values, and
-`lines(result) -> list[str]` for a person at the terminal. It is imported when it is first used.
+`lines(result) -> list[str]` for the terminal. It is imported on first use.
 """
 
 from dataclasses import dataclass

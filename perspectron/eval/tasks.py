@@ -1,5 +1,5 @@
-"""Synthetic tasks for memory, and what a task is: a small language in which something is asked, so that an answer is
-right or wrong and the best blind guess is known. `eval.tracking` has those in which a state is followed.
+"""Synthetic memory tasks. A task is a small language with questions, so that answers are right or wrong and the
+accuracy of guessing is known. `eval.tracking` has the state-tracking tasks.
 
 A task draws (ids [B,T], targets [B,T]) from a generator and from nothing else. A target stands at the token it is
 asked at, IGNORE where nothing is asked. `chance` is the greatest accuracy, in expectation, of who knows place and

@@ -1,4 +1,4 @@
-"""The routed layer: one SwiGLU expert per token, the one its router chooses (decisions.md §2, seeds/topology.md §2.1).
+"""The routed layer: one SwiGLU expert per token, chosen by the router (docs/designs/perspective.md#experts).
 
 Shapes: B batch, T time, N = B·T tokens, D model width, F hidden width, E experts, K weights sampled of an expert, S
 hidden units sampled, U experts in use.

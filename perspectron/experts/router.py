@@ -1,7 +1,7 @@
-"""The router: which expert a token goes to (decisions.md §2, seeds/topology.md §2.1).
+"""The router: which expert a token goes to (docs/designs/perspective.md#router).
 
-A token asks for a place z = W x + b on a torus, and the expert that stands nearest by power distance d² − w takes it;
-or, of a switch, the expert with the largest logit. `select` also answers what it would be from another viewpoint.
+A token's query is a point z = W x + b on a torus, and the expert at the least power distance d² − w takes it; with a
+switch, the expert with the largest logit. `select` can also choose from another viewpoint.
 
 Shapes: N tokens, D model width, E experts, A axes of the torus.
 """

@@ -1,7 +1,7 @@
-"""Ternary-aware training: matrices of −s, 0 and s, one scale s each, and activations of 8 bits (decisions.md §2).
+"""Ternary-aware training: matrices of −s, 0 and s with one scale s each, and activations of 8 bits.
 
-The forward pass sees rounded values, the backward pass sees the identity (straight through), so that the float
-weights behind go on learning. Nothing is kept for the backward pass.
+The forward pass uses rounded values. The backward pass treats rounding as the identity (straight through), so that the
+float weights keep learning. Nothing is saved for it. Source: docs/designs/perspective.md#ternary-weights.
 
 Shapes: any leading dimensions, then O × I, a matrix.
 """

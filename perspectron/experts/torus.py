@@ -1,5 +1,5 @@
-"""The torus on which experts stand: lattice, distances that wrap, neighbours, load, and the losses on queries and
-experts (decisions.md §2).
+"""The torus of experts: lattice, distances that wrap, neighbours, load, and the losses on queries and experts
+(docs/designs/perspective.md#router).
 
 Shapes: B batch, T time, N tokens, E experts, A axes of the torus, K weights sampled of an expert.
 """

@@ -1,4 +1,4 @@
-"""Attention with differentiable recurrence (seeds/adr.md, decisions.md §4).
+"""Attention with differentiable recurrence (docs/designs/adr.md#the-five-laws).
 
 Shapes: B batch, T time, D model width, H heads, K head width, G groups of weights, R heads of a group, F = 3K.
 """
@@ -23,13 +23,13 @@ from perspectron.terms import Term
 class ADRConfig(MixerConfig):
     """The options of attention with differentiable recurrence.
 
-    heads: H, must divide the model width. gamma: how much of a memory stays with each token; at 0 memories are the
-    GRU's own, h = ĥ. emit: attend to the memories h ("state", law 3) or to what the GRU gives before decay ("raw").
-    share_heads: one GRU for all heads' keys and one for their values; each head has its own memory all the same.
-    cold_start: divide the memories that are attended to by 1 − γᵗ, their largest size after t tokens. couple: add the
-    value memories to the output (law 5). solver: "newton" computes the memories of all tokens at once
-    (`ops.gru.scan`), for GPUs. remember: of what there are memories; attention reads the rest as it is. rope_base: of
-    the rotary frequencies, by which queries turn, and the keys that attention reads; None is no rotation."""
+    heads: H, must divide the model width. gamma: the share of a memory that each token keeps; 0 gives the plain GRU, h
+    = ĥ. emit: attend to the memories h ("state", law 3) or to the GRU's output before decay ("raw"). share_heads: all
+    heads share one GRU for keys and one for values; each head still has its own memories. cold_start: divide the
+    memories that are attended to by 1 − γᵗ, their bound after t tokens. couple: add the value memories to the output
+    (law 5). solver: "newton" computes the memories of all tokens at once (`ops.gru.scan`), for GPUs. remember: which
+    of keys and values have memories; attention reads the other directly. rope_base: of rotary
+    positions, applied to queries and to the keys that attention reads; None for no rotation."""
 
     kind = "adr"
     heads: int
@@ -67,10 +67,10 @@ class ADRConfig(MixerConfig):
 @register
 @dataclass(frozen=True)
 class ADRState:
-    """What ADR keeps.
+    """The state of ADR.
 
-    memory: of keys and of values [B,2,H,K] (of one of them [B,1,H,K]), float32 or float64. cache: what attention
-    reads, all tokens."""
+    memory: of keys and values [B,2,H,K] ([B,1,H,K] for one of them), float32 or float64. cache: of what attention
+    reads."""
 
     memory_B2HK: Tensor
     cache: Cache

@@ -1,5 +1,5 @@
 """Full causal attention, the transformer's own mixer: with rotary positions and no biases, or as in GPT-2
-(decisions.md §7).
+(docs/designs/baselines.md#attention).
 
 Shapes: B batch, T time, D model width, H heads, K head width.
 """

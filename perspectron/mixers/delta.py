@@ -1,4 +1,4 @@
-"""What mixers by a gated delta rule share: all but their gates (`perspectron.ops.delta`, decay first).
+"""The common part of mixers by a gated delta rule: everything except the gates (`perspectron.ops.delta`, decay first).
 
 Shapes: B batch, T time, D model width, H heads, K key width, V value width, A gates of a head (K or 1), E erasing gates
 (K or 1), W writing gates (V or 1), C = H(2K + V) channels of the convolution, Z inputs that it remembers.

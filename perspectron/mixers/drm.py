@@ -1,5 +1,5 @@
-"""The DRM emitter's mixer: a state that moves over a learned manifold, one step per token (seeds/drm.md, decisions.md
-§6). It stands alone in its block, with nothing added, and the head reads the state.
+"""The DRM emitter's mixer: a state that moves over a learned manifold, one step per token (docs/designs/drm.md#flow).
+It is alone in its block, without a residual connection, and the head reads the state.
 
 Shapes: B batch, T time, D model width = state width, E token width, H hidden width, N directions, R metric rank, K
 basis, F geometry.
@@ -46,8 +46,8 @@ class Risk:
 class DRMConfig(MixerConfig):
     """The options of the directional relational manifold.
 
-    directions: N; 0 leaves the axes, all open: v = tanh(MLP[z; e]) before the metric bends it. rank: R of the
-    metric, 0 is diagonal. hidden: H. d_token: E, the model width when None."""
+    directions: N; with 0 all coordinate axes are used, v = tanh(MLP[z; e]) before the metric is applied. rank: R of
+    the metric; 0 is diagonal. hidden: H. d_token: E; None is the model width."""
 
     kind = "drm"
     directions: int
@@ -55,7 +55,7 @@ class DRMConfig(MixerConfig):
     hidden: int
     d_token: int | None = None
     direction_basis: int = 0
-    """Directions are mixes of this many learned vectors; 0: each has its own head."""
+    """Directions are mixtures of this many learned vectors; 0: each has its own head."""
     metric_basis: int = 0
     """Likewise the columns of U."""
     direction_norm: bool = True
@@ -64,27 +64,27 @@ class DRMConfig(MixerConfig):
     radius: float = 8.0
     """R, of the ball that the state cannot leave."""
     clip: bool = True
-    """The state is pulled into the ball; else nothing bounds it."""
+    """Pull the state into the ball; otherwise it is unbounded."""
     squash: bool = True
     """R tanh(z/R) after the pull into the ball."""
     gate_bias: float = -1.0
     gate_temperature: float = 1.5
     gate_top_k: int = 0
-    """Only so many gates stay open; 0: all."""
+    """Number of gates that stay open; 0: all."""
     gate_renorm: bool = False
-    """The open gates are scaled up to the sum of all."""
+    """Scale the open gates to the sum of all gates."""
     metric_floor: float = 1e-4
     """Least d."""
     strength: float = 0.5
-    """Share of the velocity that the metric bends, at most."""
+    """Maximum share of the velocity that the metric transforms."""
     strength_warmup: int = 500
-    """Updates over which that share rises from 0."""
+    """Updates over which this share rises from 0."""
     damping: float = 0.3
     """λ in (G + λI)⁻¹."""
     geometry_interval: int = 1
-    """Directions, gates and metric are refreshed at each multiple of so many tokens."""
+    """Recompute directions, gates and metric at each multiple of this many tokens."""
     bptt: int = 0
-    """Training only: gradients end, and the geometry is refreshed, at each multiple of so many tokens; 0: never."""
+    """Training only: cut gradients and recompute the geometry at each multiple of this many tokens; 0: never."""
     risk: Risk | None = None
     losses: Losses = field(default_factory=Losses)
 
@@ -122,7 +122,7 @@ class DRMState:
 
 
 class DRM(nn.Module):
-    """z moves by its own laws, driven by the tokens' embeddings [B,T,E]; the output is z after each token [B,T,D]."""
+    """z moves with each token's embedding [B,T,E]; the output is z after each token [B,T,D]."""
 
     strength: Tensor
 
@@ -169,8 +169,8 @@ class DRM(nn.Module):
         self.strength.fill_(self.config.strength)
 
     def set_step(self, step: int) -> None:
-        """Set how far the velocity is bent, which warms up over the first updates; a model never trained has it in
-        full."""
+        """Set the metric's share of the velocity, which warms up over the first updates; an untrained model uses the
+        maximum."""
         warmup = self.config.strength_warmup
         self.strength.fill_(self.config.strength * (min(step / warmup, 1.0) if warmup else 1.0))
 

@@ -1,6 +1,6 @@
-"""What the DRM mixer adds to the loss, one term for each wish about its geometry (decisions.md §6).
+"""The terms that the DRM mixer adds to the loss, each about a property of its geometry (docs/designs/drm.md#loss).
 
-Every term is over real tokens only: padding has no part in it.
+Every term covers real tokens only, without padding.
 
 Shapes: B batch, T time, S state width, N directions, R metric rank.
 """
@@ -22,32 +22,32 @@ TINY = 1e-30  # below it a gate is shut: 0 log 0 = 0
 
 @dataclass(frozen=True)
 class Losses:
-    """The weight of each term, by its name, and what the terms aim at."""
+    """The weight of each term, by name, and the terms' targets."""
 
     action: float = 0.01
     """Energy of the velocity under the metric."""
     dim_sparsity: float = 0.001
     """Σa, the active dimensions."""
     dim_entropy: float = 0.001
-    """Entropy of the gates, which is to be large: it is subtracted."""
+    """Entropy of the gates, subtracted because it should be large."""
     dim_variance: float = 0.01
-    """How far the spread of Σa falls short of `spread_target`, squared."""
+    """Shortfall of the spread of Σa from `spread_target`, squared."""
     active_fraction: float = 0.01
-    """How far the mean gate is above `active_target`, squared."""
+    """Excess of the mean gate over `active_target`, squared."""
     metric_reg: float = 0.001
     """Mean squares of d and of U."""
     metric_diversity: float = 0.001
     """Minus the variance of d over time."""
     condition: float = 0.001
-    """How far the logarithm of the metric's mean condition number is above that of `condition_target`, squared."""
+    """Excess of the log of the metric's mean condition number over that of `condition_target`, squared."""
     metric_u_target: float = 0.001
-    """How far the mean norm of U is from `u_target`, squared."""
+    """Difference between the mean norm of U and `u_target`, squared."""
     metric_u_floor: float = 0.001
-    """How far the norms of U are below `u_floor`, squared."""
+    """Shortfall of the norms of U from `u_floor`, squared."""
     recurrence: float = 0.0
-    """How far the norm of z drifts from a document's first token to its last, squared."""
+    """Drift of the norm of z from a document's first token to its last, squared."""
     blindspot: float = 0.0
-    """The mean risk, where there is risk."""
+    """Mean risk, if risk is on."""
     spread_target: float = 0.15
     active_target: float = 0.65
     condition_target: float = 100.0
@@ -95,7 +95,7 @@ class Tokens:
 def terms(
     z_BTS: Tensor, trace: Trace, risk_BT: Tensor | None, losses: Losses, tokens: Tokens
 ) -> dict[str, Term]:
-    """Every term, with its weight; `condition_number` and `metric_u_norm` are only for looking at."""
+    """Every term, with its weight; `condition_number` and `metric_u_norm` are diagnostics."""
     d_BTS, U_BTRS, v_BTS = trace.d_BTS, trace.U_BTRS, trace.v_BTS
     u_norm_BT = torch.linalg.vector_norm(U_BTRS, dim=(-2, -1))
     stretch_BT = (U_BTRS @ v_BTS[..., None]).square().sum((-2, -1))

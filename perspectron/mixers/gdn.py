@@ -1,5 +1,5 @@
-"""Gated DeltaNet: a matrix memory that is corrected by the delta rule and fades by one gate for each head, behind a
-short convolution (Yang, Kautz & Hatamizadeh 2024, arXiv 2412.06464).
+"""Gated DeltaNet: a matrix memory with delta-rule writes and one decay per head, behind a short convolution (Yang,
+Kautz & Hatamizadeh 2024, arXiv 2412.06464).
 
 Shapes: B batch, T time, D model width, H heads, K = 3D/4H key width, V = 2K value width.
 """
@@ -18,8 +18,8 @@ from perspectron.mixers.delta import Delta
 class GDNConfig(MixerConfig):
     """The options of Gated DeltaNet.
 
-    heads: H, must divide ¾ of the model width. conv: tokens that the short convolution sees. negative: β goes up to 2,
-    not 1, so that a token may turn what its key holds around (arXiv 2411.12537)."""
+    heads: H, must divide ¾ of the model width. conv: tokens that the short convolution sees. negative: β up to 2
+    instead of 1, so that a token can negate what its key holds (arXiv 2411.12537)."""
 
     kind = "gdn"
     heads: int

@@ -1,5 +1,5 @@
-"""Gated DeltaNet-2: Kimi Delta Attention that erases each key channel and writes each value channel by gates of their
-own, not by one for the head (Hatamizadeh, Choi & Kautz 2026, arXiv 2605.22791).
+"""Gated DeltaNet-2: Kimi Delta Attention with separate gates for erasing each key channel and writing each value
+channel, instead of one gate per head (Hatamizadeh, Choi & Kautz 2026, arXiv 2605.22791).
 
 Shapes: B batch, T time, D model width, H heads, K = V = D/H key and value width.
 """
@@ -18,8 +18,8 @@ from perspectron.mixers.delta import Delta
 class GDN2Config(MixerConfig):
     """The options of Gated DeltaNet-2.
 
-    heads: H, must divide the model width. conv: tokens that the short convolution sees. negative: erasing goes up to 2,
-    not 1, so that a token may turn what its key holds around (arXiv 2411.12537)."""
+    heads: H, must divide the model width. conv: tokens that the short convolution sees. negative: erasing up to 2
+    instead of 1, so that a token can negate what its key holds (arXiv 2411.12537)."""
 
     kind = "gdn2"
     heads: int

@@ -1,5 +1,5 @@
-"""Gated linear attention: a matrix memory for each head, whose rows, one for each key channel, fade by gates of
-their own (Yang et al. 2023, arXiv 2312.06635; decisions.md §7).
+"""Gated linear attention: a matrix memory for each head, with its own decay for each key channel (Yang et al. 2023,
+arXiv 2312.06635; docs/designs/baselines.md#gated-linear-attention).
 
 Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H value width.
 """
@@ -21,8 +21,8 @@ from perspectron.terms import Term
 class GLAConfig(MixerConfig):
     """The options of gated linear attention.
 
-    heads: H, must divide half the model width. gate_rank: of the map from the input to the gates.
-    gate_temperature: the gate is the sigmoid's root of this order, so that memory starts out long."""
+    heads: H, must divide half the model width. gate_rank: of the map from the input to the gates. gate_temperature:
+    the gate is this root of a sigmoid, so that memories are long at initialisation."""
 
     kind = "gla"
     heads: int

@@ -1,5 +1,5 @@
-"""HGRN2: a matrix memory for each head that writes as much as it forgets, with forget gates that are bounded from
-below, the more the higher the layer (Qin et al. 2024, arXiv 2404.07904).
+"""HGRN2: a matrix memory for each head that writes as much as it forgets, with lower bounds on the forget gates that
+grow with depth (Qin et al. 2024, arXiv 2404.07904).
 
 Shapes: B batch, T time, D model width, N layers, H heads, K = D/H key and value width.
 """

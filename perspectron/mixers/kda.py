@@ -1,5 +1,5 @@
-"""Kimi Delta Attention: a matrix memory that is corrected by the delta rule and whose rows, one for each key channel,
-fade by gates of their own, behind a short convolution (Kimi Team 2025, arXiv 2510.26692).
+"""Kimi Delta Attention: a matrix memory with delta-rule writes and a decay for each key channel, behind a short
+convolution (Kimi Team 2025, arXiv 2510.26692).
 
 Shapes: B batch, T time, D model width, H heads, K = V = D/H key and value width.
 """
@@ -17,8 +17,8 @@ from perspectron.mixers.delta import Delta
 class KDAConfig(MixerConfig):
     """The options of Kimi Delta Attention.
 
-    heads: H, must divide the model width. conv: tokens that the short convolution sees. negative: β goes up to 2, not
-    1, so that a token may turn what its key holds around (arXiv 2411.12537)."""
+    heads: H, must divide the model width. conv: tokens that the short convolution sees. negative: β up to 2 instead of
+    1, so that a token can negate what its key holds (arXiv 2411.12537)."""
 
     kind = "kda"
     heads: int

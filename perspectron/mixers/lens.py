@@ -1,4 +1,4 @@
-"""Lens-gated attention (seeds/lens.md, enhancements 1-3; decisions.md §5).
+"""Lens-gated attention (docs/designs/lens.md#three-lenses).
 
 Shapes: B batch, T time, D model width, H heads, K head width, L lenses.
 """
@@ -23,11 +23,11 @@ QUERY_NOISE = 0.02
 class LensConfig(MixerConfig):
     """The options of lens-gated attention.
 
-    heads: H, must divide the model width. reciprocity, discoverability: the lenses beside the standard one.
-    gates: learn how they mix, per head; else the mixture stays at its start. disc_scale: scale discoverability by
-    K^-½ as the other two are. output_gate: a sigmoid gate on what attention reads. rope_base: of the rotary
-    frequencies, by which queries and keys of every lens turn, and the learned query as if it stood at the token that
-    reads; None is no rotation."""
+    heads: H, must divide the model width. reciprocity, discoverability: the lenses besides the standard one. gates:
+    learn the mixture of each head; otherwise it stays at its initial value. disc_scale: scale discoverability by K^-½
+    like the other two. output_gate: a sigmoid gate on the output of attention, which is also the control. rope_base: of
+    rotary positions, applied to queries and keys of every lens, and to the learned query as if it were at the reading
+    token; None for no rotation."""
 
     kind = "lens"
     heads: int

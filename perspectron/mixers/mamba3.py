@@ -1,5 +1,5 @@
-"""Mamba-3, with one input and one output a head: a matrix memory for each head that fades by one gate, written by the
-trapezoid rule from a token and the one before it, read and written with vectors that turn (arXiv 2603.15569).
+"""Mamba-3, with one input and one output per head: a matrix memory with one decay per head, written by the trapezoid
+rule from a token and the previous one, with rotating keys and queries (arXiv 2603.15569).
 
 Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, N state rows, F = N/4 angles.
 """

@@ -1,5 +1,5 @@
-"""minGRU: a state in each channel that moves towards a candidate by a gate, both read from the input alone, behind a
-short convolution (Feng et al. 2024, arXiv 2410.01201).
+"""minGRU: each channel moves towards a candidate by a gate, both computed from the input alone, behind a short
+convolution (Feng et al. 2024, arXiv 2410.01201).
 
 Shapes: B batch, T time, D model width, I inner width, W taps of the convolution, Z = W − 1 inputs it remembers.
 """

@@ -1,5 +1,5 @@
-"""Parts that recurrent mixers share: a short convolution, a shift by one token, keys of length 1, and where decays
-and mixes start.
+"""Parts shared by recurrent mixers: a short convolution, a shift by one token, unit keys, and initial values of decays
+and mixes.
 
 Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
 """

@@ -1,4 +1,4 @@
-"""Perspective Decay Recurrence (seeds/pdr.md §2, decisions.md §1).
+"""Perspective Decay Recurrence (docs/designs/perspective.md#the-recurrence).
 
 Shapes: B batch, T time, D model width, R state rank.
 """
@@ -18,7 +18,7 @@ from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
 from perspectron.terms import Term
 
-GATE_BIAS = 2.944  # logit(0.95), seeds/pdr.md §7.2
+GATE_BIAS = 2.944  # logit(0.95), docs/designs/perspective.md#gate
 IDENTITY_NOISE = 0.01
 
 
@@ -26,9 +26,9 @@ IDENTITY_NOISE = 0.01
 class PDRConfig(MixerConfig):
     """The options of PDR.
 
-    rank: R, columns of the state. scale: of the readout, R^-½ when None. out_norm: RMSNorm before W_o.
-    renorm_every: shrink a state of norm above √(D·R) at each multiple of this many tokens; 0 is never. gate_rank: of
-    W_p; 0 is full. fixed_decay: W_p is left out, and γ = σ(b_p) is the same at every token."""
+    rank: R, columns of the state. scale: of the readout; None is R^-½. out_norm: RMSNorm before W_o. renorm_every:
+    shrink a state with a norm above √(D·R) at each multiple of this many tokens; 0 is never. gate_rank: of W_p; 0 is
+    full. fixed_decay: leave out W_p, so that γ = σ(b_p) is the same for every token."""
 
     kind = "pdr"
     rank: int
@@ -58,7 +58,7 @@ class PDRState:
 
 
 class Constant(nn.Module):
-    """The bias b at every token, whatever stands there."""
+    """The bias b at every token, independent of the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
-"""Perspective Decay Recurrence, started and fed so that it learns: `pdr` with a short convolution, half-lives from one
-token to a thousand, an input whose size does not depend on the decay, and a norm and a gate on what it gives
-(docs/lab-notes.md has the measurements).
+"""Improved Perspective Decay Recurrence: `pdr` with a short convolution, initial half-lives from one token to a
+thousand, inputs scaled by the decay, and a norm and a gate on the output (docs/designs/perspective.md#perspective2).
 
 Shapes: B batch, T time, D model width, G groups, R state rank, C = D + 2GR channels of the convolution, Z tokens of its
 window.
@@ -25,11 +24,11 @@ from perspectron.terms import Term
 class PDR2Config(MixerConfig):
     """The options of PDR2.
 
-    rank: R, columns of the state. groups: G, of state rows, each with queries and keys of its own; divides the model
-    width. conv: taps of the convolution of queries, keys and values; 0 is none. gated: the output is multiplied by
-    swish(W_z x) and normed. longest: half-life of the slowest rows at the start, in tokens, the fastest having 1; 0
-    starts all of them at γ = 0.95, as PDR does. unit_input: values are written times √(1 − γ²), so that slow rows do
-    not grow larger than fast ones."""
+    rank: R, columns of the state. groups: G, groups of state rows with their own queries and keys; must divide the
+    model width. conv: taps of the convolution of queries, keys and values; 0 for none. gated: multiply the output by
+    swish(W_z x) and norm it. longest: initial half-life of the slowest rows in tokens (the fastest have 1); 0 starts
+    all rows at γ = 0.95, as PDR does. unit_input: scale values by √(1 − γ²), so that slow rows do not grow larger than
+    fast ones."""
 
     kind = "pdr2"
     rank: int

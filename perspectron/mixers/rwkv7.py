@@ -1,5 +1,5 @@
-"""RWKV-7's time mix: a matrix memory whose rows fade by gates of their own, and which is read and corrected before it
-fades (Peng et al. 2025, arXiv 2503.14456; starts as in BlinkDL/RWKV-LM). Its channel mix is `rwkv7_channel`.
+"""RWKV-7's time mix: a matrix memory with a decay for each row, which is read and corrected before it decays (Peng et
+al. 2025, arXiv 2503.14456; starts as in BlinkDL/RWKV-LM). Its channel mix is `rwkv7_channel`.
 
 Shapes: B batch, T time, D model width, H heads, K = D/H head width.
 """

@@ -1,5 +1,6 @@
 """The state-space dual of Mamba-2: a matrix memory for each head that fades by one gate, read and written with
-vectors all heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060; decisions.md §7).
+vectors all heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060;
+docs/designs/baselines.md#mamba-2).
 
 Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, N state rows, C = I + 2N
 channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.

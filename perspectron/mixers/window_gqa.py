@@ -1,4 +1,4 @@
-"""Windowed grouped-query attention with a ring cache (seeds/topology.md §2.2, decisions.md §2).
+"""Windowed grouped-query attention with a ring cache (docs/designs/perspective.md#windowed-attention).
 
 Shapes: B batch, T time, D model width, H query heads, G key heads, K head width, W window.
 """

@@ -1,5 +1,5 @@
 """A short causal convolution of each channel over the tokens of its document, then swish, with its window as state
-(Mamba-2's; decisions.md §7).
+(Mamba-2's; docs/designs/baselines.md#mamba-2).
 
 Shapes: B batch, T time, C channels, W taps, Z = W − 1 tokens of the window, S = Z + T.
 """

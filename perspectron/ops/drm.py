@@ -4,7 +4,7 @@ At every token v = Σ a_i c_i V_i, a mix of N directions V(z) by gates a(z) and 
 metric G(z) = diag(d) + UᵀU: v ← (1−s) v + s (G + λI)⁻¹ v, which leaves the span of the directions. Then z ← z + dt·v,
 pulled into the ball of radius R and squashed into it. V, a, d, U are refreshed at each multiple of `interval`.
 
-`scan` runs whole sequences and single steps. Source: seeds/drm.md, decisions.md §6.
+`scan` runs whole sequences and single steps. Source: docs/designs/drm.md#flow.
 
 Shapes: B batch, T time, S state width, E token width, H hidden width, N directions, R metric rank, F the geometry of
 a row in one line, V vocabulary, n angles.
@@ -155,7 +155,8 @@ def metric(now: Geometry, damping: float = 0.0) -> Tensor:
 
 
 def coupling(now: Geometry) -> Tensor:
-    """The coupling C_ij = V_i G V_jᵀ [B,N,N], how much a pair of directions meets under the metric (seeds/drm.md)."""
+    """The coupling C_ij = V_i G V_jᵀ of each pair of directions under the metric [B,N,N]
+    (docs/designs/drm.md#coupling-and-angles)."""
     return now.V_BNS @ metric(now) @ now.V_BNS.mT
 
 
@@ -176,7 +177,7 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
 
 
 def on_torus(angle_n: Tensor) -> Tensor:
-    """The points (cos θ, sin θ) of angles [..., n], [..., n, 2] (seeds/drm.md, Toroidal Topology)."""
+    """The points (cos θ, sin θ) of angles [..., n], [..., n, 2] (docs/designs/drm.md#coupling-and-angles)."""
     return torch.stack([angle_n.cos(), angle_n.sin()], -1)
 
 

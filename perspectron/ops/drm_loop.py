@@ -2,7 +2,7 @@
 
 Per token only what must wait for the token before: all that looks at z is one product, the two trunks run side by
 side; products with embeddings run over all time at once. The metric is solved by Woodbury: with D = d + λ,
-L Lᵀ = I + U D⁻¹ Uᵀ and Q = L⁻¹ U D⁻¹ it is (G + λI)⁻¹ = D⁻¹ − QᵀQ. Source: decisions.md §6.
+L Lᵀ = I + U D⁻¹ Uᵀ and Q = L⁻¹ U D⁻¹ it is (G + λI)⁻¹ = D⁻¹ − QᵀQ. Source: docs/designs/drm.md#flow.
 
 Shapes: B batch, T time, J geometries (one for each refresh, after the one the state came with, where that is kept),
 S state width, H hidden width, G = 3H, N directions, R metric rank, K basis (or S), F a geometry in one line, M outputs

@@ -3,7 +3,7 @@
 Tokens are sorted by expert, and each expert reads its own at once: nothing is padded, no token dropped. The
 gradient is our own: autograd would fill and add a whole [E,F,D] for every expert, here each expert's part is
 written once. On CUDA torch's grouped product takes all experts in one call, where it gives what the loop gives.
-Source: decisions.md §2.
+Source: docs/designs/perspective.md#experts.
 
 Shapes: N tokens, D model width, F hidden width, E experts, S hidden units sampled.
 """

@@ -4,7 +4,8 @@ The gate a_t has an entry for each key channel (GLA) or one for the whole head (
 `scan` runs whole sequences and single steps. Its fast path is the tree of `perspectron.ops.products`, which forms only
 products of gates, never a quotient or a logarithm, so any gate in [0, 1] is exact, 0 and 1 included.
 A gate of 0 forgets everything before it (a new document); a gate of 1 with v = 0 leaves the state untouched
-(padding). Source: decisions.md §7; Yang et al. 2023 (arXiv 2312.06635), Dao & Gu 2024 (arXiv 2405.21060).
+(padding). Source: docs/designs/baselines.md#gated-linear-attention; Yang et al. 2023 (arXiv 2312.06635), Dao & Gu
+2024 (arXiv 2405.21060).
 
 Shapes: B batch, H heads, G heads of queries and keys (H, or 1 shared by all), T time, L tokens of one chunk,
 K key width, A gate width (K or 1), V value width.

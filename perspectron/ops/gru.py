@@ -1,8 +1,8 @@
-"""The decayed GRU: ĥ_t = GRU(x_t, h_{t-1}), h_t = γ h_{t-1} + (1 − γ) ĥ_t (seeds/adr.md laws 2 and 3).
+"""The decayed GRU: ĥ_t = GRU(x_t, h_{t-1}), h_t = γ h_{t-1} + (1 − γ) ĥ_t (docs/designs/adr.md#the-five-laws).
 
 With gates r, z and candidate n as in torch.nn.GRUCell and c = 1 − z, this is h_t = h_{t-1} + (1 − γ) c (n − h_{t-1}).
 `scan` runs whole sequences (`gru_loop`) and single steps, for many groups of weights at once. A reset empties the
-memory before a token; at padding c = 0, which is the identity. Source: decisions.md §4.
+memory before a token; at padding c = 0, which is the identity. Source: docs/designs/adr.md#memories.
 
 Shapes: B batch, T time, G groups of weights, R rows of each batch row that share a group's weights, D width, F = 3D
 (r, z, n in this order).

@@ -1,4 +1,4 @@
-"""The three lenses as one attention call (seeds/lens.md; decisions.md §5).
+"""The three lenses as one attention call (docs/designs/lens.md#three-lenses).
 
 With Q' = [w₀ q + w₂ √K u ; w₁ k] and K' = [k ; q], Q' K'ᵀ / √K is w₀ S + w₁ Sᵀ + w₂ d. The document takes the mean
 off d; under softmax that changes nothing, and a mean over all keys would see the future, so it is left out.

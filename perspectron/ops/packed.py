@@ -1,4 +1,4 @@
-"""Products of packed matrices (`perspectron.ops.packing`) with vectors (decisions.md §2).
+"""Products of packed matrices (`perspectron.ops.packing`) with vectors (docs/designs/perspective.md#packed-weights).
 
 What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step. Sums of codes times q are
 exact; the float arithmetic after them has one order, so every backend but the reference gives the same bits, whatever

@@ -1,4 +1,4 @@
-"""Matrices packed into few bits (decisions.md §2).
+"""Matrices packed into few bits (docs/designs/perspective.md#packed-weights).
 
 A matrix of N rows (outputs) and K columns (inputs) is bytes [blocks, S] and scales. R rows share the bytes of a
 block: byte [b][k] holds the codes of rows b·R … b·R + R − 1 at column k.

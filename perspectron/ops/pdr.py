@@ -3,7 +3,7 @@
 `scan` runs whole sequences and single steps. Its fast path is a binary tree over each chunk of tokens, in
 product space: only products of gates inside the chunk are formed, never a quotient or a logarithm, so any
 gate in [0, 1] is exact, 0 and 1 included. A gate of 0 forgets everything before it (a new document); a gate
-of 1 with v = 0 leaves the state untouched (padding). Source: seeds/pdr.md §2, decisions.md §1.
+of 1 with v = 0 leaves the state untouched (padding). Source: docs/designs/perspective.md#scan.
 
 Shapes: B batch, T time, L tokens of one chunk, D value width (rows of the state), R state rank, b block of
 the tree, n pairs of blocks.
@@ -122,8 +122,8 @@ def reference(
 
 
 def renormalise(state_BDR: Tensor) -> Tensor:
-    """The state S · min(1, α/‖S‖_F) with α = √(D·R): shrinks a large state, leaves a small or zero one (decisions.md
-    §1)."""
+    """The state S · min(1, α/‖S‖_F) with α = √(D·R): shrinks a large state, leaves a small or zero one
+    (docs/designs/perspective.md#state)."""
     alpha = (state_BDR.shape[-2] * state_BDR.shape[-1]) ** 0.5
     norm = torch.linalg.vector_norm(state_BDR, dim=(-2, -1), keepdim=True)
     return state_BDR * (alpha / norm.clamp_min(alpha))

@@ -1,5 +1,4 @@
-"""The designs that ours are compared with, each a function of its sizes, and below it the sizes that have a name.
-docs/add-a-mixer.md adds one."""
+"""Baselines, each a function of its sizes, followed by the named sizes. docs/add-a-mixer.md adds one."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -21,7 +20,7 @@ from perspectron.mixers.ssd import SSDConfig
 from perspectron.presets.designs import GPT2_NORM, numbered, perspective, stack
 from perspectron.presets.table import DESIGNS, PRESETS, Design, Preset, Shape, Sizes, as_it_is, design, preset
 
-BASELINE = "decisions.md §7"
+ATTENTION = "docs/designs/baselines.md#attention"
 Recurrence = tuple[MixerConfig, int, str, str]
 
 
@@ -46,12 +45,17 @@ def layered(
 
 
 RECURRENCES: dict[str, Recurrence] = {
-    "gla": (GLAConfig(heads=4), 440, "gated linear attention", BASELINE),
+    "gla": (
+        GLAConfig(heads=4),
+        440,
+        "gated linear attention",
+        "docs/designs/baselines.md#gated-linear-attention",
+    ),
     "gdn": (GDNConfig(heads=4), 356, "Gated DeltaNet", "arXiv 2412.06464"),
     "kda": (KDAConfig(heads=4), 400, "Kimi Delta Attention", "arXiv 2510.26692"),
     "gdn2": (GDN2Config(heads=4), 316, "Gated DeltaNet-2", "arXiv 2605.22791"),
-    "mamba3": (Mamba3Config(head_dim=32, state=64), 304, "Mamba-3, whose keys turn", "arXiv 2603.15569"),
-    "hgrn2": (HGRN2Config(heads=4), 448, "HGRN2, which writes what it forgets", "arXiv 2404.07904"),
+    "mamba3": (Mamba3Config(head_dim=32, state=64), 304, "Mamba-3: rotating keys", "arXiv 2603.15569"),
+    "hgrn2": (HGRN2Config(heads=4), 448, "HGRN2: writes as much as it forgets", "arXiv 2404.07904"),
     "mingru": (MinGRUConfig(), 360, "minGRU: gated averages", "arXiv 2410.01201"),
 }
 """By name: the mixer, the network's width at the size of perspective-tiny-dense, one line about it, its source."""
@@ -59,13 +63,13 @@ RECURRENCES: dict[str, Recurrence] = {
 for kind, (mixer, hidden, about, source) in RECURRENCES.items():
     make = partial(layered, hidden=hidden, mixer=mixer)
     DESIGNS[kind] = Design(make, about, source, "hidden", 4, as_it_is)
-    PRESETS[f"{kind}-tiny"] = Preset(make, f"{about}, as large as perspective-tiny-dense", kind)
+    PRESETS[f"{kind}-tiny"] = Preset(make, f"{about}, sized like perspective-tiny-dense", kind)
 
 
 # ---------------------------------------------------------------- others
 
 
-@design("GPT-2: learned positions, GELU", BASELINE)
+@design("GPT-2: learned positions, GELU", ATTENTION)
 def gpt2(
     name: str,
     *,
@@ -86,7 +90,7 @@ def gpt2(
     return stack(name, vocab_size, d_model, layers, block, positions=positions, **more)
 
 
-@design("full attention, RoPE, RMSNorm, SwiGLU", BASELINE)
+@design("full attention, RoPE, RMSNorm, SwiGLU", ATTENTION)
 def transformer(
     name: str,
     *,
@@ -107,7 +111,12 @@ def _depths(shape: Shape) -> Iterable[Sizes]:
     return [{"layers": n} for n in range(max(1, 2 * shape.layers - 2), 2 * shape.layers + 3)]
 
 
-@design("Mamba-2: a stack of state-space mixers", BASELINE, knob="state", variants=_depths)
+@design(
+    "Mamba-2: a stack of state-space mixers",
+    "docs/designs/baselines.md#mamba-2",
+    knob="state",
+    variants=_depths,
+)
 def ssd(
     name: str,
     *,
@@ -142,22 +151,22 @@ def rwkv7(
     return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm, **GPT2_NORM)
 
 
-preset("transformer-tiny", "full attention, as large as perspective-tiny-dense", transformer)
+preset("transformer-tiny", "full attention, sized like perspective-tiny-dense", transformer)
 preset(
-    "transformer-20m", "full attention, as large as perspective-20m-dense", transformer,
+    "transformer-20m", "full attention, sized like perspective-20m-dense", transformer,
     vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1304,
 )  # fmt: skip
 preset(
-    "transformer-125m", "full attention, as large as perspective-125m-dense", transformer,
+    "transformer-125m", "full attention, sized like perspective-125m-dense", transformer,
     vocab_size=32768, d_model=768, layers=12, heads=12, hidden=2592,
 )  # fmt: skip
-preset("gpt2-tiny", "GPT-2 as large as perspective-tiny-dense", gpt2)
+preset("gpt2-tiny", "GPT-2, sized like perspective-tiny-dense", gpt2)
 preset(
-    "gpt2-20m", "GPT-2 as large as perspective-20m-dense", gpt2,
+    "gpt2-20m", "GPT-2, sized like perspective-20m-dense", gpt2,
     vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1888,
 )  # fmt: skip
 preset(
-    "gpt2-125m", "GPT-2 as large as perspective-125m-dense", gpt2,
+    "gpt2-125m", "GPT-2, sized like perspective-125m-dense", gpt2,
     vocab_size=32768, d_model=768, layers=12, heads=12, hidden=3840,
 )  # fmt: skip
 preset(
@@ -165,23 +174,23 @@ preset(
     vocab_size=50257, d_model=768, layers=12, heads=12, hidden=3072, embedding_norm=False,
 )  # fmt: skip
 preset(
-    "gla-20m", "gated linear attention, as large as perspective-20m-dense", DESIGNS["gla"].make,
+    "gla-20m", "gated linear attention, sized like perspective-20m-dense", DESIGNS["gla"].make,
     vocab_size=8192, d_model=384, layers=8, hidden=1296, mixer=GLAConfig(6),
 )  # fmt: skip
 preset(
-    "gla-125m", "gated linear attention, as large as perspective-125m-dense", DESIGNS["gla"].make,
+    "gla-125m", "gated linear attention, sized like perspective-125m-dense", DESIGNS["gla"].make,
     vocab_size=32768, d_model=768, layers=12, hidden=2584, mixer=GLAConfig(12),
 )  # fmt: skip
-preset("ssd-tiny", "Mamba-2, as large as perspective-tiny-dense", ssd)
+preset("ssd-tiny", "Mamba-2, sized like perspective-tiny-dense", ssd)
 preset(
-    "ssd-20m", "Mamba-2, as large as perspective-20m-dense", ssd,
+    "ssd-20m", "Mamba-2, sized like perspective-20m-dense", ssd,
     vocab_size=8192, d_model=384, layers=17, mixer=SSDConfig(64, 128),
 )  # fmt: skip
 preset(
-    "ssd-125m", "Mamba-2, as large as perspective-125m-dense", ssd,
+    "ssd-125m", "Mamba-2, sized like perspective-125m-dense", ssd,
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
-preset("rwkv7-tiny", "RWKV-7, as large as perspective-tiny-dense", rwkv7)
+preset("rwkv7-tiny", "RWKV-7, sized like perspective-tiny-dense", rwkv7)
 
 
 # ---------------------------------------------------------------- in Perspective's frame

@@ -1,4 +1,4 @@
-"""Our designs, each a function of its sizes, and below it the sizes that have a name."""
+"""The designs, each a function of its sizes, followed by the named sizes."""
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
@@ -28,7 +28,7 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig, LinearHeadConfig
 from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
 
-TOPOLOGY = "seeds/topology.md §2, seeds/pdr.md §2"
+TOPOLOGY = "docs/designs/perspective.md"
 GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 
 
@@ -64,7 +64,7 @@ def perspective(
     period: int = 4,
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """A recurrence, PDR, and in every fourth layer windowed GQA (decisions.md §2).
+    """A recurrence, PDR, and in every fourth layer windowed GQA (docs/designs/perspective.md#stack).
 
     period: every so many layers, attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
     the recurrent layers, each as large; "seed", the recurrent layers use the network of the next GQA layer, which
@@ -131,7 +131,7 @@ def _gammas(layers: int, halflife: tuple[float, ...]) -> list[float]:
     return [0.5 ** (1 / (first * (last / first) ** (layer / max(1, layers - 1)))) for layer in range(layers)]
 
 
-@design("attention to recurrent memories of keys and values", "seeds/adr.md")
+@design("attention to recurrent memories of keys and values", "docs/designs/adr.md")
 def adr(
     name: str,
     *,
@@ -150,7 +150,7 @@ def adr(
     tied: bool = True,
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """GPT-2 whose keys and values are memories (decisions.md §4).
+    """GPT-2 whose keys and values are memories (docs/designs/adr.md#memories).
 
     halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors. norm:
     "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
@@ -170,13 +170,13 @@ preset(
     "adr-demo", "4 layers of width 256, as in the document", adr,
     vocab_size=50257, d_model=256, hidden=1024, tied=False,
 )  # fmt: skip
-preset("adr-tiny", "memories in attention, as large as perspective-tiny-dense", adr)
+preset("adr-tiny", "memories in attention, sized like perspective-tiny-dense", adr)
 preset(
-    "adr-20m", "memories in attention, as large as perspective-20m-dense", adr,
+    "adr-20m", "memories in attention, sized like perspective-20m-dense", adr,
     vocab_size=8192, d_model=384, layers=8, heads=6, hidden=1496,
 )  # fmt: skip
 preset(
-    "adr-124m", "memories in attention, as large as GPT-2 124M", adr,
+    "adr-124m", "memories in attention, sized like GPT-2 124M", adr,
     vocab_size=50257, d_model=768, layers=12, heads=12, hidden=2680,
 )  # fmt: skip
 
@@ -184,7 +184,7 @@ preset(
 # ---------------------------------------------------------------- Lens
 
 
-@design("GPT-2 with lenses, a route gate and context", "seeds/lens.md")
+@design("GPT-2 with lenses, a route gate and context", "docs/designs/lens.md")
 def lens(
     name: str,
     *,
@@ -237,7 +237,9 @@ def _widths(_: Shape) -> Iterable[Sizes]:
         yield {"d_model": width, "d_token": width * 3 // 4, "hidden": width, "emitter": width, "rank": 8}
 
 
-@design("one state that moves by a learned metric", "seeds/drm.md", knob="emitter", variants=_widths)
+@design(
+    "one vector that moves under a learned metric", "docs/designs/drm.md", knob="emitter", variants=_widths
+)
 def drm(
     name: str,
     *,
@@ -249,7 +251,7 @@ def drm(
     risk: bool = False,
     embedding_norm: bool = False,
 ) -> ModelConfig:
-    """One block that is all recurrence, with an emitter as its head; embeddings start at N(0, 1) (decisions.md §6)."""
+    """One recurrent block with an emitter as its head; embeddings start at N(0, 1) (docs/designs/drm.md#head)."""
     mixer = replace(mixer, risk=Risk() if risk else None)
     block, head = BlockConfig(mixer, None, NoResidualConfig()), EmitterConfig(emitter, stability)
     return ModelConfig(
@@ -276,7 +278,7 @@ def _half_again(shape: Shape) -> Iterable[Sizes]:
     return [{"layers": max(1, 3 * shape.layers // 2)}]
 
 
-@design("attention to recurrent memories of keys", "docs/lab-notes.md")
+@design("attention to recurrent memories of keys", "docs/designs/adr.md#adr2")
 def adr2(
     name: str,
     *,
@@ -299,7 +301,7 @@ def adr2(
     return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
 
 
-@design("attention with lenses and an output gate", "docs/lab-notes.md")
+@design("attention with lenses and an output gate", "docs/designs/lens.md#lens2")
 def lens2(
     name: str,
     *,
@@ -310,25 +312,25 @@ def lens2(
     mixer: LensConfig = LensConfig(heads=4, output_gate=True, rope_base=10000.0),
     embedding_norm: bool = True,
 ) -> ModelConfig:
-    """Lens with an output gate in the place of route gate and context, with rotary positions, RMSNorm and a SwiGLU."""
+    """Lens with an output gate in place of the route gate and context, with rotary positions, RMSNorm and a SwiGLU."""
     block = BlockConfig(mixer, SwiGLUConfig(hidden))
     return stack(name, vocab_size, d_model, layers, block, embedding_norm=embedding_norm)
 
 
 DESIGNS["drm2"] = DESIGNS["drm"]._replace(
     make=partial(drm, mixer=DRMConfig(directions=0, rank=8, hidden=256, d_token=192, dt=4.0)),
-    about="one state that moves along its axes, by a learned metric",
-    source="docs/lab-notes.md",
+    about="one vector that moves along its axes under a learned metric",
+    source="docs/designs/drm.md#drm2",
 )
 
 
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, layers=6, hidden=296, mixer=PDR2Config(rank=32), period=3),
     about="improved PDR, and windowed attention in every third layer",
-    source="docs/lab-notes.md",
+    source="docs/designs/perspective.md#perspective2",
     variants=_half_again,
 )
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
-    about="the same with 8 experts a PDR layer; its active parameters match",
+    about="Perspective with 8 experts in each PDR layer, at equal active parameters",
 )

@@ -1,1 +1,1 @@
-"""Weights in few bits."""
+"""Quantisation."""

@@ -1,5 +1,5 @@
-"""A trained model in few bits: linear layers packed block by block, each calibrated on what the packed blocks before
-it give; the embedding and the head in 8 bits; experts ternary.
+"""Quantising a trained model: linear layers are packed block by block, each calibrated on the output of the packed
+blocks before it; the embedding and the head get 8 bits, experts become ternary.
 
 Shapes: n texts, T tokens of each, B of them at a time, D model width, N × K a matrix, E experts.
 """
@@ -30,9 +30,9 @@ MATRICES = ("gate_EFD", "up_EFD", "down_EDF")
 
 @dataclass
 class Report:
-    """Report on a conversion. kept: matrices that stay float, and why. experts,
-    expert_bytes: how many became ternary, and their bytes packed. bytes: of all else, by format or dtype. before: bytes
-    of the float model, experts too."""
+    """Report on a conversion. kept: matrices that stay float, and why. experts, expert_bytes: number of ternary
+    experts and their packed bytes. bytes: of everything else by format or dtype. before: bytes of the float model
+    including experts."""
 
     before: int
     kept: dict[str, str] = field(default_factory=dict)
@@ -43,15 +43,16 @@ class Report:
 
 @torch.no_grad()
 def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor | None = None) -> Report:
-    """Pack a float32 model in place, for inference only. linear: format of the blocks' matrices. calibration: token
-    ids, windows of text like what the model will read; without them everything is rounded to the nearest. Experts stay
-    float modules with ternary values, which an artifact packs exactly.
+    """Pack a float32 model in place, for inference only. linear: format of the blocks' matrices. calibration: windows
+    of token ids like those the model will read; without them everything is rounded to nearest. Experts stay float
+    modules with ternary values, which an artifact packs exactly.
 
-    Whatever `linear` says, the embedding, learned positions and what gives the logits become int8, as do matrices of a
-    mixer that reads them itself (DRM), because nothing sees their inputs; routers, and matrices with fewer than 32
-    rows or columns, stay float.
+    Independent of `linear`, the embedding, learned positions and the output matrix become int8, as do matrices that a
+    mixer uses directly (DRM), because their inputs are not observed. Routers and matrices with fewer than 32 rows or
+    columns stay float.
 
-    ConfigError: an unknown format; a model that is not float32, or whose experts are half converted; ids out of bounds.
+    ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
+    out of bounds.
     """
     one_of(linear, FORMATS, "linear")
     require(model.dtype == torch.float32, "dtype", str(model.dtype), "float32")

@@ -1,4 +1,4 @@
-"""Weights rounded to the nearest of what a packed format holds (`perspectron.ops.packing`).
+"""Rounding weights to the nearest values of a packed format (`perspectron.ops.packing`).
 
 Shapes: N rows, K columns, C columns of one group, G groups.
 """
@@ -21,9 +21,9 @@ def quantise(weight_NK: Tensor, format: str) -> Packed:
     """The nearest packed matrix, by rows and groups; one that is ternary already comes back exactly.
 
     ternary: T = clip(round(W / s), −1, 1), s of each row refitted to least squared error from mean |W| on, because
-    these weights were not trained to be ternary (decisions.md §2). int8: max |w| of a row is 127. 2bit and 4bit: scale
-    and offset, as float16, of least squared error among some shrunken ranges. DataError: a weight that is not finite,
-    or too large for float16 where there are groups.
+    these weights were not trained to be ternary (docs/designs/perspective.md#ternary-weights).
+    int8: max |w| of a row is 127. 2bit and 4bit: scale and offset, as float16, with the least squared error among some
+    shrunken ranges. DataError for a weight that is not finite, or too large for float16 where there are groups.
     """
     sizes(format, (weight_NK.shape[0], weight_NK.shape[1]))
     weight_NK = weight_NK.detach().to(torch.float32)

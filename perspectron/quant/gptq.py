@@ -1,7 +1,7 @@
-"""GPTQ: weights rounded one column at a time, each column's error made up for by those still to come (Frantar et al.
-2022, arXiv 2210.17323).
+"""GPTQ: weights are rounded one column at a time, and the remaining columns compensate for each column's error
+(Frantar et al. 2022, arXiv 2210.17323).
 
-What is minimised is ‖(W − Ŵ) X‖ over what the layer read on calibration text, through H = X Xᵀ.
+It minimises ‖(W − Ŵ) X‖ over the layer's inputs X on calibration text, by H = X Xᵀ.
 
 Shapes: N rows (outputs), K columns (inputs), C columns of a block, T tokens, G groups.
 """

@@ -1,4 +1,4 @@
-"""Modules whose matrix is packed (`perspectron.ops.packing`), in the place of torch's own; only for inference.
+"""Modules with packed matrices (`perspectron.ops.packing`) that replace torch's own; for inference only.
 
 Shapes: N rows (outputs), K columns (inputs), V vocabulary, D width.
 """

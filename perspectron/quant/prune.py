@@ -1,5 +1,5 @@
-"""A model without attention, and so without cache, in the blocks whose route gate leans on it least
-(seeds/lens.md, enhancement 4; decisions.md §5)."""
+"""Removing attention, and with it the cache, from the blocks whose route gate weighs it least
+(docs/designs/lens.md#smaller-cache)."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""Experts on disk: their file, and a cache that reads them while the model computes."""
+"""Models larger than memory: artifacts on disk, and a cache that reads experts while the model computes."""

@@ -1,8 +1,8 @@
-"""A model in few bits, as a folder: what generating needs and training does not.
+"""Artifacts: quantised models as folders, for inference.
 
-DIR/config.json is its header; tokenizer.json; shared.safetensors holds all weights but the experts';
-experts/layer-NNN.safetensors those of one routed layer, to be read one by one; manifest.json the size and SHA-256 of
-each of the others. The folder appears whole or not at all.
+DIR/config.json is the header, tokenizer.json the tokenizer. shared.safetensors holds all weights except experts,
+experts/layer-NNN.safetensors the experts of one routed layer, to be read one by one. manifest.json holds the size and
+SHA-256 of every other file. The folder is written atomically.
 """
 
 import hashlib
@@ -111,7 +111,7 @@ def old_layer_file(layer: int) -> str:
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a folder is an artifact, be it damaged."""
+    """Whether a folder is an artifact, even a damaged one."""
     return (path / SHARED).exists() or ((path / MANIFEST).exists() and (path / "experts").exists())
 
 
@@ -176,8 +176,8 @@ def save_artifact(
     trained: Trained | None = None,
     about: str = "",
 ) -> Header:
-    """Write a model whose layers were packed (`quant.convert`); what was not is kept as it is, but experts,
-    which become ternary, by rounding where they are not yet.
+    """Write a model whose layers were packed (`quant.convert`). Other weights are kept as they are, except experts,
+    which are rounded to ternary if they are not yet.
 
     ConfigError: experts are half converted, or too many. StorageError: not written.
     """

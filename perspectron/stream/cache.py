@@ -1,8 +1,9 @@
-"""Experts in memory within a budget, read from the disk while the model computes (decisions.md §2).
+"""A cache of experts within a memory budget, filled from disk while the model computes
+(docs/designs/perspective.md#streaming).
 
-Memory is slots of one expert each. Reader threads fill them: what a caller waits for first, then what was hinted. A
-slot is taken from the expert that was not used for longest, of those that no open context holds. A request for what
-is being read already waits for that read. Where everything fits, all is read at the start and no thread remains.
+Memory is divided into slots of one expert each. Reader threads fill them, awaited experts first, then hinted ones. The
+slot of the least recently used expert that no open context holds is reused. A request for an expert that is being read
+waits for that read. If everything fits, all experts are read at the start and no threads remain.
 
 All state is under one lock; readers hold it only between reads.
 """

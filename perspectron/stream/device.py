@@ -1,5 +1,5 @@
-"""Experts on a device that has no room for all: each is copied from the host's memory into one of two buffers while
-the device computes the layer before it (decisions.md §2).
+"""Experts on a device that cannot hold them all: each is copied from host memory into one of two buffers while the
+device computes the previous layer (docs/designs/perspective.md#streaming).
 
 On a GPU the copy runs on a stream of its own, out of pinned memory, and events keep the two streams in order; nothing
 makes the host wait but a cache that is about to overwrite what is being copied. On the CPU, for tests, it just copies.

@@ -1,4 +1,4 @@
-"""Model that runs from an artifact: packed weights in memory, experts in memory, in a cache or on a GPU."""
+"""Running a model from an artifact: packed weights in memory, experts in memory, in a cache or on a GPU."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk h
 
 
 class StreamedModel(LanguageModel):
-    """Model of an artifact's header, for inference alone."""
+    """The model of an artifact, for inference only."""
 
     cache: ShardCache | None = None
     digest = plan = ""
@@ -203,12 +203,12 @@ class StreamedModel(LanguageModel):
 def load_artifact(
     folder: Path, *, cache_bytes: int | None = None, verify: bool = False, method: Method | None = None
 ) -> tuple[StreamedModel, Tokenizer]:
-    """Model of an artifact, ready to run on the CPU, and its tokenizer.
+    """Load an artifact's model, ready to run on the CPU, and its tokenizer.
 
-    cache_bytes: memory for experts (default: the free memory less a tenth and one conversation); where all fit, all
-    are read at once, else when they are wanted. verify: read every file first, and check every weight. method: of
-    reading experts that stream (default: the faster one on this disk).
-    ArtifactError: it is missing, damaged or not what config.json says. ConfigError: the cache is too small.
+    cache_bytes: memory for experts (default: nine tenths of the free memory less one conversation). If all fit, all
+    are read at once, otherwise on demand. verify: read every file first and check every weight. method: how streamed
+    experts are read (default: the faster method on this disk). ArtifactError if the artifact is missing, damaged or
+    differs from config.json; ConfigError if the cache is too small.
     """
     return_memory()
     header = artifact.read_header(folder)

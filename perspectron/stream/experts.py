@@ -1,5 +1,5 @@
-"""Routed layers whose experts are packed and come, one at a time, from wherever they are kept: memory, a cache over
-files, another device (decisions.md §2).
+"""Routed layers with packed experts that are fetched one at a time from memory, a cache over files, or another device
+(docs/designs/perspective.md#streaming).
 
 Shapes: B batch, T time, N = B·T tokens, n of them of one expert, D model width.
 """

@@ -1,4 +1,4 @@
-"""Memory that a model needs where it runs compressed, and its speed there: from shapes and bandwidths alone.
+"""The memory and speed of a quantised model, computed from shapes and bandwidths alone.
 
 Matrices are packed (`perspectron.ops.packing`); what is not a matrix stays float32.
 """
@@ -58,7 +58,7 @@ class Needs:
 
     @property
     def resident(self) -> int:
-        """Bytes that stay whatever streams."""
+        """Bytes that always stay in memory."""
         return sum(part.bytes for part in (*self.parts.values(), *self.state.values()))
 
     @property

@@ -1,7 +1,7 @@
-"""Experts read from the file of their layer, never without a check.
+"""Reading experts from their layer's file, always with a check.
 
-What comes back has the bytes that were written, or there is a ShardError; never zeros, and nothing of a file that was
-cut or replaced meanwhile. Files are not mapped: a cut one would end the process.
+A read returns the bytes that were written or raises ShardError; it never returns zeros or parts of a file that was
+truncated or replaced meanwhile. Files are not mapped, because a truncated one would end the process.
 """
 
 import errno

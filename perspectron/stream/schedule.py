@@ -1,4 +1,4 @@
-"""Order in which experts are read, and their slots. There are no threads here: the cache calls it under its lock."""
+"""The order in which experts are read, and their slots. It has no threads: the cache calls it under its lock."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass

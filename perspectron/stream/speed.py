@@ -1,4 +1,4 @@
-"""Bytes per second measured here: of memory, of a disk in each way of reading it, of copies to a GPU."""
+"""Measured bandwidths in bytes per second: memory, a disk by each reading method, copies to a GPU."""
 
 import contextlib
 import time

@@ -1,9 +1,9 @@
 """One token of each conversation through a packed Perspective model, with a call or two of the native library for
 each half of a layer.
 
-While weights stream through the caches, every small operation of torch finds its code and data evicted, and takes ten
-times as long as in a loop of its own: seven thousand of them cost as much as a gigabyte of weights. So decoding has a
-way of its own, which computes what the modules compute, up to rounding, and the same whatever the other rows are.
+While weights stream through the processor's caches, every small operation of torch finds its code and data evicted and
+takes ten times as long as in a loop: seven thousand of them cost as much as a gigabyte of weights. Decoding therefore
+has a separate path that computes what the modules compute, up to rounding, independent of the other rows.
 
 `SUITED` says which configs it computes. It knows every field of theirs: one that is not listed there, as a new one,
 or that has another value makes the modules decode the model, and the log names it.

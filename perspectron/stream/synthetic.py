@@ -1,4 +1,4 @@
-"""Artifacts of random weights, in full size, to measure what a model costs before it is trained.
+"""Artifacts with random weights in full size, to measure the cost of a model before it is trained.
 
 Weights are drawn as bytes of their formats, so that the float model is never in memory. Scales are such that every
 matrix gives numbers of order one.

@@ -1,4 +1,4 @@
-"""Safetensors files larger than memory should hold twice: written tensor by tensor, read into one aligned buffer.
+"""Large safetensors files, written tensor by tensor and read into one aligned buffer.
 
 The buffer is anonymous memory in huge pages, never a map of the file: a file that is cut short while it is in use
 then costs an error, not the process.

@@ -1,4 +1,4 @@
-"""Recorded expert choices of a text, and what caches of every size would have read for them.
+"""Traces of the experts that a text uses, and what caches of every size would have read.
 
 Shapes: T time, L routed layers, N = T·L uses in order, token after token and layer after layer.
 """

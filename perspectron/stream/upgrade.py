@@ -1,4 +1,4 @@
-"""Artifacts of version 0.1 rewritten: their expert files had a format of their own, .experts.
+"""Converting artifacts of version 0.1, whose expert files had another format (.experts).
 
     0   magic, 8 bytes
     8   u32 version, u32 bytes of JSON, two CRCs

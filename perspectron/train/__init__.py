@@ -1,1 +1,1 @@
-"""Training: the loop, its optimizer, and checkpoints that survive anything."""
+"""Training: the loop, the optimizer, and checkpoints from which it resumes bit for bit."""

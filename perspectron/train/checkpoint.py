@@ -1,4 +1,4 @@
-"""Checkpoints: a folder each, which appears whole or not at all and is verified before it is used.
+"""Checkpoints: each is a folder that is written atomically and verified before use.
 
 RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state)
 and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest).
@@ -45,8 +45,8 @@ MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoin
 
 @dataclass(frozen=True)
 class Progress:
-    """The place of a run: updates and tokens done, seconds spent, the loader's position, and the held-out
-    bits per byte at this step (None where it was not measured)."""
+    """The progress of a run: updates and tokens done, seconds spent, the loader's position, and held-out bits per byte
+    at this step (None if not measured)."""
 
     step: int = 0
     tokens: int = 0
@@ -118,8 +118,8 @@ def save(
 def export(
     run: Path, config: RunConfig, tokenizer: Tokenizer, model: LanguageModel, progress: Progress
 ) -> None:
-    """A run in a new folder that holds these weights: to load, measure and generate from. What a killed process left of
-    it is swept."""
+    """Write these weights as a run in a new folder, to load, measure and generate from. Leftovers of a killed process
+    are removed."""
     for place in (run, folder(run)):
         sweep(place)
     save_config(run, config)
@@ -231,7 +231,7 @@ def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointErr
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """CheckpointError, naming the file, unless every byte is as it was written."""
+    """Raise CheckpointError, naming the file, unless every byte is as it was written."""
     for name, expected in checkpoint.files.items():
         part = safe_join(checkpoint.path, name, CheckpointError)
         with opened(part, CheckpointError) as file:
@@ -249,8 +249,8 @@ def restore(
     tokenizer: Tokenizer,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError when
-    the checkpoint is damaged, or of another model config or tokenizer."""
+    """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError if the
+    checkpoint is damaged or belongs to another model config or tokenizer."""
     verify(checkpoint)
     if checkpoint.config.model != model.config:
         name, there, here = next(iter(unlike(dump(checkpoint.config.model), dump(model.config))))
@@ -298,8 +298,8 @@ def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.O
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Give `model` the weights that `load_run` returns; how far experts are converted stays its own.
-    CheckpointError when they are of other shapes or names, or of another tokenizer."""
+    """Copy the weights that `load_run` returns into `model`, which keeps its own progress of ternary conversion.
+    CheckpointError if shapes, names or the tokenizer differ."""
     source, its = load_run(run)
     _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
@@ -335,7 +335,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_config(run: Path) -> RunConfig:
-    """The resolved config of a run; CheckpointError when there is none."""
+    """The resolved config of a run; CheckpointError if there is none."""
     values = read_json(run / "config.json", CheckpointError)
     return load(RunConfig, _run_config(values), f"{run / 'config.json'}")
 
@@ -353,8 +353,8 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
     """The model of a run's best held-out checkpoint (its newest where none was measured) and its tokenizer;
     `run` may also be one checkpoint's folder.
 
-    A damaged checkpoint gives a warning, and the newest one that verifies is taken. CheckpointError when the
-    run, its config or its tokenizer is missing or damaged, or no checkpoint verifies.
+    A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
+    its tokenizer is missing or damaged, or no checkpoint is valid.
     """
     there, errors = _readable([run] if (run / INDEX).exists() else paths(run))
     run = run_of(run)

@@ -18,8 +18,8 @@ class TrainConfig:
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     measured_on: Literal["heldout", "dev"] = "heldout"
-    """Split on which the loss is measured during training; "dev" where the text has one, so that what is chosen by it
-    is not chosen on the held-out text."""
+    """Split on which the loss is measured during training. "dev", if the text has one, keeps choices away from the
+    held-out text."""
     steps: int = 1000
     """Optimizer updates. `perspectron train` chooses them, unless they are given, and with them what is marked *."""
     batch_size: int = 8
@@ -27,10 +27,10 @@ class TrainConfig:
     seq_len: int = 256
     """Tokens in a window."""
     accumulate: int = 1
-    """Batches whose gradients make one update, every target with the same weight: as one batch of all their rows, but
-    for the losses of experts and of DRM that are not means over tokens. These are taken of each batch alone and
-    averaged: balance; condition, metric_u_target, dim_variance, active_fraction; and smooth, stability and recurrence,
-    means over pairs or documents, of which batches differ in number. (Routing biases follow the whole update.)"""
+    """Batches whose gradients are accumulated for one update, with equal weight for every target: the same as one
+    larger batch, except for losses of experts and of DRM that are not means over tokens. Those are computed for each
+    batch and averaged: balance, condition, metric_u_target, dim_variance, active_fraction, smooth, stability and
+    recurrence. (Routing biases follow the whole update.)"""
     seed: int = 0
     """Seed of the weights and of the order of the windows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -44,25 +44,25 @@ class TrainConfig:
     eval_every: int = 250
     """Steps between held-out measurements; 0 is only at the end. *"""
     eval_tokens: int = 65536
-    """Held-out tokens measured each time, from all over; 0 is all. *"""
+    """Held-out tokens measured each time, spread over the text; 0 is all. *"""
     save_every: int = 250
     """Steps between checkpoints; 0 is only at the end and at a new best. *"""
     keep: int = 2
-    """Newest checkpoints kept, beside the best and the last before a constant rate falls."""
+    """Number of newest checkpoints kept, besides the best and the last before a constant rate falls."""
     init: str = ""
-    """Folder of a run whose weights to start from, in place of new ones."""
+    """Folder of a run whose weights to start from."""
     only: tuple[str, ...] = ()
-    """Train only the parameters whose names match one of these, such as "*.route_proj.*"; without one, all."""
+    """Train only parameters whose names match one of these patterns, such as "*.route_proj.*" (default: all)."""
     ternary_from: float = 0.0
-    """Share of the steps before experts that are to be ternary begin to be."""
+    """Share of the steps after which experts start to become ternary."""
     ternary_until: float = 0.5
-    """Share of the steps after which they are."""
+    """Share of the steps after which they are fully ternary."""
     teacher: str = ""
-    """Folder of a run to learn from beside the text (distillation by forward KL)."""
+    """Folder of a run to distil from, in addition to the text (forward KL)."""
     teacher_weight: float = 1.0
-    """Weight of the teacher's probabilities beside the text's next token."""
+    """Weight of the distillation term."""
     teacher_temperature: float = 1.0
-    """Temperature at which both models' probabilities are compared."""
+    """Temperature at which teacher and student are compared."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
@@ -86,16 +86,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class StagedConfig:
-    """The staged recipe: the steps' shares of its stages, what is left being the router's, and how they go."""
+    """The staged recipe: each stage's share of the steps (the router gets the rest), and options."""
 
     dense_share: float = 0.25
-    """Share of the steps for one network that all experts will start from."""
+    """Share of the steps for the dense network that all experts start from."""
     differentiate_share: float = 0.35
-    """Share of the steps in which experts, copies of it at first, go apart."""
+    """Share of the steps in which the experts, copies at first, are differentiated."""
     ternary_share: float = 0.3
-    """Share of the steps in which their matrices become ternary."""
+    """Share of the steps in which they become ternary."""
     distill: float = 0.0
-    """Weight of learning from the float experts while they become ternary, and while the router follows them."""
+    """Weight of distillation from the float experts while they become ternary and while the router is trained."""
 
     def __post_init__(self) -> None:
         positive(self, "dense_share", "differentiate_share", "ternary_share")
@@ -120,9 +120,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A model and how it is trained. recipe: by stages; the model is then that of the last one. order: which shuffle of
-    the windows it reads (`perspectron.data.shuffle`). turns: changes of its length, of which `train.steps` is the last.
-    id: of the run, which its checkpoints carry; "" until a trainer has made the run, and of runs of 0.1."""
+    """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
+    version of the shuffle (`perspectron.data.shuffle`). turns: changes of
+    its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
+    trainer has created the run, and in runs from 0.1."""
 
     model: ModelConfig
     train: TrainConfig

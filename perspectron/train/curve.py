@@ -1,4 +1,4 @@
-"""Pictures of a run: its losses, and the quantities that its model reports beside them."""
+"""Charts of a run: its losses, and the quantities that its model reports."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Learning from another run's model: its probabilities for every next token, beside the text's one token.
+"""Distillation: learning from the probabilities of another run's model, in addition to the text.
 
 Shapes: B batch, T time, V vocabulary, N tokens.
 """
@@ -17,19 +17,19 @@ from perspectron.train import checkpoint
 
 
 class Teacher:
-    """A frozen model. Like the student's, its state is empty at each batch."""
+    """A frozen model. As for the student, its state is empty at the start of each batch."""
 
     def __init__(
         self, run: Path, tokenizer: Tokenizer, device: torch.device, weight: float, temperature: float
     ) -> None:
-        """CheckpointError when the run does not load; ConfigError when its tokens are others."""
+        """CheckpointError if the run does not load; ConfigError if its tokenizer differs."""
         model, its = checkpoint.load_run(run)
         require(its.fingerprint == tokenizer.fingerprint, "teacher", str(run), "a run of the same tokenizer")
         self.model: LanguageModel = model.requires_grad_(False).to(device)
         self.weight, self.temperature = weight, temperature
 
     def term(self, student_BTV: Tensor, ids_BT: Tensor, targets_BT: Tensor, reset_BT: Tensor | None) -> Term:
-        """The term that the student's loss gets for one batch."""
+        """The term added to the student's loss for one batch."""
         with torch.no_grad():
             teacher_BTV = self.model(ids_BT, reset_BT=reset_BT).logits
         counted_BT = targets_BT != IGNORE

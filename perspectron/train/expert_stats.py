@@ -1,4 +1,4 @@
-"""Statistics of a model's experts: how evenly they are used, how unlike neighbours are, what part of them is zero.
+"""Statistics of a model's experts: how evenly they are used, how much neighbours differ, and their share of zeros.
 
 Shapes: E experts, N tokens, M numbers of an expert.
 """

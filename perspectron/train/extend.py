@@ -1,4 +1,4 @@
-"""More steps for a run that has a schedule to which they can be added."""
+"""More steps for a finished run, where its schedule allows it."""
 
 from dataclasses import replace
 from pathlib import Path

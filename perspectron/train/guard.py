@@ -1,4 +1,4 @@
-"""Guards of a run: signals that end it in order, and where numbers stopped being finite."""
+"""Guards of a run: signals that end it cleanly, and finding where numbers stopped being finite."""
 
 import contextlib
 import signal

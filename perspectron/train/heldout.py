@@ -15,7 +15,7 @@ from perspectron.model import LanguageModel
 
 @dataclass(frozen=True)
 class Heldout:
-    """bits_per_byte: total surprise over the UTF-8 bytes predicted; perplexity: per token; what was read."""
+    """Loss over held-out text: bits per UTF-8 byte, perplexity per token, and how much was read."""
 
     bits_per_byte: float
     perplexity: float
@@ -35,11 +35,12 @@ def heldout(
     spread: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Heldout:
-    """The loss over a split, or its first `limit_tokens`, or with `spread` so many from all over it; deterministic.
+    """The loss over a split, over its first `limit_tokens`, or with `spread` over as many tokens from the whole split.
+    Deterministic.
 
-    Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same
-    context; with `carry` the state goes on from window to window (batch size 1) and only a document's start
-    empties it. `dtype`: autocast to it.
+    Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same context. With
+    `carry` the state continues from window to window (batch size 1) and is only reset at the start of a document.
+    `dtype`: of autocast.
     """
     counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
     device = model.device

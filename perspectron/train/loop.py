@@ -43,8 +43,8 @@ OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "
 
 
 class Trainer:
-    """One run: a model, its optimizer and its place in the text. All that decides the next step is in a checkpoint, so
-    that a run stopped anywhere and gone on with gives the weights of one that never stopped, bit for bit.
+    """One run: a model, its optimizer and its position in the text. A checkpoint holds everything that determines the
+    next step, so that a run that was stopped and resumed ends with the same weights, bit for bit.
 
     It is made in three steps that a subclass may extend: `build` makes the model, `wrap` decides what holds its
     parameters, `resume` fills them."""
@@ -59,10 +59,10 @@ class Trainer:
         ended: Sequence[Path] = (),
         allow_changed: bool = False,
     ) -> None:
-        """Start, or go on from the newest checkpoint that verifies, in the folder `run`. The resolved config is saved
-        there, last. ended: checkpoints not to go on from, as `extend` tells them for a run that gets more steps.
-        allow_changed: go on though `config` is another than that checkpoint's, where ConfigError says in what.
-        StorageError: another process trains in the folder."""
+        """Start, or resume from the newest valid checkpoint, in the folder `run`. The resolved config is saved there
+        last. ended: checkpoints not to resume from, as returned by `extend`. allow_changed: resume although `config`
+        differs from the checkpoint's; otherwise ConfigError names the difference. StorageError if another process is
+        training in the folder."""
         self.run_dir, self.config, self.tokenizer, self.ended = run, config, tokenizer, ended
         self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
@@ -78,8 +78,8 @@ class Trainer:
             checkpoint.save_config(run, self.config)
 
     def build(self, sample: Batch) -> None:
-        """Make `model` with the weights of the run's seed, and `teacher`, on the device. A dtype of "auto" is settled
-        in `config` by measuring passes over `sample`, which leave no trace."""
+        """Create `model` with the weights of the run's seed, and `teacher`, on the device. A dtype of "auto" is
+        replaced in `config` after timing passes over `sample`, which have no other effect."""
         train = self.config.train
         positions = self.config.model.positions or train.seq_len
         require(train.seq_len <= positions, "seq_len", train.seq_len, f"≤ positions = {positions}")
@@ -135,12 +135,12 @@ class Trainer:
         report: Callable[[Metrics], None] = lambda _: None,
         pace: Pace | None = None,
     ) -> int | None:
-        """Train to the end (or to step `until`), calling `report` with each line of metrics. pace: keep to its time by
-        changing the number of updates.
+        """Train to the end (or to step `until`) and call `report` with each line of metrics. pace: ends the training on
+        time by changing the number of updates.
 
-        Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. Either way a
-        checkpoint of the last step is on disk. NonFiniteError stops before the optimizer's step. StorageError: not
-        written, or another process trains in the folder.
+        Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. In both cases a
+        checkpoint of the last step is on disk. NonFiniteError is raised before the optimizer step, StorageError if
+        writing fails or another process is training in the folder.
         """
         train = self.config.train
         before_fall = falls_at(train.steps, train.optim)
@@ -284,8 +284,8 @@ class Trainer:
         return norm
 
     def measure(self) -> Metrics:
-        """Loss at this step on text that is not trained on, held out or dev. While experts are being made ternary it is
-        written, but is none to choose a checkpoint by: the model is not yet what it shall be."""
+        """Loss at this step on the held-out or dev split. While experts are becoming ternary it is logged but not used
+        to choose the best checkpoint."""
         train = self.config.train
         result: Heldout = heldout(
             self.model,
@@ -398,7 +398,7 @@ def _metrics(line: Any) -> Metrics:
     numbers |= aux if isinstance(aux, dict) else {"aux": None}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     if type(line["step"]) is not int or line["step"] < 0:
-        raise ValueError("step is no count")
+        raise ValueError("step is not a count")
     return line

@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, and the learning-rate schedules."""
+"""AdamW with weight decay on matrices only, and learning-rate schedules."""
 
 import fnmatch
 import math
@@ -18,20 +18,20 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Fall of the rate after the warm-up: along a cosine, or none until the last `cooldown` of the steps; such a run
+    """Schedule after the warm-up: a cosine, or constant until the last `cooldown` share of the steps; a constant run
     can be given more steps later."""
     warmup: int = 50
-    """Steps of linear rise. *"""
+    """Warm-up steps, in which the rate rises linearly. *"""
     final: float = 0.1
-    """Share of the peak at the end."""
+    """Final rate as a share of the peak."""
     cooldown: float = 0.2
-    """Share of the steps in which a constant rate falls."""
+    """Share of the steps in which a constant rate falls at the end."""
     weight_decay: float = 0.1
-    """Decay of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     beta1: float = 0.9
-    """Share of the running mean of gradients that an update keeps."""
+    """Decay of AdamW's mean of gradients."""
     beta2: float = 0.95
-    """Share of the running mean of their squares that an update keeps."""
+    """Decay of AdamW's mean of squared gradients."""
     clip: float = 1.0
     """Largest gradient norm; 0 is no limit."""
 

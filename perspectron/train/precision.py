@@ -1,4 +1,4 @@
-"""Precision of a training: measured, not assumed."""
+"""Choosing the precision of training by measurement."""
 
 import contextlib
 import time

@@ -1,9 +1,10 @@
-"""The staged recipe: one network, copied to all experts, which go apart, become ternary, and are set on the torus so
-that those alike are neighbours; then the router learns where they went (decisions.md §2).
+"""The staged recipe: a dense network is copied to all experts, which are differentiated, made ternary and placed on
+the torus so that similar ones are neighbours; then the router is trained
+(docs/designs/perspective.md#training-the-experts).
 
-RUN/stages/1-dense, 2-clone, 3-differentiate, 4-ternary, 5-align and 6-router are runs of their own: of a trainer, or
-weights that the one before was turned into. Each is a function of the one before, so that the recipe, stopped
-anywhere, goes on bit for bit. RUN/stages.json says how each ended, and RUN itself holds the result of the last.
+RUN/stages/1-dense, 2-clone, 3-differentiate, 4-ternary, 5-align and 6-router are runs of their own, trained or
+converted from the previous stage. Each depends only on the previous one, so that the recipe resumes bit for bit.
+RUN/stages.json records how each ended, and RUN itself holds the result of the last.
 
 Shapes: E experts, F hidden width, D model width.
 """

@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, and whether the run is still what it was."""
+"""Resuming a run: from which checkpoint, and whether its config has changed."""
 
 import math
 from collections.abc import Sequence

@@ -23,9 +23,9 @@ CLAIMS = ledger.claims()
 def test_every_document_has_its_claims_under_ids_of_its_own():
     assert len(CLAIMS) > 60
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
-    for name, (_, found) in ledger.DOCUMENTS.items():
-        assert len(found) >= 20
-        assert all(claim.id.startswith(f"{name}-") for claim in found)
+    for name, document in ledger.DOCUMENTS.items():
+        assert len(document.claims) >= 20
+        assert all(claim.id.startswith(f"{name}-") for claim in document.claims)
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *COMPARISONS])

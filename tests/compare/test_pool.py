@@ -87,7 +87,7 @@ def test_none_outlives_a_parent_that_was_killed(tmp_path):
     folder = tmp_path / "a"
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder)])
     until((folder / "began").exists)
-    with pytest.raises(StorageError, match="another process works in it"), locked(folder):
+    with pytest.raises(StorageError, match="another process is using it"), locked(folder):
         pass
     parent.kill()
     parent.wait()

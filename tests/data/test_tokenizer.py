@@ -304,12 +304,12 @@ def test_what_the_library_dies_of_is_an_error(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(tokenizer.tokenizers, "Tokenizer", Inner)
     with pytest.raises(
-        DataError, match=r"tokenizer.json: the tokenizer's library gave up \(called .* a `None`"
+        DataError, match=r"tokenizer.json: the tokenizer's library failed \(called .* a `None`"
     ):
         Tokenizer.load(path)
     broken = Tokenizer.__new__(Tokenizer)
     broken._inner = type("Broken", (), {"encode_batch_fast": panics})()
-    with pytest.raises(DataError, match="text: the tokenizer's library gave up"):
+    with pytest.raises(DataError, match="text: the tokenizer's library failed"):
         broken.encode("a")
 
 

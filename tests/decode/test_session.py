@@ -236,7 +236,7 @@ def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
     with pytest.raises(StateError, match="the conversation has 2 rows; take one of them"):
         session.add("x", max_tokens=1, conversation=two)
     other = generate(make("perspective-tiny"), tokenizer, ["x"], max_tokens=1).conversation
-    with pytest.raises(StateError, match="of another model"):
+    with pytest.raises(StateError, match="belongs to another model"):
         session.add("x", max_tokens=1, conversation=other)
     row = session.add("x", max_tokens=1)
     assert row == 0 and session.active == [0], "what was refused left nothing behind"

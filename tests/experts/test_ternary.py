@@ -74,7 +74,7 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass():
 
 
 def test_zeros_of_gaussian_weights():
-    """|w| < s/2 with s = σ√(2/π): 31.0%. Of a mixture of scales, more: decisions.md §2 says 31 to 42%."""
+    """|w| < s/2 with s = σ√(2/π): 31.0%. Of a mixture of scales, more (docs/designs/perspective.md#ternary-weights)."""
     zeros, scale = stats(matrices(3, 400, 300) * torch.tensor([0.01, 1, 7]).view(3, 1, 1))
     assert zeros.shape == scale.shape == (3,)
     expected = math.erf(math.sqrt(2 / math.pi) / 2 / math.sqrt(2))

@@ -1,4 +1,4 @@
-"""ADR against the five laws written out, and without the faults of the document's demo (decisions.md §4).
+"""ADR against the five laws written out, and without the faults of the document's demo (docs/designs/adr.md).
 
 Shapes: B batch, T time, D model width, H heads, K head width.
 """

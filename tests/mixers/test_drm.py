@@ -1,4 +1,4 @@
-"""The DRM mixer: its terms against formulas written out, its schedule, and its place in a model (decisions.md §6).
+"""The DRM mixer: its terms against formulas written out, its schedule, and its place in a model (docs/designs/drm.md).
 
 Shapes: B batch, T time, D state width, E token width, N directions, R metric rank.
 """

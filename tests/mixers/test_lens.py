@@ -47,7 +47,7 @@ def empty(module: torch.nn.Module, B: int, capacity: int = 0):
 
 
 def document(module: Lens, x_BTD: Tensor) -> Tensor:
-    """seeds/lens.md, enhancements 1-3, line by line, causal; S is scaled as attention is (decisions.md §5)."""
+    """docs/designs/lens.md#three-lenses, line by line, causal; S is scaled as attention is."""
     B, T, _ = x_BTD.shape
     config = module.config
     q, k, v = (part.view(B, T, H, K).transpose(1, 2) for part in module.qkv_proj(x_BTD).split(D, -1))

@@ -110,7 +110,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], object] | bytes, str]] = [
     (lambda h: h.update(extra={"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}), "not safetensors"),
     (lambda h: h.update({"x\n" * 500: h.pop(E)}), r"'embedding.codes' is missing, must be uint8 \[300, 64\]"),
     (b"[]", "the header is no object"),
-    (b'{"a":1,"a":1}', "key 'a' stands twice"),
+    (b'{"a":1,"a":1}', "key 'a' occurs twice"),
     (b'{"a":NaN}', "NaN is not JSON"),
     (b"[" * 100_000, "too many levels"),
     (b'{"a":' + b"9" * 5000 + b"}", "beyond 64 bits"),

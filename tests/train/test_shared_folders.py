@@ -119,7 +119,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_a_lock_is_one_processs_and_ends_with_it(tmp_path):
     with held(tmp_path) as process:
         with (
-            pytest.raises(StorageError, match="another process works in it"),
+            pytest.raises(StorageError, match="another process is using it"),
             locked(tmp_path, checkpoint.RUN_LOCK),
         ):
             pass
@@ -144,7 +144,7 @@ def test_a_lock_that_cannot_be_made_is_one_line(tmp_path):
 def test_a_run_that_another_process_trains_is_left_alone(run, capsys):
     before = snapshot(run)
     with held(run):
-        assert "another process works in it" in refused(capsys, "train", "--resume", str(run))
+        assert "another process is using it" in refused(capsys, "train", "--resume", str(run))
     assert snapshot(run) == before | {checkpoint.RUN_LOCK: b""}
     assert go_on(run) == 0
 
@@ -367,7 +367,7 @@ def test_a_lock_file_that_was_deleted_locks_nothing(tmp_path):
 def held_by_another_fails(folder: Path):
     command = [sys.executable, "-c", HOLDER, str(folder), checkpoint.RUN_LOCK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert "another process works in it" in done.stderr
+    assert "another process is using it" in done.stderr
     yield
 
 

@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -61,7 +60,7 @@ class Worker {
     job_.store(job);
     if (asleep_.load()) {
       std::lock_guard<std::mutex> lock(mutex_);
-      wake_.notify_one();
+      pthread_cond_signal(&wake_);
     }
   }
 
@@ -80,7 +79,7 @@ class Worker {
     if (!spin(given)) {
       std::unique_lock<std::mutex> lock(mutex_);
       asleep_.store(true);
-      wake_.wait(lock, given);
+      while (!given()) pthread_cond_wait(&wake_, mutex_.native_handle());
       asleep_.store(false);
     }
     return job_.load();
@@ -89,7 +88,7 @@ class Worker {
   alignas(64) std::atomic<Job*> job_{nullptr};
   std::atomic<bool> asleep_{false};
   std::mutex mutex_;
-  std::condition_variable wake_;
+  pthread_cond_t wake_ = PTHREAD_COND_INITIALIZER;  // std's would ask for a C++ library of 2022
 };
 
 class Pool {

@@ -77,7 +77,7 @@ def _design(name, seeds):
         rates[2] |= {"bits_per_byte": None, "why": "the loss is not finite at step 40"}
     return {
         "about": f"the design {name}, made up",
-        "source": "seeds/pdr.md",
+        "source": "docs/designs/perspective.md#the-recurrence",
         "parameters": 2_000_000 + 31 * len(name) ** 2,
         "active_parameters": 2_000_000 + 31 * len(name) ** 2,
         "train_flops_per_token": 1.2e7 + 9e5 * len(name),

@@ -1,0 +1,163 @@
+"""The documentation: blocks of code run, citations and links lead somewhere, and the site needs no network."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from perspectron.cli import compare
+from perspectron.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
+RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
+RUN += ("guides/quantise-and-stream.md",)
+"""In this order: later pages use the run of the second."""
+SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
+STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
+SMALL = {
+    "train": f"{STEPS} --set {SIZES} vocab_size=300",
+    "quantize": "--windows 2 --tokens 64",
+    "eval": "--tokens 64",
+}
+"""Options that a reader's command is given here beside its own, so that it takes seconds."""
+
+
+def pages() -> list[Path]:
+    return sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "results" / "README.md"])
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, label, text) of every block."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub and mkdocs make them (alike for ASCII with single spaces)."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [
+        unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings
+    ]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in plain}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where a reader sits, with a text."""
+    folder = tmp_path_factory.mktemp("reader")
+    lines = (f"KING: QUEEN number {i} went over {i * 7 % 13} hills to the sea.\n" for i in range(2000))
+    (folder / "play.txt").write_text("".join(lines))
+    return folder
+
+
+def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    trained = []  # a comparison is planned here, and trained in tests/compare
+    monkeypatch.setattr(compare, "finish", lambda out, *_: trained.append(out) or 0)
+    for name in RUN:
+        for language, _, code in blocks(DOCS / name):
+            if language == "python":
+                exec(compile(code, name, "exec"), {})
+                continue
+            assert language == "sh", name
+            for line in code.splitlines():
+                program, command, *rest = shlex.split(line)
+                resumed = "--resume" in rest
+                small = [] if resumed else SMALL.get(command, "").split()
+                assert program == "perspectron"
+                assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
+    assert trained == [Path("runs/compared")] * 2
+
+
+def test_blocks_elsewhere_are_equations_or_run_by_a_test_of_their_own():
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).as_posix()
+        if name not in (*RUN, "add-a-mixer.md"):  # tests/test_add_a_mixer.py
+            assert {language for language, *_ in blocks(page)} <= {"text"}, name
+
+
+def test_what_contributors_are_told_to_run_is_what_has_to_pass():
+    told = [
+        line
+        for _, label, code in blocks(ROOT / "CONTRIBUTING.md")
+        if label == "checks"
+        for line in code.splitlines()
+    ]
+    must = (ROOT / ".ci" / "run").read_text() + (ROOT / "README.md").read_text()
+    assert len(told) >= 5
+    assert [line for line in told if line not in must] == []
+
+
+def test_citations_name_a_page_and_a_heading_that_exist():
+    sources = [*pages(), ROOT / "perspectron" / "catalogue.json"]
+    for part in ("perspectron", "claims", "benchmarks", "tests"):
+        sources += (ROOT / part).rglob("*.py")
+    cited = {
+        (source.relative_to(ROOT).as_posix(), *match)
+        for source in sources
+        for match in CITATION.findall(source.read_text(encoding="utf-8"))
+    }
+    assert len({page for _, page, _ in cited if page.startswith("docs/designs/")}) == 5
+    lost = [
+        (source, page, anchor)
+        for source, page, anchor in sorted(cited)
+        if not (ROOT / page).is_file() or (anchor and anchor not in anchors(ROOT / page))
+    ]
+    assert lost == []
+
+
+def test_nothing_cites_what_a_user_cannot_open():
+    hidden = re.compile(r"\bseeds/|\bdecisions(\.md| §)")
+    sources = [*pages(), *(ROOT / "claims").rglob("*.py")]
+    sources += [path for path in (ROOT / "perspectron").rglob("*") if path.suffix in (".py", ".json", ".j2")]
+    found = [path for path in sources if hidden.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere_in_the_repository(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in (link or image for link, image in LINK.findall(text)):
+        if re.match(r"https?://", target):
+            continue
+        place, _, anchor = target.partition("#")
+        there = (page.parent / place).resolve() if place else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    site = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(build, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def test_the_site_fetches_nothing(site):
+    fetched = re.compile(r"""(?:src=|<link[^>]+href=|url\(|@import )["']?(?:https?:)?//[^"')\s]+""")
+    for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
+        assert fetched.findall(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_the_site_has_every_page_and_citations_in_the_reference_are_links(site):
+    assert {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")} <= {
+        path.relative_to(site) for path in site.rglob("*.html")
+    }
+    for name in ("results", "changelog", "contributing", "security"):
+        assert (site / f"{name}.html").is_file()
+    mixers = (site / "reference" / "mixers.html").read_text(encoding="utf-8")
+    assert 'href="../designs/perspective.html#the-recurrence"' in mixers
+    assert 'id="perspectron.mixers.pdr.PDRConfig"' in mixers
