@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from perspectron import machine  # noqa: E402
 from perspectron.eval import timing  # noqa: E402
-from perspectron.eval.timing import Peak, take_turns, timed  # noqa: E402, F401
+from perspectron.eval.timing import take_turns, timed  # noqa: E402
+from perspectron.machine import Peak  # noqa: E402, F401
 from perspectron.machine import free_memory as available_bytes  # noqa: E402
 
 MATMUL_SIZES = (384, 768, 1536, 3072)

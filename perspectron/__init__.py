@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
     from perspectron.config import ModelConfig
+    from perspectron.decode.generate import generate as generate
     from perspectron.decode.session import Session
     from perspectron.errors import PerspectronError
     from perspectron.model import LanguageModel, Output
@@ -22,6 +23,7 @@ __all__ = [
     "PerspectronError",
     "Session",
     "build",
+    "generate",
     "load",
     "load_extra",
     "load_state",
@@ -45,6 +47,7 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
 _MODULES = {
     "config": ("ModelConfig",),
     "decode.session": ("Session",),
+    "decode.generate": ("generate",),
     "errors": ("PerspectronError",),
     "model": ("LanguageModel", "Output"),
     "opening": ("load",),

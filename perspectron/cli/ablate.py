@@ -9,7 +9,8 @@ from rich.console import Console
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish
 from perspectron.cli.options import count, resolved
-from perspectron.compare.ablations import ABLATIONS, ablate
+from perspectron.cli.progress import Work
+from perspectron.compare.ablations import ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import between_commas, one_of, require
 from perspectron.eval.suites import OF_TEXT
@@ -25,13 +26,15 @@ class Ablate:
 
     The rest of the optimizer is that of `compare`.
 
-    Example: perspectron ablate runs/compare/cells/perspective/0 --over low_rank_gate,no_gqa --out runs/ablate
+    Example: perspectron ablate runs/letters --over no_conv,no_gqa --out runs/ablate
 
-    Every ablation of its design: perspectron ablate runs/compare/cells/lens/0 --tokens 1M --out runs/lens-steps
+    Every ablation there is of it, with fewer tokens: perspectron ablate runs/letters --tokens 1M --out runs/parts
+
+    Go on after a stop with the same command, or: perspectron compare --resume runs/ablate
     """
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run of perspective, adr, lens or drm."""
+    """Folder of a run of any design; ours have more ablations than those of others."""
     out: Path
     """Folder for everything it makes; with the same options as before it goes on there."""
     over: str = "all"
@@ -48,16 +51,16 @@ class Ablate:
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         config = describe(self.run).of_run()
-        design = one_of(design_of(config.model), ABLATIONS, "design")
-        names = list(ABLATIONS[design]) if self.over == "all" else between_commas(self.over)
+        design, known = design_of(config.model), ablations_of(config.model)
+        names = list(known) if self.over == "all" else between_commas(self.over)
         made: Models = {
             design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
         }
         for name in names:
-            about = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].about
+            about = known[one_of(name, known, f"ablation of {design}")].about
             made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
         console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-        with locked(self.out):
+        with locked(self.out), Work("encoding the text and planning"):
             settings = self.settings(config, tuple(made))
             what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))
         return finish(self.out, what, self.jobs, console)

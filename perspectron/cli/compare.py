@@ -15,6 +15,7 @@ from rich.progress import (
 )
 
 from perspectron.cli.options import count, resolved
+from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
     Plan,
@@ -41,7 +42,7 @@ class Compare:
 
     Example: perspectron compare --params 1M --tokens 1M --seeds 1 --out runs/compare
 
-    Your text: perspectron compare --designs perspective,gpt2 --data letters.txt --tokens 20M --out runs/mine
+    Your text: perspectron compare --designs perspective2,gpt2 --data letters.txt --tokens 20M --out runs/mine
 
     Resume after an interruption: perspectron compare --resume runs/compare
 
@@ -116,7 +117,7 @@ class Compare:
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
-        with locked(folder):
+        with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
 
@@ -156,7 +157,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             failed = _measure(folder, what, finished, jobs, console)
             results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
-        console.print(f"stopped and saved; go on with --resume {folder}")
+        console.print(f"stopped and saved; go on with: perspectron compare --resume {folder}")
         return 128 + stop.number
     console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]

@@ -8,6 +8,7 @@ from typing import Any
 import tyro
 
 from perspectron.cli.options import Sets, answer, assignments, open_model
+from perspectron.cli.progress import Work
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus
 from perspectron.eval.subject import Subject
@@ -24,11 +25,11 @@ SEQ_LEN = 128  # tokens of a window where nothing says how long they were in tra
 class Eval:
     """Measure a run: held-out loss in bits per byte beside gzip and xz, or another suite.
 
-    Example: perspectron eval runs/quickstart/perspective
+    Example: perspectron eval runs/letters
 
-    Another text, with the run's tokenizer: perspectron eval runs/quickstart/perspective --data letters.txt --json
+    Another text, with the run's tokenizer: perspectron eval runs/letters --data other.txt --json
 
-    Another suite: perspectron eval runs/quickstart/perspective --suite calibration --set bins=10
+    Another measure: perspectron eval runs/letters --suite calibration --set bins=10
     """
 
     run: tyro.conf.Positional[Path]
@@ -68,9 +69,11 @@ class Eval:
         opened.model.to(pick_device(self.device))
         trained = opened.folder.trained
         with tempfile.TemporaryDirectory() as scratch:
-            split = self._heldout(opened, Path(scratch)) if suite.reads_text else None
+            with Work("reading the text"):
+                split = self._heldout(opened, Path(scratch)) if suite.reads_text else None
             seq_len = self.seq_len or (SEQ_LEN if trained is None else trained.seq_len)
-            result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
+            with Work(f"measuring {self.suite}"):
+                result = suite.code.measure(Subject(opened, split, seq_len, self.seed or 0), options)
         first, *lines = suite.code.lines(result)
         return answer(self.json, plain(result), f"{opened.folder.model.name}: {first}", *lines)
 

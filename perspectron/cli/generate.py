@@ -5,13 +5,13 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 import tyro
 from rich.table import Table
 
 from perspectron import native
 from perspectron.cli.options import answer, open_model, table
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
@@ -27,21 +27,22 @@ PROMPT = "def read_lines(path):\n"  # of a measurement
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue one prompt or several, and conversations from where they stopped.
+    """Continue one prompt or several, and conversations from where they stopped; without a prompt, begin a text.
 
-    Example: perspectron generate runs/quickstart/perspective "def main(" --max-tokens 200
+    Example: perspectron generate runs/letters "Dear Sir" --max-tokens 200
 
-    Stop and go on: add --save-state tree.state, and later
-    perspectron generate runs/quickstart/perspective --load-state tree.state
+    To go on later: perspectron generate runs/letters "Dear Sir" --save-state tree.state
 
-    A long text: perspectron generate runs/quickstart/perspective - < book.txt
+    And then: perspectron generate runs/letters --load-state tree.state
+
+    A long text: perspectron generate runs/letters - < other.txt
     """
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Texts to continue, together in one batch, each drawing from its own stream of the seed; "-" reads standard
-    input."""
+    """Texts to continue, together in one batch, each drawing from its own stream of the seed; "-" reads standard input,
+    and without any a text begins."""
     max_tokens: int = 200
     """Tokens to draw at most, for each prompt."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -78,7 +79,12 @@ class Generate:
             conversation = replace(conversation, state=conversation.state.to(device))
         texts, start = self._texts(conversation), time.perf_counter()
         single = not self.json and len(texts) == 1
-        with _Reading() as reading:
+        with Work("reading the prompt") as reading:
+
+            def say(row: int, piece: str) -> None:
+                reading.stop()
+                print(piece, end="", flush=True)
+
             result = generate(
                 model,
                 tokenizer,
@@ -87,7 +93,7 @@ class Generate:
                 sampling=self.sampling,
                 stop=self.stop,
                 conversation=conversation,
-                on_text=reading.say if single else None,
+                on_text=say if single else None,
                 on_read=reading.tell,
             )
         if self.save_state is not None:
@@ -113,9 +119,7 @@ class Generate:
             raise ConfigError('prompts: "-" reads standard input and must be the only prompt')
         if self.prompts:
             return list(self.prompts)
-        if conversation is None:
-            raise ConfigError('prompts: there is none; give a text, or "-" for standard input')
-        return [""] * conversation.rows
+        return [""] * (1 if conversation is None else conversation.rows)
 
     def _print(self, prompts: list[str], result: Generation, single: bool, seconds: float) -> None:
         if self.json:
@@ -132,44 +136,6 @@ class Generate:
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{text}")
-
-
-class _Reading:
-    """Progress of a long prompt on standard error: a line that is written over on a terminal, else one every 10 s."""
-
-    def __init__(self) -> None:
-        self.start = self.said = time.monotonic()
-        self.terminal = sys.stderr.isatty()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._clear()
-
-    def tell(self, read: int, prompt: int) -> None:
-        now = time.monotonic()
-        if now - self.said < (0.5 if self.terminal else 10.0):
-            return
-        left = (now - self.start) * (prompt - read) / max(read, 1)
-        line = f"perspectron: {read:,} of {prompt:,} tokens of the prompt read, about {left:,.0f} s left"
-        print(
-            f"\r{line}\x1b[K" if self.terminal else line,
-            end="" if self.terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-        self.said = now
-
-    def say(self, row: int, piece: str) -> None:
-        """Print a piece of the answer, where the progress of reading stood."""
-        self._clear()
-        print(piece, end="", flush=True)
-
-    def _clear(self) -> None:
-        if self.terminal and self.said > self.start:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self.said = self.start
 
 
 def _standard_input() -> str:

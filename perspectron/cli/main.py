@@ -8,8 +8,10 @@ import contextlib
 import functools
 import io
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ COMMANDS = {
     "train": "train:Train",
     "generate": "generate:Generate",
     "serve": "serve:Serve",
+    "chat": "chat:Chat",
     "eval": "evaluate:Eval",
     "inspect": "inspect:Inspect",
     "list": "list:List",
@@ -36,6 +39,7 @@ COMMANDS = {
     "search": "search:Search",
     "trace": "trace:TraceRoutes",
     "lm-eval": "harness:run",
+    "completion": "completion:Completion",
 }
 """For each command, where in `perspectron.cli` it stands. A class is parsed from the arguments, and its instance called
 for the exit code; a function takes the arguments as they are."""
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
             with contextlib.redirect_stdout(sys.stderr):
                 _overview()
             return ConfigError.exit_code
-        command = _parse(arguments)
+        command = _parse(arguments, time.monotonic())
         prepare()
         return command()
     except PerspectronError as error:
@@ -86,14 +90,13 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
     print(f"perspectron: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
-def _parse(arguments: list[str]) -> Callable[[], int]:
-    """The command that the arguments ask for, ready to be called."""
+def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
+    """The command that the arguments ask for, ready to be called. began: when, by the monotonic clock, it was asked."""
     if arguments[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
         raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
     name, *rest = arguments
-    module, _, attribute = COMMANDS[name].partition(":")
-    command: Any = getattr(import_module(f"perspectron.cli.{module}"), attribute)
+    command = command_of(name)
     if not isinstance(command, type):
         return functools.partial(command, rest)
     import tyro
@@ -102,7 +105,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     if name == "train":
         from perspectron.cli.train import defaults
 
-        default = defaults(rest)
+        default = replace(defaults(rest), began=began)
     options = {} if default is None else {"default": default}
     said = io.StringIO()
     try:
@@ -119,6 +122,12 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
         if stop.code == 0:
             raise
         raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {name} --help)") from None
+
+
+def command_of(name: str) -> Any:
+    """What a name in COMMANDS stands for, imported."""
+    module, _, attribute = COMMANDS[name].partition(":")
+    return getattr(import_module(f"perspectron.cli.{module}"), attribute)
 
 
 def _overview() -> None:

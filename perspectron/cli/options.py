@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from perspectron.cli.progress import Work
 from perspectron.config import assignment, require
 from perspectron.errors import ConfigError
 
@@ -92,7 +93,7 @@ def resolved(data: str) -> str:
     """A corpus or a run by its full path, so that a run goes on from any folder."""
     from perspectron.data import NAMED
 
-    return data if data in (*NAMED, "") else str(Path(data).resolve())
+    return data if data in (*NAMED, "") or "://" in data else str(Path(data).resolve())
 
 
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
@@ -107,7 +108,8 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
 
     cache_bytes = None if cache is None else size(cache, "cache")
     try:
-        opened = opening.open_model(path, cache_bytes=cache_bytes, verify=verify)
+        with Work(f"loading {path}"):
+            opened = opening.open_model(path, cache_bytes=cache_bytes, verify=verify)
     except ConfigError as error:
         typed = f"cache = {cache!r} ({cache_bytes:,} bytes)" if cache_bytes else ""
         raise ConfigError(re.sub(rf"^cache = {cache_bytes}( bytes)?", typed, str(error))) from None
@@ -139,6 +141,10 @@ def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
         print(json.dumps(fields))
     else:
         console = Console(highlight=False, markup=False, emoji=False)
+        widths = [console.measure(part).maximum for part in parts if not isinstance(part, str)]
+        console.width = (
+            max(console.width, *widths) if widths else console.width
+        )  # wrapped by the terminal, not cut
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str))
     return 0

@@ -175,9 +175,16 @@ def _speeds(cases: list[Case], rates: Rates) -> Table:
     for one in cases:
         speed = one.tokens_per_second(rates)
         amounts = [f"{amount / 1e6:,.1f}" for amount in (one.memory, one.disk, one.pcie)]
-        shown = "-" if speed is None else f"{speed[0]:,.2f} to {speed[1]:,.2f}"
+        shown = "-" if speed is None else " to ".join(dict.fromkeys(map(digits, speed)))
         rows.append([one.name, f"{one.miss_rate:.1%}", *amounts, shown])
     return table("a token, in MB", ("experts", "read", "memory", "disk", "PCIe", "tokens/s"), rows)
+
+
+def digits(value: float) -> str:
+    """A predicted number, three digits of it: 26,300, 12.3, 0.046."""
+    if value >= 1000:
+        return f"{round(value, 3 - len(str(int(value)))):,.0f}"
+    return f"{value:.2g}" if value < 1 else f"{value:.{3 - len(str(int(value)))}f}"
 
 
 def _known(rates: Rates) -> str:

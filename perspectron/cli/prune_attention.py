@@ -7,6 +7,7 @@ import tyro
 from rich.table import Table
 
 from perspectron.cli.options import answer, table
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.opening import describe, open_model
 from perspectron.quant.prune import prune, route_gates
@@ -54,23 +55,27 @@ class PruneAttention:
         most = len(gates) - (model.config.positions == 0 and len(gates) == len(model.config.blocks))
         if self.blocks is not None:
             require(1 <= self.blocks <= most, "blocks", self.blocks, f"from 1 to {most}")
-        for n in range(most + 1):
-            pruned = prune(model, [index for _, index in gates[:n]])
-            loss = heldout(
-                pruned,
-                split,
-                tokenizer,
-                seq_len=config.train.seq_len,
-                limit_tokens=self.tokens or None,
-                dtype=opened.folder.dtype,
-            ).bits_per_byte
-            cache = pruned.init_state(1, capacity=self.context).nbytes
-            g, block = gates[n - 1] if n else (None, None)
-            rows.append({"removed": n, "block": block, "g": g, "bits_per_byte": loss, "cache_bytes": cache})
-            if n and n == self.blocks:
-                progress = checkpoint.Progress(heldout=loss)
-                exported = replace(config, model=pruned.config)
-                checkpoint.export(out, exported, tokenizer, pruned, progress)
+        with Work("measuring the held-out loss") as work:
+            for n in range(most + 1):
+                work.tell(n, most + 1)
+                pruned = prune(model, [index for _, index in gates[:n]])
+                loss = heldout(
+                    pruned,
+                    split,
+                    tokenizer,
+                    seq_len=config.train.seq_len,
+                    limit_tokens=self.tokens or None,
+                    dtype=opened.folder.dtype,
+                ).bits_per_byte
+                cache = pruned.init_state(1, capacity=self.context).nbytes
+                g, block = gates[n - 1] if n else (None, None)
+                rows.append(
+                    {"removed": n, "block": block, "g": g, "bits_per_byte": loss, "cache_bytes": cache}
+                )
+                if n and n == self.blocks:
+                    progress = checkpoint.Progress(heldout=loss)
+                    exported = replace(config, model=pruned.config)
+                    checkpoint.export(out, exported, tokenizer, pruned, progress)
         exported_to = str(out) if self.blocks is not None else None
         fields = {"context": self.context, "rows": rows, "exported": exported_to}
         lines = [f"without attention in {self.blocks} blocks: {exported_to}"] if exported_to else []

@@ -10,6 +10,7 @@ import tyro
 from torch import Tensor
 
 from perspectron.cli.options import answer, differences, table
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
 from perspectron.errors import ConfigError, DataError
@@ -29,9 +30,9 @@ class Quantize:
     Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become ternary, in separate files that can be read
     one by one.
 
-    Example: perspectron quantize runs/routed --out runs/routed-2bit
+    Example: perspectron quantize runs/letters --out runs/letters-2bit
 
-    On another text: perspectron quantize runs/gpt2 --out runs/gpt2-4bit --linear 4bit --calibrate letters.txt
+    On another text: perspectron quantize runs/letters --out runs/letters-4bit --linear 4bit --calibrate other.txt
 
     An artifact of version 0.1 is converted to the current format with unchanged weights.
     """
@@ -68,11 +69,14 @@ class Quantize:
             held = None if shards is None else shards.split("heldout")
             text = self._text(shards, tokenizer, Path(scratch) / "calibrate")
             ids_nT = None if text is None else sampled(text, self.windows, config.train.seq_len)
-            before = None if held is None else self._measure(model, held, tokenizer, config.train)
-            report = convert(model, self.linear, ids_nT)
+            with Work("measuring the held-out loss"):
+                before = None if held is None else self._measure(model, held, tokenizer, config.train)
+            with Work(f"packing {config.model.name}"):
+                report = convert(model, self.linear, ids_nT)
             save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
             small, tokenizer = load(self.out)
-            after = None if held is None else self._measure(small, held, tokenizer, config.train)
+            with Work("measuring the held-out loss again"):
+                after = None if held is None else self._measure(small, held, tokenizer, config.train)
         return self._answer(config.model.name, report, before, after)
 
     def _upgrade(self) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from perspectron.cli.options import answer, table
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.errors import DataError, StorageError
@@ -41,7 +42,7 @@ class ShowRoutes:
 
     Example: perspectron routes runs/routed --text letters.txt
 
-    By kind: perspectron routes runs/routed --text verse=poems.txt law=acts.txt --out routes/
+    By kind: perspectron routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
     """
 
     run: tyro.conf.Positional[Path]
@@ -66,7 +67,7 @@ class ShowRoutes:
         opened = open_model(self.run)
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         texts = [_read(source, tokenizer, self.tokens) for source in self.text]
-        with opened.autocast():
+        with opened.autocast(), Work("reading the text"):
             routes = joined([of_document(model, text.ids) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
         out = self.out or safe_join(opened.folder.path, "routes", StorageError)

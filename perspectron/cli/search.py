@@ -9,6 +9,7 @@ from rich.table import Table
 
 from perspectron.cli.compare import train
 from perspectron.cli.options import count, resolved
+from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.config import between_commas, require
@@ -79,7 +80,8 @@ class Search:
         try:
             with locked(self.out):
                 search.settle(self.out, space, rungs, self.keep, self.seed)
-                what = plan(self.out, "search", settings, search.models, threads_for(self.jobs))
+                with Work("encoding the text and planning"):
+                    what = plan(self.out, "search", settings, search.models, threads_for(self.jobs))
                 told = (
                     f"{len(everyone)} candidates of {self.design}, {settings.params:,} parameters; rungs of "
                 )

@@ -9,6 +9,7 @@ import tyro
 
 from perspectron import presets
 from perspectron.cli.options import Sets, answer, assignments
+from perspectron.cli.progress import Work
 from perspectron.config import one_of, require
 from perspectron.data import Tokenizer, open_corpus
 from perspectron.stream.synthetic import synthesize
@@ -46,14 +47,15 @@ class Synthesize:
         require(not self.out.exists(), "out", str(self.out), "a new folder")
         require(self.seed >= 0, "seed", self.seed, "≥ 0")
         start = time.perf_counter()
-        header = synthesize(
-            config,
-            self.out,
-            lambda: self._tokenizer(config.vocab_size),
-            experts=self.experts,
-            linear=self.linear,
-            seed=self.seed,
-        )
+        with Work(f"writing {self.out}"):
+            header = synthesize(
+                config,
+                self.out,
+                lambda: self._tokenizer(config.vocab_size),
+                experts=self.experts,
+                linear=self.linear,
+                seed=self.seed,
+            )
         written = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
         seconds = time.perf_counter() - start
         assert header.experts is not None

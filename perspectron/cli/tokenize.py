@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from perspectron.cli.options import answer
+from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.errors import StorageError
@@ -16,9 +17,9 @@ from perspectron.files import locked
 class Tokenize:
     """Train a tokenizer on a corpus and encode it, once for many runs; an interrupted encoding resumes.
 
-    Example: perspectron tokenize my_texts/ --out corpora/mine --vocab-size 8192
+    Example: perspectron tokenize letters.txt --out corpora/letters --vocab-size 2048
 
-    Then: perspectron train --data corpora/mine --preset perspective-166m --out runs/mine
+    Then: perspectron train --data corpora/letters --minutes 30
     """
 
     data: tyro.conf.Positional[str]
@@ -41,7 +42,7 @@ class Tokenize:
         corpus, kept = open_corpus(self.data, self.heldout, dev=self.dev), self.out / "tokenizer.json"
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
-        with locked(self.out):
+        with locked(self.out), Work("learning the tokenizer and encoding"):
             if self.tokenizer is not None:
                 tokenizer = Tokenizer.load(self.tokenizer)
             else:

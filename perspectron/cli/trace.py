@@ -9,6 +9,7 @@ import tyro
 from rich.table import Table
 
 from perspectron.cli.options import answer, rate, table
+from perspectron.cli.progress import Work
 from perspectron.cli.routes import read_tokens
 from perspectron.config import require
 from perspectron.eval.routes import of_document
@@ -52,7 +53,7 @@ class TraceRoutes:
         opened = open_model(self.run)
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         ids = read_tokens(self.text, tokenizer, self.tokens)
-        with opened.autocast():
+        with opened.autocast(), Work("reading the text"):
             trace = _trace(model, ids)
         out = opened.folder.path / "trace.json" if self.out is None else self.out
         save(out, trace)

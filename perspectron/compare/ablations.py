@@ -5,18 +5,22 @@ the feed-forward networks (or of the emitter, without networks) until as many pa
 the part is compared and not the size. docs/designs has a page for each design.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from perspectron.census import active_parameters
 from perspectron.config import BlockConfig, MixerConfig, ModelConfig, SequentialConfig, one_of, require
+from perspectron.errors import ConfigError
 from perspectron.ffn import ContextMLPConfig, MLPConfig
 from perspectron.mixers.adr import ADRConfig
+from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig
 from perspectron.mixers.drm_terms import OF_METRIC, Losses
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
+from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import EmitterConfig
 from perspectron.presets import TOLERANCE, design_of
@@ -38,18 +42,24 @@ class Ablation(NamedTuple):
 def ablate(config: ModelConfig, name: str) -> ModelConfig:
     """Config without a part, with equal active parameters within 2%, named "design-ablation".
 
-    ConfigError for a design without ablations, an unknown ablation, one that changes nothing here, or if no width
+    ConfigError for an unknown ablation, one that changes nothing here, or if no width
     restores the size.
     """
-    design = one_of(design_of(config), ABLATIONS, "design")
-    left = ABLATIONS[design][one_of(name, ABLATIONS[design], f"ablation of {design}")].change(config)
+    known = ablations_of(config)
+    return _without(config, name, known[one_of(name, known, f"ablation of {design_of(config)}")])
+
+
+def _without(config: ModelConfig, name: str, ablation: Ablation) -> ModelConfig:
+    left = ablation.change(config)
     require(left != config, "ablation", name, f"of a part that {config.name} has")
-    return replace(rematch(left, active_parameters(config)), name=f"{design}-{name}")
+    return replace(rematch(left, active_parameters(config)), name=f"{design_of(config)}-{name}")
 
 
 def rematch(config: ModelConfig, params: int) -> ModelConfig:
     """Config whose hidden widths all differ by the same multiple of 4, such that its active parameters are nearest to
     `params`. ConfigError when they are not within 2%."""
+    if active_parameters(config) == params:
+        return config
     widths = list(_widths(config))
     require(len(widths) > 0, "model", config.name, "one with a hidden width to match by")
     own = active_parameters(config)
@@ -121,6 +131,17 @@ PERSPECTIVE = {
         "no W_p: one learned decay for each channel, from 0.95, the same at every token",
     ),
     "no_gqa": Ablation(_only(PDRConfig), "every layer is PDR: no attention at all"),
+    "no_pdr": Ablation(
+        _only(WindowGQAConfig), "every layer is windowed attention: no memory past the windows"
+    ),
+}
+
+PERSPECTIVE2 = {
+    "no_conv": Ablation(_of(PDR2Config, conv=0), "no short convolution before the recurrence"),
+    "no_gate": Ablation(_of(PDR2Config, gated=False), "no norm and gate on what the recurrence gives"),
+    "no_spread": Ablation(_of(PDR2Config, longest=0.0), "every row starts at γ = 0.95, as in PDR"),
+    "no_unit_input": Ablation(_of(PDR2Config, unit_input=False), "values are written as they are"),
+    "no_gqa": Ablation(_only(PDR2Config), "every layer is recurrent: no attention at all"),
     "no_pdr": Ablation(
         _only(WindowGQAConfig), "every layer is windowed attention: no memory past the windows"
     ),
@@ -233,4 +254,36 @@ ADR = {
     ),
 }
 
-ABLATIONS: dict[str, dict[str, Ablation]] = {"perspective": PERSPECTIVE, "lens": LENS, "drm": DRM, "adr": ADR}
+# ---------------------------------------------------------------- any design
+
+
+def _half_as_deep(config: ModelConfig) -> ModelConfig:
+    require(len(config.blocks) > 1, "model", config.name, "one of several blocks")
+    return replace(config, blocks=config.blocks[: (len(config.blocks) + 1) // 2])
+
+
+GENERAL = {
+    "no_embedding_norm": Ablation(
+        lambda config: replace(config, embedding_norm=False), "embeddings are read as they are"
+    ),
+    "no_rope": Ablation(_of(AttentionConfig, rope_base=None), "attention without rotary positions"),
+    "half_depth": Ablation(_half_as_deep, "the first half of the blocks, with wider networks"),
+}
+"""Of what many designs have; those of a model are the ones that can be made of it."""
+
+ABLATIONS: dict[str, dict[str, Ablation]] = {
+    "perspective": PERSPECTIVE, "perspective2": PERSPECTIVE2, "lens": LENS, "drm": DRM, "adr": ADR,
+}  # fmt: skip
+
+
+def ablations_of(config: ModelConfig) -> dict[str, Ablation]:
+    """The ablations of a model by name: those of its design, which need not all change this model, and of GENERAL those
+    that do."""
+    design = design_of(config)
+    own = ABLATIONS.get("perspective" if design == "perspective-experts" else design, {})
+    general = dict[str, Ablation]()
+    for name, ablation in GENERAL.items():
+        with contextlib.suppress(ConfigError):
+            _without(config, name, ablation)
+            general[name] = ablation
+    return own | general

@@ -32,7 +32,6 @@ VERSION = 2
 PLAN, DATA, ASKED = "compare.json", "data", "asked.json"
 REFERENCE = "transformer"  # the arm that others are matched to, if it is one of them
 CURVE_TOKENS = 32768  # measured during training
-LEAST_VOCABULARY = 512
 ROUNDS = 4  # of timing, after one that is left out
 Models = dict[str, tuple[ModelConfig, str, str]]
 """Arms by name: the model, one line about it, and its source."""
@@ -127,15 +126,6 @@ class Plan:
         return REFERENCE if REFERENCE in self.arms else next(iter(self.arms))
 
 
-def vocabulary(params: int) -> int:
-    """Vocabulary size for a number of parameters: the largest power of two whose square is at most four times that
-    number; 2048 at 2 M, 8192 at 20 M."""
-    size = LEAST_VOCABULARY
-    while (2 * size) ** 2 <= 4 * params:
-        size *= 2
-    return size
-
-
 def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     """Tokenizer and ids of the text: DIR/data, made once, or the folder that `tokenize` wrote.
 
@@ -147,7 +137,7 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         kept = folder / "tokenizer.json"
         if not kept.is_file():
             texts = (document.text for document in corpus.documents("train"))
-            Tokenizer.train(texts, settings.vocab_size or vocabulary(settings.params)).save(kept)
+            Tokenizer.train(texts, settings.vocab_size or presets.vocabulary(settings.params)).save(kept)
         encode(corpus, Tokenizer.load(kept), folder)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
@@ -186,7 +176,7 @@ def plan(
             same = model == known.arms[name].model
             require(same, "out", str(out), f"a new folder: {name} is another model there")
         return known
-    size = settings.vocab_size or vocabulary(settings.params)
+    size = settings.vocab_size or presets.vocabulary(settings.params)
     settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
     _clear(out, settings)
     tokenizer, shards = prepare(out, settings)
@@ -255,7 +245,10 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
 def models_of_designs(settings: Settings) -> Models:
     """Models of the designs at the budget. ConfigError for an unknown design, or a budget that it cannot meet."""
     made, state = Models(), settings.state or None
-    budget = {"vocab_size": settings.vocab_size or vocabulary(settings.params), "seq_len": settings.seq_len}
+    budget = {
+        "vocab_size": settings.vocab_size or presets.vocabulary(settings.params),
+        "seq_len": settings.seq_len,
+    }
     for name in settings.arms:
         design, _ = presets.variant(name)
         model = presets.solve(name, settings.params, **budget, state=state)

@@ -189,7 +189,9 @@ def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[st
     for cell in trials(out, plan, {name: values}):
         state = trained(cell)
         if state.status == "missing":
-            raise CheckpointError(f"{cell.folder}: {state.why}; fix that and resume with --resume {out}")
+            raise CheckpointError(
+                f"{cell.folder}: {state.why}; fix that, then perspectron compare --resume {out}"
+            )
         results.append(cell.rate._asdict() | {"bits_per_byte": state.bits, "why": state.why})
     return results
 

@@ -160,6 +160,9 @@ def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *,
         raise DataError(f"heldout: {heldout} is not between 0 and 1, both excluded")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not from 0 to what is not held out, {1 - heldout:g}, excluded")
+    if "://" in source:
+        name = source.rstrip("/").rpartition("/")[2] or "FILE"
+        raise DataError(f"{source}: an address; fetch it first (curl -LO {source}) and give the file, {name}")
     shares, path = _Shares(heldout, dev), Path(source)
     if source in NAMED:
         return _open_named(source, shares)

@@ -35,7 +35,7 @@ def generate(
     tokenizer: Vocabulary,
     prompts: Sequence[str | Sequence[int]],
     *,
-    max_tokens: int,
+    max_tokens: int = 200,
     sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
     stop: Sequence[str] = (),
     conversation: Conversation | None = None,
@@ -45,7 +45,7 @@ def generate(
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
-    Without `conversation` the end-of-text token is read first, and a prompt needs at least one token. With a
+    Without `conversation` the end-of-text token is read first; an empty prompt then begins a document. With a
     conversation, which is consumed, the prompts continue it and may be empty; the tokens are then the same as without
     the interruption. Row i draws from stream i of the seed's noise. Finished rows cost nothing.
 
@@ -53,7 +53,7 @@ def generate(
     certain, which means whole characters that cannot begin a stop string; the joined pieces equal `texts`. Half a
     character at the end of a row becomes U+FFFD. on_read: called with (prompt tokens read, all prompt tokens) while
     prompts are being read. chunk: prompt tokens read at once; apart from the ids, memory does not grow with the length
-    of a prompt. Raises ConfigError for a prompt without tokens, ids outside the vocabulary, a number out of bounds, a
+    of a prompt. Raises ConfigError for ids outside the vocabulary, a number out of bounds, a
     number of prompts that differs from the conversation's rows, or more tokens than a table of learned positions has
     left; NonFiniteError if the logits are not finite.
     """

@@ -92,5 +92,7 @@ def check_room(positions: int, length: int, unread: Sequence[int], max_tokens: i
     if END_OF_TEXT_ID in ids:
         length, ids = 0, ids[len(ids) - 1 - ids[::-1].index(END_OF_TEXT_ID) :]
     left = positions - length - len(ids) + 1
+    room = f"≤ {positions - length}, the learned positions that row {row} has left of {positions}"
+    require(left >= 1, "tokens of the prompt", len(ids), room)
     require(max_tokens <= left, "max_tokens", max_tokens,
-            f"≤ {max(left, 0)}, what row {row} has left of positions = {positions}")  # fmt: skip
+            f"≤ {left}, what row {row} has left of positions = {positions}")  # fmt: skip

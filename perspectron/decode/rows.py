@@ -218,11 +218,11 @@ class Rows:
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
-        prompt: a text or its ids. Without `conversation` the end-of-text token is read first, and a prompt needs at
-        least one token. With one, of one row, which is used up, the prompt follows what stands there, and may be
-        empty. stream: of noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
+        prompt: a text or its ids; it may be empty. Without `conversation` the end-of-text token is read first, as
+        before every document. With one, of one row, which is used up, the prompt follows what stands there. stream: of
+        noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
-        ConfigError: a prompt of no tokens, ids outside the vocabulary, a number out of bounds, more tokens than a table
+        ConfigError: ids outside the vocabulary, a number out of bounds, more tokens than a table
         of learned positions has left. StateError: a conversation of another model, or of several rows.
         """
         V = self.tokenizer.vocab_size
@@ -242,7 +242,7 @@ class Rows:
             raise StateError(f"add: the conversation has {own.rows} rows; take one of them")
         if own.state.model not in (None, model.number):
             raise StateError("add: the conversation belongs to another model; use the model that began it")
-        check_ids(ids if conversation is None else [*own.pending[0], *ids], V, handle)
+        check_ids([*own.pending[0], *ids], V, handle)
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
         length = 0 if state is None or state.length_B is None else int(state.length_B[0])

@@ -107,7 +107,7 @@ class Session:
         """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
         it. On an error or an interruption the session stays as it was before.
 
-        ConfigError: nothing was read yet, a number out of bounds, more tokens than a table of learned positions has
+        ConfigError: a number out of bounds, more tokens than a table of learned positions has
         left. NonFiniteError: the model gave logits that are not finite.
         """
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()

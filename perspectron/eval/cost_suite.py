@@ -17,8 +17,9 @@ from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
 from perspectron.eval.timing import Spread
-from perspectron.eval.training import PER_PARAMETER, Dtype, Setting
+from perspectron.eval.training import Dtype, Setting
 from perspectron.machine import pick_device
+from perspectron.train.estimate import PER_PARAMETER
 
 REFERENCE = "transformer"
 Result = dict[str, Any]

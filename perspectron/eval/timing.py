@@ -7,9 +7,7 @@ their times do not.
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
@@ -73,32 +71,3 @@ def synchronise(device: torch.device) -> None:
     """Wait until what was asked of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class Peak:
-    """`with Peak() as peak: …`; then `peak.bytes` is how far resident memory rose above where it stood at the
-    beginning (None where there is no /proc).
-
-    The kernel's high-water mark is set back first. getrusage's ru_maxrss cannot be: it holds the peak of
-    importing torch and, in a subprocess, that of the process which started it.
-    """
-
-    bytes: int | None = None
-
-    def __enter__(self) -> Self:
-        self._before: int | None = None
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-            self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            self.bytes = max(0, _status("VmHWM") - self._before)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")

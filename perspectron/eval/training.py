@@ -21,14 +21,13 @@ import torch
 
 from perspectron.config import ModelConfig, dump, load, require
 from perspectron.eval.contexts import FREE_SHARE, free
-from perspectron.eval.timing import Peak, take_turns, timed
-from perspectron.machine import pick_device, return_memory
+from perspectron.eval.timing import take_turns, timed
+from perspectron.machine import Peak, pick_device, return_memory
 from perspectron.model import build
+from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER
 from perspectron.train.optim import OptimConfig, adamw
 
 Dtype = Literal["float32", "bfloat16"]
-PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
-PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
 
 
 @dataclass(frozen=True)

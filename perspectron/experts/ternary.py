@@ -42,7 +42,7 @@ def stats(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return (trits_OI == 0).float().mean((-2, -1)), scale_11.squeeze(-1).squeeze(-1)
 
 
-def share_at(step: int, start: float, end: float) -> float:
+def share_at(step: float, start: float, end: float) -> float:
     """Share at the update that follows `step` others: 0 before `start`, in a straight line to 1 at `end` updates."""
     done = step + 1
     return 1.0 if done >= end else 0.0 if done <= start else (done - start) / (end - start)

@@ -7,20 +7,27 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 
 from perspectron.presets import baselines as baselines
 from perspectron.presets import designs as designs
-from perspectron.presets.fit import TOLERANCE, small, solve
+from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
+from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, WARMUP, rate
 from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, title, variant
 
 __all__ = [
+    "DESIGN",
     "DESIGNS",
+    "PASSES",
     "PRESETS",
     "RENAMED",
+    "TOKENS_PER_PARAMETER",
     "TOLERANCE",
+    "WARMUP",
     "design_of",
     "get",
     "names",
+    "rate",
     "sizes",
     "small",
     "solve",
     "title",
     "variant",
+    "vocabulary",
 ]

@@ -18,6 +18,7 @@ TOLERANCE = 0.02  # of the parameters
 DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters
 PER_LAYER = 14  # weights over d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d
 LEAST = 8  # of a knob
+LEAST_VOCABULARY = 512
 OF_STATE = (
     "rank",
     "state",
@@ -53,6 +54,15 @@ def solve(
         near = f"near {has:,}, that of {design} at so many parameters"
         require(abs(has - state) <= STATE_TOLERANCE * state, "state", f"{state:,} bytes", near)
     return config
+
+
+def vocabulary(params: int) -> int:
+    """Size of a vocabulary that fits so many parameters: the largest power of two whose square is at most four times
+    their number; 2048 at 2 M, 8192 at 20 M."""
+    size = LEAST_VOCABULARY
+    while (2 * size) ** 2 <= 4 * params:
+        size *= 2
+    return size
 
 
 def small(

@@ -1,6 +1,6 @@
 """The config of a training run: its model and how it is trained. Saved, resolved, with every run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
@@ -21,10 +21,10 @@ class TrainConfig:
     """Split on which the loss is measured during training. "dev", if the text has one, keeps choices away from the
     held-out text."""
     steps: int = 1000
-    """Optimizer updates."""
+    """Optimizer updates. `perspectron train` chooses them, unless they are given, and with them what is marked *."""
     batch_size: int = 8
     """Windows in a batch."""
-    seq_len: int = 512
+    seq_len: int = 256
     """Tokens in a window."""
     accumulate: int = 1
     """Batches whose gradients are accumulated for one update, with equal weight for every target: the same as one
@@ -42,11 +42,11 @@ class TrainConfig:
     compile: bool = False
     """torch.compile everything but the mixers."""
     eval_every: int = 250
-    """Steps between held-out measurements; 0 is only at the end."""
+    """Steps between held-out measurements; 0 is only at the end. *"""
     eval_tokens: int = 65536
-    """Held-out tokens measured each time, spread over the text; 0 is all."""
+    """Held-out tokens measured each time, spread over the text; 0 is all. *"""
     save_every: int = 250
-    """Steps between checkpoints; 0 is only at the end and at a new best."""
+    """Steps between checkpoints; 0 is only at the end and at a new best. *"""
     keep: int = 2
     """Number of newest checkpoints kept, besides the best and the last before a constant rate falls."""
     init: str = ""
@@ -105,18 +105,58 @@ class StagedConfig:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A change of a run's length while it was trained, to keep to a time: until update `at` (0-based) it was to have
+    `steps` updates."""
+
+    at: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.at < self.steps, "at", self.at, f"in [0, {self.steps}), the updates there were to be"
+        )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
-    version of the shuffle (`perspectron.data.shuffle`). id: the run's id, stored in its checkpoints; "" before a
+    version of the shuffle (`perspectron.data.shuffle`). turns: changes of
+    its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
     trainer has created the run, and in runs from 0.1."""
 
     model: ModelConfig
     train: TrainConfig
     recipe: StagedConfig | None = None
     order: int = ORDER
+    turns: tuple[Turn, ...] = ()
     id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("init", "only", "teacher") if self.recipe else ():
             value = getattr(self.train, name)
             require(not value, name, value, "left out with a recipe, whose stages each have their own")
+        last = 0
+        for turn, end in zip(self.turns, self._ends(), strict=True):
+            require(last <= turn.at < end, "turns: at", turn.at, f"in [{last}, {end})")
+            last = turn.at
+
+    def _ends(self) -> list[int]:
+        """The updates that the run was to have after each turn."""
+        return [turn.steps for turn in self.turns[1:]] + [self.train.steps] * bool(self.turns)
+
+    @property
+    def schedule(self) -> TrainConfig:
+        """The training as it was planned at first: what its schedules are written for."""
+        return replace(self.train, steps=self.turns[0].steps) if self.turns else self.train
+
+    def place(self, step: int) -> float:
+        """Where on `schedule` an update (0-based) stands. After a turn the rest of the schedule is stretched or
+        shortened evenly over the updates that are left, so that the run ends where the schedule does."""
+        at, place, pace = 0, 0.0, 1.0
+        for turn, end in zip(self.turns, self._ends(), strict=True):
+            if step < turn.at:
+                break
+            place += (turn.at - at) * pace
+            at, pace = turn.at, (self.turns[0].steps - place) / (end - turn.at)
+        return place + (step - at) * pace if self.turns else float(step)

@@ -13,8 +13,8 @@ def how_to_go_on(run: Path, config: RunConfig) -> str:
     """Advice on training beyond the run's last step, as the end of a sentence. More steps need a checkpoint from before
     the rate fell, which 0.1 did not keep."""
     if _ends(config) or not checkpoint.extendable(checkpoint.found_in(run), config.train):
-        return f"start a new run from its weights: --init {run} --out NEW"
-    return f"give it more steps: --resume {run} --steps N, N above {config.train.steps}"
+        return f"start a new run from its weights: perspectron train --init {run} --out NEW"
+    return f"give it more steps: perspectron train --resume {run} --steps N, N above {config.train.steps}"
 
 
 def extend(run: Path, steps: int) -> tuple[RunConfig, list[Path]]:
@@ -51,4 +51,6 @@ def _ends(config: RunConfig) -> str:
     """The part of a config that fixes its number of steps; "" where none does."""
     if config.recipe is not None:
         return "a staged recipe"
+    if config.turns:
+        return "a run that was kept to a time"
     return "" if config.train.optim.schedule == "constant" else f"a {config.train.optim.schedule} schedule"

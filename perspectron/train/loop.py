@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from perspectron.block import Block
 from perspectron.config import require
-from perspectron.data import Batch, Loader, Shards, Tokenizer
-from perspectron.errors import CheckpointError, NonFiniteError, StorageError
+from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
+from perspectron.errors import CheckpointError, DataError, NonFiniteError, StorageError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.files import append_to, atomic, locked, parse_json, plain, read_text, sweep, write_json
@@ -24,13 +24,15 @@ from perspectron.machine import pick_device
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import RUN_LOCK, Progress
-from perspectron.train.config import RunConfig
+from perspectron.train.config import RunConfig, Turn
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.distill import Teacher
+from perspectron.train.estimate import Estimate, estimate
 from perspectron.train.expert_stats import matrices, means
 from perspectron.train.guard import first_non_finite, signals
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.optim import adamw, falls_at, freeze, learning_rate
+from perspectron.train.pace import Pace
 from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
 
@@ -64,7 +66,7 @@ class Trainer:
         self.run_dir, self.config, self.tokenizer, self.ended = run, config, tokenizer, ended
         self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
-        self.heldout_split = shards.split(config.train.measured_on)
+        self.shards, self.heldout_split = shards, shards.split(config.train.measured_on)
         self.loader = training_batches(config, shards)
         self.progress = Progress(loader=self.loader.state_dict())
         self.best = math.inf
@@ -127,16 +129,26 @@ class Trainer:
             with atomic(path) as temporary:
                 temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
-    def fit(self, until: int | None = None, report: Callable[[Metrics], None] = lambda _: None) -> int | None:
-        """Train to the end (or to step `until`) and call `report` with each line of metrics.
+    def fit(
+        self,
+        until: int | None = None,
+        report: Callable[[Metrics], None] = lambda _: None,
+        pace: Pace | None = None,
+    ) -> int | None:
+        """Train to the end (or to step `until`) and call `report` with each line of metrics. pace: ends the training on
+        time by changing the number of updates.
 
         Returns the number of the signal (SIGINT, SIGTERM, SIGHUP) that ended it early, or None. In both cases a
         checkpoint of the last step is on disk. NonFiniteError is raised before the optimizer step, StorageError if
         writing fails or another process is training in the folder.
         """
         train = self.config.train
-        last = train.steps if until is None else min(until, train.steps)
         before_fall = falls_at(train.steps, train.optim)
+
+        def last() -> int:
+            steps = self.config.train.steps
+            return steps if until is None else min(until, steps)
+
         with locked(self.run_dir, RUN_LOCK), signals() as caught, append_to(self.run_dir / METRICS) as log:
 
             def note(line: Metrics) -> None:
@@ -152,28 +164,64 @@ class Trainer:
                     if not caught:  # else whoever read it has gone, and the run is saved
                         raise
 
-            while self.progress.step < last and not caught:
+            while self.progress.step < last() and not caught:
                 note(self.step())
-                step = self.progress.step
-                best = self.best
-                if _due(step, train.eval_every) or step == train.steps:
+                step, best = self.progress.step, self.best
+                if pace is not None:
+                    self._keep(pace)
+                measured = _due(step, train.eval_every) or step == self.config.train.steps
+                if measured:
                     note(self.measure())
-                if _due(step, train.save_every) or self.best < best or step in (last, before_fall):
+                if _due(step, train.save_every) or self.best < best or step in (last(), before_fall):
                     self.save()
+                if pace is not None and measured:
+                    pace.paused()
             self.save()
         metrics = read_metrics(self.run_dir)
         draw(metrics, self.run_dir / CURVE)
         draw_terms(metrics, self.run_dir / TERMS)
         return caught[0] if caught else None
 
+    def _keep(self, pace: Pace) -> None:
+        pace.updated()
+        step, train = self.progress.step, self.config.train
+        every = train.eval_every or train.steps
+        steps = pace.steps(step, train.steps, -(-train.steps // every) - step // every)
+        if step < train.steps != steps:
+            self.turn(steps)
+
+    def turn(self, steps: int) -> None:
+        """Let the run have so many updates, from the next one on. The run's config says so before that update is made:
+        stopped or killed anywhere after it, the run goes on with the same ones."""
+        train, turn = self.config.train, Turn(self.progress.step, self.config.train.steps)
+        turned = replace(self.config, train=replace(train, steps=steps), turns=(*self.config.turns, turn))
+        checkpoint.save_config(self.run_dir, turned)
+        self.config = turned
+
+    def estimate(self) -> Estimate:
+        """The time of an update and the memory of the training, measured."""
+        batch = training_batches(self.config, self.shards).next_batch()
+        return estimate(self.model, batch, self.config, self.device)
+
+    def measured_text(self) -> bytes:
+        """The text whose loss `measure` gives."""
+        train, split = self.config.train, self.heldout_split
+        batches = windows(
+            split, seq_len=train.seq_len, batch_size=train.batch_size,
+            limit_tokens=train.eval_tokens or None, spread=True,
+        )  # fmt: skip
+        ids = torch.cat([batch.targets_BT[batch.targets_BT != IGNORE] for batch in batches])
+        return b"".join(map(self.tokenizer.token_bytes, ids.tolist()))
+
     def step(self) -> Metrics:
         """One update."""
-        start, train = time.perf_counter(), self.config.train
-        lr = learning_rate(self.progress.step, train.steps, train.optim)
+        start, train, schedule = time.perf_counter(), self.config.train, self.config.schedule
+        place, done = map(self.config.place, (self.progress.step, self.progress.step + 1))
+        lr = learning_rate(place, schedule.steps, train.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.set_step(self.progress.step)
-        ternary.set_share(self.model, ternary.share_at(self.progress.step, *train.ternary_between))
+        ternary.set_share(self.model, ternary.share_at(done - 1, *schedule.ternary_between))
         batches = [self.loader.next_batch() for _ in range(train.accumulate)]
         targets = sum(batch.targets for batch in batches)
         loss, aux = 0.0, dict[str, float]()
@@ -282,9 +330,17 @@ def _due(step: int, every: int) -> bool:
 
 def training_batches(config: RunConfig, shards: Shards) -> Loader:
     """A loader at the run's first batch. DataError when the text is too short for one window."""
-    train = config.train
+    train, split = config.train, shards.split("train")
+    if split.tokens <= train.seq_len:
+        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
+        bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
+        smaller = bytes_do if split.text_bytes > train.seq_len else ""
+        raise DataError(
+            f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
+            f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
+        )
     return Loader(
-        shards.split("train"),
+        split,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         seed=train.seed,

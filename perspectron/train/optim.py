@@ -16,12 +16,12 @@ class OptimConfig:
     """AdamW and its learning rate."""
 
     lr: float = 1e-3
-    """Peak learning rate."""
+    """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Schedule after the warm-up: a cosine, or constant until the last `cooldown` share of the steps; a constant run
     can be given more steps later."""
     warmup: int = 50
-    """Warm-up steps, in which the rate rises linearly."""
+    """Warm-up steps, in which the rate rises linearly. *"""
     final: float = 0.1
     """Final rate as a share of the peak."""
     cooldown: float = 0.2
@@ -70,10 +70,10 @@ def freeze(model: nn.Module, only: tuple[str, ...]) -> None:
         parameter.requires_grad_(not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only))
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Learning rate of the step-th update (0-based) of `steps`."""
+def learning_rate(step: float, steps: int, config: OptimConfig) -> float:
+    """Learning rate of the step-th update (0-based) of `steps`; between two updates for a step that is not whole."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+        return config.lr * min(1.0, (step + 1) / config.warmup)
     if config.schedule == "cosine":
         done = (step - config.warmup) / max(1, steps - config.warmup)
         fall = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))

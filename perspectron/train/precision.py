@@ -1,6 +1,8 @@
 """Choosing the precision of training by measurement."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -14,24 +16,39 @@ def autocast(device: torch.device, dtype: str) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
+@contextlib.contextmanager
+def without_trace(model: LanguageModel) -> Iterator[None]:
+    """Passes made here leave no gradient, and buffers as they were: experts count their tokens."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+
+
+def training_pass(model: LanguageModel, batch: Batch, device: torch.device, dtype: str) -> float:
+    """Seconds of a pass forwards and backwards, whose gradients are added to those there are."""
+    start = time.perf_counter()
+    with autocast(device, dtype):
+        loss = model(batch.ids_BT.to(device), targets=batch.targets_BT.to(device)).loss
+    if loss.requires_grad:  # else the first update says so
+        loss.backward()
+    loss.item()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def faster(model: LanguageModel, batch: Batch, device: torch.device) -> Literal["float32", "bfloat16"]:
     """ "bfloat16" if a training pass over `batch` was faster with it each time it was tried, else "float32".
 
     One pass each to warm up, then three each in turn, so that a moment's load on the machine does not decide.
     """
     seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
-    before = [buffer.clone() for buffer in model.buffers()]  # experts count their tokens
-    for _ in range(4):
-        for dtype in seconds:
-            start = time.perf_counter()
-            with autocast(device, dtype):
-                loss = model(batch.ids_BT.to(device), targets=batch.targets_BT.to(device)).loss
-            loss.backward()
-            loss.item()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[dtype].append(time.perf_counter() - start)
-    model.zero_grad(set_to_none=True)
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.copy_(value)
+    with without_trace(model):
+        for _ in range(4):
+            for dtype in seconds:
+                seconds[dtype].append(training_pass(model, batch, device, dtype))
     return "bfloat16" if max(seconds["bfloat16"][1:]) < min(seconds["float32"][1:]) else "float32"

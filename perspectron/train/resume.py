@@ -41,6 +41,11 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
             if math.isclose(before[share] * before["steps"], now[share] * now["steps"], abs_tol=1e-6):
                 before[share] = now[share]
         before["steps"] = max(before["steps"], now["steps"])
+    since = config.turns[len(saved.turns) :]
+    if saved.turns == config.turns[: len(saved.turns)] and since and since[0].steps == saved.train.steps:
+        before["steps"] = now["steps"]  # a turn stands in the config before it is taken
+    elif saved.turns != config.turns:
+        before["turns"], now["turns"] = saved.turns, config.turns
     if before["dtype"] == "auto":
         before["dtype"] = now["dtype"]
     if Path(before["teacher"]).parts[-2:] == Path(now["teacher"]).parts[-2:]:

@@ -14,6 +14,8 @@ import perspectron
 from perspectron.cli.main import COMMANDS, _parse, main
 from perspectron.cli.options import assignments
 from perspectron.data import open_shards
+from perspectron.decode.reading import prefill
+from perspectron.decode.sampling import SamplingConfig, sample
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -100,6 +102,18 @@ def test_generate_streams_the_same_text_as_json_gives(run, capsys):
     assert answer["tokens"] == [12] or answer["finished"] == ["end"]
 
 
+@pytest.mark.parametrize("prompt", [[], [""]], ids=["none", "empty"])
+def test_without_a_prompt_a_text_begins(prompt, run, capsys):
+    """As it does after the token that stands before every document."""
+    assert main(["generate", str(run), *prompt, "--max-tokens", "12", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    model, tokenizer = perspectron.load(run)
+    after = prefill(model, [[0]])[0][:, : tokenizer.vocab_size]
+    assert answer["tokens"] == [12] or answer["finished"] == ["end"]
+    first = sample(after, [[]], [0], [SamplingConfig()], [0]).item()
+    assert answer["texts"][0].startswith(tokenizer.decode([first]).rstrip("\ufffd"))
+
+
 def test_a_conversation_goes_on_from_disk(run, tmp_path, capsys):
     """Of a prompt after which no document ends: a conversation that has ended goes on with a new one."""
     state = str(tmp_path / "cat.state")
@@ -156,7 +170,7 @@ def test_inspect_of_presets_and_runs(run, capsys):
     assert round(answer["flops_by_kind"]["pdr"] / 60 / 1e6) == 110
     assert len(set(answer["state_bytes"].values())) == 1
     assert main(["inspect", str(run)]) == 0
-    assert "perspective-tiny" in capsys.readouterr().out
+    assert "perspective2: parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("preset", ["perspective-1t", "lens-gpt2-124m"])
@@ -198,7 +212,7 @@ def test_quickstart_is_whole(tmp_path, text, capsys):
 
 MISTAKES = [
     (["nope"], "command = 'nope', must be one of quickstart"),
-    (["train"], "--out FOLDER for a new run, or --resume RUN"),
+    (["train"], "train needs --data PATH (a file, a folder, or stdlib), or --resume RUN"),
     (["train", "--stepz", "1"], "--stepz"),
     (["train", "--steps", "x"], "invalid literal"),
     (["train", "--out", "{tmp}/o", "--steps", "0"], "steps = 0, must be ≥ 1"),
@@ -213,8 +227,7 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--config", "{tmp}/missing.toml"], "missing.toml"),
     (["train", "--resume", "{tmp}/missing"], "missing/config.json: no such file"),
     (["generate", "{tmp}/missing", "hello"], "missing/config.json: no such file"),
-    (["generate", "{run}", ""], "prompt has no tokens, must be ≥ 1"),
-    (["generate", "{run}"], "prompts: there is none; give a text"),
+    (["generate", "{run}", "-", "a"], 'prompts: "-" reads standard input and must be the only prompt'),
     (["generate", "{run}", "a", "--top-p", "2"], "top_p = 2.0, must be"),
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
     (["eval", "{tmp}/missing"], "missing/config.json: no such file"),
@@ -334,10 +347,8 @@ def test_a_finished_run_says_so_and_how_to_go_on(run, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*.safetensors")}
     assert main(["train", "--resume", str(run)]) == 0
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said
-        == f"the run was finished before: 30 steps; start a new run from its weights: --init {run} --out NEW"
-    )
+    advice = f"start a new run from its weights: perspectron train --init {run} --out NEW"
+    assert said == f"the run was finished before: 30 steps; {advice}"
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
 
 
@@ -347,7 +358,10 @@ def test_a_run_with_a_constant_rate_is_given_more_steps(text, tmp_path, capsys):
     train += ["--schedule", "constant", "--cooldown", "0.4"]
     assert main([*train, *SMALL, *TRAIN]) == 0
     assert main(["train", "--resume", str(out)]) == 0
-    assert f"5 steps; give it more steps: --resume {out} --steps N, N above 5" in capsys.readouterr().err
+    assert (
+        f"5 steps; give it more steps: perspectron train --resume {out} --steps N, N above 5"
+        in capsys.readouterr().err
+    )
     assert main(["train", "--resume", str(out), "--steps", "4"]) == 2
     assert "steps = 4, must be above the 5 that the run has" in capsys.readouterr().err
     assert main(["train", "--resume", str(out), "--steps", "8"]) == 0
@@ -455,5 +469,6 @@ def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):
         "vocab_size=300",
         "gate=none",
     ]
+    command += ["--preset", "perspective-tiny"]
     assert main([*command, *sizes, "--only", "*.route_proj.*"]) == 2
     assert "only = " in capsys.readouterr().err

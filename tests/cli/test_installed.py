@@ -14,7 +14,12 @@ import pytest
 
 from perspectron.cli.main import COMMANDS, about
 
-SILENT = ("train", "compare", "ablate")  # they say what they do on standard error
+SILENT = (
+    "train",
+    "compare",
+    "ablate",
+    "chat",
+)  # they say what they do on standard error, chat what it is asked
 ROOT = Path(__file__).parents[2]
 QUIET = {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 SIZES = "d_model=32 layers=4 hidden=32 rank=8 heads=2 kv_heads=1 window=16 vocab_size=300 torus=[2,2]"
@@ -100,6 +105,8 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
         ("serve", "--help"),
         ("lm-eval", "--help"),
+        ("chat", "routed"),
+        ("completion", "bash"),
     ]  # fmt: skip
     said = run(environment, tmp_path, commands)
     assert {name for name, *_ in commands} == set(COMMANDS)

@@ -11,6 +11,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.cli.options import rate, size
+from perspectron.cli.plan import digits
 from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.eval.routes import trace as follow
@@ -54,7 +55,7 @@ def train(tmp_path_factory, text: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, text) -> Path:
-    return train(tmp_path_factory, text, "torus=[4,2]")
+    return train(tmp_path_factory, text, "torus=[4,2]", "--preset", "perspective-tiny")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,27 @@ def asked(capsys, *command: str) -> dict:
 
 
 # ---------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (26282.35, "26,300"),
+        (1234.0, "1,230"),
+        (123.4, "123"),
+        (12.34, "12.3"),
+        (1.234, "1.23"),
+        (0.0456, "0.046"),
+    ],
+)
+def test_predicted_speeds_have_three_digits(value, said):
+    assert digits(value) == said
+
+
+def test_equal_bounds_are_one_number(capsys):
+    assert main(["plan", "gpt2-tiny", "--ram", "1G", *FAST]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "all in memory" in line]
+    assert " to " not in line
 
 
 def test_the_trillion(capsys):

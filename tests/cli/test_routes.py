@@ -32,7 +32,8 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, texts) -> Path:
     out = tmp_path_factory.mktemp("runs") / "routed"
-    assert main(["train", "--data", str(texts), "--out", str(out), *TRAIN]) == 0
+    command = ["train", "--preset", "perspective-tiny", "--data", str(texts), "--out", str(out)]
+    assert main([*command, *TRAIN]) == 0
     return out
 
 
@@ -102,7 +103,8 @@ def test_kinds_that_the_user_names_and_a_limit(run, texts, tmp_path, capsys):
 def test_a_switch_has_routes_too(texts, tmp_path, capsys):
     out = tmp_path / "switch"
     train = [*TRAIN[:8], "router=switch", *TRAIN[8:]]
-    assert main(["train", "--data", str(texts), "--out", str(out), *train]) == 0
+    command = ["train", "--preset", "perspective-tiny", "--data", str(texts), "--out", str(out)]
+    assert main([*command, *train]) == 0
     assert main(["routes", str(out), "--text", str(texts / "0.txt")]) == 0
     assert "stand on no torus" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import perspectron
 from perspectron import presets
 from perspectron.census import active_parameters
-from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, rematch
+from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, ablations_of, rematch
 from perspectron.config import ModelConfig
 from perspectron.errors import ConfigError
 from perspectron.mixers.pdr import PDR
@@ -156,7 +156,7 @@ def test_adr():
     ("config", "name", "message"),
     [
         (whole("adr"), "no_gate", "ablation of adr = 'no_gate', must be one of no_decay, no_law5"),
-        (small("gpt2", vocab_size=V), "plain", "design = 'gpt2', must be one of perspective, lens, drm, adr"),
+        (small("gpt2", vocab_size=V), "plain", "gpt2 = 'plain', must be one of no_embedding_norm, half_depth"),
         (small("perspective", vocab_size=V), "no_gqa", "ablation = 'no_gqa', must be of a part that perspective has"),
         (small("perspective", vocab_size=V), "no_pdr", "model = 'perspective', must be one with a window_gqa layer"),
     ],
@@ -171,3 +171,25 @@ def test_a_size_out_of_reach_is_named():
         rematch(whole("adr"), 1000)
     with pytest.raises(ConfigError, match="model = 'ssd', must be one with a hidden width to match by"):
         rematch(small("ssd", vocab_size=V), 10**5)
+
+
+# Any run
+
+
+@pytest.mark.parametrize(
+    "design", ["perspective2", "perspective-experts", "transformer", "gla", "ssd", "perspective[kda]"]
+)
+def test_a_model_of_any_design_has_ablations_that_can_be_made(design):
+    config = whole(design)
+    known = ablations_of(config)
+    assert "no_embedding_norm" in known and not known["no_embedding_norm"].change(config).embedding_norm
+    for name in known.keys() & {"no_embedding_norm", "no_rope", "half_depth"}:
+        made = ablate(config, name)
+        assert made != config and abs(active_parameters(made) / active_parameters(config) - 1) <= 0.02
+
+
+def test_general_ablations_are_those_that_change_the_model():
+    assert set(ablations_of(whole("transformer"))) == {"no_embedding_norm", "no_rope", "half_depth"}
+    assert set(ablations_of(whole("ssd"))) == {"no_embedding_norm"}
+    with pytest.raises(ConfigError, match="ablation of ssd = 'no_rope', must be one of no_embedding_norm"):
+        ablate(whole("ssd"), "no_rope")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.cli.main import main
 from perspectron.compare import plan as plans
-from perspectron.compare.plan import Settings, models_of_designs, plan, vocabulary
+from perspectron.compare.plan import Settings, models_of_designs, plan
 from perspectron.errors import ConfigError, DataError
 from perspectron.model import build
 
@@ -90,7 +91,7 @@ def test_what_was_open_is_settled_once(text, tmp_path):
 
 @pytest.mark.parametrize(("params", "size"), [(300_000, 1024), (1_000_000, 1024), (2_000_000, 2048)])
 def test_the_vocabulary_follows_from_the_parameters(params, size):
-    assert vocabulary(params) == size
+    assert presets.vocabulary(params) == size
     assert size**2 <= 4 * params < (2 * size) ** 2
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from perspectron.data import END_OF_TEXT, Tokenizer, open_corpus, tokenizer
 from perspectron.errors import DataError, StorageError
-from perspectron.eval.timing import Peak
+from perspectron.machine import Peak
 
 TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 123456 äöü 😀\r\n" * 20]
 TOKENIZER = Tokenizer.train(TEXTS, 300)

@@ -256,8 +256,6 @@ def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
         with pytest.raises(ConfigError, match=match):
             generate(model, tokenizer, prompts, **{"max_tokens": 1, **options})
 
-    refused(r"^prompt has no tokens, must be ≥ 1 \(row 0\)$", [""])
-    refused(r"^prompt has no tokens, must be ≥ 1 \(row 1\)$", [[1], []])
     refused(r"^prompts = \[\], must be at least one$", [])
     refused(r"^max_tokens = 0, must be ≥ 1$", ["x"], max_tokens=0)
     refused(r"^stop = 'ab', must be a list of strings$", ["x"], stop="ab")
@@ -333,6 +331,11 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
     ):
         generate(model, tokenizer, [[1], prompt], max_tokens=29)
     begun = generate(model, tokenizer, [prompt], max_tokens=4).conversation
+    long = [1] * 40
+    with pytest.raises(
+        ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32, the learned positions that row 0"
+    ):
+        generate(model, tokenizer, [long], max_tokens=5)
     with pytest.raises(ConfigError, match=r"must be ≤ 24, what row 0"):
         generate(model, tokenizer, [[]], max_tokens=25, conversation=begun.fork())
     assert generate(model, tokenizer, [[]], max_tokens=24, conversation=begun.fork()).ids == [[9] * 24]
@@ -347,7 +350,7 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
-from perspectron.eval.timing import Peak
+from perspectron.machine import Peak
 torch.set_num_threads(1)
 text = "the cat sat on the mat, and the dog sat on the log\\n" * 20_000
 tokenizer = Tokenizer.train([text[:50_000]], 400)

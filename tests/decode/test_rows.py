@@ -225,7 +225,6 @@ def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
             with pytest.raises(StateError, match=rf"^row {row} is not there: the session has 0 rows, \[\]$"):
                 call(row)
     for wrong, options in (
-        ("prompt has no tokens", {"prompt": ""}),
         ("max_tokens = 0", {"max_tokens": 0}),
         ("stop = 'ab', must be a list", {"stop": "ab"}),
         ("stream = -1, must be", {"stream": -1}),

@@ -121,8 +121,6 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
 
 def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
     session = Session(perspective, tokenizer)
-    with pytest.raises(ConfigError, match="no tokens"):
-        session.say(3)
     session.read("The cat")
     with pytest.raises(ConfigError, match="token id"):
         session.read([VOCAB])

@@ -318,8 +318,8 @@ def test_the_curve_shows_both_losses(runs, tmp_path):
     trainer.fit()
     text = (tmp_path / "loss.svg").read_text()
     words = [element.text for element in ET.fromstring(text).iter(f"{SVG}text")]
-    assert "training loss" in words
-    assert f"held-out bits per byte {trainer.best:.3f}" in words
+    last = [line for line in read_metrics(tmp_path) if "heldout_bits_per_byte" in line][-1]
+    assert f"loss: held-out {last['heldout_bits_per_byte']:.3f}" in words and "bits per byte" in words
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -352,11 +352,34 @@ def test_the_curve_holds_any_finite_losses(tmp_path, values):
     assert all(0 <= float(x) <= 1040 and 0 <= float(y) <= 330 for x, y in places)
 
 
+def test_the_curve_shows_overfitting_over_one_axis(tmp_path):
+    """A token of 2 bytes: 1.4 nats of it are about a bit per byte."""
+    metrics = [{"step": i + 1, "loss": 2.8 - i / 10} for i in range(20)]
+    metrics += [
+        {"step": step, "heldout_bits_per_byte": bits, "heldout_perplexity": math.exp(2 * math.log(2) * bits)}
+        for step, bits in ((10, 1.8), (20, 2.1))
+    ]
+    draw(metrics, tmp_path / "loss.svg")
+    words = [element.text for element in ET.parse(tmp_path / "loss.svg").iter(f"{SVG}text")]
+    assert "bits per byte" in words and "nats per token" not in words
+    assert "loss: held-out 2.100" in words
+    groups = [g for g in ET.parse(tmp_path / "loss.svg").iter(f"{SVG}g") if g.find(f"{SVG}title") is not None]
+    held, smooth = (
+        [float(y) for _, y in re.findall(r"[ML] (\S+) (\S+)", g.find(f"{SVG}path").get("d"))]
+        for name in ("held-out", "each step")
+        for g in groups
+        if g.find(f"{SVG}title").text == name
+    )
+    assert held[1] < held[0] and smooth[-1] > smooth[0]  # y grows downwards
+    assert held[0] < smooth[9] or held[0] == pytest.approx(smooth[9], abs=30)
+
+
 def test_a_model_that_reports_quantities_has_a_chart_of_each(tmp_path):
     metrics = [{"step": i, "loss": 1.0, "aux": {"route_gate": i / 10, "load": 0.5}} for i in range(1, 6)]
     draw_terms(metrics, tmp_path / "terms.svg")
     words = [element.text for element in ET.parse(tmp_path / "terms.svg").iter(f"{SVG}text")]
     assert "route gate 0.5" in words and "load 0.5" in words
+    assert "mean gate on attention" in words
     draw_terms([{"step": 1, "loss": 1.0}] * 2, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
 

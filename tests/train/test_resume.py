@@ -301,7 +301,7 @@ def test_a_run_that_cannot_have_more_steps_says_what_to_do(runs, tmp_path):
         CheckpointError, match=r"is left from before its rate fell, at step 8; start a new run"
     ):
         extend(constant, 20)
-    new = f"start a new run from its weights: --init {constant} --out NEW"
+    new = f"start a new run from its weights: perspectron train --init {constant} --out NEW"
     assert how_to_go_on(constant, checkpoint.load_config(constant)) == new
     assert checkpoint.load_config(constant).train.steps == 10
 

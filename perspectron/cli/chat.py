@@ -1,0 +1,202 @@
+"""`perspectron chat`."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tyro
+
+from perspectron.cli.options import open_model
+from perspectron.cli.progress import Work
+from perspectron.config import require
+from perspectron.data import Tokenizer
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
+from perspectron.machine import pick_device
+from perspectron.model import LanguageModel
+from perspectron.train.guard import signals
+
+FENCE = '"""'
+HELP = f"""\
+What you type is read after all that stands there, on a line of its own, and the model goes on from it. An empty message
+lets it go on by itself. Several lines: between two lines of {FENCE}
+  /save FILE   keep the memory in a file       /load FILE   go on from one
+  /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
+  /state       how large the memory is         /quit        or the end of the input
+A message that begins with / is typed with //. Ctrl-C ends an answer."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Write a text in turns with a model that remembers all of it.
+
+    Example: perspectron chat runs/letters
+
+    Go on from what /save or `generate --save-state` kept: perspectron chat runs/letters --load-state tree.state
+
+    Over a pipe, a line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
+    """
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    max_tokens: int = 100
+    """Tokens of an answer at most."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A string that ends an answer and is not shown; may be given several times."""
+    load_state: Path | None = None
+    """Go on after this saved conversation."""
+    device: str = "auto"
+    """ "auto" is CUDA where there is one."""
+    cache: str | None = None
+    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+
+    def __call__(self) -> int:
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        opened = open_model(self.run, self.cache)
+        opened.model.to(pick_device(self.device))
+        talk = Talk(opened.model, opened.tokenizer, self)
+        if self.load_state is not None:
+            talk.load(str(self.load_state))
+        terminal = sys.stdin.isatty()
+        if terminal:
+            print(f"{opened.model.config.name}; /help says what there is", file=sys.stderr)
+        for message in messages(terminal):
+            try:
+                if not talk.take(message):
+                    break
+            except PerspectronError as error:
+                if not terminal:  # a script would go on from something else than it thinks
+                    raise
+                print(f"perspectron: error: {error}", file=sys.stderr)
+        return 0
+
+
+def messages(terminal: bool) -> Iterator[str]:
+    """The messages on standard input, lines or what stands between two fences, until its end."""
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then keeps lines and edits them)
+
+    def line(prompt: str) -> str | None:
+        try:
+            if terminal:
+                return input(prompt)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return ""
+        return read.rstrip("\r\n") if (read := sys.stdin.readline()) else None
+
+    while (text := line("> ")) is not None:
+        if text.strip() == FENCE:
+            lines = list[str]()
+            while (text := line(". ")) is not None and text.strip() != FENCE:
+                lines.append(text)
+            yield "\n".join(lines)
+        else:
+            yield text
+
+
+class Talk:
+    """A text in turns: its memory, and the points of it that are kept."""
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, options: Chat) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.memory: Conversation | None = None
+        self.kept: list[Conversation | None] = []
+        self.commands: dict[str, Callable[[str], None]] = {
+            "save": self.save, "load": self.load, "fork": self.fork, "back": self.back, "state": self.state,
+            "help": lambda _: print(HELP, file=sys.stderr),
+        }  # fmt: skip
+
+    def take(self, message: str) -> bool:
+        """Do what a message says, or answer it; False where it ends the talk."""
+        if not message.startswith("/") or message.startswith("//"):
+            self.answer(message.replace("//", "/", 1) if message.startswith("//") else message)
+            return True
+        name, _, rest = message[1:].strip().partition(" ")
+        if name in ("quit", "exit"):
+            return False
+        if name not in self.commands:
+            known = ", ".join(f"/{known}" for known in (*self.commands, "quit"))
+            raise ConfigError(f"/{name}: no such command; there are {known}, and // begins a message with /")
+        self.commands[name](rest.strip())
+        return True
+
+    def answer(self, message: str) -> None:
+        """Read a message and print what the model makes of it, as it comes."""
+        options, rows = self.options, Rows(self.model, self.tokenizer)
+        begins = self.memory is None or not message or self._ends_a_line()
+        row = rows.add(
+            message if begins else f"\n{message}",
+            max_tokens=options.max_tokens,
+            sampling=options.sampling,
+            stop=options.stop,
+            conversation=None if self.memory is None else self.memory.fork(),
+        )
+        ended, failed = False, False
+        with Work("reading") as work, signals() as caught:
+            while rows.active and not caught:
+                for piece in rows.step():
+                    ended, failed = piece.finished == "end", piece.finished == "error"
+                    if piece.text:
+                        work.stop()
+                        print(piece.text, end="", flush=True)
+                work.tell(*rows.read)
+        print(flush=True)
+        if failed:
+            raise NonFiniteError("logits are not finite; the memory is as it was before this message")
+        self.memory = rows.remove(row)
+        if ended:  # read, the end of a text would empty the memory
+            self.memory = replace(self.memory, pending=[self.tokenizer.encode("\n")])
+
+    def save(self, file: str) -> None:
+        path = _path(file, "/save")
+        if self.memory is None:
+            raise ConfigError("/save: nothing was said yet")
+        self.memory.save(path, self.model)
+        print(f"saved to {file}", file=sys.stderr)
+
+    def load(self, file: str) -> None:
+        memory = Conversation.load(_path(file, "/load"), self.model)
+        require(memory.rows == 1, "/load", file, f"a conversation of one text, not of {memory.rows}")
+        self.memory = replace(memory, state=memory.state.to(self.model.device))
+
+    def fork(self, _: str) -> None:
+        self.kept.append(None if self.memory is None else self.memory.fork())
+        print(f"point {len(self.kept)} kept; /back returns to it", file=sys.stderr)
+
+    def back(self, text: str) -> None:
+        count = int(text) if text.isdecimal() else 1 if not text else 0
+        known = (
+            f"a number from 1 to {len(self.kept)}" if self.kept else "used after /fork, which keeps a point"
+        )
+        require(1 <= count <= len(self.kept), "/back", text or "1", known)
+        del self.kept[len(self.kept) - count + 1 :]
+        self.memory = None if self.kept[-1] is None else self.kept[-1].fork()
+        print(f"back at point {len(self.kept)}", file=sys.stderr)
+
+    def state(self, _: str) -> None:
+        size = 0 if self.memory is None else self.memory.state.nbytes
+        drawn = 0 if self.memory is None else self.memory.drawn[0]
+        print(
+            f"{size:,} bytes of memory; {drawn:,} tokens drawn; {len(self.kept)} points kept", file=sys.stderr
+        )
+
+    def _ends_a_line(self) -> bool:
+        assert self.memory is not None
+        last = [*self.memory.recent[0], *self.memory.pending[0]][-1:]
+        return self.tokenizer.decode(id for id in last if id != END_OF_TEXT_ID).endswith("\n")
+
+
+def _path(file: str, command: str) -> Path:
+    if not file:
+        raise ConfigError(f"{command}: give a file, as in {command} talk.state")
+    return Path(file)

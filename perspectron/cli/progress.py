@@ -1,0 +1,81 @@
+"""What a command is doing, told on standard error when it takes longer than a few seconds."""
+
+import shutil
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+QUIET = 5.0  # seconds before anything is said
+EVERY = {
+    True: 0.5,
+    False: 10.0,
+}  # seconds between two lines: on a terminal, where one is written over, and elsewhere
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: "45 s", "9 min 30 s", "2 h 5 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+class Work:
+    """`with Work("reading the prompt") as work: …`: after some seconds it tells what is done and for how long, and the
+    time left once `tell` has said how much of it is done. Nothing is left of it on a terminal."""
+
+    def __init__(self, what: str, *, quiet: float = QUIET) -> None:
+        self.what, self.quiet = what, quiet
+        self._done, self._total = 0, 0
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._shown = False
+
+    def __enter__(self) -> Self:
+        self._start = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def tell(self, done: int, total: int) -> None:
+        """So many of so many are done."""
+        self._done, self._total = done, total
+
+    def stop(self) -> None:
+        """Say nothing more; it may be called again."""
+        self._over.set()
+        with self._lock:
+            if self._shown and self._terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False
+
+    def line(self) -> str:
+        """What it says now."""
+        spent = time.monotonic() - self._start
+        if not 0 < self._done < self._total:
+            return f"{self.what}: {duration(spent)} so far"
+        left = spent * (self._total - self._done) / self._done
+        return f"{self.what}: {self._done:,} of {self._total:,}, about {duration(left)} left"
+
+    def _run(self) -> None:
+        wait = self.quiet
+        while not self._over.wait(wait):
+            wait = EVERY[self._terminal]
+            with self._lock:
+                if self._over.is_set():
+                    return
+                line = f"perspectron: {self.line()}"
+                if self._terminal:
+                    line = f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K"
+                print(line, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+                self._shown = True

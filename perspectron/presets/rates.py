@@ -1,0 +1,39 @@
+"""What searches chose for a training: peak learning rates by design and size, and the size for so many tokens."""
+
+import math
+
+DESIGN = "perspective2"
+"""The design that `perspectron train` takes where none is named."""
+
+RATES: dict[str, dict[int, float]] = {
+    "perspective2": {2_000_000: 8e-3},
+}
+"""Peak learning rates of AdamW by design, found at so many active parameters: cosine schedule, batches of 8 windows of
+256 tokens, embeddings normed (`perspectron compare --designs DESIGN --params N`). Put measured points here."""
+OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES
+FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small models take higher rates
+HIGHEST, LOWEST = 1.6e-2, 2e-4
+
+WARMUP = 0.1
+"""Share of the updates in which the rate rises, between the two of a search, 0.05 and 0.2."""
+
+TOKENS_PER_PARAMETER = 1.5
+"""Tokens to train on for each parameter, where time or tokens are given and the size is free (docs/lab-notes.md)."""
+PASSES = 8.0
+"""Passes over a text after which a model of any size learns little more from it."""
+
+
+def rate(design: str, params: int) -> float:
+    """Peak learning rate of a design at so many active parameters, two digits of it: between sizes that were searched
+    in proportion, beyond them by N^FALL."""
+    known = sorted(RATES.get(design, OTHERS).items())
+    below = [point for point in known if point[0] <= params]
+    above = [point for point in known if point[0] >= params]
+    if below and above:
+        (n, low), (m, high) = below[-1], above[0]
+        share = 0.0 if n == m else math.log(params / n) / math.log(m / n)
+        found = low * (high / low) ** share
+    else:
+        n, nearest = below[-1] if below else above[0]
+        found = nearest * (params / n) ** FALL
+    return float(f"{min(max(found, LOWEST), HIGHEST):.2g}")

@@ -1,0 +1,66 @@
+"""What a training will take: memory, before a model is built, and time and memory, measured on a pass."""
+
+from dataclasses import dataclass
+
+import torch
+
+from perspectron.config import ModelConfig, require
+from perspectron.data.loader import Batch
+from perspectron.machine import Peak, free_memory, memory, resident
+from perspectron.model import LanguageModel
+from perspectron.train.config import RunConfig
+from perspectron.train.precision import training_pass, without_trace
+
+PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
+PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """seconds: of an update. bytes: of memory that the process has at its peak; on a GPU, of the GPU's."""
+
+    seconds: float
+    bytes: int
+
+    def whole(self, config: RunConfig, step: int = 0) -> float:
+        """Seconds of a run from an update on, measurements included: a token that is only read costs a third."""
+        train = config.train
+        left = train.steps - step
+        measured = 1 + (left // train.eval_every if train.eval_every else 0)
+        batches = train.eval_tokens / (train.batch_size * train.seq_len * train.accumulate)
+        return self.seconds * (left + measured * batches / 3)
+
+
+def parameters(config: ModelConfig) -> int:
+    """Parameters of a model, which is not built for it."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+
+
+def room(device: torch.device) -> int:
+    """Bytes of memory that a training can have."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else min(memory(), free_memory())
+
+
+def require_room(config: RunConfig, device: torch.device) -> None:
+    """ConfigError for a model whose training needs more memory than there is, said before it is built."""
+    size, train = parameters(config.model), config.train
+    needs = PER_PARAMETER * size + PER_LOGIT * train.batch_size * train.seq_len * config.model.vocab_size
+    there = room(device)
+    bound = (
+        f"≤ {there / 1e9:.1f} GB, what is free here: take fewer --batch-size or --seq-len, a smaller --preset "
+        "(perspectron list), or none, and a size that fits is chosen"
+    )
+    what = f"memory to train {config.model.name}, {size / 1e6:,.1f} M parameters"
+    require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)
+
+
+def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
+    """Measured on two passes over `batch`, which leave no trace."""
+    size, before, cuda = sum(p.numel() for p in model.parameters()), resident(), device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    with without_trace(model), Peak() as peak:
+        seconds = min(training_pass(model, batch, device, config.train.dtype) for _ in range(2))
+    used = torch.cuda.max_memory_allocated(device) if cuda else before + (peak.bytes or 0)
+    return Estimate(seconds * config.train.accumulate, used + 8 * size)

@@ -1,0 +1,66 @@
+"""What a long command says meanwhile."""
+
+import io
+import time
+
+import pytest
+
+from perspectron.cli.progress import Work, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2, "0 s"),
+        (59.4, "59 s"),
+        (60, "1 min 0 s"),
+        (570, "9 min 30 s"),
+        (7500, "2 h 5 min"),
+        (4e6, "1,111 h 6 min"),
+    ],
+)
+def test_durations_are_read_by_people(seconds, said):
+    assert duration(seconds) == said
+
+
+def test_nothing_is_said_of_what_is_quick(capsys):
+    with Work("reading") as work:
+        work.tell(1, 2)
+    time.sleep(0.01)
+    assert capsys.readouterr().err == ""
+
+
+def test_elsewhere_than_on_a_terminal_lines_are_whole(capsys, monkeypatch):
+    monkeypatch.setattr("perspectron.cli.progress.EVERY", {True: 0.02, False: 0.02})
+    with Work("reading", quiet=0.01) as work:
+        time.sleep(0.1)
+        work.tell(30, 90)
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "perspectron: reading: 0 s so far"
+    assert lines[-1] == "perspectron: reading: 30 of 90, about 0 s left"
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_on_a_terminal_one_line_is_written_over_and_nothing_is_left(monkeypatch, columns):
+    said = Terminal()
+    monkeypatch.setattr("sys.stderr", said)
+    monkeypatch.setenv("COLUMNS", columns)
+    with Work("reading a text with a name that is longer than forty columns", quiet=0.01):
+        time.sleep(0.1)
+    drawn = said.getvalue().replace("\x1b[K", "").split("\r")
+    assert "\n" not in said.getvalue() and drawn[-1] == ""
+    assert max(map(len, drawn)) < int(columns)
+
+
+def test_an_error_ends_it(capsys):
+    with pytest.raises(ZeroDivisionError), Work("dividing", quiet=0.0):
+        print(1 / (time.sleep(0.05) or 0))
+    said = capsys.readouterr().err
+    time.sleep(0.05)
+    assert said and capsys.readouterr().err == ""

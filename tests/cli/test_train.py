@@ -1,0 +1,221 @@
+"""A first run: what is chosen for it, what it says before, while and after it trains, and what it refuses."""
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import perspectron
+from perspectron import budget, presets
+from perspectron.census import active_parameters
+from perspectron.cli import train as train_room
+from perspectron.cli.main import main
+from perspectron.cli.train import Speed, defaults
+from perspectron.train import checkpoint
+
+SMALL = [
+    "--preset",
+    "transformer-tiny",
+    "--set",
+    "d_model=32",
+    "layers=1",
+    "heads=2",
+    "hidden=32",
+    "vocab_size=300",
+]
+QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = (f"KING {i}: The cat number {i * 7} sat on the mat.\n" for i in range(700))
+    (tmp_path / "play.txt").write_text("".join(lines))
+    return tmp_path / "play.txt"
+
+
+def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
+    monkeypatch.setattr(train_room, "MINUTES", 0.1)
+    monkeypatch.setattr(
+        budget, "seconds_of", lambda model, train: 0.05
+    )  # a machine that is thought to be fast
+    start = time.monotonic()
+    assert main(["train", "--data", "play.txt"]) == 0
+    assert time.monotonic() - start < 12
+    said = capsys.readouterr().err
+    config = checkpoint.load_config(Path("runs/play"))
+    train, size = config.train, active_parameters(config.model)
+    assert presets.design_of(config.model) == presets.DESIGN
+    assert train.optim.lr == presets.rate(presets.DESIGN, size)
+    assert f"{size / 1e6:.2f} M parameters" in said
+    for words in (" passes over", "GB of memory", "tokens/s", " left", "done in", "(gzip -9", "xz -9"):
+        assert words in said, words
+    assert re.search(r"about \d+ s, until \d\d:\d\d:\d\d", said)
+    commands = re.findall(r"^  perspectron (.*)$", said, re.MULTILINE)
+    assert len(commands) == 3
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO())
+    )  # of a chat in which nobody says anything
+    for command in commands:
+        assert main(command.split()) == 0, command
+
+
+def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkeypatch):
+    monkeypatch.setattr(budget, "seconds_of", lambda model, train: 3.0)
+    assert main(["train", "--data", "play.txt", "--minutes", "0.2", *SMALL, *QUICK]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"minutes = '0.2', must be ≥ 1.\d: an update takes 3 s here$", said.strip())
+    assert not list(Path("runs").iterdir())
+
+
+def test_a_second_run_of_a_text_has_a_folder_of_its_own(play, capsys):
+    for _ in range(2):
+        assert main(["train", "--data", "play.txt", "--steps", "1", *SMALL, *QUICK]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["play", "play-2"]
+
+
+def test_passes_and_tokens_become_updates(play, capsys):
+    assert main(["train", "--data", "play.txt", "--epochs", "0.5", "--out", "a", *SMALL, *QUICK]) == 0
+    a = checkpoint.load_config(Path("a")).train
+    text = perspectron.data.open_shards(Path("a/data")).split("train")
+    assert a.steps == -(-text.tokens // 2 // 64)
+    assert main(["train", "--data", "play.txt", "--tokens", "1K", "--out", "b", *SMALL, *QUICK]) == 0
+    b = checkpoint.load_config(Path("b")).train
+    assert b.steps == 16 and b.optim.warmup == 2
+    assert b.optim.lr == presets.rate(
+        "transformer", active_parameters(checkpoint.load_config(Path("b")).model)
+    )
+
+
+def test_what_is_typed_or_in_the_file_is_not_chosen(play, capsys):
+    Path("c.toml").write_text("[train]\nsteps = 3\n[train.optim]\nlr = 1e-3\n")
+    options = ["--config", "c.toml", "--warmup", "2", "--eval_every=2", "--out", "r"]
+    assert main(["train", "--data", "play.txt", *options, *SMALL, *QUICK]) == 0
+    train = checkpoint.load_config(Path("r")).train
+    assert (train.steps, train.optim.lr, train.optim.warmup, train.eval_every) == (3, 1e-3, 2, 2)
+    assert set(defaults(["--lr", "1", "--batch_size=3"]).given) == {"lr", "batch_size"}
+
+
+def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *SMALL, *QUICK]) == 0
+    assert main(["train", "--init", "a", "--steps", "1", "--out", "b", *QUICK]) == 0
+    a, b = (checkpoint.load_config(Path(name)) for name in ("a", "b"))
+    assert a.train.data == b.train.data == str(play) and a.model == b.model
+
+
+REFUSED = [
+    (["--minutes", "0.01"], "minutes = 0.01, must be ≥ 0.1: reading the text and timing this machine takes seconds"),
+    (["--minutes", "1", "--epochs", "2"], "--minutes and --epochs: each says how long; leave one out"),
+    (["--steps", "1", "--tokens", "2M"], "--tokens and --steps: each says how long"),
+    (["--tokens", "many"], "tokens = 'many', must be a number like 5M or 20M"),
+    (["--epochs", "0"], "epochs = 0.0, must be > 0"),
+    (["--preset", "perspective-1t", "--steps", "1"], "memory to train perspective-1t, 1,045,671.0 M parameters = "),
+    (["--data", "https://example.org/a/play.txt"], "(curl -LO https://example.org/a/play.txt) and give"),
+    (["--data", "short.txt"], "tokens, need at least 257 (seq_len + 1): about "),
+    (["--data", "short.txt"], ", or --seq-len "),
+    (["--data", "empty.txt"], "empty.txt: empty, there is no text in it"),
+    (["--data", "none"], "none: no text in it (1 files, none of them non-empty UTF-8)"),
+    (["--recipe", "staged", "--minutes", "1"], "minutes = 1.0, must be left out of a recipe"),
+    (["--set", "vocab_size=3"], "vocab_size = 3, must be ≥ 257"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[" ".join(r[0]) for r in REFUSED])
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(options, words, play, capsys):
+    Path("short.txt").write_text("Two hundred bytes of a play, in which a king says nothing of note.\n" * 3)
+    Path("empty.txt").touch()
+    Path("none").mkdir()
+    Path("none/picture").write_bytes(b"\x89PNG\xff")
+    data = [] if "--data" in options else ["--data", "play.txt"]
+    assert main(["train", *data, *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert not Path("runs").exists() or not list(Path("runs").iterdir())
+
+
+def test_what_a_short_text_is_told_to_do_works(play, capsys):
+    Path("short.txt").write_text("Two hundred bytes of a play, in which a king says nothing of note.\n" * 3)
+    assert main(["train", "--data", "short.txt", "--steps", "1"]) == 2
+    advice = re.findall(r"--seq-len \d+", capsys.readouterr().err)[0].split()
+    assert main(["train", "--data", "short.txt", "--steps", "1", *advice]) == 0
+
+
+def test_numbers_that_run_away_end_with_what_to_do(play, capsys):
+    command = ["train", "--data", "play.txt", "--steps", "30", "--out", "run", "--lr", "1e30", "--clip", "0"]
+    assert main([*command, *SMALL, *QUICK]) == 3
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "loss is" in said or "gradient is not finite" in said
+    assert "Start again with a lower rate, in another folder: --lr 5e+29 --out run-2" in said
+
+
+def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatch):
+    command = [
+        "train",
+        "--data",
+        "play.txt",
+        "--steps",
+        "6",
+        "--save-every",
+        "3",
+        "--out",
+        "run",
+        *SMALL,
+        *QUICK,
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_room.Trainer, "fit", lambda self, **_: 15 if self.save() else None)
+        assert main(command) == 128 + 15
+    assert (
+        "stopped and saved at step 0; go on with: perspectron train --resume run" in capsys.readouterr().err
+    )
+    trainer_fit = train_room.Trainer.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(train_room.Trainer, "fit", lambda self, **more: trainer_fit(self, until=4, **more) or 2)
+        assert main(["train", "--resume", "run"]) == 130
+    assert main(["train", "--resume", "run"]) == 0
+    said = capsys.readouterr().err
+    assert "going on from step 4 of 6" in said and "done in" in said
+
+
+def test_without_a_terminal_there_is_a_line_at_least_every_ten_seconds(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    speed, said = Speed(0), []
+    for step in range(1, 101):
+        now[0] += 3.0
+        line = {"step": step, "loss": 2.5, "tokens": 64 * step, "tokens_per_second": 21.3}
+        if speed.due(step, 100):
+            said.append(speed.line(line, 100, None))
+        else:
+            speed.line(line, 100, None)
+    assert len(said) == 26
+    assert said[1] == "step 5/100  loss 2.500  21 tokens/s  4 min 45 s left"
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_a_terminal_of_any_width_and_without_colours(columns, play, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    made = []
+
+    def terminal(**options):
+        made.append(Console(**options, force_terminal=True, width=columns, record=True))
+        return made[-1]
+
+    monkeypatch.setattr(train_room, "Console", terminal)
+    assert main(["train", "--data", "play.txt", "--steps", "3", "--out", "run", *SMALL, *QUICK]) == 0
+    said = capsys.readouterr().err
+    assert "\x1b[3" not in said and "step 3/3" in said
+    drawn = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", said)) if "%" in line]
+    assert drawn and max(map(len, drawn)) <= columns
+
+
+def test_the_json_lines_stay_alone_on_standard_output(play, capsys):
+    assert (
+        main(["train", "--data", "play.txt", "--steps", "2", "--out", "run", "--json", *SMALL, *QUICK]) == 0
+    )
+    captured = capsys.readouterr()
+    assert [json.loads(line)["step"] for line in captured.out.splitlines()] == [1, 1, 2, 2]

@@ -1,0 +1,79 @@
+"""What is chosen for the minutes, the tokens or the passes that there are."""
+
+import pytest
+
+from perspectron import budget, presets
+from perspectron.budget import Budget, sized
+from perspectron.census import active_parameters
+from perspectron.errors import ConfigError
+from perspectron.train.config import TrainConfig
+
+MANY = 1e12
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """One that takes 0.6 ns for a parameter and a token, and has any memory."""
+    timed = []
+
+    def seconds_of(model, train):
+        timed.append(active_parameters(model))
+        return 6e-10 * active_parameters(model) * train.batch_size * train.seq_len
+
+    monkeypatch.setattr(budget, "seconds_of", seconds_of)
+    monkeypatch.setattr(budget, "room", lambda device: 10**12)
+    return timed
+
+
+@pytest.mark.parametrize("seconds", [60, 600, 6000])
+def test_the_size_is_the_one_that_reads_so_many_tokens_in_the_time(machine, seconds):
+    made = active_parameters(sized("perspective2", Budget(minutes=10), TrainConfig(), MANY, seconds, 0))
+    tokens = seconds / (6e-10 * made)
+    assert tokens / made == pytest.approx(presets.TOKENS_PER_PARAMETER, rel=0.15)
+    assert len(machine) <= 2  # a few seconds of timing
+
+
+def test_the_size_follows_from_tokens_and_from_passes(machine):
+    train, ratio = TrainConfig(), presets.TOKENS_PER_PARAMETER
+    tokens = sized("perspective2", Budget(tokens=4_000_000), train, MANY, 0, 0)
+    assert active_parameters(tokens) == pytest.approx(4e6 / ratio, rel=0.06)
+    passes = sized("perspective2", Budget(passes=2), train, 2_000_000, 0, 0)
+    assert passes == tokens
+    assert machine == []
+
+
+def test_a_short_text_has_a_small_model_whatever_the_time(machine):
+    made = sized("perspective2", Budget(minutes=600), TrainConfig(), 100_000, 36000, 0)
+    assert active_parameters(made) == pytest.approx(
+        presets.PASSES * 1e5 / presets.TOKENS_PER_PARAMETER, rel=0.06
+    )
+
+
+def test_a_model_that_would_not_fit_is_halved_until_it_does(machine, monkeypatch):
+    monkeypatch.setattr(budget, "room", lambda device: 2 * 10**9)
+    made = sized("perspective2", Budget(tokens=10**9), TrainConfig(), MANY, 0, 0)
+    assert 5e6 < active_parameters(made) < 2e9 / 16 / 2
+
+
+def test_a_given_vocabulary_is_kept_though_it_needs_a_larger_model(machine):
+    made = sized("perspective2", Budget(tokens=1000), TrainConfig(), MANY, 0, 8192)
+    assert made.vocab_size == 8192 and active_parameters(made) > 200_000
+
+
+@pytest.mark.parametrize("minutes", [0.01, 0.0, -3.0, 1e9])
+def test_minutes_that_are_none(minutes):
+    with pytest.raises(
+        ConfigError, match=r"minutes = .* must be ≥ 0.1: reading the text and timing this machine"
+    ):
+        Budget(minutes=minutes)
+
+
+def test_rates_come_from_the_table_and_fall_with_the_size(monkeypatch):
+    monkeypatch.setitem(presets.rates.RATES, "gla", {1_000_000: 8e-3, 4_000_000: 4e-3})
+    assert presets.rate("gla", 1_000_000) == 8e-3 and presets.rate("gla", 4_000_000) == 4e-3
+    assert presets.rate("gla", 2_000_000) == pytest.approx(5.7e-3)
+    assert presets.rate("gla", 32_000_000) == pytest.approx(2e-3)
+    assert presets.rate("gla", 500_000) == pytest.approx(1e-2)
+    assert presets.rate("gla", 1) == 1.6e-2
+    assert presets.rate("perspective2", 2_000_000) == 8e-3 and presets.rate("transformer", 2_000_000) == 4e-3
+    assert set(presets.rates.RATES) <= set(presets.DESIGNS)
