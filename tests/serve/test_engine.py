@@ -107,7 +107,7 @@ def test_a_row_that_is_let_go_is_gone_within_two_steps(engine) -> None:
 
 
 def test_what_cannot_begin_is_an_event_and_a_failed_step_costs_those_under_way(engine, monkeypatch) -> None:
-    wrong = Asked(engine, [engine.tokenizer.vocab_size], 1)
+    wrong = Asked(engine, prompt_of(3, 0), 0)
     engine.submit([wrong.job])
     assert isinstance(wrong.events.get(timeout=30), ConfigError)
     lost = Asked(engine, prompt_of(3, 0), 5000)
