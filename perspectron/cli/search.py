@@ -108,7 +108,7 @@ def _table(tokens: int, lines: list[dict[str, Any]]) -> Table:
     """The best of a rung."""
     table = Table(title=f"{tokens:,} tokens: the best {min(SHOWN, len(lines))} of {len(lines)}")
     for head in ("variant", "lr", "warm-up", "dev bits per byte", "state", "tokens/s"):
-        table.add_column(head, justify="left" if head == "variant" else "right")
+        table.add_column(head, justify="left" if head == "variant" else "right", overflow="fold")
     for line in lines[:SHOWN]:
         bits = line["dev_bits_per_byte"]
         table.add_row(
