@@ -81,6 +81,14 @@ class Dot(NamedTuple):
     style: int = 0
 
 
+class Heat(NamedTuple):
+    """Half-lives in tokens, a row of the picture each, over the words of a text."""
+
+    title: str
+    words: Sequence[str]
+    rows: Sequence[Sequence[float]]
+
+
 class Dots(NamedTuple):
     """Values on one common axis, a row each, the first on top. marks: values that are drawn across all rows."""
 
@@ -136,6 +144,28 @@ def draw_dots(plot: Dots, *, slug: str = "") -> str:
         axes = figure.add_subplot()
         _dots(axes, plot)
         return _svg(figure, plot.title, slug)
+
+
+def draw_heat(heat: Heat, *, slug: str = "") -> str:
+    """Half-lives as colours on a logarithmic scale, as one <svg>; `slug` as in `draw`."""
+    from matplotlib.colors import LogNorm
+
+    with _figure(WIDTH * 1.8, SIDE, slug) as figure:
+        axes = figure.add_subplot()
+        image = axes.imshow(
+            heat.rows,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="cividis",
+            norm=LogNorm(1, 1000, clip=True),
+        )
+        axes.set(title=heat.title, ylabel="rows of the memory", yticks=[])
+        axes.set_xticks(range(len(heat.words)), heat.words, rotation=90, fontsize=8)
+        axes.grid(visible=False)
+        bar = figure.colorbar(image, ax=axes, pad=0.01, ticks=[1, 10, 100, 1000])
+        bar.ax.set_yticklabels(["≤ 1", "10", "100", "≥ 1000"])
+        bar.set_label("half-life, tokens")
+        return _svg(figure, f"Half-lives of {heat.title}", slug)
 
 
 def draw_tori(panels: Sequence[Torus], title: str) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
+from perspectron.cli import playground
 from perspectron.cli.options import resolved, table
 from perspectron.cli.tokenize import Tokenize
 from perspectron.cli.train import fit
@@ -18,7 +19,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import read_metrics
+from perspectron.train.loop import CURVE, read_metrics
 from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
@@ -60,6 +61,7 @@ class Quickstart:
             "\n[bold]4  Generation[/]  of perspective-tiny-dense, then continued from the state on disk"
         )
         self._conversation(console)
+        self._page(console)
         console.print(f"\ndone in {time.perf_counter() - start:.0f} s; go on with one of these:")
         console.print(
             f'  perspectron generate {self.out}/perspective "import " --max-tokens 200', markup=False
@@ -95,6 +97,20 @@ class Quickstart:
             rows.append([other, f"{bits:.3f}"])
         title = f"{split.text_bytes:,} bytes of text that no model was trained on"
         return table(title, ("", "bits per byte", "parameters", "state at 8,192 tokens"), rows)
+
+    def _page(self, console: Console) -> None:
+        """Write what there is to look at."""
+        model, tokenizer = perspectron.load(self.out / "perspective")
+        bits = read_metrics(self.out / "perspective")[-1]["heldout_bits_per_byte"]
+        state = model.init_state(1, capacity=8192).nbytes
+        facts = [
+            ("text", self.data), ("updates", f"{self.steps:,}"),
+            ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
+            ("held-out bits per byte", f"{bits:.3f}"), ("memory, of any text", f"{state:,} bytes"),
+        ]  # fmt: skip
+        page = self.out / playground.PAGE
+        playground.write(page, model, tokenizer, self.out / "perspective" / CURVE, facts)
+        console.print(f"\n[bold]5  A page[/]  with its curve, samples and memory: {page}")
 
     def _conversation(self, console: Console) -> None:
         model, tokenizer = perspectron.load(self.out / "perspective")
