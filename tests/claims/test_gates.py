@@ -51,7 +51,7 @@ def test_only_the_metric_leaves_the_span_of_directions():
 
 
 KEPT = {"perspective": {"pdr_gate_mean", "pdr_gate_spread", "pdr_halflife"}, "adr": {"adr_roughness"}}
-KEPT |= {"drm": {"drm_active", "drm_outside"}, "lens": {"lens_weights"}}
+KEPT |= {"drm": {"drm_active", "drm_outside"}, "lens": {"lens_weights"}, "perspective2": set()}
 WITHOUT = {("perspective", "no_pdr"), ("adr", "values_only")}
 
 

@@ -70,7 +70,7 @@ def test_it_trains_measures_and_reports(whole):
         assert cell["curve"][0]["bits_per_byte"] > cell["heldout_bits_per_byte"]
         assert 0 <= cell["suites"]["calibration"]["ece"] <= 1
     page = (whole / "results.html").read_text()
-    assert all(name in page for name in cells(found))
+    assert all(presets.title(name) in page for name in cells(found))
     assert 0 < found["compressors"]["gzip -9"] < 8
 
 
@@ -198,7 +198,10 @@ def test_the_chosen_rates_are_kept_and_a_trial_that_failed_stops_the_choice(whol
             if run.trained(cell).status == "missing" and cell.rate.lr != without:
                 lines(cell, abs(cell.rate.lr - 2e-3))
 
-    with pytest.raises(CheckpointError, match=r"0\.002-0\.1: trained for 0 of 4 steps; fix that and resume"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"0\.002-0\.1: trained for 0 of 4 steps; fix that, then perspectron compare --resume",
+    ):
         run.choose_rates(tmp_path, plan, lambda wanted: train(wanted, without=2e-3))
     rates, _ = run.choose_rates(tmp_path, plan, train)
     assert rates == dict.fromkeys(("transformer", "ssd"), Rate(2e-3, 0.1))
@@ -320,8 +323,9 @@ def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path, capsys)
 
 def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     cell = whole / "cells" / "transformer" / "0"
-    assert main(["ablate", str(cell), "--out", str(tmp_path / "out")]) == 2
-    assert "design = 'transformer', must be one of perspective, lens" in capsys.readouterr().err
+    assert main(["ablate", str(cell), "--over", "no_gate", "--out", str(tmp_path / "out")]) == 2
+    words = "ablation of transformer = 'no_gate', must be one of no_embedding_norm"
+    assert words in capsys.readouterr().err
 
 
 def test_a_pause_does_not_slow_a_cell(tmp_path):
@@ -381,4 +385,4 @@ def test_variants_of_a_design_are_arms_of_their_own(text, tmp_path):
     ] * 2
     models = [checkpoint.load_config(tmp_path / "cells" / arm / "0").model for arm in arms]
     assert [(m.embedding_norm, m.blocks[0].mixer.heads) for m in models] == [(True, 1), (False, 1)]
-    assert (tmp_path / "results.html").read_text().count("gla[embedding_norm=false,heads=1]") >= 1
+    assert (tmp_path / "results.html").read_text().count("GLA[embedding_norm=false, heads=1]") >= 1
