@@ -83,7 +83,7 @@ def return_memory() -> None:
 
 def keep_memory() -> None:
     """Have blocks kept that are freed. An update of a training frees what the next one takes, and to give it back to
-    the system and get it again, page by page, is 5 to 12% of an update."""
+    the system and get it again, page by page, is some 7% of an update at 2 M parameters (docs/lab-notes.md)."""
     _mallopt({M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26})
 
 

@@ -105,7 +105,7 @@ class TokenEmbedding(nn.Embedding):
     """Rows to look up and, as a tied head, to multiply with."""
 
     def reset_parameters(self) -> None:
-        """Draw the rows; not on the meta device, where torch would load its compiler for it (1.2 s) and draw none."""
+        """Draw the rows; not on the meta device, where torch would load its compiler for it and draw none."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -412,7 +412,7 @@ def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
 def allocated(model: LanguageModel) -> LanguageModel:
     """The model, moved from the meta device to uninitialised CPU memory. ConfigError as in `require_memory`."""
     require_memory(model)
-    # to_empty() would do, but loads sympy for it: 0.5 s of every command
+    # to_empty() would do, but loads sympy for it
     return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
 
 

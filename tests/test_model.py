@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import functools
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -621,3 +623,14 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_allocated(monkey
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"weights of perspective-1t = '[\d,.]+ GB', must be ≤ [\d,.]+ GB"):
         build(presets.get("perspective-1t"))
+
+
+def test_building_a_model_loads_no_compiler():
+    """torch's own takes a second of every command; a model on the meta device would load it."""
+    program = (
+        "import sys, perspectron; from perspectron import presets\n"
+        "perspectron.build(presets.get('gpt2-tiny', layers=1))\n"
+        "print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
+    )
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said.strip() == "[]"
