@@ -28,7 +28,7 @@ def _memories() -> int:
 
 
 def _gammas(name: str, digits: int, **sizes: Any) -> tuple[float, ...]:
-    """By layer."""
+    """γ of each layer."""
     mixers = [block.mixer for block in get(name, **sizes).blocks]
     return tuple(round(mixer.gamma, digits) for mixer in mixers if isinstance(mixer, ADRConfig))
 

@@ -30,7 +30,7 @@ VERDICTS = (HOLDS, CONDITION, FAILS, UNTESTABLE, MISSING, AS_BUILT)
 
 @dataclass(frozen=True)
 class Range:
-    """What a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it."""
+    """The range that a claim allows. text: as it is shown. factor, unit: in which a measurement is shown beside it."""
 
     text: str
     low: float
@@ -42,7 +42,7 @@ class Range:
         return self.low <= value <= self.high
 
     def show(self, value: float) -> str:
-        """In the claim's own unit, five significant digits."""
+        """The value in the claim's own unit, to five significant digits."""
         return digits(value / self.factor) + self.unit
 
 
@@ -77,7 +77,7 @@ def worded(text: str, low: float, high: float = inf, unit: str = "") -> Range:
 
 
 def digits(value: float, count: int = 5) -> str:
-    """So many significant ones, thousands apart, no trailing zeros."""
+    """The number with so many significant digits, thousands apart, without trailing zeros."""
     if value == 0 or not isfinite(value):
         return str(value).removesuffix(".0")
     places = max(0, count - 1 - floor(log10(abs(value))))

@@ -88,7 +88,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _sources(results: Results) -> Iterator[str]:
-    """Where the kept results come from."""
+    """The conditions of the kept results: commit and machine."""
     yield "## Kept results\n"
     rows = []
     for name, kept in results:
@@ -111,5 +111,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def measured(wanted: Sequence[Claim], results: Results) -> list[Row]:
-    """In order."""
+    """The measurements, in order."""
     return [judge(claim, results) for claim in wanted]

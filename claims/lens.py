@@ -25,17 +25,17 @@ def _block(name: str, *sizes: tuple[str, Any], part: str = "") -> int:
 
 
 def _small() -> int:
-    """What the block has beside GPT-2's and the wider network."""
+    """The parameters that the block has beside GPT-2's and the wider network."""
     return _block(FULL, part="u_HK") + _block(FULL, part="gates_HL") + _block(FULL, part="raw_1")
 
 
 def _wide() -> int:
-    """What the network that reads context has over GPT-2's."""
+    """The parameters of the network that reads context, less those of GPT-2's."""
     return _block(FULL, part="ffn.") - _block(PLAIN, part="ffn.")
 
 
 def _flops(*off: tuple[str, Any]) -> int:
-    """Of a token at a context of 1,024."""
+    """FLOPs of a token at a context of 1,024."""
     return counted(FULL, *off).flops_per_token[1024]
 
 

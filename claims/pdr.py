@@ -34,7 +34,7 @@ def _state(context: int) -> float:
 
 
 def _pdr_bytes(context: int = 8192) -> int:
-    """Of all PDR states, as they are kept."""
+    """The bytes of all PDR states, as they are kept."""
     return built.needed().state["pdr"].bytes - 8 * len(built.places("pdr"))
 
 
@@ -70,7 +70,7 @@ def _halflives(results: Results) -> Evidence:
 
 
 def _gate_spread(results: Results) -> Evidence:
-    """How far γ varies over tokens, which is not what is claimed: alike inputs that should be kept differently."""
+    """The spread of γ over tokens, which is not what is claimed: alike inputs that should be kept differently."""
     spread = trained.grown("perspective", "pdr_gate_spread", lambda x: sum(x) / len(x), "{:.3f}")(results)
     assert isinstance(spread, Evidence)
     return Evidence((), f"spread of γ over all tokens: {spread.shown}", excuse=UNLIKE)

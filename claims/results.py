@@ -33,7 +33,7 @@ class Missing(Exception):
 
 
 def command(name: str) -> str:
-    """What writes the results of this name, and keeps them in results."""
+    """The command that writes the results of this name."""
     if name in COMMANDS:
         return f"{COMMANDS[name]} --json results/{name}.json"
     if name == "compare":
@@ -91,7 +91,7 @@ class Results:
         return iter(self._read.items())
 
     def median(self, name: str, *path: str) -> float:
-        """Of a spread that stands at `path` in a benchmark's results; DataError where it does not."""
+        """The median of a spread at `path` in a benchmark's results; DataError where it does not."""
         kept: Any = self.get(name)["results"]
         for key in path:
             if not isinstance(kept, dict) or key not in kept:

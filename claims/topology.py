@@ -109,7 +109,7 @@ def _per_layer(kind: str) -> float:
 
 
 def _arrives(results: Results) -> Evidence:
-    """From disk: an expert's bytes at the rate of reading beside the tokens."""
+    """The experts' bytes that arrive from disk beside the tokens."""
     rate = results.median("full_size", "disk", "read_gigabytes_per_second") * 1e9
     shard, asked = needed().experts[0].shard, needed().experts[0].shard / 1.12e-3
     shown = f"{1e3 * shard / rate:.2g} ms from disk; 1.12 ms ask for {asked / 1e9:.1f} GB/s"

@@ -1,5 +1,5 @@
-"""What to train with the minutes, the tokens or the passes over a text that there are: the size of a model, its
-learning rate and its number of updates."""
+"""The size of a model, its learning rate and its number of updates for a budget of minutes, tokens or passes over a
+text."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""What `perspectron list` prints, kept in catalogue.json: to count a model takes torch, which takes seconds to import.
+"""The contents of `perspectron list`, kept in catalogue.json, since counting a model takes torch, which takes seconds
+to import.
 
 `python -m perspectron.catalogue` writes the file, after a mixer, a design or a preset has changed.
 """

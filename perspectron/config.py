@@ -88,7 +88,8 @@ class FFNConfig(Kind):
 
 
 class ResidualConfig(Kind):
-    """How a block adds its parts (`perspectron.block`). x is the block's input, h the input of the ffn's norm."""
+    """The way in which a block adds its parts (`perspectron.block`). x is the block's input, h the input of the ffn's
+    norm."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class LinearHead(nn.Linear):
         super().__init__(d_model, vocab_size, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """As the embedding: all tokens about as likely."""
+        """Draw the head as the embedding is drawn, so that all tokens are about as likely."""
         self.weight.normal_(0, 0.02, generator=generator)
 
 

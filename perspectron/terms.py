@@ -1,4 +1,4 @@
-"""What a module reports beside its output: quantities that the trainer adds to the loss or only logs."""
+"""Values that a module reports beside its output: quantities that the trainer adds to the loss or only logs."""
 
 from typing import NamedTuple
 

@@ -33,13 +33,13 @@ HALF = 2  # bytes of an FP16 number
 
 @cache
 def counted(name: str, *sizes: tuple[str, Any]) -> Census:
-    """Of a preset, with some sizes replaced."""
+    """The census of a preset with some sizes replaced."""
     return census(presets.get(name, **dict(sizes)))
 
 
 @cache
 def needed(name: str = FULL) -> Needs:
-    """Where it runs compressed: shared layers in 2 bits, experts ternary, embedding in 8."""
+    """The needs of a compressed model: shared layers in 2 bits, experts ternary, embedding in 8."""
     return needs(presets.get(name), CONTEXT)
 
 
@@ -62,7 +62,7 @@ def matrices(module: nn.Module) -> int:
 
 
 def parameters(keep: Callable[[str, Tensor], bool], name: str = FULL) -> int:
-    """Of those parameters of a model for which `keep` (name, parameter) is true."""
+    """The count of those parameters for which `keep` (name, parameter) is true."""
     return sum(p.numel() for own, p in model(name).named_parameters() if keep(own, p))
 
 
@@ -115,7 +115,7 @@ R = PDR_LAYER.rank
 
 
 class Operations(FlopCounter):
-    """What ran, in order: (name, FLOPs) of each operation that has some."""
+    """A record of the operations that ran, in order: (name, FLOPs) of each that has some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def step() -> tuple[int, ...]:
 
 
 def mixer_flops(config: MixerConfig, context: int, width: int = D) -> int:
-    """Of one token at a context."""
+    """FLOPs of the mixer for one token at a context."""
     module = mixer(config, width)
     state = module.init_state(1, META, torch.float32, context)
     return operations(module, meta(1, 1, width), state).total
@@ -179,12 +179,12 @@ def reading(config: MixerConfig, tokens: int, width: int = 256) -> int:
 
 
 def exponent(flops: Callable[[int], float], tokens: int = 1 << 15) -> float:
-    """Of growth: n when twice the tokens take 2ⁿ times as much."""
+    """The exponent of growth: n when twice the tokens take 2ⁿ times as much."""
     return torch.tensor(flops(2 * tokens) / flops(tokens)).log2().item()
 
 
 def scan_flops(tokens: int, chunk: int = pdr.CHUNK) -> int:
-    """Of the scan over so many tokens in chunks of `chunk`, as it trains, in full width."""
+    """FLOPs of the scan over so many tokens in chunks of `chunk`, as it trains, in full width."""
     inputs = (meta(1, tokens, R), meta(1, tokens, R), meta(1, tokens, D), meta(1, tokens, D))
     with chunks(chunk):
         return operations(lambda *x: pdr.scan(*x, backend="torch"), *inputs).total
@@ -196,12 +196,12 @@ def chunks(tokens: int) -> AbstractContextManager[Any]:
 
 
 def scan_work(tokens: int, chunk: int) -> float:
-    """In units of L·d·r."""
+    """The scan's work in units of L·d·r."""
     return scan_flops(tokens, chunk) / (tokens * D * R)
 
 
 def width_exponent(config: MixerConfig, tokens: int, width: int, wider: MixerConfig | None = None) -> float:
-    """Of growth of what reading costs with the model's width."""
+    """The exponent with which the cost of reading grows with the model's width."""
     return round(math.log2(reading(wider or config, tokens, 2 * width) / reading(config, tokens, width)), 2)
 
 

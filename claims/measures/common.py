@@ -1,4 +1,4 @@
-"""What measures share that run something small: seeded numbers, models as they start.
+"""Helpers of the measures that run something small: seeded numbers, models as they start.
 
 All are rounded where processors differ. Shapes: B batch, T time.
 """
@@ -54,7 +54,7 @@ def first(name: str, kind: type, *sizes: tuple[str, Any]) -> Any:
 
 
 def seen_from_before(name: str) -> float:
-    """How much the logits of earlier tokens change when the last token does."""
+    """The change in the logits of earlier tokens when the last token changes."""
     ids = text().clone()
     with torch.no_grad():
         before = made(name)(ids).logits[:, :-1]

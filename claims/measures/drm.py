@@ -40,12 +40,12 @@ def geometry() -> tuple[Geometry, Any]:
 
 
 def least_eigenvalue() -> float:
-    """Of G over those tokens, at least the floor."""
+    """The least eigenvalue of G over those tokens, at least the floor."""
     return torch.linalg.eigvalsh(drm.metric(geometry()[0]).double()).min().item()
 
 
 def energy_error() -> Evidence:
-    """Of the action term against mean Δzᵀ G Δz."""
+    """The error of the action term against mean Δzᵀ G Δz."""
     now, trace = geometry()
     v = trace.v_BTS.flatten(0, 1)
     energy = (v[:, None] @ drm.metric(now) @ v[:, :, None]).mean()
@@ -55,7 +55,7 @@ def energy_error() -> Evidence:
 
 
 def solve_error() -> Evidence:
-    """Of the fast loop's Woodbury solve against a dense one."""
+    """The error of the fast loop's Woodbury solve against a dense one."""
     mixer, model = first("drm-104k", DRM), made("drm-104k")
     with torch.no_grad():
         state = mixer.init_state(2, torch.device("cpu"), torch.float32)

@@ -1,4 +1,4 @@
-"""Where a trained model's gates have gone: what the documents say that training does to them, read from the model.
+"""The gates of a trained model, beside what the documents say that training does to them.
 
 Shapes: B batch, T time, D model width, H heads, K head width, N directions, S state width, L lenses. What runs
 over rows and tokens together is counted by T.

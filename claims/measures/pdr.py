@@ -45,7 +45,7 @@ def _recurrence(
 
 
 def scan_error() -> Evidence:
-    """Of the scan over 256 tokens against the plain loop."""
+    """The error of the scan over 256 tokens against the plain loop."""
     o, S = pdr.scan(*_recurrence(256, torch.float64))
     expected, S_expected = pdr.scan(*_recurrence(256, torch.float64), backend="reference")
     return below(max(apart(o, expected), apart(S, S_expected)), 1e-12)
@@ -61,7 +61,7 @@ def chunked(tokens: int) -> Evidence:
 
 
 def associativity() -> Evidence:
-    """Of (A₂, B₂) ⊕ (A₁, B₁) = (A₂ A₁, A₂ B₁ + B₂)."""
+    """The error of (A₂, B₂) ⊕ (A₁, B₁) = (A₂ A₁, A₂ B₁ + B₂)."""
 
     def then(late: tuple[Tensor, Tensor], early: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return late[0] * early[0], late[0] * early[1] + late[1]
@@ -138,7 +138,7 @@ def renormalised(**sizes: float) -> Evidence:
 
 
 def gradient_left(tokens: int) -> float:
-    """Of a state's gradient by the state so many tokens before, at untrained gates."""
+    """The gradient of a state by the state so many tokens before, at untrained gates."""
     q, k, v, gamma = _recurrence(tokens, torch.float64)
     start = torch.zeros(1, 16, 8, dtype=torch.float64, requires_grad=True)
     pdr.scan(q, k, v, gamma, start)[1].sum().backward()

@@ -42,7 +42,7 @@ def scale(results: Results, file: str) -> str:
 
 
 def cells(results: Results, file: str, design: str) -> Cells:
-    """By seed. Missing where the design is not in the file."""
+    """The cells of a design, by seed. Missing where the design is not in the file."""
     own = results.get(file)["designs"].get(design)
     if own is None:
         raise Missing(f"`{command(file)}`")
@@ -150,8 +150,9 @@ def of_gates(
     form: str,
     start: Sequence[float] = (),
 ) -> Measure:
-    """Of a gate after training: `reduce` makes of the list over layers the numbers that are compared, with every seed.
-    form: the words for one of them. start: what they are before training; one that has not left it proves nothing."""
+    """A measure of a gate after training: `reduce` makes of the list over layers the numbers that are compared, with
+    every seed. form: the words for one of them. start: what they are before training; one that has not left it proves
+    nothing."""
 
     def measure(results: Results) -> Evidence:
         ended = finished(cells(results, "compare", design))
@@ -250,7 +251,7 @@ def recall(arm: str, other: str = "") -> Measure:
 
 
 def task(arm: dict[str, Any]) -> str:
-    """Of a recall result, with its sizes."""
+    """The task of a recall result, with its sizes."""
     pairs = f" of {arm['pairs']} pairs" if "pairs" in arm else ""
     return f"{arm['task']}{pairs} in {arm['length']} tokens"
 

@@ -125,7 +125,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
 
 
 def command_of(name: str) -> Any:
-    """What a name in COMMANDS stands for, imported."""
+    """The command of a name in COMMANDS, imported."""
     module, _, attribute = COMMANDS[name].partition(":")
     return getattr(import_module(f"perspectron.cli.{module}"), attribute)
 
@@ -138,7 +138,7 @@ def _overview() -> None:
 
 
 def about(name: str) -> str:
-    """What a command does: the first line of its docstring, read from its source, for to import it takes torch."""
+    """The first line of a command's docstring, read from its source, since importing it takes torch."""
     module, _, attribute = COMMANDS[name].partition(":")
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     tree = ast.parse(source).body

@@ -59,7 +59,7 @@ def _inline(svg: str) -> str:
 
 
 def _samples(model: LanguageModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What the model writes after each prompt, at each temperature."""
+    """The model's continuation of each prompt, at each temperature."""
     samples = []
     for temperature in TEMPERATURES:
         sampling = SamplingConfig(temperature=temperature, min_p=0.02, seed=SEED)
@@ -70,7 +70,7 @@ def _samples(model: LanguageModel, tokenizer: Tokenizer) -> list[dict[str, Any]]
 
 
 def printable(text: str) -> str:
-    """What an untrained model may write, too, without control characters."""
+    """The text without control characters, which an untrained model may write."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

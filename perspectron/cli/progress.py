@@ -1,4 +1,4 @@
-"""What a command is doing, told on standard error when it takes longer than a few seconds."""
+"""Progress on standard error, for commands that take longer than a few seconds."""
 
 import shutil
 import sys
@@ -48,7 +48,7 @@ class Work:
         self.stop()
 
     def tell(self, done: int, total: int) -> None:
-        """So many of so many are done."""
+        """Report that so many of so many are done."""
         self._done, self._total = done, total
 
     def stop(self) -> None:
@@ -60,7 +60,7 @@ class Work:
             self._shown = False
 
     def line(self) -> str:
-        """What it says now."""
+        """The line as it reads now."""
         spent = time.monotonic() - self._start
         if not 0 < self._done < self._total:
             return f"{self.what}: {duration(spent)} so far"

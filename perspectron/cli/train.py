@@ -142,7 +142,7 @@ class Train:
         return replace(self.train, **{"data": resolved(self.train.data)} | places)
 
     def _budget(self, train: TrainConfig) -> Budget:
-        """What of minutes, tokens, epochs and steps is given; ConfigError for two of them."""
+        """The one budget of minutes, tokens, epochs and steps that is given; ConfigError for two of them."""
         asked = {name: getattr(self, name) for name in ("minutes", "tokens", "epochs")}
         asked = {name: value for name, value in asked.items() if value is not None}
         if "steps" in self.given:
@@ -333,7 +333,7 @@ def _fit_plain(trainer: Trainer, as_json: bool, console: Console, started: float
 
 
 def _ending(trainer: Trainer, seconds: float) -> list[str]:
-    """What came of a run, beside compressors of the same text, and what to do with it."""
+    """The closing lines of a run: its result beside compressors of the same text, and what to do next."""
     run, train = trainer.run_dir, trainer.config.train
     on = {"heldout": "held-out"}.get(train.measured_on, "dev")
     text = trainer.measured_text()
@@ -452,7 +452,7 @@ def _fit(
 
 
 def _plan(trainer: Trainer, estimate: Estimate, ends: float | None) -> list[str]:
-    """What is about to be trained, how long it will take and in what memory."""
+    """The opening lines of a run: what will be trained, for how long and in what memory."""
     config, step = trainer.config, trainer.progress.step
     train, steps = config.train, config.train.steps
     size = sum(parameter.numel() for parameter in trainer.model.parameters())

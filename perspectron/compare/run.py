@@ -184,7 +184,7 @@ def choose_rates(
 
 
 def _tried(out: Path, plan: Plan, name: str, values: list[Rate]) -> list[dict[str, Any]]:
-    """What came of each rate of an arm. CheckpointError for a trial that did not end."""
+    """The result of each rate of an arm. CheckpointError for a trial that did not end."""
     results = []
     for cell in trials(out, plan, {name: values}):
         state = trained(cell)

@@ -153,7 +153,7 @@ def _cell(out: Path, one: Candidate, tokens: int, steps: int) -> Cell:
 
 
 def _line(plan: Plan, one: Candidate, cell: Cell) -> dict[str, Any]:
-    """What came of a candidate."""
+    """The result of a candidate."""
     state, counted = run.trained(cell), census(plan.arms[one.variant].model, [plan.settings.seq_len])
     (state_bytes,) = counted.state_bytes.values()
     return {

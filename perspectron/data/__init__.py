@@ -1,4 +1,4 @@
-"""From text to batches: corpora, a byte-level tokenizer, shards on disk, and a loader that resumes exactly."""
+"""The way from text to batches: corpora, a byte-level tokenizer, shards on disk, and a loader that resumes exactly."""
 
 from perspectron.data.corpus import NAMED, SPLITS, Corpus, Document, SplitName, open_corpus
 from perspectron.data.loader import IGNORE, Batch, Loader, windows

@@ -160,7 +160,8 @@ def _blank(special: Sequence[str] = ()) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def _panics(what: object) -> Iterator[None]:
-    """What the library dies of becomes a DataError: pyo3 derives it from BaseException, and hides its class."""
+    """A context in which the library's panics become DataErrors: pyo3 derives it from BaseException, and hides its
+    class."""
     try:
         yield
     except BaseException as error:

@@ -20,7 +20,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn. The fields apply in this order.
+    """The rules by which the next token is drawn. The fields apply in this order.
 
     repetition_penalty: logits of the last `repetition_window` tokens are divided by it where positive and
         multiplied where negative; 1 is off.

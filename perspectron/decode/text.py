@@ -1,4 +1,4 @@
-"""From tokens to text as they arrive: whole characters that cannot begin a stop string."""
+"""Text from tokens as they arrive: whole characters that cannot begin a stop string."""
 
 import codecs
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How long a trained memory lasts, token by token: the half-lives of the rows of PDR's state over a text.
+"""The lifetime of a trained memory, token by token: the half-lives of the rows of PDR's state over a text.
 
 Shapes: B batch, T time, D rows of a layer's state.
 """

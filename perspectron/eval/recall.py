@@ -136,7 +136,7 @@ class Solved:
 
 
 def stream(seed: int, which: int) -> np.random.Generator:
-    """Where the texts of a seed come from; which: TRAIN, WATCH, TEST or BEYOND."""
+    """The random stream that the texts of a seed are drawn from. which: TRAIN, WATCH, TEST or BEYOND."""
     return np.random.default_rng([seed, which])
 
 

@@ -1,4 +1,4 @@
-"""What a suite measures: an opened model and a text that it has not seen."""
+"""The subject of a suite: an opened model and a text that it has not seen."""
 
 from dataclasses import dataclass
 

@@ -42,7 +42,7 @@ class Task(ABC):
 
     @abstractmethod
     def counts(self) -> tuple[int, int]:
-        """How many ids there are, answers among them, and how many answers are equally likely without memory."""
+        """The number of ids, of answers among them, and of answers that are equally likely without memory."""
 
     @property
     def vocab_size(self) -> int:

@@ -120,7 +120,8 @@ class Router:
     handicap_E: Tensor | None
 
     def positions(self) -> Tensor:
-        """Where the experts stand [E,A], each less than half a cell from the centre of its own; at least float32."""
+        """The positions of the experts [E,A], each less than half a cell from the centre of its own; at least
+        float32."""
         place_EA = lattice(self.config.torus).to(self.weight_AD.device, wider(self.weight_AD.dtype))
         if self.offset_EA is None:
             return place_EA

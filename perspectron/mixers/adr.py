@@ -44,12 +44,12 @@ class ADRConfig(MixerConfig):
 
     @property
     def remembered(self) -> slice:
-        """Which of (keys, values) have memories."""
+        """A flag each for keys and values: whether they have memories."""
         return {"both": slice(0, 2), "keys": slice(0, 1), "values": slice(1, 2)}[self.remember]
 
     @property
     def streams(self) -> int:
-        """How many of keys and values have memories."""
+        """The number of streams, keys and values, that have memories."""
         return 2 if self.remember == "both" else 1
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class ADRState:
 
 
 class Remembered(NamedTuple):
-    """What attention reads, and the memories behind it.
+    """The input of attention, and the memories behind it.
 
     plain: queries, keys and values, before any memory. memory: those remembered. seen: keys and values that
     attention reads. last: the memories after the last token."""
@@ -149,7 +149,7 @@ class ADR(nn.Module):
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
     ) -> Remembered:
-        """What attention reads of tokens that come after `state`, at these places."""
+        """The input of attention for tokens that come after `state`, at these places."""
         config, of = self.config, self.config.remembered
         qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]

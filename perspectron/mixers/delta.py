@@ -58,7 +58,7 @@ class Delta(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the decays are made of [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the output's gate [B,T,HV]."""
+        """The numbers that decays are made of [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the output's gate [B,T,HV]."""
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Spread the rates over the heads, and the steps as Mamba-2 does. KDA's paper starts its own at softplus(0): a

@@ -152,7 +152,7 @@ def _turned(x_BTHN: Tensor, angle_BTHF: Tensor) -> Tensor:
 
 
 def _next(x_BTH: Tensor, pad_BT: Mask) -> Tensor:
-    """Of the first token, and of the one after each [B,T+1,H]; 0 where there is none."""
+    """The value at the first token, and at the one after each [B,T+1,H]; 0 where there is none."""
     x_BSH, T = F.pad(x_BTH, (0, 0, 0, 1)), x_BTH.shape[1]
     if pad_BT is None:
         return x_BSH
@@ -162,7 +162,8 @@ def _next(x_BTH: Tensor, pad_BT: Mask) -> Tensor:
 
 
 def _last(x_BTHK: Tensor, before_BHK: Tensor, reset_BT: Mask, pad_BT: Mask) -> Tensor:
-    """Of the document's last token [B,H,K]: the one before x where all is padding, 0 where a document begins in it."""
+    """The value at the document's last token [B,H,K]: the one before x where all is padding, 0 where a document begins
+    in it."""
     if pad_BT is None:
         return x_BTHK[:, -1].clone()
     row_B, count_T = (torch.arange(size, device=pad_BT.device) for size in pad_BT.shape)

@@ -1,5 +1,5 @@
-"""What padding and resets mean to every mixer: what stands at padding is not read, and what is not finite ends at a
-reset.
+"""The meaning of padding and resets for every mixer: values at padding are not read, and values that are not finite end
+at a reset.
 
 A gate of 0 forgets a number and a mask hides it, but 0·NaN and 0·∞ are NaN: neither forgets what is not finite. So
 where a reset follows, a mixer never sees it, and the tokens before that reset, which would have, get NaN afterwards.

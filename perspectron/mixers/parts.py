@@ -77,7 +77,7 @@ def between(x_BTD: Tensor, before_BTD: Tensor, mix_D: Tensor) -> Tensor:
 
 
 def mixes(d_model: int, bend: float) -> Tensor:
-    """Where RWKV-7's mixes start, 1 − (c/D)^bend of channel c."""
+    """The initial mixes of RWKV-7: 1 − (c/D)^bend of channel c."""
     return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
 
 

@@ -48,7 +48,7 @@ def available() -> bool:
 
 
 def reason() -> str | None:
-    """Why it is not available, in one line."""
+    """The reason why it is not available, in one line."""
     return load().reason
 
 
@@ -175,7 +175,8 @@ def _library():  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def _empty(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """For C to fill, on the CPU as x is, whatever torch's defaults are; `torch.empty` would take longer."""
+    """An uninitialised tensor for C to fill, on the CPU as x is, whatever torch's defaults are; `torch.empty` would
+    take longer."""
     return x.new_empty(shape, dtype=dtype)
 
 

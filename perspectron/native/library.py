@@ -72,7 +72,8 @@ def load() -> Loaded:
 
 
 def sources_digest() -> str | None:
-    """Of the C++ sources beside this file and CMakeLists.txt, as that forms it; None where they are not at hand."""
+    """The digest of the C++ sources beside this file, formed as CMakeLists.txt forms it; None where they are not at
+    hand."""
     build = HERE.parents[1] / "CMakeLists.txt"
     files = sorted(file for file in (HERE / "csrc").glob("*") if file.suffix in SOURCES)
     if not files or not build.is_file():

@@ -18,7 +18,7 @@ from perspectron.ops.dispatch import gradients_off, owned
 
 
 class Places(NamedTuple):
-    """Where the tokens of a chunk stand."""
+    """The positions of the tokens of a chunk."""
 
     position_BT: Tensor  # in their document
     segment_BT: Tensor  # documents begun in this chunk up to here; 0 continues the one in the cache

@@ -1,4 +1,4 @@
-"""What operations share before and around their numbers: the choice of a backend and the log of it, autocast, whether
+"""The code that operations share around their arithmetic: the choice of a backend and the log of it, autocast, whether
 gradients are on, who may write into a state, and errors in the place of derivatives that are not there."""
 
 import functools

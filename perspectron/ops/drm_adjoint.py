@@ -18,8 +18,8 @@ from perspectron.ops.drm_law import Geometry, Law, Plan, Weights, before, lines,
 
 
 class Column(NamedTuple):
-    """What the forward loop keeps of one token: the state after it, what the first GELUs read, the flow's coefficients,
-    the velocity solved for and the velocity. Stacked, each tensor has the time first."""
+    """The values that the forward loop keeps of one token: the state after it, what the first GELUs read, the flow's
+    coefficients, the velocity solved for and the velocity. Stacked, each tensor has the time first."""
 
     z_BS: Tensor
     p_BG: Tensor
@@ -40,8 +40,8 @@ class Solved(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What making a geometry leaves for the backward pass: the trunks before their last GELU, and what came before
-    basis, norm, top-k, softplus and basis, where there is such a step."""
+    """The values that making a geometry leaves for the backward pass: the trunks before their last GELU, and what came
+    before basis, norm, top-k, softplus and basis, where there is such a step."""
 
     q_2BH: Tensor
     V_part_BNK: Tensor | None

@@ -1,4 +1,4 @@
-"""What the directional relational manifold is made of, and when what happens to which row.
+"""The tensors of the directional relational manifold, and the schedule of what happens to which row.
 
 Shapes: B batch, T time, S state width, E token width, H hidden width, N directions, R metric rank, K basis, F the
 geometry of a row in one line.
@@ -79,7 +79,7 @@ class Geometry(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What every token met: the state it met, its velocity, and the gates and metric in force."""
+    """A record of each token: the state it met, its velocity, and the gates and metric in force."""
 
     before_BTS: Tensor
     v_BTS: Tensor

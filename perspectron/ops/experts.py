@@ -59,7 +59,7 @@ def reference(x_ND: Tensor, expert_N: Tensor, gate_EFD: Tensor, up_EFD: Tensor, 
 
 
 def load(expert_N: Tensor, E: int) -> Tensor:
-    """How many tokens each expert has [E]."""
+    """The number of tokens of each expert [E]."""
     return (expert_N[:, None] == torch.arange(E, device=expert_N.device)).sum(0)
 
 

@@ -22,7 +22,7 @@ ROUNDS = 16  # a sequence that has not settled by then gains nothing over the lo
 
 
 class Plan(NamedTuple):
-    """How to run.
+    """The way to run the loop.
 
     rate: 1 − γ. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0 where a reset empties the memory,
     else 1. pad [T,1,N,1]: True where there is no token."""

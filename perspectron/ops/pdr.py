@@ -86,7 +86,7 @@ def scan(
 
 
 def _obstacle(*tensors: Tensor) -> str | None:
-    """Why the native kernel cannot run on these, if it cannot."""
+    """The reason why the native kernel cannot run on these; None if it can."""
     if dispatch.watched(*tensors):
         return "not under a compiler, a trace or a functional transform"
     if not dispatch.gradients_off():

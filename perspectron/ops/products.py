@@ -1,5 +1,5 @@
-"""What queries read of the keys before them in a chunk, where every key channel fades by gates that multiply: what
-`gla` and `delta` share.
+"""The products of queries with the keys before them in a chunk, where every key channel fades by gates that multiply:
+what `gla` and `delta` share.
 
 A binary tree takes all tokens at once: for blocks of 1, 2, 4, …, the queries of each right half, times the products of
 gates from its start, meet the keys of its left half, times the products of gates to its end. Only products of gates
@@ -107,7 +107,7 @@ def _last(q_NMK: Tensor, L: int) -> Tensor:
 
 
 def _own(A: Tensor, L: int) -> Tensor:
-    """What the last query of each token sees of its own keys [N,L,J]; a view."""
+    """The part of its own keys that the last query of each token sees [N,L,J]; a view."""
     return A.unflatten(2, (L, -1)).unflatten(1, (L, -1))[:, :, -1].diagonal(dim1=1, dim2=2).mT
 
 

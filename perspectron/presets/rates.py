@@ -1,4 +1,4 @@
-"""What searches chose for a training: peak learning rates by design and size, and the size for so many tokens."""
+"""The choices of searches: peak learning rates by design and size, and the size for a number of tokens."""
 
 import math
 

@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Make)
 
 
 class Shape(NamedTuple):
-    """What the designs of a comparison share. d_model: width of those with layers."""
+    """The sizes that the designs of a comparison share. d_model: width of those with layers."""
 
     vocab_size: int
     seq_len: int
@@ -177,7 +177,7 @@ def design_of(config: ModelConfig) -> str:
 
 
 def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
-    """What `make` gives under this name with some of its sizes replaced."""
+    """The config that `make` gives under this name with some of its sizes replaced."""
     known, changes = sizes_of(make), dict[str, Any]()
     for key, value in overrides.items():
         size = known[one_of(key, known, f"{name}: key")]
@@ -192,8 +192,8 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
 
 @cache
 def sizes_of(make: Make) -> dict[str, Size]:
-    """By key. A keyword comes before a field of a part that is called the same, and parts share a field of the same
-    name and type; "PART.FIELD" is that of one part."""
+    """The sizes by key. A keyword comes before a field of a part that is called the same, and parts share a field of
+    the same name and type; "PART.FIELD" is that of one part."""
     _, *parameters = inspect.signature(make).parameters.values()
     flat = [p for p in parameters if not is_dataclass(p.default)]
     found = {p.name: Size(p.default, p.annotation, ((p.name,),)) for p in flat}

@@ -114,7 +114,7 @@ def _embeddings(model: LanguageModel) -> None:
 
 
 class Text(NamedTuple):
-    """What the next block reads of a batch [B,T,·], and what the blocks below have handed on to it."""
+    """The input of the next block for a batch [B,T,·], and what the blocks below handed on to it."""
 
     x_BTD: Tensor
     shared: dict[str, Tensor]

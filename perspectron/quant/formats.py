@@ -63,7 +63,7 @@ def encode(weight: Tensor, scale: Tensor, offset: Tensor | None, format: str) ->
 
 
 def decode(codes: Tensor, scale: Tensor, offset: Tensor | None, format: str) -> Tensor:
-    """What the codes stand for, in the scale's dtype."""
+    """The values of the codes, in the scale's dtype."""
     whole = codes.to(scale.dtype)
     return (whole - LAYOUTS[format].padding) * scale if offset is None else whole * scale - offset
 

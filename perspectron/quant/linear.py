@@ -56,7 +56,7 @@ class QuantLinear(_Matrix):
 
     @classmethod
     def of(cls, matrix: Packed, bias: Tensor | None = None) -> Self:
-        """With these numbers, not copied."""
+        """A layer with these numbers, not copied."""
         N, K = matrix.shape
         with torch.device("meta"):
             made = cls(K, N, matrix.format, bias is not None)
@@ -83,7 +83,7 @@ class QuantEmbedding(_Matrix):
 
     @classmethod
     def of(cls, matrix: Packed) -> Self:
-        """With these numbers, not copied."""
+        """A layer with these numbers, not copied."""
         with torch.device("meta"):
             made = cls(*matrix.shape, matrix.format)
         made.codes, made.scales = matrix.codes, matrix.scales
@@ -104,7 +104,7 @@ class QuantEmbedding(_Matrix):
 
 
 def bytes_of(module: nn.Module) -> dict[str, int]:
-    """Of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed."""
+    """The bytes of parameters and buffers, by what they are: a format's name, or a dtype's for what is not packed."""
     found = Counter[str]()
     for name, tensor in (*module.named_buffers(), *module.named_parameters()):
         owner, _, own = name.rpartition(".")

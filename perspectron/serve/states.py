@@ -21,7 +21,7 @@ class Missing(PerspectronError):
 
 @dataclass(frozen=True)
 class About:
-    """What a list says of a state, as its file claims it. parent: the state it went on from; tokens: of its text."""
+    """The entry of a state in a list, as its file claims it. parent: the state it went on from; tokens: of its text."""
 
     id: str
     bytes: int
@@ -56,7 +56,7 @@ class States:
         return sorted(found, key=lambda about: (about.created, about.id))
 
     def about(self, name: str) -> About:
-        """What a list says of one. Missing: it is not there, or no state."""
+        """The entry of one state. Missing: it is not there, or no state."""
         about = _about(self.found(name))
         if about is None:
             raise Missing(f"state {name!r}: its file is not one of a state")
@@ -80,7 +80,7 @@ class States:
         return self.about(name)
 
     def upload(self) -> Path:
-        """Where to write a file that is to be taken."""
+        """The path to which an uploaded file is written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return temporary_beside(self.folder / "upload")
 

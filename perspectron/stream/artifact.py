@@ -163,7 +163,7 @@ def expert_files(config: ModelConfig, distinct: int = 0) -> ExpertFiles | None:
 
 
 def weights_of(experts: int, distinct: int) -> list[int]:
-    """For each expert the one whose weights it has: `distinct` of them (0: all) in turns."""
+    """The expert whose weights each expert has: `distinct` of them (0: all) in turns."""
     return [expert % (distinct or experts) for expert in range(experts)]
 
 

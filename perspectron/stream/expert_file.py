@@ -131,7 +131,7 @@ class Header:
         return self.start + len(self.stored) * self.layout.bytes
 
     def offset(self, expert: int) -> int:
-        """Where the weights of `expert` begin."""
+        """The offset at which the weights of `expert` begin."""
         return self.start + self.stored[self.weights_of[expert]] * self.layout.bytes
 
     def digests_of(self, expert: int) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ class Case:
     pcie: int
 
     def seconds(self, rates: Rates) -> dict[str, float]:
-        """For a token, by resource."""
+        """Seconds for a token, by resource."""
         pairs = {"memory": self.memory, "disk": self.disk, "pcie": self.pcie}
         known = {name: getattr(rates, name) for name in pairs}
         return {name: amount / known[name] for name, amount in pairs.items() if amount and known[name]}

@@ -231,7 +231,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         return next((f"digest of {part} is wrong" for part, value, wanted in pairs if value != wanted), None)
 
     def _forget(self, offset: int, size: int) -> None:
-        """So that the next read asks the disk, not the page cache."""
+        """Drop the file from the page cache, so that the next read asks the disk."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_DONTNEED)
 

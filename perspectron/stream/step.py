@@ -161,7 +161,7 @@ class Step:
         return [layer.memory_BDR] if isinstance(layer, PDRState) else []
 
     def __call__(self, x_BD: Tensor, state: LMState, pad_B: Tensor | None = None) -> tuple[Tensor, LMState]:
-        """What the last block gives [B,D], and the new state; the one passed in is used up. A row of padding gives 0
+        """The output of the last block [B,D], and the new state; the one passed in is used up. A row of padding gives 0
         and keeps its state."""
         with self._lock:
             return self._run(x_BD, state, pad_B)
@@ -286,7 +286,7 @@ class Step:
         return run
 
     def _route(self, router: FixedRouter) -> Callable[[], list[int]]:
-        """What gives the expert of each token of the normed ones."""
+        """A function that gives the expert of each normed token."""
         weight_AD, bias_A, place_EA, handicap_E = router.used
         E, A, call = len(bias_A if place_EA is None else place_EA), len(bias_A), self._library.pspx_route
         matrix = self._width, self._floats(weight_AD), self._floats(bias_A), A

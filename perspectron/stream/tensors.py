@@ -147,8 +147,8 @@ def read(path: Path, wanted: Mapping[str, Kind]) -> tuple[dict[str, Tensor], str
 
 
 def _places(path: Path, text: bytes, room: int) -> dict[str, tuple[int, Spec]]:
-    """Where each tensor of a header begins in the `room` bytes of data, and what it is. ArtifactError unless they
-    follow one another without a gap, and each has as many bytes as its shape says."""
+    """The offset at which each tensor of a header begins in the `room` bytes of data, and what it is. ArtifactError
+    unless they follow one another without a gap, and each has as many bytes as its shape says."""
     places, end = dict[str, tuple[int, Spec]](), 0
     try:
         fields = parse_json(text.decode())

@@ -109,7 +109,7 @@ def _read(text: Any, shape: tuple[int, int]) -> np.ndarray:
 
 
 def stack_distances(keys_N: np.ndarray) -> np.ndarray:
-    """How many distinct other keys came since a key's last use [N]; COLD at its first. A cache of c entries that drops
+    """The number of distinct other keys since a key's last use [N]; COLD at its first. A cache of c entries that drops
     the least recently used one has the key where the distance is less than c, for every c at once."""
     distance_N = np.full(len(keys_N), COLD, np.int64)
     last = dict[int, int]()  # time of each key's last use

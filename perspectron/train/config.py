@@ -151,7 +151,7 @@ class RunConfig:
         return replace(self.train, steps=self.turns[0].steps) if self.turns else self.train
 
     def place(self, step: int) -> float:
-        """Where on `schedule` an update (0-based) stands. After a turn the rest of the schedule is stretched or
+        """The place of an update (0-based) on `schedule`. After a turn the rest of the schedule is stretched or
         shortened evenly over the updates that are left, so that the run ends where the schedule does."""
         at, place, pace = 0, 0.0, 1.0
         for turn, end in zip(self.turns, self._ends(), strict=True):

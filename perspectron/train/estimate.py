@@ -1,4 +1,4 @@
-"""What a training will take: memory, before a model is built, and time and memory, measured on a pass."""
+"""The cost of a training: memory, before a model is built, and time and memory, measured on a pass."""
 
 from dataclasses import dataclass
 

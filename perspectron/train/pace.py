@@ -40,7 +40,7 @@ class Pace:
             self._updates.popleft()
 
     def steps(self, step: int, steps: int, pauses: int) -> int:
-        """How many updates the run should have; `steps` where those do. step: updates that are done. pauses:
+        """The number of updates that the run should have; `steps` where those do. step: updates that are done. pauses:
         measurements to come, the last one included."""
         now, whole = self.clock(), self.ends - self.begun
         left = self.ends - self.closing - now - pauses * self._pause

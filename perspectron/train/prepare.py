@@ -1,4 +1,4 @@
-"""From a corpus to a tokenizer and shards, once, in the run's folder."""
+"""The step from a corpus to a tokenizer and shards, done once, in the run's folder."""
 
 from pathlib import Path
 

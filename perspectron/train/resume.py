@@ -30,9 +30,9 @@ def set_aside(path: Path, why: str) -> None:
 
 
 def changes(saved: RunConfig, config: RunConfig) -> list[str]:
-    """What of a run's config is another than it was when a checkpoint was written, a line for each value: "seed was 0,
-    is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that was settled
-    since, nothing."""
+    """The differences between a run's config and the one that a checkpoint was written with, a line for each value:
+    "seed was 0, is 1". Told is what decides the next update; of more steps of a constant schedule, and of a dtype that
+    was settled since, nothing."""
     before: dict[str, Any] = dump(saved.train) | {"order": saved.order}
     now: dict[str, Any] = dump(config.train) | {"order": config.order}
     now |= {name: before[name] for name in WITHOUT_EFFECT}

@@ -18,8 +18,8 @@ Styles = dict[str, int]
 
 
 def styles(names: Sequence[str], reference: str) -> Styles:
-    """Of a design always the same, whatever it is compared with: 0 is the transformer's. Arms that are no designs take
-    theirs in turn, with 0 for the reference."""
+    """The style of each arm. A design's is always the same, whatever it is compared with: 0 is the transformer's. Arms
+    that are no designs take theirs in turn, with 0 for the reference."""
     known = {name: 1 + place for place, name in enumerate(DESIGNS)} | {REFERENCE: 0}
     free = itertools.count(1 + len(known))
     return {name: known[name] if name in known else 0 if name == reference else next(free) for name in names}

@@ -112,7 +112,7 @@ def _lede(plan: dict[str, Any], rows: Sequence[Row], noun: str) -> str:
 
 
 def _winner(rows: Sequence[Row], noun: str) -> str:
-    """Which one has the lowest loss, by how much, and which others cannot be told from it."""
+    """The design with the lowest loss, by how much, and the others that cannot be told from it."""
     best = leader(rows)
     if best is None or best.mean is None:
         return f"No {noun} has finished all of its seeds."
@@ -189,7 +189,7 @@ def _recall_note(rows: Sequence[Row]) -> str:
 
 
 def _cost_note(rows: Sequence[Row]) -> str:
-    """What times at long contexts are of, and what was not measured."""
+    """A note on times at long contexts and on what was not measured."""
     notes = [f"{row.title}: {how}." for row in rows if (how := row.cost.get("positions"))]
     for row in rows:
         for what, why in (row.cost.get("skipped") or {}).items():

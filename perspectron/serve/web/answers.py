@@ -317,7 +317,7 @@ def _event(value: dict[str, Any]) -> ServerSentEvent:
 def _into(
     loop: asyncio.AbstractEventLoop, events: "asyncio.Queue[tuple[int, Event]]", index: int
 ) -> Callable[[Event], None]:
-    """Where a job's events go: from the engine's thread into the request's queue."""
+    """The path of a job's events from the engine's thread into the request's queue."""
 
     def emit(event: Event) -> None:
         if not loop.is_closed():

@@ -84,7 +84,7 @@ class App:
         return _model(self.served(name))
 
     async def health(self) -> dict[str, Any]:
-        """That it runs."""
+        """Say that the server runs."""
         return {"status": "ok", "version": __version__}
 
     async def metrics_text(self) -> Response:
@@ -305,7 +305,7 @@ def _back(session: Session, token: int | None) -> Generator[None, None, Session]
 
 
 async def _result(future: "Future[T]") -> T:
-    """What a task of the engine gives; it is dropped where nobody waits any more."""
+    """The result of a task of the engine; it is dropped when nobody waits any more."""
     return await asyncio.wrap_future(future)
 
 

@@ -1,4 +1,4 @@
-"""What stands before every route: who may ask, and how much at once."""
+"""The checks before every route: who may ask, and how much at once."""
 
 import base64
 import hmac
@@ -102,7 +102,7 @@ class Guard:
 
 
 def _secured(send: Send) -> Send:
-    """What is sent, with headers that keep browsers to what the page itself does."""
+    """The response with headers that keep browsers to what the page itself does."""
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

@@ -31,7 +31,7 @@ COUNTERS: dict[str, tuple[str, Reading]] = {
 
 
 class Metrics:
-    """What the engines count, read when it is asked for, and how long requests wait for their first token."""
+    """The engines' counters, read when asked for, and the time that requests wait for their first token."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -47,7 +47,7 @@ class Metrics:
         self.requests = Counter("perspectron_requests", "Answers begun", ["model"], registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the engines say now."""
+        """The engines' counters as they are now."""
         kinds: list[tuple[Any, dict[str, tuple[str, Reading]]]] = [
             (GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)
         ]  # fmt: skip

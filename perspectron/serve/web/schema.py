@@ -23,8 +23,8 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """What completions and chats share. state: go on from this one; save: keep the conversation under this name;
-    id_slot: the slot that holds it. What this server does not do may be given where it changes nothing."""
+    """The fields that completions and chats share. state: go on from this one; save: keep the conversation under this
+    name; id_slot: the slot that holds it. What this server does not do may be given where it changes nothing."""
 
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
