@@ -224,7 +224,7 @@ def main() -> None:
     sizes, data, steps, seeds = SIZES, args.data, math.ceil(args.tokens / (16 * 256)), args.repeats
     batch: dict[str, Any] = {"batch_size": 16, "seq_len": 256, "eval_tokens": 2**17, "save_every": 128}
     if args.quick:
-        sizes, data, steps, seeds = QUICK, str(common.ROOT / "perspectron"), 10, 2
+        sizes, data, steps, seeds = QUICK, str(common.ROOT / "perspectron"), 10, 1
         batch = {"batch_size": 4, "seq_len": 32, "eval_tokens": 512, "save_every": 0}
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch if args.quick else "runs/routing")

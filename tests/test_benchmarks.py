@@ -165,18 +165,18 @@ def test_precision(results):
 def test_routing(results):
     found = results("routing")
     assert [(cell["router"], cell["seed"]) for cell in found["cells"]] == [
-        (router, seed) for seed in (0, 1) for router in ("torus", "switch", "torus_soft", "ternary")
+        (router, 0) for router in ("torus", "switch", "torus_soft", "ternary")
     ]
     for router, side in found["routers"].items():
         own = [cell for cell in found["cells"] if cell["router"] == router]
-        assert side["gini"]["mean"] == sum(cell["gini"] for cell in own) / 2
+        assert side["gini"]["mean"] == own[0]["gini"]
         assert side["bars"]["gini"]["met"] == all(cell["gini"] < 0.15 for cell in own)
         assert side["bars"]["reached"]["met"] == all(cell["least_reached"] == 1 for cell in own)
         for cell in own:
             assert sum(cell["heldout"]["rates"].values()) == pytest.approx(1)
             assert len(cell["heldout"]["layers"]) == 3
             assert all(layer["tokens"] == 511 for layer in cell["heldout"]["layers"])
-    assert len(found["torus_minus_switch"]) == 2
+    assert len(found["torus_minus_switch"]) == 1
     torus, ternary = (
         [cell["perplexity"] for cell in found["cells"] if cell["router"] == r] for r in ("torus", "ternary")
     )

@@ -18,7 +18,7 @@ library._places = lambda: [Path(sys.argv[1])]
 import pytest
 from perspectron import native
 assert native.available(), native.reason()
-sys.exit(pytest.main(["-p", "no:xdist", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 PROBE = "#include <vector>\nint main(int n, char**) { std::vector<int> v(3); return v.data()[n + 5]; }\n"
 
