@@ -9,6 +9,7 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
+from perspectron.census import census
 from perspectron.cli import playground
 from perspectron.cli.options import resolved, table
 from perspectron.cli.tokenize import Tokenize
@@ -18,13 +19,14 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
+from perspectron.presets import rates
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import CURVE, read_metrics
 from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
-MODELS = {"perspective": "perspective-tiny-dense", "transformer": "transformer-tiny"}
+MODELS = {"perspective": "perspective2-tiny", "transformer": "transformer-tiny"}
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,22 @@ class Quickstart:
     def __call__(self) -> int:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {self.data}")
-        vocab_size = presets.get("perspective-tiny-dense").vocab_size
+        vocab_size = presets.get(MODELS["perspective"]).vocab_size
         Tokenize(data=self.data, out=self.out / "corpus", vocab_size=vocab_size)()
         console.print(
-            "\n[bold]2  Training[/]  perspective-tiny-dense, then its twin, on the same tokens in the same order"
+            "\n[bold]2  Training[/]  perspective2-tiny, then its twin, on the same tokens in the same order"
         )
         for name, preset in MODELS.items():
-            config = RunConfig(presets.get(preset), self._training())
+            model = presets.get(preset)
+            config = RunConfig(
+                model, self._training(rates.rate(presets.design_of(model), census(model).parameters))
+            )
             stopped = fit(self.out / name, config)
             if stopped:
                 return stopped
         console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz saw no other text")
         console.print(self._comparison())
-        console.print(
-            "\n[bold]4  Generation[/]  of perspective-tiny-dense, then continued from the state on disk"
-        )
+        console.print("\n[bold]4  Generation[/]  of perspective2-tiny, then continued from the state on disk")
         self._conversation(console)
         self._page(console)
         console.print(f"\ndone in {time.perf_counter() - start:.0f} s; go on with one of these:")
@@ -72,7 +75,7 @@ class Quickstart:
         )
         return 0
 
-    def _training(self) -> TrainConfig:
+    def _training(self, lr: float) -> TrainConfig:
         return TrainConfig(
             data=resolved(str(self.out / "corpus")),
             steps=self.steps,
@@ -81,7 +84,7 @@ class Quickstart:
             eval_every=0,
             eval_tokens=0,
             save_every=0,
-            optim=OptimConfig(lr=5e-3, warmup=30),
+            optim=OptimConfig(lr=lr, warmup=30),
         )
 
     def _comparison(self) -> Table:

@@ -113,7 +113,7 @@ preset(
     "perspective-1.9b", "9 PDR layers with 32 experts each, 3 windowed GQA, width 768; 125 M active",
     width_768, ffn="routed",
 )  # fmt: skip
-preset("perspective-tiny-dense", "the quickstart's model: 3 PDR layers, 1 windowed GQA", perspective)
+preset("perspective-tiny-dense", "3 PDR layers, 1 windowed GQA", perspective)
 preset("perspective-20m-dense", "6 PDR and 2 windowed GQA layers of width 384", width_384)
 preset("perspective-125m-dense", "9 PDR and 3 windowed GQA layers of width 768", width_768)
 preset("perspective-1t-dense", "the 6.83 B that all experts share", width_4096, ffn="seed")
@@ -325,11 +325,17 @@ DESIGNS["drm2"] = DESIGNS["drm"]._replace(
 
 
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
-    make=partial(perspective, layers=6, hidden=296, mixer=PDR2Config(rank=32), period=3),
+    make=partial(
+        perspective, layers=8, hidden=200, mixer=PDR2Config(rank=64, gated=False, longest=100.0), period=3
+    ),
     about="improved PDR, and windowed attention in every third layer",
     source="docs/designs/perspective.md#perspective2",
     variants=_half_again,
 )
+preset(
+    "perspective2-tiny", "the quickstart's model, sized like perspective-tiny-dense", DESIGNS["perspective2"].make,
+    layers=6, hidden=264, mixer=PDR2Config(rank=32, gated=False, longest=100.0),
+)  # fmt: skip
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="Perspective with 8 experts in each PDR layer, at equal active parameters",

@@ -111,7 +111,7 @@ def preset(
     """Enter a design, or one of which some sizes are given (a `partial`), with these sizes as a preset."""
     assert not args, "sizes have names"
     ours = (make, getattr(make, "func", make))
-    design = next(key for key, entry in DESIGNS.items() if entry.make in ours)
+    design = next(key for made in ours for key, entry in DESIGNS.items() if entry.make is made)
     PRESETS[name] = Preset(partial(make, **own), about, design)
 
 
