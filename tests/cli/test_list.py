@@ -12,7 +12,9 @@ from perspectron.mixers import MIXERS
 
 def test_everything_there_is_has_a_line_with_its_source(capsys):
     assert main(["list"]) == 0
-    tables = dict(zip(("mixers", "designs", "presets"), capsys.readouterr().out.split("\n\n"), strict=True))
+    *found, where = capsys.readouterr().out.split("\n\n")
+    assert "docs/" in where
+    tables = dict(zip(("mixers", "designs", "presets"), found, strict=True))
     for title, entries in {"mixers": MIXERS, "designs": presets.DESIGNS, "presets": presets.PRESETS}.items():
         for name, entry in entries.items():
             (line,) = [line for line in tables[title].splitlines() if line.split()[:1] == [name]]
