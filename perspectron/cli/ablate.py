@@ -22,31 +22,31 @@ from perspectron.train.config import RunConfig
 
 @dataclass(frozen=True)
 class Ablate:
-    """Train the design of a run again with parts removed, at the same parameters, text and learning rate, and report.
+    """Retrain the design of a run with parts removed, at the same parameters, text and learning rate, and report.
 
-    The rest of the optimizer is that of `compare`.
+    All other optimizer settings are those of `compare`.
 
     Example: perspectron ablate runs/letters --over no_conv,no_gqa --out runs/ablate
 
-    Every ablation there is of it, with fewer tokens: perspectron ablate runs/letters --tokens 1M --out runs/parts
+    Every available ablation, with fewer tokens: perspectron ablate runs/letters --tokens 1M --out runs/parts
 
-    Go on after a stop with the same command, or: perspectron compare --resume runs/ablate
+    Resume after an interruption with the same command, or: perspectron compare --resume runs/ablate
     """
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run of any design; ours have more ablations than those of others."""
+    """Folder of a run of any design; baselines have fewer ablations than our own designs."""
     out: Path
-    """Folder for everything it makes; with the same options as before it goes on there."""
+    """Output folder; with the same options as before, the ablations resume there."""
     over: str = "all"
-    """Ablations with commas between, or "all" (an unknown one lists them)."""
+    """Ablations, separated by commas, or "all" (an unknown name lists them)."""
     tokens: str | None = None
     """Tokens that each arm is trained on (default: as many as the run)."""
     seeds: int = 1
-    """Trainings of each arm."""
+    """Number of trainings of each arm."""
     suites: str = ""
-    """Suites beside the held-out loss, with commas between: position, calibration, robustness."""
+    """Suites to run besides the held-out loss, separated by commas: position, calibration, robustness."""
     jobs: int = 1
-    """Trainings side by side."""
+    """Number of trainings at the same time."""
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")

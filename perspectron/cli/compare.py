@@ -46,7 +46,7 @@ class Compare:
 
     Resume after an interruption: perspectron compare --resume runs/compare
 
-    Only write the page of a results.json again: perspectron compare --report runs/compare/results.json
+    Only rewrite the page of a results.json: perspectron compare --report runs/compare/results.json
     """
 
     out: Path | None = None
@@ -104,7 +104,10 @@ class Compare:
         console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         if self.report is not None:
             require(
-                self == Compare(report=self.report), "report", str(self.report), "alone: nothing is trained"
+                self == Compare(report=self.report),
+                "report",
+                str(self.report),
+                "the only option: nothing is trained",
             )
             console.print(f"report: {results.write_page_of(self.report)}")
             return 0
@@ -113,7 +116,12 @@ class Compare:
             raise ConfigError("compare needs --out DIR for a new comparison, or --resume DIR to continue one")
         if self.resume is not None:
             alone = self == Compare(resume=self.resume, jobs=self.jobs)
-            require(alone, "resume", str(self.resume), "alone: everything else comes from there")
+            require(
+                alone,
+                "resume",
+                str(self.resume),
+                "the only option besides --jobs: the others come from that folder",
+            )
             return finish(folder, read(folder), self.jobs, console)
         settings = self.settings()
         models_of_designs(replace(settings, vocab_size=self._vocabulary()))  # said before the text is read
@@ -157,7 +165,7 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
             failed = _measure(folder, what, finished, jobs, console)
             results.write(folder, results.collect(folder, what, rates, tried))
     except pool.StoppedBy as stop:
-        console.print(f"stopped and saved; go on with: perspectron compare --resume {folder}")
+        console.print(f"stopped and saved; resume with: perspectron compare --resume {folder}")
         return 128 + stop.number
     console.print(f"report: {folder / results.PAGE}; numbers: {folder / results.RESULTS}")
     missing = [cell for cell in cells if run.trained(cell).status == "missing"]

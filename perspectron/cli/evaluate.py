@@ -29,7 +29,7 @@ class Eval:
 
     Another text, with the run's tokenizer: perspectron eval runs/letters --data other.txt --json
 
-    Another measure: perspectron eval runs/letters --suite calibration --set bins=10
+    Another suite: perspectron eval runs/letters --suite calibration --set bins=10
     """
 
     run: tyro.conf.Positional[Path]
@@ -47,7 +47,7 @@ class Eval:
     carry: bool = False
     """In suite perplexity: carry the state from window to window and reset it only at the start of a document."""
     tokens: int | None = None
-    """Number of tokens to measure, from the start; 0 is all (default: all, or a quick number in other suites)."""
+    """Number of tokens to measure, from the start; 0 is all (default: all, or fewer in the other suites)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
     device: str = "auto"

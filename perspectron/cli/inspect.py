@@ -44,10 +44,10 @@ def _parameters(name: str, counted: Census) -> Table:
         for kind, group in counted.groups.items()
     ]
     rows.append(("parameters", "", "", f"{counted.parameters:,}"))
-    rows.append(("active for a token", "", "", f"{counted.active_parameters:,}"))
+    rows.append(("active per token", "", "", f"{counted.active_parameters:,}"))
     if counted.shard_bytes:
         scales = f"scales {counted.scale_bytes:,}"
-        rows.append(("bytes of an expert in ternary", "", f"{counted.shard_bytes:,}", scales))
+        rows.append(("bytes of a ternary expert", "", f"{counted.shard_bytes:,}", scales))
     return table(f"{name}: parameters", ("group", "modules", "each", "all"), rows)
 
 

@@ -24,9 +24,9 @@ CONTEXT = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model needs to run compressed, what of it streams from disk, and how fast it decodes.
+    """Predict how much memory a packed model needs, what streams from disk, and how fast it decodes.
 
-    Predicted from its shapes and from bandwidths.
+    The prediction is based on the model's shapes and on bandwidths.
 
     Sizes are like 24G, 512M or 1.5GiB (G is 1000³, GiB 1024³), rates like 3G/s.
 
@@ -38,21 +38,21 @@ class Plan:
     model: tyro.conf.Positional[str]
     """A preset, or the folder of an artifact or of a run."""
     ram: str
-    """Memory for the model and its state; the program itself comes on top."""
+    """Memory for the model and its state, not counting the program itself."""
     vram: str | None = None
-    """Memory of a GPU: it holds what every token uses and two experts, RAM the others."""
+    """GPU memory: it holds what every token uses and two experts; RAM holds the other experts."""
     disk: str | None = None
-    """Rate at which experts can be read; measured in the folder of an artifact, else left out."""
+    """Read rate of experts (default: measured in the folder of an artifact, otherwise ignored)."""
     bandwidth: str | None = None
-    """Rate at which weights can be read from memory (with --vram: the GPU's); measured here if not given."""
+    """Read rate of weights from memory, with --vram the GPU's (default: measured here)."""
     pcie: str | None = None
-    """Rate of copies to the GPU; measured here where there is one, else left out."""
+    """Copy rate to the GPU (default: measured here if there is one, otherwise ignored)."""
     context: int | None = None
-    """Tokens of the conversation (default: 8192, or all that a table of positions allows)."""
+    """Tokens of the conversation (default: 8192, or as many as a table of positions allows)."""
     shared: str | None = None
     """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
     trace: Path | None = None
-    """File that `perspectron trace` wrote: its misses are one of the cases."""
+    """File written by `perspectron trace`; its cache misses become one of the cases."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False
@@ -106,7 +106,7 @@ def _same_model(needed: Needs, trace: Trace | None) -> None:
     own = {layer.layer: layer.experts for layer in needed.experts}
     traced = dict(zip(trace.layers, trace.experts, strict=True))
     if own != traced:
-        raise ConfigError(f"trace = one of {trace.model!r}, must have the routed layers of {needed.model!r}")
+        raise ConfigError(f"trace = that of {trace.model!r}, must have the routed layers of {needed.model!r}")
 
 
 # ---------------------------------------------------------------- what is printed
@@ -145,7 +145,7 @@ def _bytes(needed: Needs) -> Table:
         rows.append(("experts", f"{parameters:,}", f"{stored:,}", f"{moved - resident_moved:,}"))
         rows.append(("all", "", f"{needed.resident + stored:,}", f"{moved:,}"))
     title = f"{needed.model}: bytes, at a context of {needed.context:,}"
-    return table(title, ("part", "parameters", "bytes", "a token moves"), rows)
+    return table(title, ("part", "parameters", "bytes", "moved/token"), rows)
 
 
 def _verdict(needed: Needs, placement: Placement) -> list[str]:
@@ -153,8 +153,8 @@ def _verdict(needed: Needs, placement: Placement) -> list[str]:
     if needed.experts:
         first = needed.experts[0]
         lines.append(
-            f"an expert of layer {first.layer}: {first.codes:,} of codes, {first.scales:,} of scales, "
-            f"{first.shard:,} in whole pages; {needed.shards:,} of them"
+            f"an expert of layer {first.layer}: {first.codes:,} bytes of codes, {first.scales:,} of scales, "
+            f"{first.shard:,} in whole pages; {needed.shards:,} experts in all"
         )
     pairs = [("RAM", placement.ram, placement.least_ram), ("VRAM", placement.vram, placement.least_vram)]
     for name, there, least in pairs:
@@ -163,7 +163,7 @@ def _verdict(needed: Needs, placement: Placement) -> list[str]:
     if placement.fits and placement.streams:
         lines.append(
             f"fits: {placement.slots:,} of {placement.shards:,} experts stay in RAM, the others stream; "
-            f"nothing would with {placement.ample_ram:,}"
+            f"none would with {placement.ample_ram:,}"
         )
     elif placement.fits:
         lines.append(f"fits: nothing streams from disk; RAM {placement.ram:,}, needs {placement.ample_ram:,}")
@@ -177,7 +177,7 @@ def _speeds(cases: list[Case], rates: Rates) -> Table:
         amounts = [f"{amount / 1e6:,.1f}" for amount in (one.memory, one.disk, one.pcie)]
         shown = "-" if speed is None else " to ".join(dict.fromkeys(map(digits, speed)))
         rows.append([one.name, f"{one.miss_rate:.1%}", *amounts, shown])
-    return table("a token, in MB", ("experts", "read", "memory", "disk", "PCIe", "tokens/s"), rows)
+    return table("per token, in MB", ("experts", "read", "memory", "disk", "PCIe", "tokens/s"), rows)
 
 
 def digits(value: float) -> str:
@@ -189,7 +189,7 @@ def digits(value: float) -> str:
 
 def _known(rates: Rates) -> str:
     shown = [
-        f"{name} {'not given, left out' if value is None else f'{value / 1e9:.2f} GB/s'}"
+        f"{name} {'not given, ignored' if value is None else f'{value / 1e9:.2f} GB/s'}"
         for name, value in asdict(rates).items()
     ]
-    return f"tokens/s: from nothing overlapping to everything; {', '.join(shown)}"
+    return f"tokens/s: from no overlap to full overlap; {', '.join(shown)}"

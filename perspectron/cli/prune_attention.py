@@ -30,7 +30,7 @@ class PruneAttention:
     run: tyro.conf.Positional[Path]
     """Folder of a run whose blocks have route gates (lens-*)."""
     blocks: int | None = None
-    """Number of blocks, those with the lowest g, without attention in the exported model."""
+    """Number of blocks to export without attention, those with the lowest g."""
     out: Path | None = None
     """Folder of the exported run (default: RUN-without-N)."""
     context: int = 1024
@@ -78,7 +78,7 @@ class PruneAttention:
                     checkpoint.export(out, exported, tokenizer, pruned, progress)
         exported_to = str(out) if self.blocks is not None else None
         fields = {"context": self.context, "rows": rows, "exported": exported_to}
-        lines = [f"without attention in {self.blocks} blocks: {exported_to}"] if exported_to else []
+        lines = [f"exported without attention in {self.blocks} blocks: {exported_to}"] if exported_to else []
         return answer(self.json, fields, _table(rows, self.context), *lines)
 
 
@@ -89,4 +89,4 @@ def _table(rows: list[dict[str, int | float | None]], context: int) -> Table:
         g, block = row["g"], row["block"]
         shown = ("", "") if g is None else (str(block), f"{g:.3f}")
         lines.append((str(row["removed"]), *shown, f"{row['bits_per_byte']:.3f}", f"{row['cache_bytes']:,}"))
-    return table(title, ("removed", "block", "its g", "held-out bits per byte", "cache bytes"), lines)
+    return table(title, ("removed", "block", "g", "held-out bits per byte", "cache bytes"), lines)

@@ -25,10 +25,10 @@ from perspectron.train.heldout import heldout
 
 @dataclass(frozen=True)
 class Quantize:
-    """Pack a trained model into few bits, as a folder that `generate`, `eval` and `inspect` accept like a run.
+    """Pack a trained model into a few bits per weight, as a folder to use like a run.
 
-    Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become ternary, in separate files that can be read
-    one by one.
+    `generate`, `eval` and `inspect` accept it. Dense layers get 2, 4 or 8 bits, embeddings and heads 8. Experts become
+    ternary, in separate files that can be read one by one.
 
     Example: perspectron quantize runs/letters --out runs/letters-2bit
 
@@ -81,9 +81,11 @@ class Quantize:
 
     def _upgrade(self) -> int:
         for flag in differences(self, Quantize(self.run, self.out, json=self.json)):
-            raise ConfigError(f"{flag}: leave it out for an artifact of 0.1, whose weights stay as they are")
+            raise ConfigError(f"{flag}: leave it out for an artifact of 0.1, whose weights do not change")
         upgrade(self.run, self.out)
-        return answer(self.json, {"out": str(self.out)}, f"{self.out}: the same weights in today's format")
+        return answer(
+            self.json, {"out": str(self.out)}, f"{self.out}: the same weights in the current format"
+        )
 
     def _shards(self, opened: Opened, scratch: Path) -> Shards | None:
         """The run's own text, if it is at hand."""
@@ -99,7 +101,7 @@ class Quantize:
             return encode(open_corpus(self.calibrate, heldout=0.01), tokenizer, scratch).split("train")
         if shards is None:
             raise ConfigError(
-                'calibrate = None, must be given: the run\'s text is not at hand ("none": round)'
+                'calibrate = None, must be given: the run\'s text is not available ("none" rounds to nearest)'
             )
         return shards.split("train")
 

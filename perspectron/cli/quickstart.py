@@ -31,18 +31,18 @@ MODELS = {"perspective": "perspective2-tiny", "transformer": "transformer-tiny"}
 
 @dataclass(frozen=True)
 class Quickstart:
-    """Train a small Perspective model and its transformer twin, compare them, generate, stop and go on.
+    """Train a small Perspective model and its transformer twin, compare them, generate text, stop and resume.
 
     Example: perspectron quickstart
-    The text is Python's own standard library. Run it again and it goes on from where it stopped.
+    The text is Python's own standard library. If you run it again, it resumes where it stopped.
     """
 
     out: Path = Path("runs/quickstart")
-    """Folder for everything it makes."""
+    """Output folder."""
     data: str = "stdlib"
     """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
     steps: int = 700
-    """Updates of each model, of 8 × 128 tokens."""
+    """Number of updates for each model, of 8 × 128 tokens each."""
 
     def __call__(self) -> int:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
@@ -60,12 +60,12 @@ class Quickstart:
             stopped = fit(self.out / name, config)
             if stopped:
                 return stopped
-        console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz saw no other text")
+        console.print("\n[bold]3  Held-out text[/]  lower is better; gzip and xz see this text alone")
         console.print(self._comparison())
-        console.print("\n[bold]4  Generation[/]  of perspective2-tiny, then continued from the state on disk")
+        console.print("\n[bold]4  Generation[/]  by perspective2-tiny, then continued from the saved state")
         self._conversation(console)
         self._page(console)
-        console.print(f"\ndone in {time.perf_counter() - start:.0f} s; go on with one of these:")
+        console.print(f"\ndone in {time.perf_counter() - start:.0f} s; try one of these next:")
         console.print(
             f'  perspectron generate {self.out}/perspective "import " --max-tokens 200', markup=False
         )
@@ -109,11 +109,11 @@ class Quickstart:
         facts = [
             ("text", self.data), ("updates", f"{self.steps:,}"),
             ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,}"),
-            ("held-out bits per byte", f"{bits:.3f}"), ("memory, of any text", f"{state:,} bytes"),
+            ("held-out bits per byte", f"{bits:.3f}"), ("memory, for any length of text", f"{state:,} bytes"),
         ]  # fmt: skip
         page = self.out / playground.PAGE
         playground.write(page, model, tokenizer, self.out / "perspective" / CURVE, facts)
-        console.print(f"\n[bold]5  A page[/]  with its curve, samples and memory: {page}")
+        console.print(f"\n[bold]5  A page[/]  with its loss curve, samples and memory: {page}")
 
     def _conversation(self, console: Console) -> None:
         model, tokenizer = perspectron.load(self.out / "perspective")
@@ -130,4 +130,4 @@ class Quickstart:
         console.print(second.texts[0], markup=False)
         parts = first.ids[0] + second.ids[0]
         same = parts[: len(whole.ids[0])] == whole.ids[0]
-        console.print(f"── the same tokens as without the stop: {'yes' if same else 'no'} ──", style="dim")
+        console.print(f"── same tokens as without the stop: {'yes' if same else 'no'} ──", style="dim")

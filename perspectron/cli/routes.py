@@ -63,7 +63,7 @@ class ShowRoutes:
     def __call__(self) -> int:
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(self.path >= 2, "path", self.path, "≥ 2")
-        require(len(self.text) > 0, "text", "none", "one file or more")
+        require(len(self.text) > 0, "text", "none", "at least one file")
         opened = open_model(self.run)
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         texts = [_read(source, tokenizer, self.tokens) for source in self.text]
@@ -73,9 +73,9 @@ class ShowRoutes:
         out = self.out or safe_join(opened.folder.path, "routes", StorageError)
         write(out / "routes.svg", _picture(routes, measures, runs))
         write_json(out / "routes.json", report)
-        lines = [f"in {out}: routes.svg, routes.json"]
+        lines = [f"written to {out}: routes.svg, routes.json"]
         if report["router"] == "switch":
-            lines.insert(0, "a switch's experts stand on no torus: hops are those of their ids' lattice")
+            lines.insert(0, "a switch has no torus: hops are counted on a lattice of its experts' ids")
         return answer(self.json, report, *_tables(report), *lines)
 
 
@@ -118,7 +118,7 @@ def _picture(routes: list[Routes], measures: list[Measures], runs: dict[str, tup
         shares = [load / max(measured.tokens, 1) for load in measured.load]
         ways = {name: layer.query_BTA[0, start:stop].tolist() for name, (start, stop) in runs.items()}
         panels.append(Torus(title, layer.torus, cells(layer.torus).tolist(), shares, ways))
-    return draw_tori(panels, "Shares of the tokens, and ways of the queries (ring: the first)")
+    return draw_tori(panels, "Shares of the tokens, and paths of the queries (ring: the first)")
 
 
 def _report(

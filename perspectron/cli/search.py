@@ -64,10 +64,13 @@ class Search:
         for name in ("candidates", "jobs"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         require(self.keep >= 2, "keep", self.keep, "≥ 2")
-        require(self.dev > 0, "dev", self.dev, "> 0, to choose by")
+        require(self.dev > 0, "dev", self.dev, "> 0: candidates are chosen on this split")
         rungs = [count(part, "tokens") for part in between_commas(self.tokens)]
         require(
-            rungs == sorted(set(rungs)) and len(rungs) > 0, "tokens", self.tokens, "growing, as 300k,1M,3M"
+            rungs == sorted(set(rungs)) and len(rungs) > 0,
+            "tokens",
+            self.tokens,
+            "in increasing order, like 300k,1M,3M",
         )
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
@@ -92,11 +95,11 @@ class Search:
                     lambda tokens, lines: console.print(_table(tokens, lines)),
                 )  # fmt: skip
         except pool.StoppedBy as stop:
-            console.print(f"stopped and saved; go on with the same command, --out {self.out}")
+            console.print(f"stopped and saved; resume with the same command, --out {self.out}")
             return 128 + stop.number
         chosen, spent = results["chosen"], results["trained_tokens"]
         console.print(
-            f"{len(results['refused'])} refused, {spent:,} tokens in all; numbers: {self.out / search.RESULTS}"
+            f"{len(results['refused'])} refused, {spent:,} tokens in total; results: {self.out / search.RESULTS}"
         )
         print(
             f"{chosen['variant']}  lr {chosen['lr']:g}  warmup {chosen['warmup']:g}  {chosen['dev_bits_per_byte']:.4f}"

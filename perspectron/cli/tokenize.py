@@ -42,7 +42,7 @@ class Tokenize:
         corpus, kept = open_corpus(self.data, self.heldout, dev=self.dev), self.out / "tokenizer.json"
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
-        with locked(self.out), Work("learning the tokenizer and encoding"):
+        with locked(self.out), Work("training the tokenizer and encoding"):
             if self.tokenizer is not None:
                 tokenizer = Tokenizer.load(self.tokenizer)
             else:
@@ -66,5 +66,5 @@ class Tokenize:
         ]
         lines.append(f"vocabulary: {tokenizer.vocab_size:,}; text {corpus.digest}; in {self.out}")
         if corpus.skipped_count:
-            lines.append(f"unreadable and left out: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
+            lines.append(f"unreadable and skipped: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
         return answer(self.json, facts | extra, *lines)

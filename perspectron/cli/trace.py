@@ -22,10 +22,10 @@ from perspectron.stream.trace import Trace, missed, save, stack_distances
 
 @dataclass(frozen=True)
 class TraceRoutes:
-    """Record the experts that a text uses, and compute what caches of any size would read.
+    """Record which experts a text uses, and compute how much caches of any size would read.
 
-    Caches hold from one expert to all and drop the least recently used. The engine also guesses the experts of the
-    next layers; the share of correct guesses is printed too.
+    Cache sizes range from one expert to all; the least recently used expert is dropped. The engine also predicts
+    the experts of the next layers; the share of correct predictions is printed too.
 
     Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
 
@@ -35,7 +35,7 @@ class TraceRoutes:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     text: Path
-    """File of text, read as one document."""
+    """Text file, read as one document."""
     out: Path | None = None
     """File to write the trace to (default: RUN/trace.json)."""
     tokens: int = 65536
@@ -58,7 +58,7 @@ class TraceRoutes:
         out = opened.folder.path / "trace.json" if self.out is None else self.out
         save(out, trace)
         report = _report(trace, needs(model.config, 1).experts, disk)
-        line = f"in {out}: which expert each token took"
+        line = f"written to {out}: the expert of each token in each layer"
         return answer(self.json, report, _table(report), *_notes(report), line)
 
 
@@ -116,11 +116,12 @@ def _table(report: dict[str, Any]) -> Table:
 def _notes(report: dict[str, Any]) -> list[str]:
     uses = report["tokens"] * len(report["layers"])
     notes = [
-        f"{report['distinct']:,} different experts in {uses:,} uses: so many miss at every size",
-        "tokens/s: if reading were all",
+        f"{report['distinct']:,} distinct experts in {uses:,} uses; the first use of each misses at every size",
+        "tokens/s: the limit set by reading alone",
     ]
     if report["guessed_right"] is not None:
         notes.append(
-            f"guessed by each layer's router on what the routed layer before had: {report['guessed_right']:.1%} right"
+            "each layer's router, run on the input of the routed layer before it, guesses "
+            f"{report['guessed_right']:.1%} right"
         )
     return notes

@@ -178,7 +178,7 @@ def test_inspect_away_from_the_checkout(preset, capsys, tmp_path, monkeypatch):
     """These two once read the results of the checkout, and ended where there were none."""
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", preset]) == 0
-    assert "active for a token" in capsys.readouterr().out
+    assert "active per token" in capsys.readouterr().out
 
 
 def test_the_package_imports_nothing_that_lies_beside_it():

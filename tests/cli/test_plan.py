@@ -105,7 +105,7 @@ def test_the_trillion(capsys):
     assert main(command) == 0
     out = capsys.readouterr().out
     for words in (
-        "27,065,344 of codes, 104,448 of scales",
+        "27,065,344 bytes of codes, 104,448 of scales",
         "796 of 7,680 experts",
         "211,045,721,424",
     ):

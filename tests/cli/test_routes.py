@@ -106,7 +106,7 @@ def test_a_switch_has_routes_too(texts, tmp_path, capsys):
     command = ["train", "--preset", "perspective-tiny", "--data", str(texts), "--out", str(out)]
     assert main([*command, *train]) == 0
     assert main(["routes", str(out), "--text", str(texts / "0.txt")]) == 0
-    assert "stand on no torus" in capsys.readouterr().out
+    assert "a switch has no torus" in capsys.readouterr().out
 
 
 MISTAKES = [

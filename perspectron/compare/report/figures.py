@@ -58,7 +58,7 @@ def losses(rows: Sequence[Row], style: Styles) -> list[str]:
     def seconds(row: Row, line: dict[str, Any]) -> float | None:
         return line["tokens"] / row.speed if in_turns and row.speed else known(line.get("seconds"))
 
-    clock = "seconds of training" + (", by speeds measured in turns" if in_turns else "")
+    clock = "seconds of training" + (", from speeds of the cost suite" if in_turns else "")
     axes: tuple[tuple[str, str, Callable[[Row, dict[str, Any]], float | None]], ...] = (
         ("Loss against tokens", "tokens trained on", lambda _, line: known(line.get("tokens"))),
         ("Loss against FLOPs", "training FLOPs", lambda _, line: known(line.get("flops"))),

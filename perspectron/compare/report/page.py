@@ -19,7 +19,7 @@ from perspectron.stats import LEVEL, interval
 VERSION = 1
 """Version of results.json."""
 CONDITIONS = {
-    "machine": "machine", "jobs": "trainings at once", "threads": "threads per training", "dtype": "number format",
+    "machine": "machine", "jobs": "parallel trainings", "threads": "threads per training", "dtype": "number format",
     "torch": "torch", "commit": "commit", "started": "started",
 }  # fmt: skip
 MATCHES = {
@@ -83,11 +83,11 @@ def sections(results: dict[str, Any]) -> list[Section]:
     parts = [
         _ranking(rows, results, noun, style),
         Section("loss", "Loss", _loss_note(plan), figures.losses(rows, style)),
-        _suite("position", "Loss by place in the context", rows, [], [tables.position(rows, noun)]),
+        _suite("position", "Loss by position in the context", rows, [], [tables.position(rows, noun)]),
         _suite("recall", "Recall", rows, [], tables.recall(rows, noun), _recall_note(rows)),
         _suite("cost", "Cost", rows, figures.cost(rows, style), [tables.costs(rows, noun)], _cost_note(rows)),
         _suite("calibration", "Calibration", rows, [], [tables.calibration(rows, noun)],
-               "With one seed the interval is of bootstrapped windows of text."),
+               "With one seed, the interval comes from bootstrapping windows of text."),
         _suite("robustness", "Robustness", rows, [], [tables.robustness(rows, noun)]),
         Section("trainings", "Trainings", "", (), [tables.rates(rows, noun), tables.cells(rows, noun)]),
         _conditions(plan, results["conditions"]),
@@ -132,7 +132,7 @@ def _winner(rows: Sequence[Row], noun: str) -> str:
     if not open_ and len(pairs) == 1:
         return f"{text}."
     if not open_:
-        return f"{text}, and below all others by intervals that exclude zero."
+        return f"{text}, and below all others, with intervals that exclude zero."
     return f"{text}. These seeds do not separate it from {', '.join(open_)}."
 
 
@@ -140,7 +140,7 @@ def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
     heldout = f"{grouped(plan.get('heldout_tokens'))} tokens, {grouped(plan.get('heldout_bytes'))} bytes"
     facts = [
         ("text", str(plan["data"])),
-        ("training tokens there are", grouped(plan.get("train_tokens"))),
+        ("training tokens available", grouped(plan.get("train_tokens"))),
         ("held out", heldout),
         ("vocabulary", grouped(plan.get("vocab_size"))),
         ("context in training", f"{grouped(plan.get('seq_len'))} tokens"),
@@ -159,14 +159,14 @@ def _conditions(plan: dict[str, Any], conditions: dict[str, Any]) -> Section:
 def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: figures.Styles) -> Section:
     plan = results["plan"]
     table = tables.ranking(rows, plan["reference"], results.get("compressors", {}), noun)
-    note = f"{noun.capitalize()}s with a seed that diverged or is missing rank last, without a number. "
+    note = f"{noun.capitalize()}s with a diverged or missing seed rank last, without a number. "
     if len(plan["seeds"]) == 1:
-        note += "One seed has no interval, and a small difference may be chance."
+        note += "One seed gives no interval, and a small difference may be chance."
     else:
         note += (
-            f"Intervals are of {LEVEL:.0%} (Student's t over seeds). Differences are paired by seed, with the p value "
-            "of a paired t test; both assume normal differences, and nothing is corrected for the number of "
-            "comparisons. Seeds vary the training; they say nothing about another text or size."
+            f"Intervals are {LEVEL:.0%} (Student's t over seeds). Differences are paired by seed, with the p value "
+            "of a paired t test; both assume normal differences, and there is no correction for multiple "
+            "comparisons. Seeds vary only the training; they say nothing about other texts or sizes."
         )
     drawn = figures.ranking(rows, style, results.get("compressors", {}))
     return Section("ranking", "Ranking", note, drawn, [table, tables.differences(rows, noun)])
@@ -174,11 +174,13 @@ def _ranking(rows: Sequence[Row], results: dict[str, Any], noun: str, style: fig
 
 def _loss_note(plan: dict[str, Any]) -> str:
     note = "Mean over the seeds that finished; band: lowest to highest seed. "
-    note += f"Drawn from {figures.START:.0%} of each training on. "
+    note += f"Each curve starts at {figures.START:.0%} of its training. "
     if plan.get("curve_on") == "dev":
-        note += f"During training {grouped(plan['curve_tokens'])} tokens of dev are read, no held-out ones."
+        note += f"Curves are measured on {grouped(plan['curve_tokens'])} dev tokens, not on held-out text."
     elif plan["curve_tokens"] < plan["heldout_tokens"]:
-        note += f"During training {grouped(plan['curve_tokens'])} held-out tokens are read; the ranking is of all."
+        note += (
+            f"Curves are measured on {grouped(plan['curve_tokens'])} held-out tokens; the ranking uses all."
+        )
     return note
 
 
@@ -195,7 +197,9 @@ def _cost_note(rows: Sequence[Row]) -> str:
         for what, why in (row.cost.get("skipped") or {}).items():
             at = f"at {context(int(what))}" if what.isdigit() else what
             notes.append(f"{row.title}, {at}: not measured, {why}.")
-    return " ".join(["All designs took turns in one run. Small figures: range of the measurements.", *notes])
+    return " ".join(
+        ["All designs were interleaved in one run. Small figures: range of the measurements.", *notes]
+    )
 
 
 def _suite(

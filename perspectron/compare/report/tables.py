@@ -100,7 +100,7 @@ def _difference(row: Row, other: Row) -> Cell:
     """Paired difference to the reference; above zero is worse."""
     pair = None if row.name == other.name else row.against(other)
     if pair is None:
-        return Cell(NONE, "" if row.name == other.name else "no seed in common", "quiet")
+        return Cell(NONE, "" if row.name == other.name else "no common seed", "quiet")
     if pair.low is None or pair.p is None:
         return Cell(signed(pair.mean), "one seed, no test")
     note = f"{signed(pair.low)} to {signed(pair.high)}\n{probability(pair.p)}, {pair.n} seeds"
@@ -113,10 +113,8 @@ def differences(rows: Sequence[Row], noun: str) -> Table:
     whole = [row for row in rows if row.mean is not None and not row.faults]
     body = [[Cell(row.title), *(_sign(row, other) for other in whole)] for row in whole]
     tested = len(whole) > 2 and all(len(row.losses) > 1 for row in whole)
-    caption = (
-        f"Bits per byte of the {noun} on the left less those of the one above. Strong: lower, with all of "
-    )
-    caption += "the interval. Red: higher. Grey: open, the interval includes zero"
+    caption = f"Bits per byte of the {noun} on the left minus the one above. Bold: lower. Red: higher. "
+    caption += "Grey: undecided, the interval includes zero"
     return Table(caption, [noun, *(row.title for row in whole)], body if tested else [])
 
 
@@ -143,7 +141,7 @@ def position(rows: Sequence[Row], noun: str) -> Table:
         for name, suites in bins.items()
         if suites
     ]
-    caption = "Bits per byte by place in the context, mean over seeds"
+    caption = "Bits per byte by position in the context, mean over seeds"
     return Table(caption, [noun, *(f"to {context(end)}" for end in ends)], body)
 
 
@@ -164,7 +162,7 @@ def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
     columns = [("accuracy", at) for at in every]
     if any("beyond" in line for line in every.values()):
         columns += [("beyond", at) for at in every]
-        places += [f"{place}, past its length" for place in places]
+        places += [f"{place}, beyond its length" for place in places]
     body = [
         [Cell(design), *(estimate(own.get(at, {}).get(key, []), percent) for key, at in columns)]
         for design, own in lines.items()
@@ -213,7 +211,7 @@ def costs(rows: Sequence[Row], noun: str) -> Table:
         line = [Cell(name), ranged(speed, spread, short), Cell(size(cost.get("train_peak_bytes")))]
         line += [ranged(times[name].get(at), ranges.get(str(at)), short) for at in contexts]
         body.append([*line, *(Cell(size(states[name].get(at))) for at in contexts)])
-    return Table("Cost, medians of one run in which all took turns", head, body)
+    return Table("Cost: medians of one run that interleaves all of them", head, body)
 
 
 def calibration(rows: Sequence[Row], noun: str) -> Table:
@@ -250,13 +248,15 @@ def robustness(rows: Sequence[Row], noun: str) -> Table:
         ]
         after = [estimate([suite.get(harm) for suite in harmed[name]]) for harm in harms]
         body.append([Cell(name), *losses, Cell(same, kind="" if all(equal) else "bad"), *after])
-    caption = "Nats per token read whole and resumed; after a harmed context, bits per byte; means over seeds"
+    caption = (
+        "Nats per token, read whole and resumed; bits per byte after a damaged context; means over seeds"
+    )
     return Table(caption, [noun, "read whole", "resumed from disk", "equal", *harms], body)
 
 
 def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     """Bits per byte by what was done to the context."""
-    harms = {"context as it is": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
+    harms = {"intact context": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
     harms |= {f"shuffled: {name.replace('_', ' ')}": bits for name, bits in suite.get("shuffled", {}).items()}
     for harm in suite.get("corrupted", []):
         harms[f"{percent(harm['share'], 0)} corrupted"] = harm["bits_per_byte"]
@@ -271,7 +271,7 @@ def rates(rows: Sequence[Row], noun: str) -> Table:
     for row in rows if columns else ():
         cells = [_tried(tried[row.title].get(at), at == _rate(row.entry)) for at in columns]
         body.append([Cell(row.title), *cells])
-    caption = "Bits per byte after a short training, by learning rate and warm-up; the chosen one is strong"
+    caption = "Bits per byte after a short training, by learning rate and warm-up; the chosen one is bold"
     heads = [rate(lr) + (f", {percent(warmup, 0)} warm-up" if warmup else "") for lr, warmup in columns]
     return Table(caption, [noun, *heads], body)
 

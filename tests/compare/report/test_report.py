@@ -269,7 +269,7 @@ def test_compressors_stand_beside_the_designs(results):
 def test_one_seed_has_no_interval(make_results):
     results = make_results((0,))
     assert {row[2].note for row in ranking(results).values()} == {""}
-    assert "One seed has no interval" in html(results)
+    assert "One seed gives no interval" in html(results)
     (table,) = tables_of(results, "calibration")
     assert {row[1].note for row in table.rows} == {"0.024 to 0.037"}  # bootstrapped windows
 
@@ -333,7 +333,7 @@ def test_seconds_are_by_speeds_measured_in_turns(results):
     assert "seconds of training (log)" in html(results)  # ssd has no cost suite
     timed = copy.deepcopy(results)
     timed["designs"]["ssd"]["suites"]["cost"] = timed["designs"]["gla"]["suites"]["cost"]
-    assert "seconds of training, by speeds measured in turns (log)" in html(timed)
+    assert "seconds of training, from speeds of the cost suite (log)" in html(timed)
 
 
 def test_recall_of_the_first_version_is_read(results):
@@ -349,7 +349,7 @@ def test_recall_of_the_first_version_is_read(results):
 def test_recall_tables_have_each_setting_and_what_is_past_it(results):
     mqar, needle, parity = tables_of(results, "recall")
     assert mqar.head == ["design", *["4/32", "8/64", "16/128", "32/256"], *[
-        f"{place}, past its length" for place in ("4/32", "8/64", "16/128", "32/256")]]  # fmt: skip
+        f"{place}, beyond its length" for place in ("4/32", "8/64", "16/128", "32/256")]]  # fmt: skip
     task = results["designs"]["perspective"]["suites"]["recall"]["tasks"]["parity"]
     row = next(row for row in parity.rows if row[0].text == "Perspective")
     assert row[1].text == f"{100 * np.mean(task['settings'][0]['accuracy']):.1f}%"
