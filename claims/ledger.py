@@ -29,24 +29,25 @@ DOCUMENTS = {
 COLUMNS = ("id", "where", "claim", "claimed", "measured", "verdict", "command")
 HEAD = f"""# The ledger
 
-The quantitative claims of the five documents that this library builds, each beside a measurement. This page is written
-by `python -m claims --out docs/claims.md`; only the claims are typed by hand. `python -m claims --id ID` measures one
-row again. What trains or takes long is read from `results`; the row's command writes it there.
+The quantitative claims of the five documents that this library implements, each next to a measurement. This page is
+written by `python -m claims --out docs/claims.md`; only the claims are typed by hand. `python -m claims --id ID`
+measures one row again. Measurements that need training or take long are read from `results`, where the row's command
+puts them.
 
 "where" is the section of the source document, which our page about the design describes, or the section of our page
-that makes the claim. "our reading" marks what no document says in so many words. Where a claim is in words, the number
-in "claimed" is what we take it to mean.
+that makes the claim. "our reading" marks claims that no document states literally. If a claim is made in words, the
+number in "claimed" is our interpretation.
 
 A verdict follows from the numbers:
 
-- A plain whole number has to be met exactly, a rounded one within half a unit of its last digit or {ROUNDED:.0%}, one
+- A plain whole number must be matched exactly, a rounded one within half a unit of its last digit or {ROUNDED:.0%}, one
   with "~" within {ABOUT:.0%}.
-- A claim that fails as written but is met under a condition holds with that condition.
-- Results of training are stated for the size that was trained. A difference of losses holds or fails where the
+- A claim that fails as written but is true under a condition holds with that condition.
+- Training results apply to the size that was trained. A difference of losses holds or fails where the
   {LEVEL:.0%} interval of its mean over paired seeds lies on one side of zero. A design that diverged fails.
-- A claim is "untestable here" where seeds do not decide, a number is missing, or the machine it is about is not here.
-- "As built" is no finding: the library took the value over from the document (an input, a definition, a starting
-  value), or it could not be otherwise.
+- A claim is "untestable here" if the seeds do not decide it, a number is missing, or it needs a machine we do not have.
+- "As built" is not a finding: the library takes the value from the document (an input, a definition, an initial value),
+  or it could not be otherwise.
 """
 
 

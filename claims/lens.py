@@ -242,11 +242,11 @@ COMPUTE = (
 
 REMOVED = (
     Claim("lens-removed-mla", "§Removed", "MLA: K/V down-projection to 128D", "128",
-          untestable("removed from the design, not built")),
+          untestable("removed from the design, not implemented")),
     Claim("lens-removed-coupling", "§Removed", "Bidirectional coupling: 393K params per layer", "393 K",
-          untestable("removed from the design, not built")),
+          untestable("removed from the design, not implemented")),
     Claim("lens-removed-cross", "§Removed", "Cross-token MLP: 9.4M params per layer", "9.4 M",
-          untestable("removed from the design, not built; 16E² would be as many",
+          untestable("removed from the design, not implemented; 16E² would be as many",
           f"{16 * E**2 / 1e6:.2f} M is 16E²")),
     Claim("lens-removed-total", "§Removed", "134M total across 12 layers", "134 M",
           of(lambda: Evidence((LAYERS * 9.4e6,), "112.8 M by the document's own 9.4 M a layer"))),

@@ -21,7 +21,7 @@ ATTENTION, GLA = AttentionConfig(32), GLAConfig(32)
 MAMBA, MAMBA_1 = SSDConfig(64, 128, 2), SSDConfig(64, 16, 2)
 MIB = 2.0**20
 RETNET = replace(PDR_LAYER, fixed_decay=True)
-UNLIKE = "γ moves with the token, but nothing here says which alike inputs should be kept differently"
+UNLIKE = "γ moves with the token, but nothing here says which similar inputs should be kept differently"
 LENSES = "no measure here tells syntax from reasoning in a gate"
 
 
@@ -47,7 +47,8 @@ def _growth(kind: str) -> float:
 def _decode(results: Results) -> Evidence:
     paired = results.get("decode")["results"]["paired"]
     ratio, half, (early, late) = paired["ratio"]["median"], paired["ratio_middle_half"], paired["contexts"]
-    spread = f"by the median of {paired['pairs']} pairs; their middle half is {half['low']:.2f} to {half['high']:.2f}"
+    spread = f"by the median of {paired['pairs']} pairs; their interquartile range is "
+    spread += f"{half['low']:.2f} to {half['high']:.2f}"
     return Evidence((ratio,), f"a token after {late:,} takes {ratio:.2f} times one after {early:,}", spread)
 
 
@@ -98,7 +99,7 @@ MOTIVATION = (
     Claim("pdr-reading-linear", "§1, our reading", "PDR's own reading of a text is linear", worded("exponent 1", 0.98,
           1.02),
           of(lambda: round(built.exponent(lambda n: built.reading(PDRConfig(32), n), 2048), 2))),
-    Claim("pdr-layers", "§1", "Each of the 60 PDR layers learns a different lens", "60 layers with an own W_p",
+    Claim("pdr-layers", "§1", "Each of the 60 PDR layers learns a different lens", "60 layers with their own W_p",
           of(lambda: sum(name.endswith(".p_proj.weight") for name, _ in built.model(built.FULL).named_parameters())),
           built=True),
 )
@@ -142,8 +143,8 @@ NOVELTY = (
           worded("lower loss than with fixed decay", *trained.LOWER), trained.without("perspective", "fixed_decay"),
           command=command("ablate-perspective")),
     Claim("pdr-gate-used", "§3.2, our reading",
-          "inputs that are alike but should be kept differently get different gates",
-          worded("different gates for alike inputs", 1e-9), _gate_spread, command=command("compare")),
+          "similar inputs that should be kept differently get different gates",
+          worded("different gates for similar inputs", 1e-9), _gate_spread, command=command("compare")),
     Claim("pdr-specialise", "§1; §3.3",
           "Early layers (3) track syntax, middle ones (40) entities, late ones (55) reasoning",
           worded("by depth", 1), _halflives, command=command("compare")),
@@ -267,19 +268,19 @@ TRAINING = (
     Claim("pdr-gqa-every", "§6", "Every 4th layer switches from PDR to windowed GQA", "4 layers apart",
           of(lambda: built.places("window_gqa")[1] - built.places("window_gqa")[0]), built=True),
     Claim("pdr-lora", "§6", "FMEA: rank-4 adjustments to W_p change the viewpoint", "4",
-          untestable("named in the document, not specified there, not built")),
+          untestable("named in the document but not specified, not implemented")),
     Claim("pdr-larger", "§6", "the much larger W_v or W_o", worded("larger than W_p", 1.001,
           unit=" times W_p's weights, both"),
           of(lambda: mixer(PDR_LAYER).v_proj.weight.numel() / mixer(PDR_LAYER).p_proj.weight.numel())),
     Claim("pdr-mpd", "§6", "MPD: states diverge across the 4 perspectives", "4",
-          untestable("named in the document, not specified there, not built")),
+          untestable("named in the document but not specified, not implemented")),
     Claim("pdr-identity", "§7.1", "W_p = I + 0.01·N(0,1) is near the identity", worded("‖W_p − I‖ ≤ 0.1", 0, 0.1),
           of(lambda: 0.01 * tried.noise_norm()),
           ("with ε/√d, as built", of(lambda: 0.01 / sqrt(D) * tried.noise_norm()))),
     Claim("pdr-initial-gate", "§7.2", "b_γ such that σ(b_γ) ≈ 0.95, W_p x apart", "0.95", of(tried.bias_gate),
           built=True),
     Claim("pdr-slow-decay", "§7.2", "σ(b_γ) ≈ 0.95: slow initial decay, fast information flow",
-          worded("half of a memory lasts 13.5 tokens, as at γ = 0.95", 0.95 * log(0.5) / log(0.95), unit=" tokens"),
+          worded("a half-life of 13.5 tokens, as at γ = 0.95", 0.95 * log(0.5) / log(0.95), unit=" tokens"),
           of(tried.start_halflives)),
     Claim("pdr-gradient-decay", "§7.2", "Over many time steps, this can cause gradient decay",
           worded("< 0.001 of a gradient left after 256 tokens", 0, 1e-3), of(tried.gradient_left, 256)),

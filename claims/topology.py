@@ -16,10 +16,10 @@ from perspectron.presets import get
 
 LISTED = set(range(4, 77, 4))  # GQA layers, as §1 has them
 FASTER = 10  # times as fast as any other step reads: not the same memory
-NO_GPU = "the document's GPU is not here"
+NO_GPU = "needs the document's GPU"
 SCALES = "without the scales of its groups"
 W_O = "with W_o, which its row leaves out"
-NOT_AMONG = "named in the document, not specified there, not built"
+NOT_AMONG = "named in the document but not specified, not implemented"
 _SHARED = ("pdr", "window_gqa", "swiglu", "embedding", "norms and biases")
 
 
@@ -78,7 +78,7 @@ def _ms(part: str) -> Measure:
         rate, others = _moved(part) / MS[part] / 1e6, max(_moved(p) / MS[p] / 1e6 for p in STEPS if p != part)
         shown = f"{here:.2g} ms on one CPU thread; {MS[part]:g} ms take {digits(rate, 2)} GB/s of memory"
         if rate > FASTER * others:
-            why = f"{rate / others:.0f} times what any other step of the document reads at"
+            why = f"{rate / others:.0f} times the reading speed of any other step in the document"
             return Evidence((here / 1e3,), shown, why)
         return Evidence((here / 1e3,), shown, excuse=NO_GPU)
 
@@ -116,7 +116,7 @@ def _arrives(results: Results) -> Evidence:
     return Evidence(
         (shard / rate,),
         shown,
-        excuse=f"no GPU behind PCIe here; it would have to carry {asked / 1e9:.1f} GB/s",
+        excuse=f"no GPU on PCIe here; it would have to carry {asked / 1e9:.1f} GB/s",
     )
 
 
@@ -248,9 +248,9 @@ SHARED = (
     Claim("topology-ffn-bytes", "§3.1", "Shared FFN @ 2-bit: 677 MB", "677 MB", of(_packed, "swiglu"),
           (SCALES, of(lambda: _group("swiglu") / 4))),
     Claim("topology-embedding", "§3.1", "Embedding (32K × 4096): 131 M", "131 M", of(_group, "embedding"),
-          ("of 32,000 tokens instead of its own 32,768", of(_embedding_of, 32000))),
+          ("with 32,000 tokens instead of its own 32,768", of(_embedding_of, 32000))),
     Claim("topology-embedding-bytes", "§3.1", "Embedding, INT8: 131 MB", "131 MB", of(_packed, "embedding"),
-          ("of 32,000 tokens, without row scales", of(_embedding_of, 32000))),
+          ("with 32,000 tokens, without row scales", of(_embedding_of, 32000))),
     Claim("topology-head", "§3.1", "Output head (tied w/ embed): 0", "0 parameters",
           of(lambda: counted(FULL).groups["head"].parameters if "head" in counted(FULL).groups else 0), built=True),
     Claim("topology-shared", "§3.1", "Shared total: 6.83 B", "6.83 B", of(_shared)),

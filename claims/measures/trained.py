@@ -92,7 +92,7 @@ def difference(values: dict[str, list[float]], unit: str, proviso: str) -> Evide
     means = ", ".join(f"{name} {statistics.fmean(each):.3f}" for name, each in values.items())
     interval = f"{LEVEL:.0%} interval {gap.low:+.3f} to {gap.high:+.3f} over {gap.n} seeds"
     shown = f"{means}{unit and ' ' + unit}; difference {gap.mean:+.3f}, {interval}"
-    return Evidence((gap.low, gap.high), shown, proviso, unsure=f"no sure difference {proviso}")
+    return Evidence((gap.low, gap.high), shown, proviso, unsure=f"no significant difference {proviso}")
 
 
 def versus(first: str, second: str, file: str = "compare") -> Measure:

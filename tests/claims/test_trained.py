@@ -47,7 +47,7 @@ def test_a_sure_difference_holds_at_that_size(results):
 
 def test_one_sign_in_three_seeds_is_no_sure_difference(results):
     found = results(one=cells(2.0, 2.0, 2.0), other=cells(2.01, 2.3, 2.05))
-    assert versus(found).judged == f"untestable here: no sure difference {SCALE}"
+    assert versus(found).judged == f"untestable here: no significant difference {SCALE}"
 
 
 def test_divergence_is_a_failure(results):
@@ -141,7 +141,7 @@ def test_recall_is_judged_seed_by_seed(kept):
     assert row(trained.recall("other", "low"), found, 1e-9, inf).verdict == "holds with a condition"
     assert (
         row(trained.recall("one", "low"), found, 1e-9, inf).judged
-        == f"untestable here: no sure difference {small}"
+        == f"untestable here: no significant difference {small}"
     )
 
 
