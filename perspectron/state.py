@@ -76,7 +76,9 @@ class LMState:
         models = {state.model for state in states} - {None}
         trees = [pytree.tree_flatten(state, is_leaf=_is_ragged) for state in states]
         if len(models) > 1 or any(spec != trees[0][1] for _, spec in trees):
-            raise StateError("stack: the states are of different models; stack states of one model alone")
+            raise StateError(
+                "stack: the states are of different models; only states of one model can be stacked"
+            )
         leaves = [_stacked(column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
         stacked: LMState = pytree.tree_unflatten(leaves, trees[0][1])
         return dataclasses.replace(stacked, model=next(iter(models), None))
@@ -149,7 +151,7 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
     kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype} on {tensor.device}" for tensor in tensors]
     if other := set(kinds) - {kinds[0]}:
         raise StateError(
-            f"stack: a row of {kinds[0]} beside one of {min(other)}; stack states of one model alone"
+            f"stack: a row of {kinds[0]} beside one of {min(other)}; only states of one model can be stacked"
         )
     return torch.cat(list(tensors))
 
@@ -170,7 +172,7 @@ def _stacked(column: Sequence[Any]) -> Any:
     if isinstance(column[0], Tensor):
         return cat(column)
     if any(number != column[0] for number in column):
-        raise StateError(f"stack: {column[0]} beside {max(column)}; stack states of one model alone")
+        raise StateError(f"stack: {column[0]} beside {max(column)}; only states of one model can be stacked")
     return column[0]
 
 
@@ -230,7 +232,7 @@ def _packed(
     try:
         parse_json(header["extra"])
     except ValueError as error:
-        raise StateError(f"{path}: extra cannot be kept as JSON ({error})") from None
+        raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     header["digest"] = _digest(header, tensors)
     return tensors, header
 

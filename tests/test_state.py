@@ -237,7 +237,8 @@ def test_states_of_different_models_do_not_stack(model, state, other):
         for call in (lambda s: perspectron.LMState.stack([state, s]), lambda s: state.put(0, s)):
             with pytest.raises(StateError) as caught:
                 call(alien)
-            assert "stack states of one model alone" in str(caught.value) and "\n" not in str(caught.value)
+            said = str(caught.value)
+            assert "only states of one model can be stacked" in said and "\n" not in said
 
 
 def test_a_loaded_state_stacks_with_those_of_its_model(model, state, path):

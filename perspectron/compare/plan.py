@@ -81,7 +81,7 @@ class Settings:
         least = self.seq_len * self.batch_size
         require(self.tokens >= least, "tokens", self.tokens, f"≥ {least}, one batch")
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        rest = f"in [0, {1 - self.heldout:g}), what is not held out"
+        rest = f"in [0, {1 - self.heldout:g}), the share that is not held out"
         require(0 <= self.dev < 1 - self.heldout, "dev", self.dev, rest)
         room = self.vocab_size == 0 or self.vocab_size >= 257
         require(room, "vocab_size", self.vocab_size, "≥ 257, a byte each and the end of a text; or 0")

@@ -157,12 +157,12 @@ def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *,
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
     if not 0 < heldout < 1:
-        raise DataError(f"heldout: {heldout} is not between 0 and 1, both excluded")
+        raise DataError(f"heldout: {heldout} is not strictly between 0 and 1")
     if not 0 <= dev < 1 - heldout:
-        raise DataError(f"dev: {dev} is not from 0 to what is not held out, {1 - heldout:g}, excluded")
+        raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
     if "://" in source:
         name = source.rstrip("/").rpartition("/")[2] or "FILE"
-        raise DataError(f"{source}: an address; fetch it first (curl -LO {source}) and give the file, {name}")
+        raise DataError(f"{source}: a URL; download it first (curl -LO {source}) and give the file, {name}")
     shares, path = _Shares(heldout, dev), Path(source)
     if source in NAMED:
         return _open_named(source, shares)

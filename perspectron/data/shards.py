@@ -323,7 +323,9 @@ def _load(path: Path) -> tuple[_Head, _Records]:
             f"{path}: dtype is {head.dtype!r}, expected {expected!r} for {head.vocab_size} tokens"
         )
     if not isinstance(splits, dict) or {*splits, "dev"} != set(SPLITS):
-        raise DataError(f"{path}: splits has not exactly the keys {', '.join(SPLITS)}, dev or not")
+        raise DataError(
+            f"{path}: the keys of splits are not exactly {', '.join(SPLITS)}, with or without dev"
+        )
     records: _Records = {}
     for split in (name for name in SPLITS if name in splits):
         if not isinstance(splits[split], list):

@@ -78,7 +78,7 @@ class Tokenizer:
         pieces = _training_pieces(texts)
         first = next(pieces, None)
         if first is None:
-            raise DataError("tokenizer: no text to learn from")
+            raise DataError("tokenizer: no text to train on")
         inner.train_from_iterator(itertools.chain([first], pieces), trainer)
         return cls(inner)
 

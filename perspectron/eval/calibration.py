@@ -154,7 +154,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     text = [
         f"ECE {result['ece']:.4f} ({bounds}); perfect calibration would show"
         f" {result['ece_calibrated']:.4f} on {result['tokens']:,} tokens",
-        f"Brier {result['brier']:.4f}, right {result['accuracy']:.1%}, confident {result['confidence']:.1%}",
+        f"Brier {result['brier']:.4f}, accuracy {result['accuracy']:.1%}, mean confidence {result['confidence']:.1%}",
         "confidence  accuracy  tokens",
     ]
     return text + [

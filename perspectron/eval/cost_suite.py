@@ -239,7 +239,7 @@ def lines(result: Result) -> list[str]:
     text += [result["positions"]] if result["positions"] else []
     if to is None:
         return [*text, f"no transformer to compare with: {result['no_transformer']}"]
-    brackets = "times a transformer of as many parameters, and where the middle half of the rounds lies"
+    brackets = "ratio to a transformer with as many parameters, and its interquartile range over the rounds"
     return [*text, f"in brackets: {brackets}"]
 
 

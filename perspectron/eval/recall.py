@@ -372,7 +372,7 @@ def _line(name: str, setting: dict[str, Any]) -> str:
         if min(accuracies) >= SOLVED
         else "not solved"
         if max(accuracies) < SOLVED
-        else "solved by some"
+        else "solved by some seeds"
     )
     values = " ".join(f"{value:.3f}" for value in accuracies)
     past = [f"{value:.3f}" for value in setting["beyond"] if value is not None]

@@ -157,7 +157,7 @@ def check(packed: Packed, name: str = "matrix") -> None:
     parts = packed.codes.flatten().split(CHECKED)
     wrong = sum(int(illegal(part, packed.format).count_nonzero()) for part in parts)
     if wrong:
-        raise DataError(f"{name}: {wrong} bytes, must be 0, are no {packed.format} codes")
+        raise DataError(f"{name}: {wrong} bytes, must be 0, are not {packed.format} codes")
 
 
 def finite(tensor: Tensor) -> bool:

@@ -43,7 +43,7 @@ def gptq(weight_NK: Tensor, hessian: Hessian, format: str, *, damping: float = 0
     check(weight_NK.detach(), format)
     weight = weight_NK.detach().to(hessian.sum_KK, copy=True)
     if not hessian.sum_KK.diagonal().isfinite().all():
-        raise DataError("calibration: what a layer read is not finite")
+        raise DataError("calibration: the input of a layer is not finite")
     factor_KK = _factor(hessian.sum_KK, damping)
     grouped, groups = LAYOUTS[format].zero is None, list[tuple[Tensor, Tensor]]()
     scale_N, offset_N = rows_scale(weight.float()).double(), None

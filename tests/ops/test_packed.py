@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused(format):
         packing.sizes(format, (1, 65537))
     if format in ("ternary", "int8"):
         whole.codes[1, 5] = 83 if format == "ternary" else 0
-        with pytest.raises(DataError, match=f"1 bytes, must be 0, are no {format} codes"):
+        with pytest.raises(DataError, match=f"1 bytes, must be 0, are not {format} codes"):
             check(whole)
 
 

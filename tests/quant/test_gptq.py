@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused():
         gptq(weight, seen(x), "ternary")
     with pytest.raises(ConfigError, match="damping = 0"):
         gptq(weight, seen(x), "2bit", damping=0)
-    with pytest.raises(DataError, match="what a layer read is not finite"):
+    with pytest.raises(DataError, match="the input of a layer is not finite"):
         gptq(weight, seen(x * torch.nan), "2bit")
     with pytest.raises(DataError, match=r"weight = .*, must be finite"):
         gptq(weight * torch.nan, seen(x), "2bit")

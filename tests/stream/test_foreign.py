@@ -181,7 +181,7 @@ def norm(state: dict[str, torch.Tensor]) -> None:
 
 
 SPOILT = [
-    (lambda state: state[E][7].fill_(0), "embedding: 64 bytes, must be 0, are no int8 codes"),
+    (lambda state: state[E][7].fill_(0), "embedding: 64 bytes, must be 0, are not int8 codes"),
     (lambda state: state["embedding.scales"][7].fill_(torch.inf), "embedding: a scale is not finite"),
     (norm, r"norm.weight: a number is not finite"),
 ]
