@@ -264,7 +264,7 @@ def read_state(path: Path | str, model: Stateful) -> tuple[LMState, dict[str, An
     if other := set(wanted) ^ (set(tensors) | set(numbers)):
         name = min(other)
         raise StateError(
-            f"{path}: {'lacks' if name in wanted else 'has'} {name[:80]}, must have what the model's states have"
+            f"{path}: {'lacks' if name in wanted else 'has'} {name[:80]}, must have the fields of the model's states"
         )
     rows = {len(tensor) for tensor in tensors.values() if tensor.ndim} or {0}
     if len(rows) > 1 or min(rows) < 1:

@@ -254,7 +254,7 @@ def models_of_designs(settings: Settings) -> Models:
         model = presets.solve(name, settings.params, **budget, state=state)
         if settings.match == "state" and state is None:
             state = state_bytes(model, settings.seq_len)
-            bound = f"one whose state has a size of its own; {name}'s grows with the text"
+            bound = f"a design with a fixed-size state; {name}'s grows with the text"
             require(state is not None, "the first of designs", name, bound)
         made[name] = (model, design.about, design.source)
     return made

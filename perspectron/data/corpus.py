@@ -157,7 +157,7 @@ def open_corpus(source: str, heldout: float = 0.05, text_field: str = "text", *,
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
     if not 0 < heldout < 1:
-        raise DataError(f"heldout: {heldout} is not strictly between 0 and 1")
+        raise DataError(f"heldout: {heldout} is not between 0 and 1 (exclusive)")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
     if "://" in source:

@@ -165,6 +165,6 @@ def measure(
             after = steppers[name].state
             decoded[name] = Decoded(timed_seconds[name], after.nbytes, touched(model, after).total)
         else:
-            why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of what is free"
+            why = f"its cache of {sizes[name] / 1e9:.1f} GB is more than half of the free memory"
             decoded[name] = Decoded([], states[name].nbytes, 0, why)
     return decoded

@@ -51,7 +51,7 @@ def solve(
     require(abs(reached - params) <= TOLERANCE * params, "params", params, bound)
     if state is not None:  # the knob may turn it too
         has = state_bytes(config, seq_len) or 0
-        near = f"near {has:,}, that of {design} at so many parameters"
+        near = f"near {has:,}, that of {design} at that many parameters"
         require(abs(has - state) <= STATE_TOLERANCE * state, "state", f"{state:,} bytes", near)
     return config
 

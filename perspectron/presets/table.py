@@ -142,7 +142,7 @@ def variant(name: str) -> tuple[Design, dict[str, Any]]:
     table = DESIGNS[one_of(design, DESIGNS, "design")]
     known = sizes_of(table.make)
     for key in given:
-        require(key != table.knob, f"{name}: key", key, "left out: it is what the parameters follow from")
+        require(key != table.knob, f"{name}: key", key, "left out: it is solved to match the parameters")
         one_of(key, known, f"{name}: key")
     return table, given
 

@@ -264,7 +264,7 @@ def restore(
         return
     if TRAINING not in checkpoint.files:
         raise CheckpointError(
-            f"{checkpoint.path}: holds the weights alone, training cannot go on from it; start a new run with --init"
+            f"{checkpoint.path}: holds only weights, so training cannot resume from it; start a new run with --init"
         )
     _restore_training(checkpoint.path / TRAINING, model, optimizer)
 
@@ -287,7 +287,7 @@ def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.O
     random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)
     if random is None or tensors:
         why = f"has {min(tensors)}" if tensors else "lacks rng.cpu"
-        raise CheckpointError(f"{path}: {why}, must hold what training of this model keeps")
+        raise CheckpointError(f"{path}: {why}, must hold this model's training state")
     try:
         torch.set_rng_state(random)
         if random_cuda is not None and torch.cuda.is_available():

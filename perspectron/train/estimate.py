@@ -48,8 +48,8 @@ def require_room(config: RunConfig, device: torch.device) -> None:
     needs = PER_PARAMETER * size + PER_LOGIT * train.batch_size * train.seq_len * config.model.vocab_size
     there = room(device)
     bound = (
-        f"≤ {there / 1e9:.1f} GB, what is free here: take fewer --batch-size or --seq-len, a smaller --preset "
-        "(perspectron list), or none, and a size that fits is chosen"
+        f"≤ {there / 1e9:.1f} GB, the memory free here: use a smaller --batch-size, --seq-len or --preset "
+        "(perspectron list), or no --preset, and a size that fits is chosen"
     )
     what = f"memory to train {config.model.name}, {size / 1e6:,.1f} M parameters"
     require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)

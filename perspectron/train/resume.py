@@ -79,7 +79,7 @@ def resume(
         if config is not None and (told := changes(newest.config, config)):
             raise ConfigError(
                 f"{run / 'config.json'}: changed since {path.name} was written ({'; '.join(told[:4])}); "
-                "put it back, or go on with what it says now: --allow-changed"
+                "restore it, or accept the change with --allow-changed"
             )
         for bad, _ in damaged:
             set_aside(bad, "damaged")

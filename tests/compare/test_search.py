@@ -96,7 +96,7 @@ def test_a_large_space_is_drawn_from_without_return():
         ("heads = 2", [], "heads = 2, must be a list of one or more values"),
         ("", [], "= 'nothing', must be one or more sizes"),
         ("heads = [", [], "not TOML"),
-        ("hidden = [8]", [], "must be left out: it is what the parameters follow from"),
+        ("hidden = [8]", [], "must be left out: it is solved to match the parameters"),
         ("lr = [2.0]", [], "must be numbers above 0, up to 1"),
         ("lr = [0]", [], "must be numbers above 0, up to 1"),
         ("warmup = [true]", [], "must be numbers from 0 to 1"),

@@ -115,5 +115,5 @@ def test_what_does_not_fit_is_left_out_and_says_why(monkeypatch):
     monkeypatch.setattr(contexts, "free", lambda device: 2 * sizes["transformer"])
     found = measure(models, LONG, rounds=2, visit=1)
     assert [len(found[name].seconds) for name in names] == [2, 2, 0]
-    assert "half of what is free" in found["lens"].skipped and not found["transformer"].skipped
+    assert "half of the free memory" in found["lens"].skipped and not found["transformer"].skipped
     assert found["lens"].state_bytes == models["lens"].init_state(1, capacity=LONG).nbytes

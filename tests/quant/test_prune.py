@@ -110,7 +110,7 @@ def test_loss_against_cache_for_every_number_and_an_export_that_runs(run, tmp_pa
     assert main(["eval", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(rows[2]["bits_per_byte"])
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(CheckpointError, match="holds the weights alone"):
+    with pytest.raises(CheckpointError, match="holds only weights"):
         checkpoint.restore(checkpoint.found_in(out)[0], model, tokenizer, optimizer)
     assert main(["train", "--resume", str(out)]) == 2
 
