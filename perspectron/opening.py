@@ -112,7 +112,7 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
         streamed, tokenizer = load_artifact(path, cache_bytes=cache_bytes, verify=verify)
         return Opened(folder, streamed, tokenizer, streamed.line())
     for name, value in (("cache", cache_bytes), ("verify", verify or None)):
-        require(value is None, name, value, "left out for a run, which is in memory as a whole")
+        require(value is None, name, value, "left out for a run, which is held in memory as a whole")
     return Opened(folder, *checkpoint.load_run(path))
 
 

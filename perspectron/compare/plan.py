@@ -84,12 +84,12 @@ class Settings:
         rest = f"in [0, {1 - self.heldout:g}), the share that is not held out"
         require(0 <= self.dev < 1 - self.heldout, "dev", self.dev, rest)
         room = self.vocab_size == 0 or self.vocab_size >= 257
-        require(room, "vocab_size", self.vocab_size, "≥ 257, a byte each and the end of a text; or 0")
+        require(room, "vocab_size", self.vocab_size, "≥ 257 (256 bytes and the end of a text), or 0")
         require(len(self.rates) >= 1 and min(self.rates) > 0, "rates", self.rates, "one or more numbers > 0")
         shares = len(self.warmups) >= 1 and min(self.warmups) >= 0 and max(self.warmups) <= 1
         require(shares, "warmups", self.warmups, "one or more numbers in [0, 1]")
         choices = len(self.rates) * len(self.warmups)
-        bound = f"> 0, to choose among {choices} rates and warm-ups by"
+        bound = f"> 0: {choices} rates and warm-ups are chosen on it"
         require(choices == 1 or self.dev > 0, "dev", self.dev, bound)
         require(0 < self.rate_share <= 1, "rate_share", self.rate_share, "in (0, 1]")
         require(self.threads >= 0, "threads", self.threads, "≥ 0")
@@ -141,7 +141,9 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         encode(corpus, Tokenizer.load(kept), folder)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
-    bound = f"0, as {folder} has no dev split: choose one rate and one warm-up, or make it with tokenize --dev 0.05"
+    bound = (
+        f"0: {folder} has no dev split; give one rate and one warm-up, or encode it with tokenize --dev 0.05"
+    )
     require(settings.dev == 0 or "dev" in shards.splits, "dev", settings.dev, bound)
     tokens = shards.split("dev").tokens if settings.dev else settings.seq_len
     if tokens < settings.seq_len:
@@ -174,7 +176,7 @@ def plan(
         size = next(iter(known.arms.values())).model.vocab_size
         for name, (model, _, _) in models(replace(known.settings, vocab_size=size)).items():
             same = model == known.arms[name].model
-            require(same, "out", str(out), f"a new folder: {name} is another model there")
+            require(same, "out", str(out), f"a new folder: {name} is a different model there")
         return known
     size = settings.vocab_size or presets.vocabulary(settings.params)
     settings = replace(settings, vocab_size=size, threads=settings.threads or threads)
@@ -205,7 +207,7 @@ def _clear(out: Path, settings: Settings) -> None:
     path = folder / ASKED
     if not path.is_file() or read_json(path, ConfigError) != asked:
         ours = path.is_file() or not folder.exists() or not any(folder.glob("[!.]*"))
-        require(ours, "out", str(out), f"another folder: {folder} is there, and no comparison made it")
+        require(ours, "out", str(out), f"another folder: {folder} exists, and no comparison made it")
         remove(folder)
         folder.mkdir(parents=True)
         write_json(path, asked)
@@ -226,7 +228,7 @@ def read(out: Path) -> Plan:
     """Plan in a folder. ConfigError when there is none, or one of another version."""
     content = read_json(out / PLAN, ConfigError)
     version = content.pop("version", None) if isinstance(content, dict) else None
-    bound = f"{VERSION}, that of this program: choose a new folder, or the program that wrote it"
+    bound = f"{VERSION}, this program's version: choose a new folder, or use the program that wrote it"
     require(version == VERSION, f"{out / PLAN}: version", version, bound)
     result: Plan = load(Plan, content, str(out / PLAN))
     return result
@@ -239,7 +241,7 @@ def _same(out: Path, known: Plan, kind: str, asked: Settings) -> None:
     for name, value in want.items():
         open_now = (name in ("vocab_size", "threads") and value == 0) or value == "auto"
         same = open_now or value == have[name]
-        require(same, name, value, f"{have[name]} as in {out / PLAN}, or out a new folder")
+        require(same, name, value, f"{have[name]} as in {out / PLAN}, or give a new folder as --out")
 
 
 def models_of_designs(settings: Settings) -> Models:

@@ -92,7 +92,7 @@ def settle(out: Path, space: Space, rungs: list[int], keep: int, seed: int) -> N
     asked = {"space": dict(space), "rungs": rungs, "keep": keep, "seed": seed}
     if (out / SPACE).is_file():
         same = read_json(out / SPACE, ConfigError) == asked
-        require(same, "out", str(out), f"a new folder, or as {out / SPACE} says")
+        require(same, "out", str(out), f"a new folder, or one with the search of {out / SPACE}")
     write_json(out / SPACE, asked)
 
 
@@ -139,7 +139,7 @@ def halve(
         report(tokens, [line for line, _ in ranked])
         if not left:
             raise ConfigError(
-                f"{out}: none of {len(ranked)} candidates ended its training; lower lr in the space"
+                f"{out}: none of {len(ranked)} candidates finished its training; lower lr in the space"
             )
     results["chosen"] = results["rungs"][-1]["candidates"][0]
     results["trained_tokens"] = sum(rung["tokens"] * len(rung["candidates"]) for rung in results["rungs"])

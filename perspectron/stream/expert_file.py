@@ -178,7 +178,7 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
         text = read(8, length)
         fields = parse_json(text.decode())["__metadata__"]
         if not all(isinstance(value, str) for value in fields.values()):
-            raise ValueError("metadata that are no strings")
+            raise ValueError("metadata that is not strings")
         if fields["format"] != FORMAT:
             raise ValueError(f"format = {fields['format'][:40]!r}, must be {FORMAT!r}")
         layout = ExpertLayout(int(fields["d_model"]), int(fields["hidden"]))
@@ -192,7 +192,7 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         cause = " ".join(f"{error}".encode("utf-8", "backslashreplace").decode().split())[:200]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ArtifactError(f"{name}: no expert file, or a damaged one ({kind}{cause})") from None
+        raise ArtifactError(f"{name}: not an expert file, or a damaged one ({kind}{cause})") from None
     return header
 
 

@@ -56,7 +56,7 @@ def _layer(path: Path, *, layer: int, model: ModelConfig, source: Path) -> None:
         with open_file(source) as file:
             _rewrite(path, layer, model, source, file)
     except (ValueError, DataError) as error:
-        raise ArtifactError(f"{source}: no expert file of 0.1 ({error})") from None
+        raise ArtifactError(f"{source}: not an expert file of 0.1 ({error})") from None
     except OSError as error:
         raise ArtifactError(f"{source}: unreadable ({error.strerror})") from None
 

@@ -109,7 +109,7 @@ def test_a_folder_of_another_version_is_refused(text, tmp_path, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 7}))
     assert main(["compare", "--resume", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "version = 7, must be 2, that of this program: choose a new folder" in said
+    assert "version = 7, must be 2, this program's version: choose a new folder" in said
     assert said.count("\n") == 1
 
 
@@ -171,7 +171,7 @@ def test_other_models_under_the_same_names_are_refused(text, tmp_path):
         return models_of_designs(replace(own, seq_len=64))
 
     plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
-    with pytest.raises(ConfigError, match=r"out = .* a new folder: perspective is another model there"):
+    with pytest.raises(ConfigError, match=r"out = .* a new folder: perspective is a different model there"):
         plan(tmp_path, "designs", settings(text), other, threads=1)
 
 

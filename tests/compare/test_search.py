@@ -75,7 +75,7 @@ def test_of_all_candidates_the_best_go_on(text, space, tmp_path, capsys):
     assert json.loads((out / search.RESULTS).read_text()) == found
     space.write_text(SPACE.replace("8e-3", "9e-3"))
     assert main([*command, "--keep", "2"]) == 2
-    assert "must be a new folder, or as" in capsys.readouterr().err
+    assert "must be a new folder, or one with the search of" in capsys.readouterr().err
 
 
 def test_a_large_space_is_drawn_from_without_return():

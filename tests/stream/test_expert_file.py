@@ -114,7 +114,7 @@ VALUES = [
     ("no metadata", put(META, value=None), "KeyError: '__metadata__'"),
     ("metadata is a list", put(META, value=[1]), "AttributeError"),
     ("no layer", put(META, "layer", value=None), "KeyError: 'layer'"),
-    ("layer is a number", put(META, "layer", value=3), "metadata that are no strings"),
+    ("layer is a number", put(META, "layer", value=3), "metadata that is not strings"),
     ("another layer", put(META, "layer", value="4"), FOLLOW),
     ("layer with a blank", put(META, "layer", value=" 3"), FOLLOW),
     ("layer is too high", put(META, "layer", value="65536"), "layer = 65536, must be in 0 … 65535"),
@@ -184,7 +184,7 @@ def refused(image, whole: bytes, message: str) -> None:
     with pytest.raises(ArtifactError) as error:
         image.parse(whole)
     said = str(error.value)
-    assert said.startswith("f: no expert file, or a damaged one (")
+    assert said.startswith("f: not an expert file, or a damaged one (")
     assert message in said
     assert "\n" not in said and len(said) < 400
     said.encode()

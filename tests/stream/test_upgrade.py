@@ -107,9 +107,9 @@ WRONG = [
     (lambda h: h["shards"][1].update(kind="delta"), "stored as changes .* quantize the run again"),
     (
         lambda h: h["shards"][1].pop("offset"),
-        r"no expert file of 0.1 .shards.1..offset = None, must be in 0",
+        r"not an expert file of 0.1 .shards.1..offset = None, must be in 0",
     ),
-    (lambda h: h.update(shards=3), "no expert file of 0.1 .shards: no list"),
+    (lambda h: h.update(shards=3), "not an expert file of 0.1 .shards: no list"),
     (lambda h: h["shards"].pop(), "experts are missing"),
     (lambda h: h["shards"][1].update(offset=20480), "ends within expert 1"),
     (lambda h: h["shards"][1].update(offset=-1), "offset = -1, must be in 0"),
