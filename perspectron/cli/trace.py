@@ -121,7 +121,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     ]
     if report["guessed_right"] is not None:
         notes.append(
-            "each layer's router, run on the input of the routed layer before it, guesses "
+            "experts guessed by each layer's router from the input of the routed layer before it: "
             f"{report['guessed_right']:.1%} right"
         )
     return notes

@@ -216,7 +216,7 @@ def test_guesses_are_the_next_router_on_what_this_layer_read(run):
 def test_a_plan_with_what_was_traced(run, text, capsys):
     assert main(["trace", str(run), "--text", str(text), "--tokens", "60"]) == 0
     out = capsys.readouterr().out
-    assert "guessed" in out and "different experts in 180 uses" in out and "trace.json" in out
+    assert "guessed" in out and "distinct experts in 180 uses" in out and "trace.json" in out
     model = perspectron.load(run)[0].config
     needed = needs(model, 8192)
     ram = needed.resident + 5 * needed.slot

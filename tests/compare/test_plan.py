@@ -97,7 +97,9 @@ def test_the_vocabulary_follows_from_the_parameters(params, size):
 
 def test_other_settings_are_refused_by_name(text, tmp_path):
     plan(tmp_path, "designs", settings(text), models_of_designs, threads=1)
-    with pytest.raises(ConfigError, match=r"tokens = 8192, must be 4096 as in .*compare\.json, or out a new"):
+    with pytest.raises(
+        ConfigError, match=r"tokens = 8192, must be 4096 as in .*compare\.json, or give a new"
+    ):
         plan(tmp_path, "designs", settings(text, tokens=8192), models_of_designs, threads=1)
     with pytest.raises(ConfigError, match="kind = 'ablations', must be designs"):
         plan(tmp_path, "ablations", settings(text), models_of_designs, threads=1)
@@ -149,7 +151,7 @@ def test_out_and_resume_are_one_or_the_other(tmp_path, capsys):
     assert main(["compare", "--resume", str(tmp_path)]) == 2
     assert "compare.json" in capsys.readouterr().err
     assert main(["compare", "--resume", str(tmp_path), "--tokens", "1M"]) == 2
-    assert "must be alone" in capsys.readouterr().err
+    assert "must be the only option" in capsys.readouterr().err
 
 
 def test_text_that_was_encoded_for_other_settings_is_not_taken(text, tmp_path):
@@ -196,7 +198,7 @@ def test_a_text_without_a_dev_split_says_what_would_work(text, tmp_path, capsys)
     assert main(["tokenize", str(text), "--out", str(corpus), "--vocab-size", "280"]) == 0
     command = ["compare", "--data", str(corpus), "--out", str(out), "--tokens", "4096", "--params", "100k"]
     assert main(command) == 2
-    assert "dev = 0.05, must be 0, as " in (said := capsys.readouterr().err)
+    assert "dev = 0.05, must be 0: " in (said := capsys.readouterr().err)
     assert "tokenize --dev 0.05" in said and said.count("\n") == 1
 
 

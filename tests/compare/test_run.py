@@ -84,7 +84,7 @@ def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):
     for arguments, words in (
         (["--report", str(tmp_path / "none.json")], "none.json"),
         (["--report", str(other)], "the results are not those of `compare` or `ablate`"),
-        (["--report", str(alone), "--tokens", "1M"], "must be alone"),
+        (["--report", str(alone), "--tokens", "1M"], "must be the only option"),
     ):
         assert main(["compare", *arguments]) == 2
         said = capsys.readouterr().err
