@@ -118,8 +118,8 @@ def bits(found: dict[str, Any], start: int = 0, stop: int | None = None) -> floa
 
 
 def facts(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, float]:
-    """Invented constants read once, the state set back, and asked again: nats of the first token of each value and how
-    often it is the likeliest, by the model and with what the adapter learned."""
+    """Invented constants read once, the state set back, and asked again: nats of each value and how often all of it
+    is the likeliest, by the model and with what the adapter learned."""
     draw = torch.Generator().manual_seed(0)
     values = torch.randint(100, 1000, (40,), generator=draw).tolist()
     lines = [f"LIMIT_{chr(65 + i % 26)}{i} = {value}\n" for i, value in enumerate(values)]
@@ -127,11 +127,16 @@ def facts(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, float]:
     Learner(model, adapter).read(tokenizer.encode("".join(lines)))
     found = {}
     for name, each in (("before", model), ("after", merge(model, adapter))):
-        prompts = [[END_OF_TEXT_ID, *tokenizer.encode(line.split("=")[0] + "=")] for line in lines]
-        said = [tokenizer.encode(line)[len(prompt) - 1] for line, prompt in zip(lines, prompts, strict=True)]
-        logits_NV, _ = prefill(each, prompts)
-        found[f"nats {name}"] = float(torch.nn.functional.cross_entropy(logits_NV, torch.tensor(said)))
-        found[f"right {name}"] = float((logits_NV.argmax(1) == torch.tensor(said)).double().mean())
+        nats, right = 0.0, 0
+        for line in lines:
+            ids = [END_OF_TEXT_ID, *tokenizer.encode(line)]
+            first = 1 + len(tokenizer.encode(line.split("=")[0] + "="))  # of the value
+            with torch.no_grad():
+                logits_TV = each(torch.tensor([ids])).logits[0, first - 1 : -1]
+            said_T = torch.tensor(ids[first:])
+            nats += float(torch.nn.functional.cross_entropy(logits_TV, said_T, reduction="sum"))
+            right += bool((logits_TV.argmax(1) == said_T).all())
+        found |= {f"nats of a value {name}": nats / len(lines), f"right {name}": right / len(lines)}
     return found
 
 
@@ -251,12 +256,15 @@ def child(args: Any, spec: dict[str, Any]) -> dict[str, Any]:
     name = spec["layers"]
     model = build(presets.get(name), 1)
     ids = torch.randint(1, 2000, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    calls = {
+        "read": lambda part: prefill(model, [part], chunk=CHUNK),
+        "learn": Learner(model, Adapter(model)).read,
+    }
+    call = calls[spec["memory"]]
+    call(ids[:600])  # what is loaded once
     before = common.machine.resident()
     with common.Peak() as peak:
-        if spec["memory"] == "read":
-            prefill(model, [ids], chunk=CHUNK)
-        else:
-            Learner(model, Adapter(model)).read(ids)
+        call(ids)
     return {
         "resident_before": before,
         "peak_bytes": peak.bytes,
