@@ -18,6 +18,7 @@ from perspectron.errors import ConfigError, StateError
 from perspectron.files import atomic, load_tensors, parse_json, save_tensors
 from perspectron.mixers.pdr import PDR, AdaptedState, PDRState
 from perspectron.model import LanguageModel
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState, digest_of
 from perspectron.streams import stream
 
@@ -49,17 +50,15 @@ class Counters:
 
 def gates(model: LanguageModel) -> dict[int, nn.Linear]:
     """The maps W_p of the PDR blocks, by block. ConfigError for a model that has none to adapt."""
-    found, packed = dict[int, nn.Linear](), False
-    for index, block in enumerate(cast("list[Block]", model.blocks)):
-        mixer = getattr(block, "mixer", None)
-        if isinstance(mixer, PDR):
-            packed |= not isinstance(mixer.p_proj, nn.Linear) and not mixer.config.fixed_decay
-            if isinstance(mixer.p_proj, nn.Linear):
-                found[index] = mixer.p_proj
-    if packed:
+    found = dict[int, nn.Linear]()
+    if any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules()):
         raise ConfigError(
             "the model is packed in few bits, which have no derivative; adapt the run that it was made from"
         )
+    for index, block in enumerate(cast("list[Block]", model.blocks)):
+        mixer = getattr(block, "mixer", None)
+        if isinstance(mixer, PDR) and isinstance(mixer.p_proj, nn.Linear):
+            found[index] = mixer.p_proj
     if not found:
         raise ConfigError(
             f"{model.config.name} has no PDR layer whose gates read their input; adapt a Perspective model, such as "
@@ -72,7 +71,7 @@ class Adapter:
     """Weights, moments and counters of one conversation's adapter; of its traces, those that were saved with it.
 
     up, first, second: B and Adam's moments [D,r], by block. trace: [r,D,R], by block; empty where there is none.
-    positions: expert positions by block, where those were searched. ConfigError: the model has no gates to adapt, or
+    ConfigError: the model has no gates to adapt, or
     not in `layers`.
     """
 
@@ -93,6 +92,11 @@ class Adapter:
     def size(self) -> int:
         """Numbers that learn."""
         return sum(up.numel() for up in self.up.values())
+
+    def to(self, device: torch.device) -> None:
+        """Move what learns there."""
+        for parts in (self.up, self.down, self.first, self.second, self.trace):
+            parts.update({i: part.to(device) for i, part in parts.items()})
 
     def attach(self, state: LMState, *, traces: bool = False) -> LMState:
         """The state, every row of it under this adapter. traces: keep them, from those saved or from none."""

@@ -113,7 +113,7 @@ class Subspace:
 
     def project(self, gradient: Weights) -> Tensor:
         """Pᵀ g [m]."""
-        flat_n = torch.cat([gradient[i].double().flatten() for i in self.shapes])
+        flat_n = torch.cat([gradient[i].cpu().double().flatten() for i in self.shapes])
         return torch.zeros(self.size, dtype=torch.float64).index_add(0, self.group_n, flat_n * self.sign_n)
 
 
@@ -131,5 +131,5 @@ def by_jvp(model: LanguageModel, piece: Piece, up: Weights, space: Subspace, cho
         state = with_weights(piece.state, duals, rows=K, traces=False)
         nats_KT, _ = losses(model, piece, state)
         slope_K = forward_ad.unpack_dual(nats_KT.sum(1)).tangent
-    slope_m = torch.zeros(m, dtype=torch.float64).index_add(0, chosen_K, slope_K.double() * (m / K))
+    slope_m = torch.zeros(m, dtype=torch.float64).index_add(0, chosen_K, slope_K.cpu().double() * (m / K))
     return {i: part[0].to(up[i]) for i, part in space.spread(slope_m[None]).items()}

@@ -87,7 +87,8 @@ class Learner:
     """Reads a text and adapts the gates to it.
 
     Begins a document, or goes on after a conversation of one row, which is used up. The adapter is the caller's and
-    changes. ConfigError: a model that has no gates to adapt, or renormalises its memory, which traces do not follow.
+    changes; the model's own weights are told that they need no gradient. ConfigError: a model that has no gates to
+    adapt, or renormalises its memory, which traces do not follow.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Learner:
             every = cast(PDR, cast(Block, model.blocks[index]).mixer).config.renorm_every
             require(every == 0, "estimator", "trace", "jvp or backprop where the memory is renormalised")
         self.model, self.adapter, self.config = model.requires_grad_(False), adapter, config
+        adapter.to(model.device)
         self.space = (
             Subspace(adapter.up, config.subspace, adapter.config.seed) if config.estimator == "jvp" else None
         )

@@ -12,9 +12,14 @@ SIZES = {"vocab_size": VOCAB, "d_model": 32, "hidden": 48, "rank": 8, "heads": 4
 
 
 def make(layers: int = 4, *, experts: bool = False, mixers: str = "all") -> LanguageModel:
-    """Random weights in float64. mixers: "pdr" leaves attention out."""
+    """Random weights in float64. mixers: "pdr" or "attention" alone."""
     config: ModelConfig = presets.get("perspective-tiny" if experts else "perspective-tiny-dense", **SIZES)
-    blocks = config.blocks[:layers] if mixers == "all" else config.blocks[:1] * layers
+    chosen = {
+        "all": config.blocks,
+        "pdr": config.blocks[:1] * layers,
+        "attention": config.blocks[3:] * layers,
+    }
+    blocks = chosen[mixers][:layers]
     model = build(replace(config, blocks=blocks), seed=5).double()
     with torch.no_grad():
         model.embedding.weight.mul_(4)

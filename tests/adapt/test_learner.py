@@ -134,6 +134,8 @@ def test_what_cannot_be_adapted_is_told_in_one_line(model, tmp_path):
     convert(packed)
     with pytest.raises(ConfigError, match="packed in few bits"):
         Adapter(packed)
+    with pytest.raises(ConfigError, match="has no PDR layer whose gates read their input"):
+        Adapter(make(layers=1, mixers="attention"))
     other = make(layers=2)
     with pytest.raises(ConfigError, match="among 0, 1, 2, the PDR layers"):
         Adapter(model, AdapterConfig(layers=(3,)))
