@@ -10,6 +10,8 @@ from perspectron.errors import DataError
 from perspectron.files import read_json
 
 COMMANDS = {
+    "adapt": "python benchmarks/adapt.py runs/python --texts prose=runs/prose.txt c=runs/c.txt json=runs/json.txt "
+    "--tokens 8000 --slow-tokens 2000",
     "decode": "python benchmarks/decode.py --contexts 1024 8192 65536 --repeats 6 --pairs 200",
     "kernels": "python benchmarks/systems.py --kernels",
     "layer_times": "python benchmarks/layer_times.py",

@@ -233,7 +233,7 @@ def _packed(
         parse_json(header["extra"])
     except ValueError as error:
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
-    header["digest"] = _digest(header, tensors)
+    header["digest"] = digest_of(header, tensors)
     return tensors, header
 
 
@@ -348,12 +348,13 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
     digest = header.pop("digest", None)
-    if _digest(header, tensors) != digest:
+    if digest_of(header, tensors) != digest:
         raise StateError(f"{path}: damaged, its contents do not match its digest")
     return header, tensors
 
 
-def _digest(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+def digest_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """Hex digest of a header and its tensors, as files keep it."""
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()

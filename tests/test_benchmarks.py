@@ -17,6 +17,7 @@ from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
+    "adapt": ["--arms", "none", "trace", "backprop, 64", "jvp, K = 8", "dynamic"],
     "pdr_scan": [],
     "decode": [],
     "train": ["--dtypes", "bfloat16"],

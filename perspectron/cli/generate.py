@@ -10,6 +10,7 @@ import tyro
 from rich.table import Table
 
 from perspectron import native
+from perspectron.adapt import Adapter, Learner
 from perspectron.cli.options import answer, open_model, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
@@ -36,6 +37,8 @@ class Generate:
     And then: perspectron generate runs/letters --load-state tree.state
 
     A long text: perspectron generate runs/letters - < other.txt
+
+    Learning from the prompt while it is read: perspectron generate runs/routed "Dear Sir" --adapt
     """
 
     run: tyro.conf.Positional[Path]
@@ -52,6 +55,12 @@ class Generate:
     """Go on after this saved conversation; the prompt, if any, follows it."""
     save_state: Path | None = None
     """Keep the conversation in this file."""
+    adapt: bool = False
+    """Learn from each prompt while it is read, as `perspectron adapt` does, and write under what was learned."""
+    adapter: Path | None = None
+    """Write under this saved adapter; with --adapt, learn on from it."""
+    save_adapter: Path | None = None
+    """With --adapt and one prompt, keep the adapter in this file."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -78,6 +87,12 @@ class Generate:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
         texts, start = self._texts(conversation), time.perf_counter()
+        prompts, adapter = texts, None
+        require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
+        if self.adapt or self.adapter is not None:
+            with Work("reading the prompt"):
+                conversation, adapter = self._adapted(model, tokenizer, texts, conversation)
+            prompts = [""] * len(texts) if self.adapt else texts
         single = not self.json and len(texts) == 1
         with Work("reading the prompt") as reading:
 
@@ -88,7 +103,7 @@ class Generate:
             result = generate(
                 model,
                 tokenizer,
-                texts,
+                prompts,
                 max_tokens=self.max_tokens,
                 sampling=self.sampling,
                 stop=self.stop,
@@ -96,8 +111,13 @@ class Generate:
                 on_text=say if single else None,
                 on_read=reading.tell,
             )
+        after = result.conversation
+        if adapter is not None:
+            after = replace(after, state=adapter.detach(after.state))
+            if self.save_adapter is not None:
+                adapter.save(self.save_adapter)
         if self.save_state is not None:
-            result.conversation.save(self.save_state, model)
+            after.save(self.save_state, model)
         self._print(texts, result, single, time.perf_counter() - start)
         return 0
 
@@ -106,11 +126,27 @@ class Generate:
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
-        for name in ("load_state", "save_state", "stop"):
+        for name in ("load_state", "save_state", "stop", "adapter", "save_adapter"):
             value = getattr(self, name)
             require(value in (None, ()), name, value, "left out with --bench")
+        require(not self.adapt, "adapt", True, "left out with --bench")
         for name, value in vars(self.sampling).items():
             require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
+
+    def _adapted(
+        self, model: LanguageModel, tokenizer: Tokenizer, texts: list[str], talk: Conversation | None
+    ) -> tuple[Conversation, Adapter]:
+        """The conversation under an adapter for each row, and the last row's."""
+        alone = self.save_adapter is None or len(texts) == 1
+        require(alone, "save_adapter", self.save_adapter, "left out with several prompts")
+        rows = list[Conversation]()
+        for row, text in enumerate(texts):
+            adapter = Adapter(model) if self.adapter is None else Adapter.load(self.adapter, model)
+            learner = Learner(model, adapter, conversation=None if talk is None else talk.take(row))
+            if self.adapt and (ids := tokenizer.encode(text)):
+                learner.read(ids)
+            rows.append(learner.conversation(traces=self.save_adapter is not None))
+        return Conversation.stack(rows), adapter
 
     def _texts(self, conversation: Conversation | None) -> list[str]:
         if self.prompts == ("-",):

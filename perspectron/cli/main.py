@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": "serve:Serve",
     "chat": "chat:Chat",
     "eval": "evaluate:Eval",
+    "adapt": "adapt:Adapt",
     "inspect": "inspect:Inspect",
     "list": "list:List",
     "plan": "plan:Plan",

@@ -4,7 +4,7 @@ Shapes: B batch, T time, D model width, R state rank.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.ops import pdr
+from perspectron.ops import eligibility, pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
@@ -55,6 +55,19 @@ class PDRState:
 
     memory_BDR: Tensor
     length_B: Tensor
+
+
+@register
+@dataclass(frozen=True)
+class AdaptedState(PDRState):
+    """The state of PDR whose gates each row adapts: p = W_p x + B A x + b_p (docs/designs/perspective.md#adaptation).
+
+    down: A [B,r,D], up: B [B,D,r]. trace: how the memory depends on B [B,r,D,R]; where none is kept, [B,0,D,R]. With
+    traces, B has a gradient through all tokens before these, too, and these need no more than their own graph."""
+
+    down_BrD: Tensor
+    up_BDr: Tensor
+    trace_BrDR: Tensor
 
 
 class Constant(nn.Module):
@@ -102,7 +115,11 @@ class PDR(nn.Module):
     def forward(
         self, x_BTD: Tensor, state: PDRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
-        p_BTD, v_BTD = self.p_proj(self.p_down(x_BTD)), self.v_proj(x_BTD)
+        read_BTD = self.p_down(x_BTD)
+        p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
+        if isinstance(state, AdaptedState):
+            u_BTr = read_BTD @ state.down_BrD.mT.to(read_BTD.dtype)
+            p_BTD = p_BTD + u_BTr @ _fixed(state).mT.to(u_BTr.dtype)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
@@ -110,9 +127,18 @@ class PDR(nn.Module):
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
+        learned_BTD, more = None, dict[str, Tensor]()
+        if isinstance(state, AdaptedState) and state.trace_BrDR.shape[1]:  # before the memory is written into
+            given = (*inputs, u_BTr, state.memory_BDR, state.trace_BrDR)
+            d_BTrD, more["trace_BrDR"] = eligibility.trace(*given, scale=self.config.scale)
+            if torch.is_grad_enabled():  # 0, and its gradient in B is the traces'
+                apart_BDr = state.up_BDr - state.up_BDr.detach()
+                learned_BTD = torch.einsum("btrd,bdr->btd", d_BTrD, apart_BDr)
         o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at, consume_state)
+        if learned_BTD is not None:
+            o_BTD = o_BTD + learned_BTD
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
-        return y_BTD, PDRState(memory_BDR, at.length_B), {}
+        return y_BTD, replace(state, memory_BDR=memory_BDR, length_B=at.length_B, **more), {}
 
     def _scan(
         self, inputs: list[Tensor], memory: Tensor, at: Places, consume_state: bool
@@ -132,3 +158,8 @@ class PDR(nn.Module):
             outputs.append(o)
             start = stop
         return torch.cat(outputs, 1), memory
+
+
+def _fixed(state: AdaptedState) -> Tensor:
+    """B as the gates use it: without a gradient where traces give it."""
+    return state.up_BDr.detach() if state.trace_BrDR.shape[1] else state.up_BDr

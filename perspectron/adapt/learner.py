@@ -1,0 +1,232 @@
+"""Learning from a text while it is read: every token is scored before anything is learned from it.
+
+Shapes: T time, D model width, r rank of the adapter.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from perspectron.adapt.adapter import Adapter
+from perspectron.adapt.gradient import (
+    Piece,
+    Subspace,
+    Weights,
+    by_backprop,
+    by_jvp,
+    by_traces,
+    losses,
+    with_weights,
+)
+from perspectron.block import Block
+from perspectron.config import at_least, one_of, positive, require
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.reading import END_OF_TEXT_ID, check_ids
+from perspectron.mixers.pdr import PDR
+from perspectron.model import LanguageModel
+
+BETAS, EPS = (0.9, 0.99), 1e-8
+GUARDED = 128  # tokens on which the adapter has to be no worse than the model without it
+PATIENCE = 3  # rollbacks in a row, after which nothing is learned until the next document
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried along; "jvp" takes
+    `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back through `window`
+    tokens. every: tokens for each update. lr: of Adam. pull: of the weights towards 0, in terms of lr. clip: norm of a
+    gradient at most. guard: updates between two comparisons with the model without the adapter; 0 is never. seconds:
+    after so many nothing is learned any more.
+    """
+
+    estimator: Literal["trace", "jvp", "backprop"] = "trace"
+    every: int = 50
+    lr: float = 5e-3
+    pull: float = 0.01
+    clip: float = 1.0
+    guard: int = 10
+    window: int = 256
+    directions: int = 8
+    subspace: int = 1024
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        one_of(self.estimator, ("trace", "jvp", "backprop"), "estimator")
+        at_least(1, self, "every", "window", "directions", "subspace")
+        at_least(0, self, "guard", "pull", "seconds")
+        positive(self, "lr", "clip")
+        if self.estimator == "jvp":
+            require(
+                self.directions <= self.subspace,
+                "directions",
+                self.directions,
+                f"≤ subspace = {self.subspace}",
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Learner.read` did. nats: of each token, in the order of the text, before it was learned from. The others as
+    the adapter's counters, of this text alone. seconds: spent learning, beside reading."""
+
+    nats: Tensor
+    updates: int
+    rollbacks: int
+    skipped: int
+    seconds: float
+
+
+class Learner:
+    """Reads a text and adapts the gates to it.
+
+    Begins a document, or goes on after a conversation of one row, which is used up. The adapter is the caller's and
+    changes; the model's own weights are told that they need no gradient. ConfigError: a model that has no gates to
+    adapt, or renormalises its memory, which traces do not follow.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        adapter: Adapter,
+        config: AdaptConfig = AdaptConfig(),
+        conversation: Conversation | None = None,
+    ) -> None:
+        traced = config.estimator == "trace"
+        for index in adapter.up if traced else ():
+            every = cast(PDR, cast(Block, model.blocks[index]).mixer).config.renorm_every
+            require(every == 0, "estimator", "trace", "jvp or backprop where the memory is renormalised")
+        self.model, self.adapter, self.config = model.requires_grad_(False), adapter, config
+        adapter.to(model.device)
+        self.space = (
+            Subspace(adapter.up, config.subspace, adapter.config.seed) if config.estimator == "jvp" else None
+        )
+        self.fresh = conversation is None
+        begun = Conversation(model.init_state(1), [[END_OF_TEXT_ID]], [[]], [0])
+        self.talk = begun if conversation is None else conversation.fork()
+        require(self.talk.rows == 1, "conversation", f"of {self.talk.rows} rows", "of one; take a row")
+        self.state = adapter.attach(self.talk.state.to(model.device), traces=traced)
+        self.gradient: Weights = {}
+        self.since, self.streak, self.spent, self.frozen = 0, 0, 0.0, False
+        tokens = max(GUARDED, config.window if config.estimator == "backprop" else 0)
+        self.past: deque[Piece] = deque(maxlen=1 + math.ceil(tokens / config.every))
+        self.accepted = self._weights()
+
+    def conversation(self, *, traces: bool = False) -> Conversation:
+        """To go on from, under the adapter; a copy. traces: they are carried along, which takes r more scans."""
+        return replace(self.talk, state=with_weights(self.state, self.adapter.up, traces=traces)).fork()
+
+    def read(self, ids: Sequence[int]) -> Report:
+        """Read tokens after those before, and learn from them. ConfigError: none, or ids outside the vocabulary."""
+        check_ids(ids, self.model.config.vocab_size, 0)
+        counters = self.adapter.counters
+        before, spent = replace(counters), self.spent
+        unread, nats = [*self.talk.pending[0], *ids], list[Tensor]()
+        while len(unread) > 1:
+            n = min(self.config.every - self.since, len(unread) - 1)
+            nats.append(self._piece(unread[: n + 1]))
+            unread = unread[n:]
+        recent = [*self.talk.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)]
+        self.talk = replace(self.talk, pending=[unread], recent=[recent[-self.config.window :]])
+        updates, rollbacks, skipped = (
+            getattr(counters, name) - getattr(before, name) for name in ("updates", "rollbacks", "skipped")
+        )
+        return Report(torch.cat(nats), updates, rollbacks, skipped, self.spent - spent)
+
+    def _piece(self, ids: list[int]) -> Tensor:
+        """Read tokens, of which all but the first are scored, and learn when there are enough."""
+        if END_OF_TEXT_ID in ids[1:]:
+            self.frozen, self.streak = False, 0
+        piece, self.fresh = Piece(ids, self.state, self.fresh), False
+        learns = not self.frozen and self.spent < self.config.seconds
+        start, found = time.perf_counter(), Weights()
+        if learns and self.config.estimator == "trace":
+            nats_T, found, state = by_traces(self.model, piece, self.adapter.up)
+        else:
+            with torch.no_grad():
+                nats_BT, state = losses(self.model, piece)
+            nats_T, start = nats_BT[0], time.perf_counter()
+        self.past.append(piece)
+        self.since += len(ids) - 1
+        due = self.since >= self.config.every
+        if learns and due and self.config.estimator != "trace":
+            found = self._late(piece)
+        for i, part in found.items():
+            self.gradient[i] = self.gradient[i] + part if i in self.gradient else part
+        finite = bool(nats_T.isfinite().all())
+        if not finite:  # what it left in the memory would stay there
+            state = piece.state
+        if learns and due:
+            self._update(finite)
+        if due:
+            self.since, self.gradient = 0, {}
+        self.state = with_weights(state, self.adapter.up)
+        self.spent += (time.perf_counter() - start) * learns
+        return nats_T.double().cpu()
+
+    def _late(self, piece: Piece) -> Weights:
+        """The gradient from the newest tokens, for which they are read again."""
+        up = self.adapter.up
+        if self.space is not None:
+            chosen_K = self.space.directions(self.adapter.counters.updates, self.config.directions)
+            return by_jvp(self.model, piece, up, self.space, chosen_K)
+        back = math.ceil(self.config.window / self.config.every)
+        return by_backprop(self.model, list(islice(self.past, max(0, len(self.past) - back), None)), up)
+
+    def _update(self, finite: bool) -> None:
+        """A step of Adam with the mean gradient; none where something is not finite."""
+        adapter, config, counters = self.adapter, self.config, self.adapter.counters
+        norm = torch.stack([part.double().norm() for part in self.gradient.values()]).norm() / self.since
+        if not finite or not norm.isfinite():
+            counters.skipped += 1
+            return
+        counters.tokens += self.since
+        counters.updates += 1
+        factor = min(1.0, config.clip / max(float(norm), EPS)) / self.since
+        lr = config.lr if self.space is None else config.lr * math.sqrt(self.space.size / adapter.size)
+        step = counters.updates
+        for i, part in self.gradient.items():
+            gradient = part * factor
+            adapter.first[i] = adapter.first[i].lerp(gradient, 1 - BETAS[0])
+            adapter.second[i] = adapter.second[i].lerp(gradient.square(), 1 - BETAS[1])
+            mean = adapter.first[i] / (1 - BETAS[0] ** step)
+            square = adapter.second[i] / (1 - BETAS[1] ** step)
+            up = adapter.up[i]
+            adapter.up[i] = up - lr * (mean / (square.sqrt() + EPS) + config.pull * up)
+        if config.guard and counters.updates % config.guard == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Go back to the last accepted weights where these are worse than none, on the newest tokens."""
+        adapter = self.adapter
+        pieces = list(
+            islice(self.past, max(0, len(self.past) - math.ceil(GUARDED / self.config.every)), None)
+        )
+        both = {i: torch.stack([up, torch.zeros_like(up)]) for i, up in adapter.up.items()}
+        state, nats = with_weights(pieces[0].state, both, rows=2, traces=False), list[Tensor]()
+        with torch.no_grad():
+            for piece in pieces:
+                nats_BT, state = losses(self.model, piece, state)
+                nats.append(nats_BT)
+        worse_T = torch.cat(nats, 1).double().diff(dim=0)[0].neg()
+        if worse_T.mean() > worse_T.std() / math.sqrt(len(worse_T)):
+            adapter.up, adapter.first, adapter.second = (
+                {i: part.clone() for i, part in parts.items()} for parts in self.accepted
+            )
+            adapter.counters.rollbacks += 1
+            self.streak += 1
+            self.frozen = self.streak >= PATIENCE
+        else:
+            self.accepted, self.streak = self._weights(), 0
+
+    def _weights(self) -> tuple[Weights, Weights, Weights]:
+        """Copies of the weights and their moments."""
+        parts = (self.adapter.up, self.adapter.first, self.adapter.second)
+        up, first, second = ({i: part.clone() for i, part in part.items()} for part in parts)
+        return up, first, second

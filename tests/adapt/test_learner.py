@@ -1,0 +1,154 @@
+"""Learning from a text: what is the same without it, the guard, what is saved, and bad input."""
+
+import math
+
+import pytest
+import torch
+
+import perspectron.adapt.learner
+from perspectron.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
+from perspectron.adapt.gradient import Piece, losses
+from perspectron.adapt.learner import PATIENCE
+from perspectron.decode.conversation import Conversation
+from perspectron.errors import ConfigError, StateError
+from perspectron.mixers.pdr import AdaptedState
+from perspectron.quant.convert import convert
+from tests.adapt.conftest import make, text
+
+
+def learned(model, tokens=120, **options) -> tuple[Adapter, Learner]:
+    adapter = Adapter(model, AdapterConfig(rank=2))
+    learner = Learner(model, adapter, AdaptConfig(**{"every": 20, "lr": 0.02, "guard": 0} | options))
+    learner.read(text(tokens))
+    return adapter, learner
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
+
+
+def test_an_adapter_of_zeros_changes_no_bit(model):
+    ids = torch.tensor([text(30)])
+    with torch.no_grad():
+        plain = model(ids)
+        under = model(ids, Adapter(model).attach(model.init_state(1)))
+        traced = model(ids, Adapter(model).attach(model.init_state(1), traces=True))
+    for out in (under, traced):
+        assert torch.equal(out.logits, plain.logits)
+        assert torch.equal(out.state.layers[1].memory_BDR, plain.state.layers[1].memory_BDR)
+
+
+def test_every_token_is_scored_before_it_is_learned_from_and_learning_helps(model):
+    adapter, _ = learned(model, 400)
+    assert adapter.counters.updates == 20 and adapter.counters.tokens == 400
+    fresh = Learner(model, Adapter(model), AdaptConfig(every=20))
+    first = fresh.read(text(20)).nats
+    with torch.no_grad():
+        plain, _ = losses(model, Piece([0, *text(20)], model.init_state(1), fresh=True))
+    torch.testing.assert_close(first, plain[0], rtol=0, atol=1e-12)  # nothing was learned yet
+    made, ids = merge(model, adapter), text(400)
+    with torch.no_grad():
+        before, after = (
+            losses(each, Piece([0, *ids], each.init_state(1), fresh=True))[0].mean() for each in (model, made)
+        )
+    assert after < before
+
+
+def test_a_merged_model_reads_as_under_the_adapter(model):
+    adapter, _ = learned(model)
+    ids = torch.tensor([text(40, 3)])
+    with torch.no_grad():
+        under = model(ids, adapter.attach(model.init_state(1))).logits
+        torch.testing.assert_close(merge(model, adapter)(ids).logits, under, rtol=0, atol=1e-10)
+
+
+def test_saved_and_loaded_it_learns_on_as_if_nothing_had_been(model, tmp_path):
+    _, whole = learned(model, 80)
+    adapter, learner = learned(model, 40)
+    talk = learner.conversation(traces=True)
+    bare = Conversation(adapter.detach(talk.state), talk.pending, talk.recent, talk.drawn)
+    assert not any(isinstance(layer, AdaptedState) for layer in bare.state.layers)
+    adapter.save(tmp_path / "a")
+    bare.save(tmp_path / "s", model)
+    again = Adapter.load(tmp_path / "a", model)
+    on = Learner(model, again, learner.config, Conversation.load(tmp_path / "s", model))
+    on.read(text(80)[40:])
+    for i, up in whole.adapter.up.items():
+        torch.testing.assert_close(again.up[i], up, rtol=0, atol=1e-12)
+        one, other = on.state.layers[i], whole.state.layers[i]
+        torch.testing.assert_close(one.trace_BrDR, other.trace_BrDR, rtol=0, atol=1e-12)
+    assert again.counters == whole.adapter.counters
+
+
+def test_weights_that_are_worse_than_none_go_back_to_the_last_accepted_bits(model, monkeypatch):
+    adapter, learner = learned(model, 60)
+    learner.accepted = learner._weights()
+    learner.read(text(40))
+    wanted = learner.accepted
+
+    def worse(model, piece, state):
+        nats_T = torch.linspace(1, 2, len(piece.ids) - 1)
+        return torch.stack([nats_T + 0.1, nats_T]), state
+
+    assert not same(adapter.up, wanted[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(perspectron.adapt.learner, "losses", worse)
+        for _ in range(PATIENCE):
+            assert not learner.frozen
+            learner._compare()
+    assert all(same(one, other) for one, other in zip(learner._weights(), wanted, strict=True))
+    assert adapter.counters.rollbacks == PATIENCE and learner.frozen
+    assert learner.read(text(60)).updates == 0
+    assert learner.read([0, *text(60)]).updates > 0  # the next document
+    learner._compare()
+    assert learner.streak == 0  # learned weights are not worse
+    assert same(adapter.up, learner.accepted[0])
+
+
+def test_a_loss_that_is_not_finite_teaches_nothing_and_leaves_the_state(monkeypatch):
+    model = make(layers=2, mixers="pdr")
+    _, learner = learned(model, 40)
+    up, state = learner._weights(), learner.state
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "head", lambda hidden: model.embedding.logits(hidden) * math.nan)
+        assert learner.read(text(20)).skipped == 1
+    assert all(same(one, other) for one, other in zip(learner._weights(), up, strict=True))
+    assert torch.equal(learner.state.layers[0].memory_BDR, state.layers[0].memory_BDR)
+    assert learner.read(text(20)).updates == 1
+
+
+@pytest.mark.parametrize("estimator", ["jvp", "backprop"])
+def test_other_estimators_learn_too(model, estimator):
+    adapter, _ = learned(model, 60, estimator=estimator, window=40, directions=2, subspace=16)
+    assert adapter.counters.updates == 3
+    assert max(float(up.abs().max()) for up in adapter.up.values()) > 0
+
+
+def test_no_time_is_no_learning(model):
+    adapter, _ = learned(model, 60, seconds=0.0)
+    assert adapter.counters.updates == 0
+
+
+def test_what_cannot_be_adapted_is_told_in_one_line(model, tmp_path):
+    packed = make(layers=2, mixers="pdr").float()
+    convert(packed)
+    with pytest.raises(ConfigError, match="packed in few bits"):
+        Adapter(packed)
+    with pytest.raises(ConfigError, match="has no PDR layer whose gates read their input"):
+        Adapter(make(layers=1, mixers="attention"))
+    other = make(layers=2)
+    with pytest.raises(ConfigError, match="among 0, 1, 2, the PDR layers"):
+        Adapter(model, AdapterConfig(layers=(3,)))
+    with pytest.raises(ConfigError, match="rank = 0"):
+        AdapterConfig(rank=0)
+    adapter, _ = learned(model, 40)
+    adapter.save(tmp_path / "a")
+    with pytest.raises(StateError, match="adapter of model"):
+        Adapter.load(tmp_path / "a", other)
+    with pytest.raises(StateError, match="merge: the adapter is of model"):
+        merge(other, adapter)
+    data = bytearray((tmp_path / "a").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(StateError, match="damaged"):
+        Adapter.load(tmp_path / "a", model)
