@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "generate:Generate",
     "serve": "serve:Serve",
     "chat": "chat:Chat",
+    "verify": "verify:Verify",
     "eval": "evaluate:Eval",
     "inspect": "inspect:Inspect",
     "list": "list:List",
