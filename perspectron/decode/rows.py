@@ -141,8 +141,8 @@ class _Batch:
             return
         for row in rows:
             row.state = self.state.take(left.index(row))
-        kept = self.state.select([left.index(row) for row in self.rows])
-        self.state = self._filled([kept], len(self.rows)) if self.rows else None
+        stay = [left.index(row) for row in self.rows]
+        self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
 
     def advance(self) -> list[Tensor]:
         """Read the last token of each row: their logits [B,V], together or one by one; none where there is no row."""
