@@ -321,7 +321,7 @@ def test_what_the_schema_allows_and_what_it_does_not(client) -> None:
         operation = found.ok()
 
         @hypothesis.settings(
-            max_examples=5, derandomize=True, deadline=None, database=None,
+            max_examples=3, derandomize=True, deadline=None, database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy())
