@@ -20,7 +20,7 @@ from perspectron.decode.rows import Piece, Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.eval.timing import Peak
+from perspectron.machine import Peak
 from perspectron.model import LanguageModel, build
 from perspectron.serve.engine import Engine, Event, Full, Job
 from perspectron.state import LMState, read_state, write_state

@@ -228,8 +228,11 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         code: {"description": "An error object"} for code in (400, 401, 403, 404, 413, 429, 503, 507)
     }
     made = {"status_code": 201}
-    streams = {"responses": {200: {"content": {"text/event-stream": {}}}}}
-    file = {"response_class": Response, "responses": {200: {"content": {"application/octet-stream": {}}}}}
+    streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
+    file: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {200: {"content": {"application/octet-stream": {}}}},
+    }
     otherwise: dict[Any, dict[str, Any]] = {
         app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
         app.new_state: made, app.upload: made, app.fork: made, app.download: file,
