@@ -4,8 +4,11 @@ A state is saved and loaded as `Session` does it, files in the page cache. Time 
 the first piece: cold, from the store's memory, and from its disk by a store that has just been opened.
 """
 
+import os
+import queue
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.decode.rows import Rows
+from perspectron.decode.rows import Piece, Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.eval.timing import Peak
+from perspectron.machine import Peak
 from perspectron.model import LanguageModel, build
+from perspectron.serve.engine import Engine, Event, Full, Job
+from perspectron.state import LMState, read_state, write_state
 
 TESTS = ("tests/decode/test_store.py", "tests/decode/test_session.py")
 SAMPLING = SamplingConfig(temperature=0.0)
@@ -59,11 +64,46 @@ def restored(model: LanguageModel, folder: Path, repeats: int) -> dict[str, Any]
     return {"p50": seconds[len(seconds) // 2], "p99": last, "repeats": repeats, "bytes": size}
 
 
+class Shapes:
+    """A model of which there is only the shape, which is all that a file of its state asks for."""
+
+    def __init__(self, name: str) -> None:
+        self.config = presets.get(name)
+        with torch.device("meta"):
+            self.model = LanguageModel(self.config)
+
+    def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState:
+        return self.model.init_state(batch_size, capacity=capacity, device=device)
+
+    def fingerprint(self) -> str:
+        return "0" * 64
+
+
+def restored_state(name: str, folder: Path, repeats: int) -> dict[str, Any]:
+    """Seconds to read a file of a state of this preset, without its weights: warm, and after the file was dropped from
+    the page cache."""
+    shapes, path, found = Shapes(name), folder / "whole", dict[str, Any]()
+    write_state(path, shapes.init_state(1, device="cpu"), shapes, extra={})
+    size = path.stat().st_size
+    for kind in ("warm", "cold"):
+        seconds = []
+        for _ in range(repeats):
+            if kind == "cold":
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start = time.perf_counter()
+            read_state(path, shapes)
+            seconds.append(time.perf_counter() - start)
+        found[kind] = common.Spread.of(seconds)
+    return found | {"bytes": size}
+
+
 def first_token(
     model: LanguageModel, store: PrefixStore | None, ids: list[int]
 ) -> tuple[float, list[int | None]]:
     """Seconds to the first of four tokens, and the four."""
-    rows = Rows(model, Letters(model.config.vocab_size), store=store)
+    rows = Rows(model, Letters(model.config.vocab_size), together=False, store=store)
     start = time.perf_counter()
     rows.add(ids, max_tokens=4, sampling=SAMPLING)
     while not (pieces := rows.step()):
@@ -127,9 +167,52 @@ def throughput(model: LanguageModel, rows: int, together: bool, steps: int) -> f
     return drawn / (time.perf_counter() - start)
 
 
+def overloaded(model: LanguageModel, rows: int, requests: int, tokens: int) -> dict[str, Any]:
+    """Requests that come at twice the rate at which they are answered: seconds between the tokens of those that were
+    taken, and how many were told to ask again."""
+    tokenizer = Letters(model.config.vocab_size)
+    alone = throughput(model, rows, True, 10)
+    engine = Engine(model, tokenizer, rows=rows, queue=rows)
+    gaps, told, done = list[float](), 0, queue.Queue[None]()
+
+    def emit_of(last: list[float]) -> Callable[[Event], None]:
+        def emit(event: Event) -> None:
+            now = time.perf_counter()
+            gaps.append(now - last[0])
+            last[0] = now
+            if not isinstance(event, Piece) or event.finished is not None:
+                done.put(None)
+
+        return emit
+
+    taken, every = 0, tokens / alone / 2
+    for number in range(requests):
+        session = engine.session()
+        session.append(prompt_of(model, 20))
+        sampling = SamplingConfig(seed=number)
+        try:
+            engine.submit([Job(session, tokens, emit_of([time.perf_counter()]), sampling)])
+            taken += 1
+        except Full:
+            told += 1
+        time.sleep(every)
+    for _ in range(taken):
+        done.get(timeout=600)
+    engine.close()
+    gaps.sort()
+    return {
+        "rows": rows, "requests": requests, "taken": taken, "refused": told, "p50": gaps[len(gaps) // 2],
+        "p99": gaps[int(0.99 * (len(gaps) - 1))], "together": engine.together,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=3)
-    parser.add_argument("--models", nargs="+", default=["perspective-tiny-dense", "perspective-20m-dense"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["perspective-tiny-dense", "perspective-20m-dense", "perspective-125m-dense"],
+    )
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[2000, 100_000], help="of prompts, of the first model"
     )
@@ -138,10 +221,11 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, nargs="+", default=[1, 4, 16, 64])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    restores, steps = 200, 30
+    restores, steps, requests, whole = 200, 30, 60, ["perspective-1t"]
     if args.quick:
         args.models, args.lengths, args.context, args.branches = args.models[:1], [300], 400, 5
         args.conversations, args.repeats, restores, steps = [1, 4], 1, 5, 3
+        requests, whole = 4, ["perspective-tiny"]
     shapes = f"{', '.join(args.models)}; prompts of {', '.join(map(str, args.lengths))} tokens"
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     result: dict[str, Any] = {"restore": {}, "first_token": {}, "throughput": {}}
@@ -154,6 +238,12 @@ def main() -> None:
                 [name, f"{got['bytes'] / 1e6:.2f}", f"{got['p50'] * 1e3:.2f}", f"{got['p99'] * 1e3:.2f}"]
             )
         report.table(["restore", "file MB", "p50 ms", "p99 ms"], rows)
+        for name in whole:
+            got = result["restore"][f"{name}, state alone"] = restored_state(name, Path(folder), args.repeats)
+            report.say(
+                f"{name}, {got['bytes'] / 1e6:.0f} MB of state: {got['warm'].text(1e3)} ms warm, "
+                f"{got['cold'].text(1e3)} ms after the file left the page cache\n"
+            )
         name, model = next(iter(models.items()))
         rows = []
         for length in args.lengths:
@@ -172,6 +262,11 @@ def main() -> None:
             rows.append([f"{count}", f"{both['together']:,.0f}", f"{both['one by one']:,.0f}"])
         report.table([f"conversations, {name}", "together tokens/s", "one by one tokens/s"], rows)
         forked = result["branches"] = branches(model, args.context, args.branches)
+        crowd = result["overloaded"] = overloaded(model, 4 if args.quick else 16, requests, 16)
+    report.say(
+        f"twice the capacity of {crowd['rows']} rows: {crowd['taken']} texts taken, {crowd['refused']} told to ask "
+        f"again; {crowd['p50'] * 1e3:.1f} ms between tokens at p50, {crowd['p99'] * 1e3:.1f} at p99"
+    )
     report.say(
         f"{forked['branches']} branches from one text of {forked['context']:,} tokens (read in "
         f"{forked['read_seconds']:.1f} s), two tokens each: {forked['seconds']:.1f} s; a state has "

@@ -32,6 +32,7 @@ SCRIPTS = {
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
     "layer_times": [],
     "sessions": [],
+    "determinism": [],
     "step": ["--rows", "4"],
 }
 CONDITIONS = {

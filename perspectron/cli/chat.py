@@ -132,7 +132,7 @@ class Talk:
 
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
-        options, rows = self.options, Rows(self.model, self.tokenizer)
+        options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         begins = self.memory is None or not message or self._ends_a_line()
         row = rows.add(
             message if begins else f"\n{message}",

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "generate:Generate",
     "serve": "serve:Serve",
     "chat": "chat:Chat",
+    "verify": "verify:Verify",
     "eval": "evaluate:Eval",
     "adapt": "adapt:Adapt",
     "inspect": "inspect:Inspect",

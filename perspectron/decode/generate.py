@@ -58,7 +58,7 @@ def generate(
     left; NonFiniteError if the logits are not finite.
     """
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
-    B, rows = len(prompts), Rows(model, tokenizer, chunk=chunk)
+    B, rows = len(prompts), Rows(model, tokenizer, chunk=chunk, together=len(prompts) > 1)
     if conversation is not None and conversation.rows != B:
         known = conversation.rows
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")

@@ -25,6 +25,10 @@ from perspectron.state import LMState
 Finish = Literal["stop", "end", "length", "error"]
 """At a stop string, at the end-of-text token, at `max_tokens`, or because the logits were not finite."""
 
+WIDTH = 8
+"""Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
+have another order; with 8, 16, … a row's sums are always the same."""
+
 
 class Vocabulary(Protocol):
     """The part of a tokenizer that generating needs."""
@@ -111,42 +115,43 @@ class _Row:
 
 @dataclass
 class _Batch:
-    """Rows that are drawn from. together: their states stand in one `LMState`, in their order; else each has one."""
+    """Rows that are drawn from. together: their states stand in one `LMState`, in their order, and after them rows of
+    no text up to a multiple of WIDTH; else each has one."""
 
+    model: LanguageModel
     together: bool
     rows: list[_Row] = field(default_factory=list)
     state: LMState | None = None
 
     def join(self, rows: list[_Row]) -> None:
         """Let rows in, with their states."""
-        if not self.together or not rows:
-            self.rows += rows
-            return
-        states = [] if self.state is None else [self.state]
-        for row in rows:
-            assert row.state is not None
-            states.append(row.state)
-            row.state = None
+        if self.together and rows:
+            states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
+            for row in rows:
+                assert row.state is not None
+                states.append(row.state)
+                row.state = None
+            self.state = self._filled(states, len(self.rows) + len(rows))
         self.rows += rows
-        self.state = states[0] if len(states) == 1 else LMState.stack(states)
 
     def leave(self, rows: list[_Row]) -> None:
-        """Let rows out, each with its state. Where one is alone it takes the batch's own, and no copy."""
+        """Let rows out, each with its state."""
         left, self.rows = self.rows, [row for row in self.rows if row not in rows]
         if self.state is None or not rows:
             return
-        whole = self.state
         for row in rows:
-            row.state = whole if len(left) == 1 else whole.take(left.index(row))
-        self.state = whole.select([left.index(row) for row in self.rows]) if self.rows else None
+            row.state = self.state.take(left.index(row))
+        stay = [left.index(row) for row in self.rows]
+        self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
 
-    def advance(self, model: LanguageModel) -> list[Tensor]:
+    def advance(self) -> list[Tensor]:
         """Read the last token of each row: their logits [B,V], together or one by one; none where there is no row."""
-        device, logits = model.device, list[Tensor]()
+        model, device, logits = self.model, self.model.device, list[Tensor]()
         if self.state is not None:
-            ids_B1 = torch.tensor([row.unread for row in self.rows], device=device)
+            empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
+            ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
             hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
-            logits = [model.head(hidden_B1D)[:, 0]]
+            logits = [model.head(hidden_B1D)[: len(self.rows), 0]]
         else:
             for row in self.rows:
                 ids_11 = torch.tensor([row.unread], device=device)
@@ -156,16 +161,23 @@ class _Batch:
             row.start = 1
         return logits
 
+    def _filled(self, states: list[LMState], count: int) -> LMState:
+        """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
+        a table of positions before a text does."""
+        if count % WIDTH:
+            states = [*states, self.model.init_state(-count % WIDTH)]
+        return states[0] if len(states) == 1 else LMState.stack(states)
+
 
 class Rows:
     """Rows being generated on one model: `add` a row, call `step` to draw a token for each row, `remove` the row.
 
     Rows join and leave between any two steps. A prompt is read alone, `chunk` tokens in a step, so that a long one does
     not keep the others waiting and nobody else's text changes a bit of what is read; a row draws its first token in the
-    step that reads the end of its prompt. together: rows are drawn from as one batch, which is the faster way for most
-    models, and where the other rows change a row's logits by rounding alone. Else each takes a step of its own, and has
-    the same bits as if it were alone. store: prompts begin at the longest prefix that is stored there, and what they
-    read is stored; that changes no bit either.
+    step that reads the end of its prompt. together: rows are drawn from as one batch, filled up to a multiple of WIDTH;
+    else each takes a step of its own. Either way a row has the bits that it has alone; those of the two ways differ by
+    rounding, and the first is the faster where there are several rows (`decode.verify` measures both). store: prompts
+    begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either.
 
     A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
     Not for several threads at once.
@@ -188,7 +200,7 @@ class Rows:
         self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
         self._rows: dict[int, _Row] = {}
         self._reading: list[_Row] = []
-        self._drawing = _Batch(together)
+        self._drawing = _Batch(model, together)
         self._next = 0
 
     @property
@@ -266,7 +278,7 @@ class Rows:
         A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
         cannot go on.
         """
-        logits = [*self._drawing.advance(self.model), *self._read()]
+        logits = [*self._drawing.advance(), *self._read()]
         # A model may have more ids than its tokenizer knows.
         pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])

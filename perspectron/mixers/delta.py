@@ -8,11 +8,10 @@ import abc
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import ShortConv, softplus_of_steps, unit
+from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps, unit
 from perspectron.ops import delta
 from perspectron.state import register
 from perspectron.terms import Term
@@ -84,7 +83,7 @@ class Delta(nn.Module, abc.ABC):
         q, k, v = (x.unflatten(-1, (H, -1)) for x in u_BTC.split([H * K, H * K, H * V], -1))
         f, beta, write, gate_BTV = self.gates(x_BTD)
         full = torch.promote_types(f.dtype, torch.float32)
-        step = F.softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
+        step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
         if pad_BT is not None:
             step, beta, write = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (step, beta, write))
         alpha = torch.exp(-step * torch.exp(self.A_log.to(full))[:, None])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import softplus_of_steps
+from perspectron.mixers.parts import softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
@@ -98,10 +98,10 @@ class Mamba3(nn.Module):
         (z_BTI, v_BTI, b_BTN, c_BTN), steps = projected[:4], projected[4:]
         full = torch.promote_types(x_BTD.dtype, torch.float32)
         delta_BTH, rate_BTH, mix_BTH, theta_BTF = (step.to(full) for step in steps)
-        delta_BTH = F.softplus(delta_BTH + self.dt_bias)
+        delta_BTH = softplus(delta_BTH + self.dt_bias)
         if pad_BT is not None:
             delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written or turned
-        gate_BTH = torch.exp(-delta_BTH * F.softplus(rate_BTH).clamp_min(SLOWEST))
+        gate_BTH = torch.exp(-delta_BTH * softplus(rate_BTH).clamp_min(SLOWEST))
         before_BTH = torch.sigmoid(-mix_BTH) * delta_BTH  # by which the token before is written once more
         if reset_BT is not None:
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)

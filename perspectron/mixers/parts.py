@@ -7,13 +7,16 @@ Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a wi
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
+from perspectron.ops.dispatch import gradients_off
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
 UNIT_EPS = 1e-6
+VECTORS = 32  # numbers that torch computes at once
 
 
 class ShortConv(nn.Module):
@@ -85,6 +88,14 @@ def unit(x: Tensor) -> Tensor:
     """x / √(|x|² + 10⁻⁶) along the last dimension, in float32 at least: length 1, and 0 stays 0."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + eˣ). Where nothing differentiates it takes whole vectors: torch computes what is left over in another
+    way, with other last bits, which how many rows a batch has would then change."""
+    if not gradients_off() or x.is_meta:
+        return F.softplus(x)
+    return F.softplus(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

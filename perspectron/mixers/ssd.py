@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import ShortConv, softplus_of_steps
+from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.state import register
 from perspectron.terms import Term
@@ -92,7 +92,7 @@ class SSD(nn.Module):
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
         full = torch.promote_types(delta_BTH.dtype, torch.float32)
-        delta_BTH = F.softplus(delta_BTH.to(full) + self.dt_bias)
+        delta_BTH = softplus(delta_BTH.to(full) + self.dt_bias)
         if pad_BT is not None:
             delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
         gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))

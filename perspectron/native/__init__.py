@@ -79,6 +79,12 @@ def isa() -> str:
     return str(_library().pspx_isa().decode())
 
 
+def set_isa(name: str) -> None:
+    """Use another instruction set, in all threads. ValueError where the machine has none such."""
+    if not _library().pspx_set_isa(name.encode()):
+        raise ValueError(f"isa = {name!r}, this machine has at most {isa()!r}")
+
+
 def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> Tensor:
     """y [T,N] = x Wᵀ in float32; x float32, contiguous."""
     T, K = x_TK.shape

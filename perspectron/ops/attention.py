@@ -130,9 +130,18 @@ def attend(
 
 
 def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
-    """One token attends to a ring that already holds it."""
+    """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
+    that it has filled: how many the others have changes no bit of it."""
     length_B = at.length_B.clamp_min(1)  # padding before any token sees slot 0: no empty softmax
-    return attend(q_BH1K, *ring, slots(length_B, ring[0].shape[2])[:, None] >= 0, scale=scale)
+    S = ring[0].shape[2]
+    if q_BH1K.device.type != "cpu":
+        return attend(q_BH1K, *ring, slots(length_B, S)[:, None] >= 0, scale=scale)
+    k, v = ring
+    rows = [
+        attend(q_BH1K[b : b + 1], k[b : b + 1, :, :filled], v[b : b + 1, :, :filled], scale=scale)
+        for b, filled in enumerate(length_B.clamp_max(S).tolist())
+    ]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def cached(

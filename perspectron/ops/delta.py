@@ -181,14 +181,19 @@ def _step_rwkv7(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, alpha: Te
 def _step_(q: Tensor, k: Tensor, e: Tensor, v: Tensor, alpha: Tensor, S: Tensor) -> Result:
     """One token; writes into the state."""
     S.mul_(alpha.mT)
-    S.addcmul_(k.mT, v - e @ S)
-    return q @ S, S
+    S.addcmul_(k.mT, v - _read(e, S))
+    return _read(q, S), S
 
 
 def _step_rwkv7_(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, alpha: Tensor, S: Tensor) -> Result:
-    u = a @ S
+    u = _read(a, S)
     S.mul_(alpha.mT).addcmul_(b.mT, u).addcmul_(k.mT, v)
-    return q @ S, S
+    return _read(q, S), S
+
+
+def _read(q_BH1K: Tensor, S: Tensor) -> Tensor:
+    """q S, in one order of sums whatever the number of rows: a batched product has several."""
+    return (q_BH1K.mT * S).sum(2, keepdim=True)
 
 
 # ---------------------------------------------------------------- chunk by chunk

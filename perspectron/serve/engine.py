@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from perspectron.config import require
-from perspectron.decode.rows import Piece, Rows, Vocabulary
+from perspectron.decode.rows import WIDTH, Piece, Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
@@ -22,7 +22,7 @@ from perspectron.model import LanguageModel
 
 T = TypeVar("T")
 Event = Piece | PerspectronError
-FREE = 1.1  # what being independent of the other rows may cost before it has to be asked for
+NEARLY = 1.1  # how many times as long rows may take one by one, and still be taken so
 log = logging.getLogger("perspectron")
 
 
@@ -67,9 +67,8 @@ class Counters:
 class Engine:
     """Texts under way on one model, at most `rows` of them at once and `queue` more that wait.
 
-    While some are drawn from, one prompt at a time is read, a chunk between two steps. together: steps of all rows as
-    one batch, where the others change a row's logits by rounding alone; else each row takes a step of its own, and its
-    bits are those it has alone. None: one by one where that costs at most a tenth more, as measured at the start.
+    While some are drawn from, one prompt at a time is read, a chunk between two steps. together: how rows are drawn
+    from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
     When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
     """
 
@@ -88,7 +87,7 @@ class Engine:
         self.model, self.tokenizer, self.store = model, tokenizer, store
         self.limit, self.queue = rows, queue
         self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
-        self.together = self.cost > FREE if self.cost is not None else bool(together)
+        self.together = self.cost > NEARLY if self.cost is not None else bool(together)
         self.counters = Counters()
         self._rows = self._fresh()
         self._waiting, self._jobs = deque[Job](), dict[int, Job]()
@@ -283,8 +282,9 @@ def _advance(tasks: "deque[_Task]") -> None:
 @torch.inference_mode()
 def row_by_row_cost(model: LanguageModel, rows: int) -> float:
     """Seconds of a step of so many rows one by one over those of one batch: a median of three, taken in turn."""
-    batch, alone = model.init_state(rows), [model.init_state(1) for _ in range(rows)]
-    ids_B1 = torch.ones(rows, 1, dtype=torch.int64, device=model.device)
+    full = rows + -rows % WIDTH
+    batch, alone = model.init_state(full), [model.init_state(1) for _ in range(rows)]
+    ids_B1 = torch.ones(full, 1, dtype=torch.int64, device=model.device)
     ratios = []
     for _ in range(4):
         start = time.perf_counter()

@@ -33,7 +33,16 @@ BEFORE = [  # what the examples take for granted
     "perspectron train --data letters.txt --preset lens-tiny --set d_model=32 layers=3 heads=2 hidden=32 "
     "vocab_size=300 --steps 2 --out runs/lens"
 ]
-ELSEWHERE = ("compare", "search", "ablate", "quickstart", "synthesize", "lm-eval", "serve")  # slow or endless
+ELSEWHERE = (
+    "compare",
+    "search",
+    "ablate",
+    "quickstart",
+    "synthesize",
+    "lm-eval",
+    "serve",
+    "verify",
+)  # slow or endless
 IN_ORDER = ("train", *(name for name in COMMANDS if name != "train"))
 
 

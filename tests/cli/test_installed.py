@@ -105,6 +105,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
          "--out", "searched", "--tokens", "128", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32"),
         ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
         ("serve", "--help"),
+        ("verify", "packed", "--here"),
         ("lm-eval", "--help"),
         ("chat", "routed"),
         ("completion", "bash"),

@@ -50,8 +50,11 @@ class Scripted(LanguageModel):
 
     def init_state(self, batch_size: int, *, capacity: int = 0) -> LMState:
         state = super().init_state(batch_size, capacity=capacity)
-        first, self.begun = self.begun, self.begun + batch_size
-        return dataclasses.replace(state, length_B=1000 * torch.arange(first, self.begun))
+        first = (
+            self.begun if batch_size == 1 else len(self.scripts)
+        )  # more than one at once are rows of no text
+        self.begun += batch_size == 1
+        return dataclasses.replace(state, length_B=1000 * torch.arange(first, first + batch_size))
 
     def placed(self, x, length_B, reset_BT=None, pad_BT=None):
         return x, length_B + int(x.shape[1] == 1)

@@ -50,7 +50,7 @@ def test_one_row_is_generate_bit_for_bit(model: LanguageModel, tokenizer: Tokeni
     for sampling, length in zip(SETTINGS, (1, 40, 700, 9), strict=True):
         prompt = prompt_of(length, length)
         expected = generate(model, tokenizer, [prompt], max_tokens=9, sampling=sampling)
-        session = Rows(model, tokenizer)
+        session = Rows(model, tokenizer, together=False)
         row = session.add(prompt, max_tokens=9, sampling=sampling)
         pieces = drain(session)
         assert [ids(pieces, row), text(pieces, row)] == [expected.ids[0], expected.texts[0]]

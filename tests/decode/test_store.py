@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from perspectron import presets
+from perspectron.decode.disk import INDEX
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.decode.store import INDEX, PrefixStore
+from perspectron.decode.store import PrefixStore
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState
 from tests.decode.conftest import VOCAB, make

@@ -10,13 +10,12 @@ from perspectron.native.library import load
 @contextmanager
 def forced_isa(name: str) -> Iterator[None]:
     """Use this instruction set, in all threads; ValueError where the machine has none such."""
-    library, before = load().library, native.isa()
-    if not library.pspx_set_isa(name.encode()):
-        raise ValueError(f"isa = {name!r}, this machine has at most {before!r}")
+    before = native.isa()
+    native.set_isa(name)
     try:
         yield
     finally:
-        library.pspx_set_isa(before.encode())
+        native.set_isa(before)
 
 
 @contextmanager

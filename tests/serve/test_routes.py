@@ -3,9 +3,14 @@
 import dataclasses
 import json
 import random
+from collections import Counter
 
+import hypothesis
 import pytest
+import schemathesis
 from fastapi.testclient import TestClient
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -278,36 +283,49 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
     complete(client)
 
 
+NAMES = [
+    "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "state", "save",
+    "id_slot", "stream", "messages", "tokens", "content", "id", "token", "filename", "echo",
+]  # fmt: skip
+VALUES = [
+    None, True, 0, 1, -1, 2**63, 1e308, "", "x", "\u0000", "\ud83d", [], [1], [[1]], ["x"], {}, {"a": []}, 3.5,
+]  # fmt: skip
+ROUTES = [
+    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/states", "/v1/states/x/fork",
+    "/slots/0?action=save",
+]  # fmt: skip
+
+
+def throw(client, draw: random.Random, count: int) -> Counter[int]:
+    """Bodies of the known names with values of any type: how many got each status."""
+    head, said = {"content-type": "application/json"}, Counter[int]()
+    for _ in range(count):
+        body = {name: draw.choice(VALUES) for name in draw.sample(NAMES, draw.randint(0, 5))}
+        status = client.post(draw.choice(ROUTES), content=json.dumps(body), headers=head).status_code
+        assert status < 500, body
+        said[status] += 1
+    return said
+
+
 def test_bodies_of_any_kind_never_fail_the_server(client) -> None:
-    """Fields of the known names with values of any type: 2xx or 4xx."""
-    draw = random.Random(3)
-    names = ["model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "state", "save",
-             "id_slot", "stream", "messages", "tokens", "content", "id", "token", "filename", "echo"]  # fmt: skip
-    values = [
-        None,
-        True,
-        0,
-        1,
-        -1,
-        2**63,
-        1e308,
-        "",
-        "x",
-        "\u0000",
-        "\ud83d",
-        [],
-        [1],
-        [[1]],
-        ["x"],
-        {},
-        {"a": []},
-        3.5,
-    ]
-    routes = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/states", "/v1/states/x/fork",
-              "/slots/0?action=save"]  # fmt: skip
-    head = {"content-type": "application/json"}
-    for _ in range(250):
-        body = {name: draw.choice(values) for name in draw.sample(names, draw.randint(0, 5))}
-        assert client.post(draw.choice(routes), content=json.dumps(body), headers=head).status_code < 500, (
-            body
-        )
+    assert sum(throw(client, random.Random(3), 250).values()) == 250
+
+
+def test_what_the_schema_allows_and_what_it_does_not(client) -> None:
+    """Requests that schemathesis makes of the OpenAPI document: no route fails, and none answers what it does not
+    say."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    checks = [not_a_server_error, status_code_conformance, content_type_conformance]
+
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        @hypothesis.settings(
+            max_examples=3, derandomize=True, deadline=None, database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+        @hypothesis.given(case=operation.as_strategy())
+        def ask(case: schemathesis.Case) -> None:
+            case.validate_response(case.call(session=client), checks=checks)
+
+        ask()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -225,8 +225,18 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
 
     api = FastAPI(title="perspectron", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     refused: dict[int | str, dict[str, Any]] = {
-        code: {"description": "An error object"} for code in (400, 401, 404, 413, 429, 507)
+        code: {"description": "An error object"} for code in (400, 401, 403, 404, 413, 429, 503, 507)
     }
+    made = {"status_code": 201}
+    streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
+    file: dict[str, Any] = {
+        "response_class": Response,
+        "responses": {200: {"content": {"application/octet-stream": {}}}},
+    }
+    otherwise: dict[Any, dict[str, Any]] = {
+        app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
+        app.new_state: made, app.upload: made, app.fork: made, app.download: file,
+    }  # fmt: skip
     routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
         ("GET", "/v1/models", app.models_list), ("GET", "/v1/models/{name}", app.model),
@@ -239,7 +249,9 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         ("GET", "/slots", app.slots), ("POST", "/slots/{id}", app.slot),
     ]  # fmt: skip
     for method, path, handler in routes:
-        api.add_api_route(path, handler, methods=[method], responses=refused, response_model=None)
+        own = otherwise.get(handler, {})
+        told = {**own, "responses": {**refused, **own.get("responses", {})}}
+        api.add_api_route(path, handler, methods=[method], response_model=None, **told)
     api.mount("/", StaticFiles(directory=PAGE, html=True))
     for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Exception):
         api.add_exception_handler(kind, _answer)

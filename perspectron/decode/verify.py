@@ -1,0 +1,114 @@
+"""Whether what a text says depends on anything but itself: digests of one text read and drawn in many ways."""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from perspectron import native
+from perspectron.decode.reading import CHUNK
+from perspectron.decode.rows import Rows, Vocabulary
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.model import LanguageModel
+
+BATCHES = (1, 2, 7, 8, 9, 33, 64)
+PIECES = (1, 5, CHUNK, CHUNK + 1)
+DRAWN = 4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to read and draw the text. together: as `Rows` has it. name: what it does otherwise. digest: of every
+    token and every logit. promised: it must be that of the text alone."""
+
+    together: bool
+    name: str
+    digest: str
+    promised: bool
+
+
+def ways(
+    model: LanguageModel,
+    tokenizer: Vocabulary,
+    *,
+    batches: Sequence[int] = BATCHES,
+    pieces: Sequence[int] = PIECES,
+    threads: Sequence[int] = (1, 2),
+    on_way: Callable[[], object] = lambda: None,
+) -> list[Way]:
+    """The text alone, then among others in batches, read in pieces, and on other numbers of threads; the number of
+    threads stays as it was. on_way: called before each."""
+    found, said = list[Way](), partial(digest, model, tokenizer)
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if native.available():
+            stack.callback(native.set_threads, native.threads())
+        for together in (False, True):
+
+            def add(name: str, promised: bool, together: bool = together, **how: int) -> None:
+                on_way()
+                found.append(Way(together, name, said(together=together, **how), promised))
+
+            _set_threads(threads[0])
+            for rows in batches:
+                add(f"batch of {rows}", True, others=rows - 1)
+            for piece in pieces:
+                add(f"pieces of {piece}", True, piece=piece)
+            for count in threads[1:]:
+                _set_threads(count)
+                add(f"{count} threads", False)
+    return found
+
+
+@torch.inference_mode()
+def digest(
+    model: LanguageModel, tokenizer: Vocabulary, *, together: bool = False, others: int = 0, piece: int = 0
+) -> str:
+    """Of the tokens and all logits drawn after one text. others: texts that are under way beside it, half of which
+    join after its first token. piece: tokens of the text that are given at once; 0 is all."""
+    V, positions = tokenizer.vocab_size, model.config.positions
+    length = min(CHUNK + 22, positions - DRAWN) if positions else CHUNK + 22
+    ids, session = _text(0, length, V), Session(model, tokenizer)
+    for start in range(0, length, piece or length):
+        session.read(ids[start : start + (piece or length)])
+    rows, greedy = Rows(model, tokenizer, together=together), SamplingConfig(temperature=0.0)
+
+    def join(numbers: Sequence[int]) -> None:
+        for number in numbers:
+            rows.add(_text(number, 1 + number % 9, V), max_tokens=2 + number % DRAWN, stream=number)
+
+    join(range(1, 1 + others // 2))
+    row = session.enter(rows, max_tokens=DRAWN, sampling=greedy, stream=0, logprobs=V)
+    told, joined = hashlib.sha256(), False
+    while row in rows.active:
+        for drawn in rows.step():
+            if drawn.row == row:
+                told.update(struct.pack("<q", -1 if drawn.id is None else drawn.id))
+                told.update(b"".join(struct.pack("<qd", *one) for one in drawn.likely))
+                if not joined:
+                    join(range(1 + others // 2, 1 + others))
+                    joined = True
+    return told.hexdigest()
+
+
+def bits() -> dict[str, str]:
+    """What else bits are made by, in words."""
+    isa = native.isa() if native.available() else "none"
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "native": isa}
+
+
+def _set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+    if native.available():
+        native.set_threads(count)
+
+
+def _text(number: int, length: int, vocab: int) -> list[int]:
+    """Random ids, none of them the end of a document."""
+    draw = torch.Generator().manual_seed(number)
+    return torch.randint(1, vocab, (length,), generator=draw).tolist()

@@ -1,0 +1,47 @@
+"""Nothing beside a text changes a bit of it, no other text and no cut; where something does, it is said."""
+
+import json
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.cli.main import main
+from perspectron.decode import rows, verify
+from tests.decode.conftest import make
+from tests.decode.test_store import small
+
+
+@pytest.mark.parametrize("design", presets.DESIGNS)
+def test_the_same_bits_alone_and_in_any_batch(design: str, tokenizer) -> None:
+    found = verify.ways(small(design), tokenizer, batches=(1, 8, 19), pieces=(5,), threads=(1,))
+    assert len(found) == 8 and all(way.promised for way in found)
+    for together in (False, True):
+        assert len({way.digest for way in found if way.together == together}) == 1, found
+
+
+def test_what_differs_is_seen(tokenizer, monkeypatch) -> None:
+    """Batches that are not filled up differ, and so does another text."""
+    model = make("transformer-tiny")
+    told = verify.digest(model, tokenizer, together=True)
+    monkeypatch.setattr(rows, "WIDTH", 1)
+    assert len({told, *(verify.digest(model, tokenizer, together=True, others=n) for n in (0, 2, 8))}) > 1
+    monkeypatch.undo()
+    with torch.no_grad():
+        model.embedding.weight[7] *= 1 + 1e-5
+    assert verify.digest(model, tokenizer, together=True) != told
+
+
+def test_the_command(capsys, monkeypatch) -> None:
+    run = "tests/vectors/run-0.1"
+    for name, few in (("BATCHES", (1, 3)), ("PIECES", (5,))):
+        monkeypatch.setattr(verify.ways, "__kwdefaults__", verify.ways.__kwdefaults__ | {name.lower(): few})
+    assert main(["verify", run, "--here"]) == 0
+    said = capsys.readouterr().out
+    assert "all rows in one step:" in said and "batch of 1, batch of 3, pieces of 5" in said
+    assert main(["verify", run, "--here", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"]
+    monkeypatch.setattr(rows, "WIDTH", 1)
+    code = main(["verify", run, "--here"])
+    captured = capsys.readouterr()
+    assert code == ("differ: batch of 3" in captured.out) and bool(captured.err) == bool(code)
