@@ -12,7 +12,7 @@ from perspectron.config import require
 
 @dataclass(frozen=True)
 class Import:
-    """Read a model of transformers into a run: one of ours back again, GPT-2, or a Llama-like decoder.
+    """Read a model of transformers into a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
 
     The run holds weights alone: generate, eval, quantize and serve take it, and train --init goes on from it.
 
@@ -23,6 +23,8 @@ class Import:
     """Folder with config.json, safetensors and tokenizer.json."""
     out: Path
     """New folder of the run."""
+    lens: bool = False
+    """Give a GPT-2 the parts of the lens design, at rest, so that it is the same function until it is trained on."""
     json: bool = False
     """Print one JSON object."""
 
@@ -33,7 +35,7 @@ class Import:
         from perspectron.train.config import RunConfig, TrainConfig
 
         with Work(f"reading {self.folder}"):
-            model, tokenizer = foreign.read(self.folder)
+            model, tokenizer = foreign.read(self.folder, lens=self.lens)
             train = TrainConfig(data="", dtype="float32", device="cpu")
             if model.config.positions:
                 train = replace(train, seq_len=min(train.seq_len, model.config.positions))
