@@ -1,15 +1,13 @@
 """`perspectron export`."""
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer, open_model
+from perspectron.cli.options import answer, needs, open_model
 from perspectron.cli.progress import Work
 from perspectron.config import require
-from perspectron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,3 @@ class Export:
             {"hf": str(self.hf), "bytes": size},
             f"{self.hf}: {size / 1e6:.1f} MB; read it with {read}",
         )
-
-
-def needs(package: str, extra: str) -> None:
-    """ConfigError with the command that installs it, where a package of an extra is missing."""
-    if find_spec(package) is None:
-        raise ConfigError(f"{package} is not installed: pip install 'perspectron[{extra}]'")

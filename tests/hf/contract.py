@@ -26,7 +26,7 @@ SKIPPED = {
     "test_generate_with_static_cache": "the state has one form; a static cache is refused with a line",
     "test_generate_from_inputs_embeds_with_static_cache": "as above",
     "test_generate_with_quant_cache": "as above",
-    "test_generate_compile_model_forward": "needs a compileable cache; steps run native kernels",
+    "test_generate_compile_model_forward": "needs a cache of fixed shapes; steps run native kernels",
     "test_generate_methods_with_logits_to_keep: encoder": "decoders only",
     "test_flash_attention_*, test_eager_matches_sdpa_*": "attention has one implementation here",
     "test_custom_4d_attention_mask": "a state cannot see an arbitrary mask; a 4D mask is refused with a line",
