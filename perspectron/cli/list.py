@@ -25,7 +25,9 @@ class List:
             print(json.dumps(kept))
         else:
             print("\n\n".join(_table(title, rows) for title, rows in kept.items()))
-            print("\nPages under docs/ are in the source tree, and on the site that `mkdocs build` makes of it.")
+            print(
+                "\nPages under docs/ are in the source tree, and on the site that `mkdocs build` makes of it."
+            )
         return 0
 
 
