@@ -34,6 +34,8 @@ COMMANDS = {
     "prune-attention": "prune_attention:PruneAttention",
     "routes": "routes:ShowRoutes",
     "quantize": "quantize:Quantize",
+    "export": "export:Export",
+    "import": "import_:Import",
     "synthesize": "synthesize:Synthesize",
     "tokenize": "tokenize:Tokenize",
     "ablate": "ablate:Ablate",

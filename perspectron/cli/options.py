@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,12 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
     return opened
+
+
+def needs(package: str, extra: str) -> None:
+    """ConfigError with the command that installs it, where a package of an extra is missing."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed: pip install 'perspectron[{extra}]'")
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from perspectron import presets
 from perspectron.budget import BYTES_PER_TOKEN, Budget, settled, size_of, sized
-from perspectron.cli.options import Sets, assignments, count, differences, resolved
+from perspectron.cli.options import Sets, assignments, count, differences, needs, resolved
 from perspectron.cli.progress import Work, duration
 from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer, open_corpus, open_shards
@@ -31,6 +31,7 @@ from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.extend import extend, how_to_go_on
+from perspectron.train.loggers import Kind, logger
 from perspectron.train.loop import CURVE, Metrics, Trainer, measured, read_metrics, training_batches
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare
@@ -95,15 +96,26 @@ class Train:
     """With --resume: go on though config.json was changed since the last checkpoint."""
     json: bool = False
     """Print metrics as JSON lines instead of a progress bar."""
+    log: Kind = ""
+    """Log to TensorBoard (RUN/tensorboard), Weights & Biases or Trackio, too."""
     given: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Fields that were typed or stand in the TOML file; of a training, what is not among them is chosen."""
     began: tyro.conf.Suppress[float] = 0.0
     """When the command was typed, by the monotonic clock; before torch was imported."""
 
     def __call__(self) -> int:
+        if self.log:
+            needs(self.log, self.log)
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
-            return fit(self.resume, config, ended=ended, allow_changed=self.allow_changed, as_json=self.json)
+            return fit(
+                self.resume,
+                config,
+                ended=ended,
+                allow_changed=self.allow_changed,
+                as_json=self.json,
+                log=self.log,
+            )
         if self.out is None and not self.train.init and not {"data", "config"} & set(self.given):
             raise ConfigError("train needs --data PATH (a file, a folder, or stdlib), or --resume RUN")
         if self.out is not None and (self.out / "config.json").exists():
@@ -119,7 +131,7 @@ class Train:
                     getattr(self, name) is None, name, getattr(self, name), "left out of a recipe: --steps"
                 )
             model = presets.get(self.preset or STAGED, **assignments(self.set))
-            return fit(self._folder(), RunConfig(model, train, recipe), as_json=self.json)
+            return fit(self._folder(), RunConfig(model, train, recipe), as_json=self.json, log=self.log)
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes
 
@@ -127,7 +139,7 @@ class Train:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
         config = RunConfig(self._model(train, budget, ends), train)
-        return fit(self._folder(), config, as_json=self.json, settle=settle, ends=ends)
+        return fit(self._folder(), config, as_json=self.json, settle=settle, ends=ends, log=self.log)
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its
@@ -196,7 +208,7 @@ class Train:
 
         ConfigError that names a flag which asks for something else."""
         saved = resumed(run)
-        typed = replace(self, resume=None, allow_changed=False, json=False, given=(), began=0.0)
+        typed = replace(self, resume=None, allow_changed=False, json=False, log="", given=(), began=0.0)
         changed = differences(typed, of_run(saved))
         steps, _ = changed.pop("--steps", (saved.train.steps, 0))
         for flag in changed:
@@ -266,6 +278,7 @@ def fit(
     as_json: bool = False,
     settle: Callable[[RunConfig, Shards], RunConfig] = lambda config, _: config,
     ends: float | None = None,
+    log: Kind = "",
 ) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
     nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. settle: fills in
@@ -302,18 +315,20 @@ def fit(
         console.print(summary)
         finished = checkpoint.path_of(run, config.train.steps).is_dir()
         if trainer is None:
-            code = _fit_staged(run, config, tokenizer, shards, allow_changed, as_json, console)
+            code = _fit_staged(run, config, tokenizer, shards, allow_changed, as_json, console, log)
         else:
-            code = _fit_plain(trainer, as_json, console, started, ends)
+            code = _fit_plain(trainer, as_json, console, started, ends, log)
     if finished and code == 0:
         console.print(f"the run was finished before: {config.train.steps} steps; {how_to_go_on(run, config)}")
     return code
 
 
-def _fit_plain(trainer: Trainer, as_json: bool, console: Console, started: float, ends: float | None) -> int:
+def _fit_plain(
+    trainer: Trainer, as_json: bool, console: Console, started: float, ends: float | None, log: Kind
+) -> int:
     run, begun = trainer.run_dir, trainer.progress.step
     try:
-        stopped = _fit(trainer, as_json, console, ends=ends)
+        stopped = _fit(trainer, as_json, console, ends=ends, log=log)
     except NonFiniteError as error:
         rate, saved = trainer.config.train.optim.lr, checkpoint.found_in(run)
         kept = f"; {run} holds step {saved[-1].progress.step}" if saved else ""
@@ -364,10 +379,11 @@ def _fit_staged(
     allow_changed: bool,
     as_json: bool,
     console: Console,
+    log: Kind,
 ) -> int:
     def train(trainer: Trainer, stage: Stage) -> int | None:
         console.print(f"{stage.number}  {stage.name}")
-        return _fit(trainer, as_json, console, {"stage": stage.name})
+        return _fit(trainer, as_json, console, {"stage": stage.name}, log=log)
 
     def report(row: Row) -> None:
         if as_json:
@@ -414,6 +430,7 @@ def _fit(
     console: Console,
     beside: dict[str, str] | None = None,
     ends: float | None = None,
+    log: Kind = "",
 ) -> int | None:
     """Train to the end with a bar, or with JSON lines, each of which also says what is `beside`. ends: time to keep
     to."""
@@ -425,10 +442,25 @@ def _fit(
         for line in _plan(trainer, estimate, ends):
             console.print(line)
     pace = None if ends is None else Pace(ends, closing=CLOSING)
-    if as_json:
-        return trainer.fit(
-            report=lambda line: print(json.dumps((beside or {}) | line), flush=True), pace=pace
-        )
+    text = trainer.shards.split("train")
+    with logger(log, trainer.run_dir, trainer.config, text, trainer.progress.step) as logged:
+        if as_json:
+
+            def lines(line: Metrics) -> None:
+                print(json.dumps((beside or {}) | line), flush=True)
+                logged(line)
+
+            return trainer.fit(report=lines, pace=pace)
+        return _fit_with_a_bar(trainer, console, pace, ends, logged)
+
+
+def _fit_with_a_bar(
+    trainer: Trainer,
+    console: Console,
+    pace: Pace | None,
+    ends: float | None,
+    logged: Callable[[Metrics], None],
+) -> int | None:
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -441,6 +473,7 @@ def _fit(
         task = bar.add_task("", total=trainer.config.train.steps, completed=trainer.progress.step)
 
         def report(line: Metrics) -> None:
+            logged(line)
             steps = trainer.config.train.steps
             said = speed.line(line, steps, ends)
             if "loss" in line:

@@ -36,9 +36,30 @@ _PATTERN = "|".join(
         r"\s{1,64}",
     ]
 )
-PATTERNS = (_PATTERN,)
-"""Split patterns that a file may have, all of which take linear time on any text: those that a version of this library
-wrote. A new one stands first, and the others stay."""
+GPT2_PATTERN = "|".join(
+    [
+        r"'(?:[sdmt]|ll|ve|re)",
+        r" ?\p{L}{1,256}",
+        r" ?\p{N}{1,256}",
+        r" ?[^\s\p{L}\p{N}]{1,256}",
+        r"\s{1,256}(?!\S)",
+        r"\s{1,256}",
+    ]
+)
+_LLAMA3_PATTERN = "|".join(
+    [
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}{1,256}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]{1,256}[\r\n]{0,256}",
+        r"\s{0,256}[\r\n]{1,256}",
+        r"\s{1,256}(?!\S)",
+        r"\s{1,256}",
+    ]
+)
+PATTERNS = (_PATTERN, GPT2_PATTERN, _LLAMA3_PATTERN)
+"""Split patterns that a file may have, all of which take linear time on any text: what versions of this library wrote,
+the newest first, and what GPT-2 and Llama 3 split by, with bounds of ours."""
 _TRAINING_PIECE = 2**18
 _PIECE = 2**16
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
@@ -67,7 +88,7 @@ class Tokenizer:
         """
         if vocab_size < 257:
             raise DataError(f"vocab_size: {vocab_size} is below 257 (256 bytes and the separator)")
-        inner = _blank()
+        inner = blank()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=2,
@@ -87,12 +108,20 @@ class Tokenizer:
         """Read a tokenizer written by `save`. DataError: missing, damaged, or of another kind."""
         try:
             text = read_text(path, MOST_BYTES)
-            value = parse_json(text)
         except FileNotFoundError:
             raise DataError(f"{path}: no such file") from None
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise DataError(f"{path}: not a tokenizer file ({why})") from None
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> "Tokenizer":
+        """A tokenizer of what `to_str` gives. DataError, naming `path`, as `load`."""
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            raise DataError(f"{path}: not a tokenizer file ({error})") from None
         # Before the library sees it: of a token with a huge id it makes a table up to there, and patterns are run.
         _require_known(value, path)
         vocab = _checked_vocab(value["model"], path)
@@ -111,7 +140,11 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON, atomically. StorageError if it cannot be written."""
         with atomic(path) as temporary:
-            temporary.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+            temporary.write_text(self.to_str(), encoding="utf-8")
+
+    def to_str(self) -> str:
+        """The tokenizer as JSON, as `save` writes it."""
+        return str(self._inner.to_str(pretty=True))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them `end_of_text`; of a long one piece by piece, as the library takes a hundred bytes
@@ -145,11 +178,12 @@ class Tokenizer:
         return np.array([len(token) for token in self._bytes], dtype=np.int64)
 
 
-def _blank(special: Sequence[str] = ()) -> tokenizers.Tokenizer:
+def blank(pattern: str = _PATTERN, special: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """The library's tokenizer before it has learned anything."""
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(tokenizers.Regex(_PATTERN), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -177,7 +211,7 @@ def _line(error: BaseException) -> str:
 @cache
 def _template() -> Any:
     """All that a tokenizer's file says, but for what it learned: that is None here, as is the pattern."""
-    value = json.loads(_blank([END_OF_TEXT]).to_str())
+    value = json.loads(blank(special=[END_OF_TEXT]).to_str())
     value["model"] |= {"vocab": None, "merges": None}
     value["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = None
     return value

@@ -22,16 +22,19 @@ class AttentionConfig(MixerConfig):
     """The options of full attention.
 
     heads: H, must divide the model width (into even head widths where there are rotary positions).
-    rope_base: of the rotary frequencies; None is no rotation. bias: of the projections."""
+    rope_base: of the rotary frequencies; None is no rotation. bias: of the projections. rope_share: share of a head's
+    channels that are turned, its first ones."""
 
     kind = "attention"
     heads: int
     rope_base: float | None = 10000.0
     bias: bool = False
+    rope_share: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
         require(self.rope_base is None or self.rope_base > 1, "rope_base", self.rope_base, "> 1")
+        require(0 < self.rope_share <= 1, "rope_share", self.rope_share, "in (0, 1]")
 
 
 class Attention(nn.Module):
@@ -60,6 +63,14 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
-            q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
+            q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
         o, state = cache.attend(q, k, v, state, at, consume_state=consume_state)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}
+
+    def _turned(self, x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:
+        """The first channels of each head turned by their position."""
+        if self.config.rope_share == 1:
+            return attention.rope(x_BHTK, position_BT, base)
+        width = 2 * int(x_BHTK.shape[-1] * self.config.rope_share / 2)
+        first, rest = x_BHTK.split([width, x_BHTK.shape[-1] - width], -1)
+        return torch.cat([attention.rope(first, position_BT, base), rest], -1)

@@ -259,7 +259,7 @@ def restore(
             f"{checkpoint.path}: has another model config than the run's config.json ({told})"
         )
     _check_tokenizer(checkpoint.path, checkpoint.tokenizer, tokenizer)
-    _fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
+    fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
     if optimizer is None:
         return
     if TRAINING not in checkpoint.files:
@@ -304,7 +304,7 @@ def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
     _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
     own = {name: value for name, value in model.state_dict().items() if name.endswith(SHARE)}
-    _fill(model, weights | own, run)
+    fill(model, weights | own, run)
 
 
 def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
@@ -314,7 +314,7 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
         )
 
 
-def _fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
+def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     """Load the tensors; CheckpointError that names the first which does not fit."""
     own = model.state_dict()
     for name in own | tensors:

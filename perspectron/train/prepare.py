@@ -29,6 +29,8 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
         shards, tokenizer = open_shards(encoded), Tokenizer.load(kept)
         summary = f"{source}, as encoded before"
     else:
+        if not source:
+            raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
         bound = f"heldout, or data a folder that tokenize --dev made of {source}"
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         corpus = open_corpus(source, config.train.heldout)

@@ -87,6 +87,8 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("quickstart", "--out", "tour", "--data", "text", "--steps", "2"),
         ("tokenize", "text", "--out", "corpus", "--vocab-size", "280"),
         ("quantize", "routed", "--out", "packed", "--calibrate", "none"),
+        ("export", "routed", "--hf", "exported"),
+        ("import", "exported", "--out", "imported"),
         ("synthesize", "perspective-tiny", "--experts", "2", "--data", "text", "--out", "random", "--set", *sizes),
         *(("generate", folder, "the cat", "--max-tokens", "4") for folder in ("routed", "packed", "random")),
         ("generate", "packed", "--bench", "--max-tokens", "3"),

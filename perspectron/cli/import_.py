@@ -1,0 +1,46 @@
+"""`perspectron import`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from perspectron.cli.options import answer
+from perspectron.cli.progress import Work
+from perspectron.config import require
+
+
+@dataclass(frozen=True)
+class Import:
+    """Read a model of transformers into a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
+
+    The run holds weights alone: generate, eval, quantize and serve take it, and train --init goes on from it.
+
+    Example: perspectron import letters-hf --out runs/letters-again
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """Folder with config.json, safetensors and tokenizer.json."""
+    out: Path
+    """New folder of the run."""
+    lens: bool = False
+    """Give a GPT-2 the parts of the lens design, at rest, so that it is the same function until it is trained on."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        require(not self.out.exists(), "out", str(self.out), "a new folder")
+        from perspectron import foreign
+        from perspectron.train import checkpoint
+        from perspectron.train.config import RunConfig, TrainConfig
+
+        with Work(f"reading {self.folder}"):
+            model, tokenizer = foreign.read(self.folder, lens=self.lens)
+            train = TrainConfig(data="", dtype="float32", device="cpu")
+            if model.config.positions:
+                train = replace(train, seq_len=min(train.seq_len, model.config.positions))
+            config = RunConfig(model.config, train)
+            checkpoint.export(self.out, config, tokenizer, model, checkpoint.Progress())
+        size = sum(parameter.numel() for parameter in model.parameters())
+        fields = {"out": str(self.out), "model": model.config.name, "parameters": size}
+        return answer(self.json, fields, f"{self.out}: {model.config.name}, {size / 1e6:.2f} M parameters")

@@ -1,0 +1,96 @@
+"""Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
+writes it.
+
+`read` knows the kinds of model in KINDS; each is a module with a function that gives our config and our weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.config import ModelConfig, require
+from perspectron.data.adopt import adopt
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import CheckpointError, DataError
+from perspectron.files import load_tensors, read_json
+from perspectron.foreign import decoders, gpt2, own
+from perspectron.foreign.source import Source
+from perspectron.model import LanguageModel, require_memory
+from perspectron.train.checkpoint import fill
+
+
+class Kind(NamedTuple):
+    """A kind of model that can be read: our config of its config, and our weights of its weights."""
+
+    config: Callable[[Source], ModelConfig]
+    weights: Callable[[Source, ModelConfig], dict[str, Tensor]]
+
+
+KINDS = {
+    "perspectron": Kind(own.config, own.weights),
+    "gpt2": Kind(gpt2.config, gpt2.weights),
+    "llama": Kind(decoders.llama_config, decoders.llama_weights),
+    "mistral": Kind(decoders.llama_config, decoders.llama_weights),
+    "mamba2": Kind(decoders.mamba2_config, decoders.mamba2_weights),
+    "bamba": Kind(decoders.bamba_config, decoders.bamba_weights),
+}
+"""By the `model_type` of config.json."""
+
+
+def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
+    """The model and tokenizer in a folder of transformers. The token between documents becomes id 0 and changes places
+    with the token that had it. lens: of a GPT-2, with the parts of the lens design beside its own, at
+    rest.
+
+    DataError for a tokenizer that cannot be read (`adopt`). CheckpointError: no such folder, a kind that is not known,
+    an option that no model of ours has, or weights that are missing, left over or of another shape, with their names.
+    """
+    values = read_json(folder / "config.json", CheckpointError)
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type is {kind!r}, which cannot be read; {', '.join(KINDS)} can"
+        )
+    source = Source(folder, values, _tensors(folder))
+    config = KINDS[kind].config(source)
+    weights = KINDS[kind].weights(source, config)
+    source.done()
+    if lens:
+        require(kind == "gpt2", "lens", True, f"left out: the model is {kind!r}, only 'gpt2' can have lenses")
+        config = gpt2.lens_config(config)
+        weights = gpt2.lens_weights(weights, config)
+    adopted = adopt(folder / "tokenizer.json")
+    for name in ("embedding.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = _swapped(weights[name], adopted.separator)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    require_memory(model)
+    fill(model, weights, folder)
+    if adopted.tokenizer.vocab_size > config.vocab_size:
+        raise DataError(
+            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    return model, adopted.tokenizer
+
+
+def _swapped(rows: Tensor, separator: int) -> Tensor:
+    """The rows with that of the separator first, and the first in its place."""
+    if separator == 0:
+        return rows
+    rows = rows.clone()
+    rows[[0, separator]] = rows[[separator, 0]]
+    return rows
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: no weights in it, must have a file like model.safetensors")
+    tensors: dict[str, Any] = {}
+    for file in files:
+        tensors |= load_tensors(file, CheckpointError, "the weights of a model")[1]
+    return tensors

@@ -1,0 +1,21 @@
+"""What `perspectron export --hf` wrote, and what transformers saved of it since."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from perspectron.config import ModelConfig, load
+from perspectron.foreign.source import Source
+
+PREFIX = "model."
+
+
+def config(source: Source) -> ModelConfig:
+    """The config within config.json."""
+    whole = load(ModelConfig, source.get("architecture"), f"{source.folder / 'config.json'}: architecture")
+    return replace(whole, vocab_size=source.number("vocab_size"))
+
+
+def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    """The same tensors under our names."""
+    return {name.removeprefix(PREFIX): tensor for name, tensor in source.all().items()}

@@ -1,0 +1,64 @@
+"""A model card from a run's own numbers."""
+
+from collections.abc import Iterator
+
+from perspectron import presets
+from perspectron.opening import Opened
+from perspectron.train import checkpoint
+from perspectron.train.loop import measured, read_metrics
+
+
+def card(opened: Opened, name: str) -> str:
+    """README.md of an exported run: what it is, what it was trained on and for how long, what was measured, and how to
+    use it. Nothing is in it that the run's files do not say."""
+    return "\n".join(_lines(opened, name)) + "\n"
+
+
+def _lines(opened: Opened, name: str) -> Iterator[str]:
+    config = opened.folder.of_run()
+    model, train = config.model, config.train
+    there = checkpoint.found_in(opened.folder.path)
+    parameters = sum(parameter.numel() for parameter in opened.model.parameters())
+    state = opened.model.init_state(1, capacity=1024, device="meta").nbytes
+    mixers = dict.fromkeys(block.mixer.kind for block in model.blocks if block.mixer)
+    yield from (
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- perspectron",
+    )
+    yield from (*(f"- {mixer}" for mixer in mixers), "---", "", f"# {name}", "")
+    yield f"`{presets.title(model.name)}`: {parameters / 1e6:.2f} M parameters in {len(model.blocks)} blocks"
+    yield f"of {', '.join(mixers)}, a vocabulary of {model.vocab_size:,}, and {state:,} bytes of memory after"
+    yield "1,024 tokens."
+    yield from ("", "## Training", "")
+    if there and there[-1].progress.step:
+        last = there[-1].progress
+        yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
+        yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
+        yield f"- Text: {_text_name(train.data)}, {train.heldout:.0%} of it held out."
+        metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
+        bits = [value for line in metrics for _, value in [measured(line)]]
+        if bits:
+            yield f"- Held-out bits per byte: {min(bits):.4f} at best, {bits[-1]:.4f} at the end."
+    else:
+        yield "Nothing is known of it: the run's files hold weights alone."
+    yield from (
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+    )
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)'
+    yield f'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)'
+    yield 'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)[0]))'
+    yield from ("```", "", "`import perspectron.hf` (`pip install 'perspectron[hf]'`) in the place of")
+    yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
+
+
+def _text_name(data: str) -> str:
+    """The text without the way to it on the machine that trained."""
+    return data.rstrip("/").rpartition("/")[2] or "unknown"

@@ -1,0 +1,105 @@
+"""Loggers beside metrics.jsonl: TensorBoard, Weights & Biases, and Trackio.
+
+All losses are in bits per byte. Each package is imported when it is asked for.
+"""
+
+import contextlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from perspectron.config import dump
+from perspectron.data import Split
+from perspectron.train.config import RunConfig
+
+Kind = Literal["", "tensorboard", "wandb", "trackio"]
+PROJECT = "perspectron"
+Log = Callable[[dict[str, float], int], object]
+
+
+@contextlib.contextmanager
+def logger(
+    kind: Kind, run: Path, config: RunConfig, text: Split, step: int
+) -> Iterator[Callable[[Any], None]]:
+    """A function that takes the lines of metrics of a run which goes on from `step`; "" takes them and does nothing.
+
+    text: the training text, whose bytes per token turn nats into bits per byte. What the logger itself raises ends the
+    logging with a warning and not the training.
+    """
+    bits = text.tokens / max(1, text.text_bytes) / math.log(2)
+    with contextlib.ExitStack() as stack:
+        log: Log | None = None
+
+        def tell(work: Callable[[], Any]) -> Any:
+            nonlocal log
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    return work()
+            except Exception as error:
+                log = None
+                warnings.warn(f"{kind}: {error}; metrics.jsonl goes on", stacklevel=2)
+
+        if kind:
+            opened = tell(lambda: OPEN[kind](run, config, step))
+            if opened is not None:
+                log, close = opened
+                stack.callback(tell, close)
+
+        def take(line: dict[str, Any]) -> None:
+            if log is not None:
+                tell(lambda: log(values(line, bits), line["step"]))
+
+        yield take
+
+
+def values(line: dict[str, Any], bits: float) -> dict[str, float]:
+    """A line of metrics by the names that loggers group by. bits: bits per byte of a nat per token."""
+    if "loss" not in line:
+        return {
+            f"{split}/bits_per_byte": line[name]
+            for split in ("heldout", "dev")
+            if (name := f"{split}_bits_per_byte") in line
+        }
+    found = {f"train/{name}": line[name] for name in ("lr", "grad_norm", "tokens", "tokens_per_second")}
+    terms = {f"terms/{name}": value for name, value in line.get("aux", {}).items()}
+    return {"train/bits_per_byte": bits * line["loss"]} | found | terms
+
+
+def _tensorboard(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
+    """Into RUN/tensorboard; what an earlier process logged after `step` is hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
+    """Into RUN/wandb; WANDB_MODE=offline keeps it there."""
+    import wandb
+
+    begun = wandb.init(
+        project=PROJECT, name=run.name, id=config.id, resume="allow", dir=str(run), config=dump(config)
+    )
+    return lambda values, step: begun.log(values, step=step), begun.finish
+
+
+def _trackio(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
+    """Into Trackio's own folder on this machine (TRACKIO_DIR)."""
+    import trackio
+
+    begun = trackio.init(
+        project=PROJECT, name=f"{run.name}-{config.id[:8]}", config=dump(config), resume="allow", embed=False,
+        auto_log_cpu=False, auto_log_gpu=False,
+    )  # fmt: skip
+    return lambda values, step: begun.log(values, step=step), begun.finish
+
+
+OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -1,0 +1,137 @@
+"""A run becomes a folder of transformers and a run again; without the package the folder loads too."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import perspectron
+from perspectron import presets
+from perspectron.cli.main import main
+from perspectron.config import dump
+from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.hf.modeling import _share
+from perspectron.model import build
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+from tests.hf.contract import small
+
+TEXT = "the fox <|endoftext|> counts\n"
+ALONE = """
+import sys
+sys.path = [path for path in sys.path if path != sys.argv[2]]
+from importlib.util import find_spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = tokenizer("the fox", return_tensors="pt")
+out = model.generate(**ids, do_sample=False, max_new_tokens=8, eos_token_id=None)
+print("perspectron" not in sys.modules, type(model).__module__.startswith("transformers_modules"), out[0].tolist())
+"""
+
+
+@pytest.fixture
+def run(tmp_path, tokenizer) -> Path:
+    model = build(small("perspective-experts"), seed=4)
+    config = RunConfig(model.config, TrainConfig(data="/home/me/letters.txt", steps=9, dtype="float32"))
+    checkpoint.export(
+        tmp_path / "run", config, tokenizer, model, checkpoint.Progress(9, 1234, 6.0, heldout=1.5)
+    )
+    return tmp_path / "run"
+
+
+def test_run_to_transformers_to_run_is_the_same_digest(run, tmp_path, capsys):
+    hf = tmp_path / "fox-hf"
+    assert main(["export", str(run), "--hf", str(hf)]) == 0
+    assert main(["import", str(hf), "--out", str(tmp_path / "again")]) == 0
+    (a, its), (b, others) = perspectron.load(run), perspectron.load(tmp_path / "again")
+    assert a.fingerprint() == b.fingerprint()
+    assert its.fingerprint == others.fingerprint
+    card = (hf / "README.md").read_text()
+    assert "9 updates" in card and "letters.txt" in card and "/home/me" not in card
+
+
+def test_the_folder_loads_without_the_package(run, tmp_path):
+    hf, here = tmp_path / "fox-hf", Path(perspectron.__file__).parents[1]
+    assert main(["export", str(run), "--hf", str(hf)]) == 0
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    arguments = [sys.executable, "-P", "-c", ALONE, str(hf), str(here)]
+    child = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert child.returncode == 0, child.stderr[-2000:]
+    ours, tokenizer = perspectron.load(run)
+    model = PerspectronForCausalLM(PerspectronConfig.of(ours.config)).eval()
+    model.model.load_state_dict(ours.state_dict())
+    ids = fast_tokenizer(tokenizer)("the fox", return_tensors="pt")
+    out = model.generate(**ids, do_sample=False, max_new_tokens=8, eos_token_id=None)
+    assert child.stdout.splitlines()[-1] == f"True True {out[0].tolist()}"
+
+
+def test_the_tokenizer_gives_our_ids_after_a_separator(tokenizer):
+    assert fast_tokenizer(tokenizer)(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT)]
+
+
+def test_the_loss_in_training_has_the_terms_of_the_router():
+    torch.manual_seed(0)
+    model = PerspectronForCausalLM(PerspectronConfig.of(small("perspective-experts")))
+    ids = torch.randint(1, 299, (2, 12))
+    plain, trained = model.eval()(ids, labels=ids).loss, model.train()(ids, labels=ids).loss
+    out = model.model(ids[:, :-1], targets=ids[:, 1:])
+    torch.testing.assert_close(plain, out.loss)
+    assert trained > plain
+    assert _share(ids, 44) == 0.5
+
+
+def test_every_preset_is_a_config_that_survives_transformers(tmp_path):
+    for name in presets.PRESETS:
+        config = presets.get(name)
+        PerspectronConfig.of(config).save_pretrained(tmp_path)
+        assert PerspectronConfig.from_pretrained(tmp_path).model_config() == config, name
+
+
+def test_names_of_weights_survive_transformers(tmp_path):
+    """It renames weights that contain some strings (gamma, beta, parametrizations): none of ours does."""
+    with torch.device("meta"):
+        for name in presets.DESIGNS:
+            for weight in PerspectronForCausalLM(PerspectronConfig.of(small(name))).state_dict():
+                assert not {"gamma", "beta", "weight_g", "weight_v"} & set(weight.split("."))
+
+
+def test_a_folder_that_cannot_be_read_is_refused_in_a_line(run, tmp_path, capsys):
+    whole, hf = tmp_path / "whole", tmp_path / "hf"
+    assert main(["export", str(run), "--hf", str(whole)]) == 0
+    for change, words in (
+        (lambda: (hf / "config.json").unlink(), "config.json: no such file"),
+        (lambda: (hf / "config.json").write_text('{"model_type": "bert"}'), "model_type is 'bert'"),
+        (lambda: (hf / "model.safetensors").unlink(), "no weights in it"),
+        (lambda: (hf / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+        (lambda: _wider(hf), "(embedding.weight is [300, 32] float32 there, [301, 32] float32 here)"),
+    ):
+        shutil.copytree(whole, hf)
+        change()
+        assert main(["import", str(hf), "--out", str(tmp_path / "out")]) == 2
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        shutil.rmtree(hf)
+
+
+def _wider(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values["vocab_size"] = 301
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def test_export_needs_something_to_write_and_a_new_folder(run, tmp_path, capsys):
+    assert main(["export", str(run)]) == 2
+    assert main(["export", str(run), "--hf", str(run)]) == 2
+    assert "must be a new folder" in capsys.readouterr().err
+
+
+def test_the_config_is_what_the_run_says(tokenizer):
+    config = small("lens")
+    assert dump(PerspectronConfig.of(config).model_config()) == dump(config)

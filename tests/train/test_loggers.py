@@ -1,0 +1,101 @@
+"""Loggers get what metrics.jsonl has, with all losses in bits per byte, and none of them can end a training."""
+
+import sqlite3
+import warnings
+from importlib.machinery import ModuleSpec
+
+import pytest
+from rich.console import Console
+
+from perspectron.cli import options
+from perspectron.cli.main import main
+from perspectron.cli.train import _fit
+from perspectron.train import loggers
+from perspectron.train.loop import read_metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the packages' own
+
+
+@pytest.fixture
+def trained(runs, tmp_path, monkeypatch):
+    """A short run with a logger, and what it logs of its metrics."""
+
+    def train(kind, steps=4):
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        trainer = runs.trainer(tmp_path / "run", steps=steps, eval_every=2)
+        assert _fit(trainer, True, Console(quiet=True), log=kind) is None
+        split = trainer.shards.split("train")
+        bits = split.tokens / split.text_bytes / 0.6931471805599453
+        lines = [(line["step"], loggers.values(line, bits)) for line in read_metrics(trainer.run_dir)]
+        assert lines[0][1]["train/bits_per_byte"] == pytest.approx(
+            read_metrics(trainer.run_dir)[0]["loss"] * bits
+        )
+        assert "heldout/bits_per_byte" in lines[2][1]
+        return trainer, lines
+
+    return train
+
+
+def test_tensorboard_has_every_line_once_after_a_resume(trained):
+    """From a step before that of the last process, which had gone on without a checkpoint."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer, lines = trained("tensorboard")
+    folder, text = trainer.run_dir, trainer.shards.split("train")
+    with loggers.logger("tensorboard", folder, trainer.config, text, 2) as log:
+        for line in read_metrics(folder):
+            if line["step"] > 2:
+                log(line)
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("train/bits_per_byte", "heldout/bits_per_byte"):
+        expected = [(step, values[name]) for step, values in lines if name in values]
+        got = [(event.step, event.value) for event in events.Scalars(name)]
+        assert got == [(step, pytest.approx(value)) for step, value in expected]
+
+
+def test_trackio_keeps_it_on_this_machine(trained, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+    trackio = pytest.importorskip("trackio")
+    _, lines = trained("trackio")
+    (database,) = trackio.utils.TRACKIO_DIR.glob("perspectron*.db")
+    with sqlite3.connect(database) as kept:
+        rows = kept.execute("select step, metrics from metrics").fetchall()
+    assert sorted(step for step, _ in rows) == sorted(step for step, _ in lines)
+    assert sum(b"heldout/bits_per_byte" in bytes(text) for _, text in rows) == 2
+
+
+def test_wandb_works_offline(trained):
+    pytest.importorskip("wandb")
+    trainer, _ = trained("wandb")
+    (file,) = trainer.run_dir.glob("wandb/offline-run-*/*.wandb")
+    assert b"bits_per_byte" in file.read_bytes()
+
+
+def test_a_logger_that_fails_ends_with_a_warning_and_not_the_training(trained, monkeypatch):
+    closed = []
+
+    def broken(*_):
+        return lambda values, step: [][step], lambda: closed.append(True)
+
+    monkeypatch.setitem(loggers.OPEN, "wandb", broken)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer, _ = trained("wandb")
+    assert trainer.progress.step == 4 and closed == [True]
+    assert [str(w.message) for w in said if "wandb" in str(w.message)] == [
+        "wandb: list index out of range; metrics.jsonl goes on"
+    ]
+
+
+def test_a_logger_that_is_not_installed_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    def find_spec(name) -> ModuleSpec | None:
+        assert name == "wandb"
+        return None
+
+    monkeypatch.setattr(options, "find_spec", find_spec)
+    assert main(["train", "--data", "x.txt", "--log", "wandb"]) == 2
+    assert "wandb is not installed: pip install 'perspectron[wandb]'" in capsys.readouterr().err
+    assert main(["train", "--data", "x.txt", "--log", "mlflow"]) == 2
+    assert "tensorboard" in capsys.readouterr().err
