@@ -26,6 +26,8 @@ COMMANDS = {
     "serve": "serve:Serve",
     "chat": "chat:Chat",
     "eval": "evaluate:Eval",
+    "perspectives": "perspectives:PerspectivesOf",
+    "safety": "safety:SafetyOf",
     "inspect": "inspect:Inspect",
     "list": "list:List",
     "plan": "plan:Plan",
