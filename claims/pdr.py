@@ -6,7 +6,7 @@ from math import log, sqrt
 
 import torch
 
-from claims.claim import Claim, Evidence, of, untestable, worded
+from claims.claim import Claim, Evidence, of, worded
 from claims.measures import built, trained
 from claims.measures import pdr as tried
 from claims.measures.built import HALF, PDR_LAYER, D, R, counted, mixer, mixer_flops, mixer_values
@@ -50,6 +50,14 @@ def _decode(results: Results) -> Evidence:
     spread = f"by the median of {paired['pairs']} pairs; their interquartile range is "
     spread += f"{half['low']:.2f} to {half['high']:.2f}"
     return Evidence((ratio,), f"a token after {late:,} takes {ratio:.2f} times one after {early:,}", spread)
+
+
+def _uncertainty(results: Results) -> Evidence:
+    """AUROC of D less that of entropy, of tokens that the model gets wrong, by seed."""
+    runs = results.get("perspectives")["results"]["runs"]
+    found = tuple(run["text"]["against_entropy"]["difference"] for run in runs)
+    said = ", ".join(f"{value:+.3f}" for value in found)
+    return Evidence(found, f"AUROC {said} against entropy's")
 
 
 def _added() -> float:
@@ -286,8 +294,9 @@ TRAINING = (
     Claim("pdr-larger", "§6", "the much larger W_v or W_o", worded("larger than W_p", 1.001,
           unit=" times W_p's weights, both"),
           of(lambda: mixer(PDR_LAYER).v_proj.weight.numel() / mixer(PDR_LAYER).p_proj.weight.numel())),
-    Claim("pdr-mpd", "§6", "MPD: states diverge across the 4 perspectives", "4",
-          untestable("named in the document but not specified, not implemented")),
+    Claim("pdr-mpd", "§6", "MPD: states diverge across the 4 perspectives", "4", of(tried.diverged)),
+    Claim("pdr-mpd-uncertainty", "§6", "Disagreement reflects genuine uncertainty",
+          worded("tells errors better than entropy", 0), _uncertainty, command=command("perspectives")),
     Claim("pdr-identity", "§7.1", "W_p = I + 0.01·N(0,1) is near the identity", worded("‖W_p − I‖ ≤ 0.1", 0, 0.1),
           of(lambda: 0.01 * tried.noise_norm()),
           ("with ε/√d, as built", of(lambda: 0.01 / sqrt(D) * tried.noise_norm()))),

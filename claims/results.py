@@ -17,6 +17,8 @@ COMMANDS = {
     "layer_times": "python benchmarks/layer_times.py",
     "full_size": "python benchmarks/full_size.py --experts 1 --threads 2",
     "recall": "python benchmarks/recall.py",
+    "perspectives": "python benchmarks/perspectives.py",
+    "safety": "python benchmarks/safety.py",
 }
 COMPARE = (
     "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "

@@ -15,6 +15,7 @@ from perspectron.config import (
     NoResidualConfig,
     RouteGatedConfig,
 )
+from perspectron.experts.router import Routed, Views
 from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.ops.dispatch import check_consumed
@@ -93,8 +94,10 @@ class Block(nn.Module):
         pad_BT: Tensor | None,
         consume_state: bool = False,
         shared: dict[str, Tensor] | None = None,
+        views: Views | None = None,
     ) -> tuple[Tensor, object, dict[str, Term]]:
-        """shared: what mixers that set `shares` pass to those above them, for these tokens only."""
+        """shared: what mixers that set `shares` pass to those above them, for these tokens only. views: from which a
+        routed network chooses experts."""
         check_consumed(consume_state)
         residual = self.config.residual
         if self.config.mixer is None:
@@ -112,7 +115,8 @@ class Block(nn.Module):
             h_BTD = self.mixer_norm(h_BTD)
         if ffn is None:
             return h_BTD, state, aux
-        y_BTD, more = ffn(self.ffn_norm(h_BTD), mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT)
+        seen = {} if views is None or not isinstance(ffn, Routed) else {"views": views}
+        y_BTD, more = ffn(self.ffn_norm(h_BTD), mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT, **seen)
         if isinstance(residual, RouteGatedConfig):
             g = self.route().to(x_BTD.dtype)
             y_BTD = x_BTD + residual.scale * (g * mixed_BTD + (1 - g) * y_BTD)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from perspectron.block import NORMS, Block
 from perspectron.config import HeadConfig, ModelConfig, at_least, one_of, require
 from perspectron.errors import ConfigError, StateError
+from perspectron.experts.router import Views
 from perspectron.ffn import TiedConfig
 from perspectron.machine import memory
 from perspectron.ops import drm
@@ -216,8 +217,10 @@ class LanguageModel(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
+        views: Views | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name."""
+        """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name. views: from
+        which the rows choose their experts."""
         check_consumed(consume_state)
         x_BTD = self._embedded(ids_BT, inputs_embeds)
         if state is None:
@@ -227,12 +230,15 @@ class LanguageModel(nn.Module):
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
         x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         layers, aux, shared = [], dict[str, Term](), dict[str, Tensor]()
-        for block, layer in zip(cast("list[Block]", self.blocks), state.layers, strict=True):
+        for index, (block, layer) in enumerate(
+            zip(cast("list[Block]", self.blocks), state.layers, strict=True)
+        ):
+            seen = None if views is None else views.at(index)
             if self.recompute and torch.is_grad_enabled():
-                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared)
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared, seen)
                 x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)
             else:
-                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared)
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared, seen)
                 x_BTD, layer, terms = block(*given)
             layers.append(layer)
             for name, term in terms.items():

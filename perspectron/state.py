@@ -111,9 +111,19 @@ class LMState:
         B = self.batch_size
         return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
 
-    def fork(self) -> "LMState":
-        """An independent copy."""
-        return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    def fork(self, into: "LMState | None" = None) -> "LMState":
+        """An independent copy. into: another state of the model, which is used up: its memory is taken where it has the
+        shape."""
+        if into is None:
+            return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        copied: LMState = pytree.tree_map(_copied, self, into)
+        return dataclasses.replace(copied, model=self.model)
+
+    @property
+    def document_length_B(self) -> Tensor | None:
+        """Tokens of the document so far [B]; None where no part of the state counts them."""
+        leaves = pytree.tree_leaves_with_path(self)
+        return next((leaf for where, leaf in leaves if _name(where).endswith("length_B")), None)
 
     def detach(self) -> "LMState":
         """The same values, detached from the autograd graph (for truncated backpropagation through time)."""
@@ -158,6 +168,13 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _is_ragged(part: object) -> bool:
     return isinstance(part, Ragged)
+
+
+def _copied(leaf: Any, into: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fits = (into.shape, into.dtype, into.device) == (leaf.shape, leaf.dtype, leaf.device)
+    return into.copy_(leaf) if fits and into.is_contiguous() else leaf.clone()
 
 
 def _selected(part: Any, rows_N: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Named streams of random numbers for initialisation.
+"""Random numbers without a place to keep: named streams for initialisation, and noise by (key, count).
 
 A process that builds only a part of a model, a block or some experts, draws the same numbers as for the whole model.
 """
@@ -9,6 +9,7 @@ import operator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 WORDS = 624  # 32-bit words of a Mersenne Twister's state
@@ -40,3 +41,16 @@ def normal_slices(weight: Tensor, std: float, generator: torch.Generator, name: 
     """
     for index, part in enumerate(weight):
         part.normal_(0, std, generator=stream(generator.initial_seed(), name, first + index))
+
+
+def philox(key: int, count: int, size: int) -> NDArray[np.float64]:
+    """`size` uniform numbers strictly between 0 and 1: Philox is a function of (key, counter), so there is no stream to
+    keep the place in, and its raw output is the same in every version of numpy. key: of 128 bits."""
+    raw = np.random.Philox(key=key, counter=[0, count, 0, 0]).random_raw(size)
+    return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(key: int, count: int, size: int) -> NDArray[np.float64]:
+    """Standard Gumbel noise, by `philox`."""
+    noise: NDArray[np.float64] = -np.log(-np.log(philox(key, count, size)))
+    return noise

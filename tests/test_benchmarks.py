@@ -34,6 +34,8 @@ SCRIPTS = {
     "sessions": [],
     "determinism": [],
     "step": ["--rows", "4"],
+    "perspectives": ["--repeats", "1"],
+    "safety": ["--repeats", "1"],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -247,6 +249,24 @@ def test_ternary_gemv(results, outcomes):
         ]
         assert line[name] == min(shares)
         assert (name in found["missed"]) == (min(shares) < found["bars"][name])
+
+
+def test_perspectives(results):
+    found = results("perspectives")
+    assert found["cost model at 20%"]["one pass"] == pytest.approx(1.41, abs=0.005)
+    assert found["cost model at 20%"]["one after another"] == pytest.approx(1.6)
+    (run,) = found["runs"]
+    assert [row["told"] for row in run["facts"]["by count"]] == [0, 1, 2, 4, 8, 16]
+    assert found["verdicts"]["D adds to entropy"] == (run["text"]["adds"]["low"] > 0)
+    assert found["speed"]["more bytes"] == 4 * found["speed"]["state bytes"]
+
+
+def test_safety(results):
+    found = results("safety")
+    assert found["projections"]["most outside"] <= 1e-6
+    assert found["projections"]["farthest from the solver"] <= 1e-6
+    assert found["tokens"]["over the bound"] <= 1 + 1e-6
+    assert found["attack"]["with the Jacobian"]["most outside"] <= 1e-5
 
 
 def test_full_size(results):

@@ -26,6 +26,8 @@ from claims.measures.common import (
     text,
 )
 from perspectron import presets
+from perspectron.decode.perspectives import Perspectives, PerspectivesConfig
+from perspectron.decode.reading import read
 from perspectron.experts.ternary import trits
 from perspectron.mixers.pdr import PDR, PDRState
 from perspectron.model import build
@@ -270,3 +272,16 @@ def delta_bytes(share: float, weights: int) -> float:
         ((int((gaps >> rice).sum()) + len(gaps), rice * len(gaps)) for rice in range(40)), key=sum
     )
     return 64 * sum(-(-bits // 8) for bits in (unary, low, len(gaps)))
+
+
+@torch.inference_mode()
+def diverged() -> float:
+    """States that differ after 64 tokens, of a small model with experts as it starts, each read from a view of its
+    own."""
+    model = made("perspective-tiny", ("vocab_size", 250))
+    looked = Perspectives(model, PerspectivesConfig())
+    ids = text()[:1].tolist()
+    _, base = read(model, ids, model.init_state(1), fresh=[True])
+    _, others = looked.read(ids, looked.begin(model.init_state(1)), fresh=[True])
+    rows = torch.cat([cast(PDRState, state.layers[1]).memory_BDR for state in (base, others)])
+    return float(len(torch.unique(rows, dim=0)))

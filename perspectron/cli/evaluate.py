@@ -35,7 +35,7 @@ class Eval:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration, robustness, cost or recall."""
+    """perplexity, position, calibration, robustness, cost, recall or perspectives."""
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None

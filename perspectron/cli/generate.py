@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.table import Table
@@ -17,12 +18,16 @@ from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
+from perspectron.decode.perspectives import PerspectivesConfig, load_calibration
+from perspectron.decode.rows import Piece
+from perspectron.decode.safety import Action, Polytope, Safety
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, DataError
 from perspectron.eval.cost import Bench, bench
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 
+UNDERLINED = "\033[4m{}\033[24m"
 PROMPT = "def read_lines(path):\n"  # of a measurement
 
 
@@ -67,6 +72,14 @@ class Generate:
     """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
     verify: bool = False
     """Check every file of an artifact before."""
+    perspectives: bool = False
+    """Ask several views of the experts where the model is unsure; flagged tokens are underlined, and rates follow."""
+    calibration: Path | None = None
+    """What `perspectives calibrate` wrote of this model (default: fixed thresholds)."""
+    safety: Path | None = None
+    """A safe set that `safety fit` wrote of this model."""
+    action: Action = "project"
+    """With --safety: project states into the set, flag tokens, stop, or mask the tokens that it names."""
     bench: bool = False
     """Measure instead: what a token costs, beside what it takes to read its bytes from memory. On the CPU, of one
     prompt, greedily."""
@@ -86,6 +99,8 @@ class Generate:
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
+        looks = self._perspectives(model, tokenizer)
+        safe = None if self.safety is None else Safety(Polytope.load(self.safety, model), self.action)
         texts, start = self._texts(conversation), time.perf_counter()
         prompts, adapter = texts, None
         require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
@@ -94,11 +109,13 @@ class Generate:
                 conversation, adapter = self._adapted(model, tokenizer, texts, conversation)
             prompts = [""] * len(texts) if self.adapt else texts
         single = not self.json and len(texts) == 1
+        marks = single and sys.stdout.isatty()
         with Work("reading the prompt") as reading:
 
-            def say(row: int, piece: str) -> None:
+            def say(piece: Piece) -> None:
                 reading.stop()
-                print(piece, end="", flush=True)
+                flagged = piece.unsafe or (piece.verdict is not None and piece.verdict.flagged)
+                print(UNDERLINED.format(piece.text) if marks and flagged else piece.text, end="", flush=True)
 
             result = generate(
                 model,
@@ -108,8 +125,10 @@ class Generate:
                 sampling=self.sampling,
                 stop=self.stop,
                 conversation=conversation,
-                on_text=say if single else None,
+                on_piece=say if single else None,
                 on_read=reading.tell,
+                perspectives=looks,
+                safety=safe,
             )
         after = result.conversation
         if adapter is not None:
@@ -118,18 +137,39 @@ class Generate:
                 adapter.save(self.save_adapter)
         if self.save_state is not None:
             after.save(self.save_state, model)
-        self._print(texts, result, single, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._print(texts, result, single, seconds)
+        for line in _told(result, seconds) if looks is not None or safe is not None else ():
+            print(f"perspectron: {line}", file=sys.stderr)
         return 0
+
+    def _perspectives(self, model: LanguageModel, tokenizer: Tokenizer) -> PerspectivesConfig | None:
+        if not self.perspectives:
+            require(
+                self.calibration is None, "calibration", self.calibration, "left out without --perspectives"
+            )
+            return None
+        if self.calibration is None:
+            return PerspectivesConfig()
+        return load_calibration(self.calibration, model, tokenizer.fingerprint)
 
     def _check_bench(self) -> None:
         """ConfigError for options that a measurement would ignore."""
         require(len(self.prompts) <= 1, "prompts", len(self.prompts), "at most 1 with --bench")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1 with --bench")
         require(self.device in ("auto", "cpu"), "device", self.device, "left out with --bench")
-        for name in ("load_state", "save_state", "stop", "adapter", "save_adapter"):
+        for name in (
+            "load_state",
+            "save_state",
+            "stop",
+            "adapt",
+            "adapter",
+            "save_adapter",
+            "perspectives",
+            "safety",
+        ):
             value = getattr(self, name)
-            require(value in (None, ()), name, value, "left out with --bench")
-        require(not self.adapt, "adapt", True, "left out with --bench")
+            require(value in (None, (), False), name, value, "left out with --bench")
         for name, value in vars(self.sampling).items():
             require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
 
@@ -160,18 +200,38 @@ class Generate:
     def _print(self, prompts: list[str], result: Generation, single: bool, seconds: float) -> None:
         if self.json:
             counts = [len(ids) for ids in result.ids]
-            fields = {
+            fields: dict[str, Any] = {
                 "texts": result.texts,
                 "finished": result.finished,
                 "tokens": counts,
                 "seconds": seconds,
             }
+            if any(result.verdicts):
+                fields["verdicts"] = [[verdict._asdict() for verdict in row] for row in result.verdicts]
+            if self.safety is not None:
+                fields["unsafe"] = result.unsafe
             print(json.dumps(fields))
         elif single:
             print()
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
                 print(f"── {prompt!r}\n{text}")
+
+
+def _told(result: Generation, seconds: float) -> list[str]:
+    """Rates of what was watched."""
+    verdicts, count = [verdict for row in result.verdicts for verdict in row], sum(map(len, result.ids))
+    lines = []
+    if verdicts:
+        asked = sum(verdict.triggered for verdict in verdicts) / len(verdicts)
+        flagged = sum(verdict.flagged for verdict in verdicts) / len(verdicts)
+        speed = count / max(seconds, 1e-9)
+        lines.append(
+            f"views asked at {asked:.0%} of tokens, {flagged:.1%} flagged, {speed:.0f} tokens a second"
+        )
+    if unsafe := sum(map(len, result.unsafe)):
+        lines.append(f"{unsafe} of {count} tokens from states outside the safe set")
+    return lines
 
 
 def _standard_input() -> str:

@@ -28,6 +28,8 @@ COMMANDS = {
     "verify": "verify:Verify",
     "eval": "evaluate:Eval",
     "adapt": "adapt:Adapt",
+    "perspectives": "perspectives:PerspectivesOf",
+    "safety": "safety:SafetyOf",
     "inspect": "inspect:Inspect",
     "list": "list:List",
     "plan": "plan:Plan",

@@ -7,8 +7,10 @@ import torch
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.perspectives import PerspectivesConfig, Verdict
 from perspectron.decode.reading import CHUNK
-from perspectron.decode.rows import Finish, Rows, Vocabulary
+from perspectron.decode.rows import Finish, Piece, Rows, Vocabulary
+from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.model import LanguageModel
@@ -19,14 +21,17 @@ class Generation:
     """The result of `generate`, row by row.
 
     texts: the new text of each row. ids: every token drawn, including those of a stop string and the end-of-text
-    token. finished: "stop" at a stop string, "end" at the end-of-text token, "length" at `max_tokens`. conversation:
-    to continue from.
+    token. finished: "stop" at a stop string, "end" at the end-of-text token, "length" at `max_tokens`, "unsafe" where
+    a state was outside the safe set. conversation: to continue from. verdicts: of every token, if perspectives were
+    asked. unsafe: the numbers of the tokens drawn from states outside the safe set.
     """
 
     texts: list[str]
     ids: list[list[int]]
     finished: list[Finish]
     conversation: Conversation
+    verdicts: list[list[Verdict]]
+    unsafe: list[list[int]]
 
 
 @torch.inference_mode()
@@ -40,8 +45,11 @@ def generate(
     stop: Sequence[str] = (),
     conversation: Conversation | None = None,
     on_text: Callable[[int, str], None] | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
     chunk: int = CHUNK,
+    perspectives: PerspectivesConfig | None = None,
+    safety: Safety | None = None,
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
@@ -51,14 +59,16 @@ def generate(
 
     stop: strings that end a row; the text ends before the string. on_text: called with (row, piece) as soon as text is
     certain, which means whole characters that cannot begin a stop string; the joined pieces equal `texts`. Half a
-    character at the end of a row becomes U+FFFD. on_read: called with (prompt tokens read, all prompt tokens) while
-    prompts are being read. chunk: prompt tokens read at once; apart from the ids, memory does not grow with the length
-    of a prompt. Raises ConfigError for ids outside the vocabulary, a number out of bounds, a
-    number of prompts that differs from the conversation's rows, or more tokens than a table of learned positions has
-    left; NonFiniteError if the logits are not finite.
+    character at the end of a row becomes U+FFFD. on_piece: called with each `Piece`, also one without text. on_read:
+    called with (prompt tokens read, all prompt tokens) while prompts are being read. chunk: prompt tokens read at once;
+    apart from the ids, memory does not grow with the length of a prompt. perspectives: unsure tokens are judged from
+    several views of the experts. safety: states are held in a safe set. Raises ConfigError for ids outside the
+    vocabulary, a number out of bounds, a number of prompts that differs from the conversation's rows, or more tokens
+    than a table of learned positions has left; NonFiniteError if the logits are not finite.
     """
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
-    B, rows = len(prompts), Rows(model, tokenizer, chunk=chunk, together=len(prompts) > 1)
+    B, together = len(prompts), len(prompts) > 1
+    rows = Rows(model, tokenizer, chunk=chunk, together=together, perspectives=perspectives, safety=safety)
     if conversation is not None and conversation.rows != B:
         known = conversation.rows
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
@@ -66,20 +76,28 @@ def generate(
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
         rows.add(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row)
     texts, ids, finished = [""] * B, [list[int]() for _ in range(B)], dict[int, Finish]()
+    verdicts, unsafe = [list[Verdict]() for _ in range(B)], [list[int]() for _ in range(B)]
     while rows.active:
         pieces = rows.step()
         if on_read is not None and (all_read := rows.read)[1]:
             on_read(*all_read)
         for piece in pieces:
-            if piece.finished == "error" or piece.id is None:
+            if piece.finished == "error":
                 raise NonFiniteError(
                     f"logits of row {piece.row} after {len(ids[piece.row])} tokens: must be finite"
                 )
-            ids[piece.row].append(piece.id)
+            if piece.unsafe:
+                unsafe[piece.row].append(len(ids[piece.row]))
+            if piece.verdict is not None:
+                verdicts[piece.row].append(piece.verdict)
+            if piece.id is not None:
+                ids[piece.row].append(piece.id)
+            if on_piece is not None:
+                on_piece(piece)
             texts[piece.row] += piece.text
             if piece.text and on_text is not None:
                 on_text(piece.row, piece.text)
             if piece.finished is not None:
                 finished[piece.row] = piece.finished
     after = Conversation.stack([rows.remove(row) for row in range(B)])
-    return Generation(texts, ids, [finished[row] for row in range(B)], after)
+    return Generation(texts, ids, [finished[row] for row in range(B)], after, verdicts, unsafe)

@@ -4,13 +4,16 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from perspectron.config import require
 from perspectron.errors import ConfigError
+from perspectron.experts.router import Views
 from perspectron.model import LanguageModel
+from perspectron.ops.attention import places
 from perspectron.state import LMState
 
 END_OF_TEXT_ID = 0
@@ -56,12 +59,18 @@ def prefill(
 
 
 def read(
-    model: LanguageModel, parts: Sequence[Sequence[int]], state: LMState, *, fresh: Sequence[bool]
+    model: LanguageModel,
+    parts: Sequence[Sequence[int]],
+    state: LMState,
+    *,
+    fresh: Sequence[bool],
+    views: Views | None = None,
 ) -> tuple[Tensor, LMState]:
     """Read one chunk of tokens in each row, some perhaps empty, after `state`, which is used up: (what the head reads
     [B,D] after each row's last token, the new state).
 
-    fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing.
+    fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. views:
+    from which rows choose their experts; the positions are filled in here.
     """
     B, T, device = len(parts), max(map(len, parts)), model.device
     length_B = torch.tensor([len(part) for part in parts])
@@ -70,8 +79,12 @@ def read(
     reset_BT = (ids_BT == END_OF_TEXT_ID) & ~pad_BT
     reset_BT[:, 0] &= ~torch.tensor(fresh)
     reset, pad = (mask_BT.to(device) if mask_BT.any() else None for mask_BT in (reset_BT, pad_BT))
+    if views is not None:
+        length = state.document_length_B
+        start_B = torch.zeros(B, dtype=torch.int64, device=device) if length is None else length
+        views = replace(views, position_BT=places(start_B, T, reset, pad).position_BT)
     hidden_BTD, state, _ = model.hidden(
-        ids_BT.to(device), state, reset_BT=reset, pad_BT=pad, consume_state=True
+        ids_BT.to(device), state, reset_BT=reset, pad_BT=pad, consume_state=True, views=views
     )
     return hidden_BTD[torch.arange(B, device=device), length_B.to(device) - 1], state
 

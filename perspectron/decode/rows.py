@@ -5,7 +5,7 @@ Shapes: B batch, D model width, V vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor
 from perspectron.config import require
 from perspectron.decode import reading
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.perspectives import PerspectivesConfig, Verdict
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
-from perspectron.decode.sampling import SamplingConfig, non_finite, sample
+from perspectron.decode.safety import Safety
+from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
 from perspectron.decode.text import TextStream
+from perspectron.decode.watch import Mark, Read, Watch, Watched
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 
-Finish = Literal["stop", "end", "length", "error"]
-"""At a stop string, at the end-of-text token, at `max_tokens`, or because the logits were not finite."""
+Finish = Literal["stop", "end", "length", "error", "unsafe"]
+"""At a stop string, at the end-of-text token, at `max_tokens`, because logits were not finite, or a state unsafe."""
 
 WIDTH = 8
 """Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
@@ -44,7 +47,8 @@ class Piece:
     """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
     certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
     while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
-    likely: the most likely tokens and their logprobs, as many as the row asked for."""
+    likely: the most likely tokens and their logprobs, as many as the row asked for. verdict: of the perspectives, if
+    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set."""
 
     row: int
     id: int | None
@@ -52,6 +56,8 @@ class Piece:
     finished: Finish | None
     logprob: float | None = None
     likely: tuple[tuple[int, float], ...] = ()
+    verdict: Verdict | None = None
+    unsafe: bool = False
 
 
 @dataclass(eq=False)
@@ -82,6 +88,7 @@ class _Row:
     """What reading up to here took, or would have taken."""
     spared: int = 0
     """Tokens that the store had."""
+    watched: Watched = field(default_factory=Watched)
 
     def rest(self) -> list[int]:
         """Tokens that are not read."""
@@ -107,10 +114,10 @@ class _Row:
             text += self.text.flush()
         return Piece(self.handle, id, text, self.finished, logprob, likely)
 
-    def fail(self) -> Piece:
+    def fail(self, finish: Finish = "error") -> Piece:
         """End without a token."""
-        self.finished = "error"
-        return Piece(self.handle, None, self.text.flush(), "error")
+        self.finished = finish
+        return Piece(self.handle, None, self.text.flush(), finish)
 
 
 @dataclass
@@ -122,6 +129,8 @@ class _Batch:
     together: bool
     rows: list[_Row] = field(default_factory=list)
     state: LMState | None = None
+    before: LMState | None = None
+    """What `state` was before the last token, where that is kept."""
 
     def join(self, rows: list[_Row]) -> None:
         """Let rows in, with their states."""
@@ -144,22 +153,25 @@ class _Batch:
         stay = [left.index(row) for row in self.rows]
         self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
 
-    def advance(self) -> list[Tensor]:
-        """Read the last token of each row: their logits [B,V], together or one by one; none where there is no row."""
-        model, device, logits = self.model, self.model.device, list[Tensor]()
+    def advance(self, *, keep: bool) -> list[Read]:
+        """Read the last token of each row, together or one by one. keep: the states before it, too."""
+        model, device, read = self.model, self.model.device, list[Read]()
         if self.state is not None:
             empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
             ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
+            self.before = self.state.fork(self.before) if keep else None
             hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
-            logits = [model.head(hidden_B1D)[: len(self.rows), 0]]
+            read = [Read(hidden_B1D[:, 0], len(self.rows))]
         else:
             for row in self.rows:
+                assert row.state is not None
                 ids_11 = torch.tensor([row.unread], device=device)
+                row.watched.before = row.state.fork(row.watched.before) if keep else None
                 hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
-                logits.append(model.head(hidden_11D)[:, 0])
+                read.append(Read(hidden_11D[:, 0], 1))
         for row in self.rows:
             row.start = 1
-        return logits
+        return read
 
     def _filled(self, states: list[LMState], count: int) -> LMState:
         """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
@@ -177,7 +189,8 @@ class Rows:
     step that reads the end of its prompt. together: rows are drawn from as one batch, filled up to a multiple of WIDTH;
     else each takes a step of its own. Either way a row has the bits that it has alone; those of the two ways differ by
     rounding, and the first is the faster where there are several rows (`decode.verify` measures both). store: prompts
-    begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either.
+    begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either. perspectives,
+    safety: of unsure tokens several views are asked, states are held in a safe set, and pieces tell.
 
     A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
     Not for several threads at once.
@@ -191,6 +204,8 @@ class Rows:
         chunk: int = CHUNK,
         together: bool = True,
         store: PrefixStore | None = None,
+        perspectives: PerspectivesConfig | None = None,
+        safety: Safety | None = None,
     ) -> None:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
         V, known = tokenizer.vocab_size, model.config.vocab_size
@@ -201,6 +216,11 @@ class Rows:
         self._rows: dict[int, _Row] = {}
         self._reading: list[_Row] = []
         self._drawing = _Batch(model, together)
+        self._watch = None if perspectives is None and safety is None else Watch(model, perspectives, safety)
+        if perspectives is not None:
+            require(
+                store is None, "store", "one", "left out with perspectives, which read prompts themselves"
+            )
         self._next = 0
 
     @property
@@ -278,7 +298,11 @@ class Rows:
         A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
         cannot go on.
         """
-        logits = [*self._drawing.advance(), *self._read()]
+        watch = self._watch
+        read = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read()]
+        logits = (
+            [self.model.head(hidden)[:rows] for hidden, rows in read] if watch is None else watch.heads(read)
+        )
         # A model may have more ids than its tokenizer knows.
         pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
@@ -316,21 +340,21 @@ class Rows:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
-    def _read(self) -> list[Tensor]:
-        """Read a chunk of each prompt; rows that come to its end are drawn from now on: their logits [1,V] each."""
-        logits, done = list[Tensor](), list[_Row]()
+    def _read(self) -> list[Read]:
+        """Read a chunk of each prompt: of each row that came to its end, which is drawn from now."""
+        read, done = list[Read](), list[_Row]()
         for row in self._reading:
             last_1D = self._found(row) if row.start == 0 else None
             if row.start < len(row.unread):
                 last_1D = self._read_chunk(row)
             if row.start == len(row.unread):
                 assert last_1D is not None
-                logits.append(self.model.head(last_1D))
+                read.append(Read(last_1D, 1))
                 done.append(row)
         if done:
             self._reading = [row for row in self._reading if row not in done]
             self._drawing.join(done)
-        return logits
+        return read
 
     def _found(self, row: _Row) -> Tensor | None:
         """Begin a row at the longest prefix stored, if there is one: what the head reads after it."""
@@ -346,6 +370,10 @@ class Rows:
         """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
         part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
         state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
+        if self._watch is not None:
+            self._watch.follow(
+                row.watched, part, state, begins, last=row.start + len(part) == len(row.unread)
+            )
         last_1D, row.state = reading.read(self.model, [part], state, fresh=[begins])
         row.seconds += time.perf_counter() - start
         row.start += len(part)
@@ -366,17 +394,18 @@ class Rows:
             [row.sampling for row in drawn],
             [row.stream for row in drawn],
         )
-        for row, at, id in zip(drawn, good, ids.tolist(), strict=True):
-            said = () if row.logprobs is None else _logprobs(logits_BV[at], id, row.logprobs)
-            pieces.append(row.take(id, self.tokenizer.token_bytes(id), *said))
+        marks = [Mark()] * len(drawn)
+        if self._watch is not None:
+            marks = self._watch.marks(self._drawing, good, ids.tolist(), logits_BV)
+        for row, at, id, mark in zip(drawn, good, ids.tolist(), marks, strict=True):
+            if mark.stops:
+                pieces.append(replace(row.fail("unsafe"), unsafe=True))
+                continue
+            id = id if mark.verdict is None else mark.verdict.token
+            said = () if row.logprobs is None else logprobs(logits_BV[at], id, row.logprobs)
+            piece = row.take(id, self.tokenizer.token_bytes(id), *said)
+            pieces.append(replace(piece, verdict=mark.verdict, unsafe=mark.unsafe))
         return pieces
-
-
-def _logprobs(logits_V: Tensor, id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Log-probabilities, in nats, of a token and of the most likely ones."""
-    log_V = logits_V.double().log_softmax(0)
-    values, likely = log_V.topk(count)
-    return float(log_V[id]), tuple(zip(likely.tolist(), values.tolist(), strict=True))
 
 
 def _conversation(row: _Row, state: LMState) -> Conversation:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perspectron.config import require
 from perspectron.errors import ConfigError, NonFiniteError
+from perspectron.streams import gumbel
 
 ROUNDING = 1e-12
 """A sum or a logarithm may be off by this much without changing which tokens pass."""
@@ -115,7 +116,7 @@ def sample(
         few_NV = logits_BV if len(rows) == B else logits_BV[rows]
         kept_NV = filtered(few_NV, own, [recent[row] for row in rows])
         if own.temperature > 0:
-            noise = [_gumbel(configs[row].seed, streams[row], counts[row], V) for row in rows]
+            noise = [gumbel(configs[row].seed | streams[row] << 64, counts[row], V) for row in rows]
             kept_NV = kept_NV + torch.from_numpy(np.stack(noise))
         id_B[rows] = kept_NV.argmax(1)
     return id_B
@@ -155,11 +156,8 @@ def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(keep_BV).scatter(1, id_BV, keep_BV)
 
 
-def _gumbel(seed: int, stream: int, count: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Standard Gumbel noise of draw `count`: Philox is a function of (key, counter), so there is no stream
-    to keep the place in, and its raw output is the same in every version of numpy. The key's 128 bits are the seed
-    and the stream, so that no two pairs share their noise."""
-    raw = np.random.Philox(key=seed | stream << 64, counter=[0, count, 0, 0]).random_raw(size)
-    uniform = ((raw >> np.uint64(12)) + 0.5) * 2.0**-52  # strictly between 0 and 1
-    noise: np.ndarray[tuple[int], np.dtype[np.float64]] = -np.log(-np.log(uniform))
-    return noise
+def logprobs(logits_V: Tensor, id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Log-probabilities, in nats, of a token and of the most likely ones."""
+    log_V = logits_V.double().log_softmax(0)
+    values, likely = log_V.topk(count)
+    return float(log_V[id]), tuple(zip(likely.tolist(), values.tolist(), strict=True))

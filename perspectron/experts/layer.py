@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perspectron.experts.router import Choice, Routed, RoutedConfig, wider
+from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
 from perspectron.ops import experts
@@ -106,11 +106,13 @@ class RoutedSwiGLU(Routed):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        views: Views | None = None,
     ) -> tuple[Tensor, dict[str, Term]]:
+        """views: from which the rows choose their experts; None: as in training."""
         x_ND = x_BTD.flatten(0, 1)
         learns = torch.is_grad_enabled()
         with torch.set_grad_enabled(learns and self.config.gate != "none"):
-            choice = self.router.route(x_ND)
+            choice = self.router.route(x_ND, views)
         y_ND, sample = self._experts(x_ND, choice.expert_N)
         if self.config.gate == "soft":
             y_ND = y_ND * choice.gate_N.to(y_ND.dtype)[:, None]

@@ -1,16 +1,17 @@
 """The router: which expert a token goes to (docs/designs/perspective.md#router).
 
 A token's query is a point z = W x + b on a torus, and the expert at the least power distance d² − w takes it; with a
-switch, the expert with the largest logit. `select` can also choose from another viewpoint.
+switch, the expert with the largest logit. `select` can also choose from another viewpoint, and `Views` says from which
+each row of a batch sees the experts.
 
-Shapes: N tokens, D model width, E experts, A axes of the torus.
+Shapes: B batch, T time, N tokens, D model width, E experts, A axes of the torus.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -22,14 +23,17 @@ from perspectron.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.errors import ConfigError
 from perspectron.experts.torus import distance2, lattice
 from perspectron.ops.dispatch import full_precision
+from perspectron.streams import gumbel
 
 SPREAD = (
     0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)
 )
 OFFSET = 0.4  # of a cell: positions never leave their order, so neighbours stay neighbours
 
-View = Literal["nearest", "second", "antipode", "random"]
-VIEWS: tuple[View, ...] = ("nearest", "second", "antipode", "random")
+View = Literal["nearest", "second", "antipode", "random", "perturbed"]
+VIEWS: tuple[View, ...] = get_args(View)
+DRAWN: tuple[View, ...] = ("random", "perturbed")
+"""Views that depend on a seed."""
 MOST_EXPERTS = 65536  # of a layer
 SEEDS = 2**128  # Philox takes a key of so many bits
 
@@ -106,6 +110,27 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Views:
+    """The views from which the rows of a batch see the experts, in the layers from `from_layer` on.
+
+    view_B, seed_B: of each row; seeds below 2^64 matter to `DRAWN` alone. position_BT: of each token in its document.
+    gate: of a "soft" router, that of the expert that the token would have had ("base"), for an expert far away has a
+    gate of about 0; or the chosen expert's "own".
+    """
+
+    view_B: tuple[View, ...]
+    seed_B: tuple[int, ...]
+    position_BT: Tensor
+    from_layer: int = 0
+    gate: Literal["base", "own"] = "base"
+    layer: int = 0
+
+    def at(self, layer: int) -> "Views | None":
+        """The views in a layer; None below the first."""
+        return None if layer < self.from_layer else replace(self, layer=layer)
+
+
+@dataclass(frozen=True)
 class Router:
     """A router over the parameters of the layer that has it; made anew where they may have changed.
 
@@ -142,16 +167,38 @@ class Router:
             return Distances(out_NA[:, :0], self._powered(-out_NA))
         return self._around(out_NA, self.positions().to(dtype))
 
-    def route(self, x_ND: Tensor) -> Choice:
+    def route(self, x_ND: Tensor, views: Views | None = None) -> Choice:
         """The expert of each token, in at least float32 also under autocast. Ties go to the lowest id."""
         with full_precision(x_ND):
             distances = self.distances(x_ND)
-            expert_N = self.select(distances)
-            logit_NE = distances.distance2_NE / -self.config.tau
-            E, k = logit_NE.shape[1], self.config.nearest
-            near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
-            gate_N = (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
+            base_N = self.select(distances)
+            expert_N = base_N if views is None else self.seen(distances, base_N, views)
+            gate_N = self.gates(distances, expert_N if views is not None and views.gate == "own" else base_N)
         return Choice(expert_N, gate_N, *distances)
+
+    def gates(self, distances: Distances, expert_N: Tensor) -> Tensor:
+        """The probability g [N] of these experts."""
+        logit_NE = distances.distance2_NE / -self.config.tau
+        E, k = logit_NE.shape[1], self.config.nearest
+        near_NK = logit_NE if self.config.router == "switch" or k >= E else logit_NE.topk(k).values
+        return (logit_NE.gather(1, expert_N[:, None])[:, 0] - near_NK.logsumexp(1)).exp()
+
+    def seen(self, distances: Distances, base_N: Tensor, views: Views) -> Tensor:
+        """The expert of each token [N], N = B·T, by the view of its row; base_N: from "nearest"."""
+        (B, T), expert_N = views.position_BT.shape, base_N.clone()
+        position_BT, device = views.position_BT.cpu(), base_N.device
+        groups: dict[tuple[View, int], list[int]] = {}
+        for row in range(B):
+            view = views.view_B[row]
+            groups.setdefault((view, views.seed_B[row] if view in DRAWN else 0), []).append(row)
+        for (view, seed), rows in groups.items():
+            if view == "nearest":
+                continue
+            at_n = (torch.tensor(rows)[:, None] * T + torch.arange(T)).flatten().to(device)
+            few = Distances(*(part.index_select(0, at_n) for part in distances))
+            positions = position_BT[rows].flatten().tolist() if view in DRAWN else None
+            expert_N[at_n] = self.select(few, view, seed=seed | views.layer << 64, position_N=positions)
+        return expert_N
 
     def select(
         self,
@@ -164,9 +211,10 @@ class Router:
         """The expert of each token [N], seen from one of `VIEWS`; ties go to the lowest id.
 
         "nearest": what the model was trained with. "second": the next nearest. "antipode": the nearest to the query
-        half a turn away on every axis of more than one cell. "random": any, drawn by (seed, position) alone, so that
-        it does not depend on the batch; position_N: of each token, by default its row.
-        ConfigError: another view, no seed for "random", "second" of one expert, "antipode" of a switch.
+        half a turn away on every axis of more than one cell; of a switch, the least likely. "random": any;
+        "perturbed": one drawn by the router's softmax over all, by Gumbel noise. What is drawn is a function of (seed,
+        position) alone, so that it does not depend on the batch; position_N: of each token, by default its row.
+        ConfigError: another view, no seed for one that draws, "second" of one expert.
         """
         one_of(view, VIEWS, "view")
         distance2_NE = distances.distance2_NE
@@ -176,21 +224,22 @@ class Router:
             distance2_NE = distance2_NE.scatter(1, distance2_NE.argmin(1, keepdim=True), math.inf)
         elif view == "antipode":
             if self.config.router == "switch":
-                raise ConfigError(
-                    "view = 'antipode', must be 'nearest', 'second' or 'random': a switch's experts stand nowhere"
-                )
+                return distance2_NE.argmax(1)
             away_A = distances.query_NA.new_tensor([0.5 * (n > 1) for n in self.config.torus])
             place_EA = self.positions().to(distance2_NE.dtype)
             distance2_NE = self._around(distances.query_NA + away_A, place_EA).distance2_NE
-        elif view == "random":
+        elif view in DRAWN:
             if seed is None or not 0 <= seed < SEEDS:
-                raise ConfigError(f"seed = {seed}, must be in 0 … 2^128 − 1 for view = 'random'")
+                raise ConfigError(f"seed = {seed}, must be in 0 … 2^128 − 1 for view = {view!r}")
             counts = range(len(distance2_NE)) if position_N is None else position_N
             if len(counts) != len(distance2_NE):
                 raise ConfigError(
                     f"position_N has {len(counts)} numbers, must have one for each of {len(distance2_NE)} tokens"
                 )
-            return torch.tensor([_drawn(seed, count, E) for count in counts], device=distance2_NE.device)
+            if view == "random":
+                return torch.tensor([_drawn(seed, count, E) for count in counts], device=distance2_NE.device)
+            noise_NE = torch.from_numpy(np.stack([gumbel(seed, count, E) for count in counts]))
+            distance2_NE = distance2_NE - self.config.tau * noise_NE.to(distance2_NE)
         return distance2_NE.argmin(1)
 
     def _around(self, query_NA: Tensor, place_EA: Tensor) -> Distances:
@@ -270,6 +319,6 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def _drawn(seed: int, count: int, E: int) -> int:
-    """⌊E u⌋, u the `count`-th number of the Philox generator with this key, which has no stream to keep a place in."""
+    """⌊E u⌋, u the first number of `count`."""
     raw = int(np.random.Philox(key=seed, counter=[0, count, 0, 0]).random_raw(1)[0])
     return raw * E >> 64

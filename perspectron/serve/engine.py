@@ -157,7 +157,7 @@ class Engine:
             self.store.close()
 
     def _fresh(self) -> Rows:
-        chunk = {} if self.store is None else {"chunk": self.store.chunk}
+        chunk: dict[str, Any] = {} if self.store is None else {"chunk": self.store.chunk}
         return Rows(self.model, self.tokenizer, together=self.together, store=self.store, **chunk)
 
     def _loop(self) -> None:

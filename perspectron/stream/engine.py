@@ -15,7 +15,7 @@ from perspectron.block import Block
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError, DataError
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.experts.router import RoutedConfig
+from perspectron.experts.router import RoutedConfig, Views
 from perspectron.machine import free_memory, return_memory
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
@@ -89,9 +89,10 @@ class StreamedModel(LanguageModel):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
+        views: Views | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
         """What the head reads, as of any model; one token of each row takes the shorter way, where there is one."""
-        others = inputs_embeds is not None or reset_BT is not None
+        others = inputs_embeds is not None or reset_BT is not None or views is not None
         if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
             return super().hidden(
                 ids_BT,
@@ -100,6 +101,7 @@ class StreamedModel(LanguageModel):
                 reset_BT=reset_BT,
                 pad_BT=pad_BT,
                 consume_state=consume_state,
+                views=views,
             )
         assert self._step is not None
         state = state if consume_state else state.fork()

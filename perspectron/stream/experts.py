@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.config import require
-from perspectron.experts.router import FixedRouter, Routed, RoutedConfig
+from perspectron.experts.router import Distances, FixedRouter, Routed, RoutedConfig, Views
 from perspectron.ops import packed
 from perspectron.stream.cache import ExpertSource
 from perspectron.stream.expert_file import Shard
@@ -54,16 +54,23 @@ class PackedExperts(Routed):
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
+        views: Views | None = None,
     ) -> tuple[Tensor, dict[str, Term]]:
-        """Padding takes no expert, and gives 0."""
+        """Padding takes no expert, and gives 0. views: from which the rows choose their experts."""
         require(not self.training, "training", True, "False: packed experts do not learn, call eval()")
         x_ND = x_BTD.flatten(0, 1)
         gate_N = None
+        distances = self.router.distances(x_ND)
+        expert_N = base_N = self.router.select(distances)
+        if views is not None:
+            expert_N = self.router.seen(distances, base_N, views)
         if self.config.gate == "soft":
-            choices = [self.router.route(x_D[None]) for x_D in x_ND]
-            expert_N, gate_N = (torch.cat(part) for part in list(zip(*choices, strict=True))[:2])
-        else:
-            expert_N = self.router.select(self.router.distances(x_ND))
+            of_N = expert_N if views is not None and views.gate == "own" else base_N
+            alone = (
+                (Distances(q_A[None], d_E[None]), e[None])
+                for q_A, d_E, e in zip(*distances, of_N, strict=True)
+            )
+            gate_N = torch.cat([self.router.gates(*one) for one in alone])
         if pad_BT is not None:
             expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
         y_ND = torch.zeros_like(x_ND)

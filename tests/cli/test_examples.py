@@ -28,6 +28,7 @@ QUICK = {
     "train": "--seq-len 32 --batch-size 2 --eval-every 0 --eval-tokens 64 --dtype float32",
     "quantize": "--windows 4 --tokens 64",
     "plan": "--bandwidth 9G/s",
+    "perspectives": "--tokens 64",
 }
 BEFORE = [  # what the examples take for granted
     "perspectron train --data letters.txt --preset lens-tiny --set d_model=32 layers=3 heads=2 hidden=32 "

@@ -3,6 +3,7 @@ native step share."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from perspectron.experts.router import (
     Routed,
     RoutedConfig,
     Router,
+    Views,
 )
 from perspectron.experts.torus import cells, distance2, lattice
 from perspectron.stream.experts import PackedExperts
@@ -119,8 +121,7 @@ def test_a_switch():
     assert distances.query_NA.shape == (40, 0)
     assert torch.equal(router.select(distances), best_NE[:, 0])
     assert torch.equal(router.select(distances, "second"), best_NE[:, 1])
-    with pytest.raises(ConfigError, match=r"antipode.*switch"):
-        router.select(distances, "antipode")
+    assert torch.equal(router.select(distances, "antipode"), best_NE[:, -1])  # the least likely
 
 
 def test_random_depends_on_seed_and_position_alone_and_is_even():
@@ -137,10 +138,47 @@ def test_random_depends_on_seed_and_position_alone_and_is_even():
     assert ((load_E - 500).square() / 500).sum() < 24.3  # χ² of 7 degrees of freedom, 0.1%
 
 
+def test_perturbed_draws_by_the_softmax_of_the_router():
+    layer = made((4, 2), offsets=False, bias_rate=0.0)
+    router, count = layer.router, 20_000
+    distances = router.distances(tokens(1))
+    probability_E = (distances.distance2_NE[0] / -router.config.tau).softmax(0)
+    many = Distances(*(part.expand(count, -1) for part in distances))
+    drawn_E = torch.bincount(router.select(many, "perturbed", seed=1), minlength=8).double()
+    wanted_E = count * probability_E
+    assert ((drawn_E - wanted_E).square() / wanted_E)[wanted_E > 5].sum() < 24.3  # χ² of 7, 0.1%
+
+
+def test_views_change_their_own_rows_and_layers_alone():
+    layer, x = made((4, 2), kind=RoutedSwiGLU, gate="soft"), tokens(6)[None].expand(4, -1, -1)
+    for weight in (layer.gate_EFD, layer.up_EFD, layer.down_EDF):
+        weight.normal_(generator=generator(2))
+    position_BT = torch.arange(6).expand(4, -1)
+    kinds = ("nearest", "second", "antipode", "random")
+    views = Views(kinds, (3,) * 4, position_BT, from_layer=2)
+    assert views.at(1) is None
+    with torch.no_grad():
+        plain, seen = layer(x)[0], layer(x, views=views.at(2))[0]
+        own = layer(x, views=replace(views.at(2), gate="own"))[0]
+        torch.testing.assert_close(seen[0], plain[0])
+        torch.testing.assert_close(own[0], plain[0])
+        for row, kind in enumerate(kinds[1:], 1):
+            distances = layer.router.distances(x[row])
+            of_N = layer.router.select(distances, kind, seed=3 | 2 << 64)
+            assert torch.equal(
+                layer.router.route(x.flatten(0, 1), views.at(2)).expert_N.view(4, 6)[row], of_N
+            )
+            assert not torch.allclose(plain[row], seen[row])
+            ratio = layer.router.gates(distances, of_N) / layer.router.gates(
+                distances, distances.distance2_NE.argmin(1)
+            )
+            torch.testing.assert_close(own[row], seen[row] * ratio[:, None])
+
+
 @pytest.mark.parametrize(
     ("view", "options", "message"),
     [
-        ("nearer", {}, "view = 'nearer', must be one of nearest, second, antipode, random"),
+        ("nearer", {}, "view = 'nearer', must be one of nearest, second, antipode, random, perturbed"),
         ("random", {}, "seed = None, must be in 0 … 2^128 − 1 for view = 'random'"),
         ("random", {"seed": -1}, "seed = -1"),
         ("random", {"seed": 2**128}, "seed = 3402"),
@@ -191,11 +229,10 @@ def test_the_packed_layer_chooses_as_the_layer_does_and_token_by_token_alike(tor
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     alone = [packed.router.distances(x_D[None]) for x_D in x]
     assert torch.equal(torch.cat([one.distance2_NE for one in alone]), ours.distance2_NE)
-    views = [view for view in VIEWS if view != "antipode" or "router" not in options]
     margin_N = theirs.distance2_NE.sort(1).values[:, :3].diff(dim=1).amin(1) if math.prod(torus) > 2 else None
     clear_N = torch.ones(200, dtype=torch.bool) if margin_N is None else margin_N > 1e-4
     assert clear_N.sum() > 150
-    for view in views:
+    for view in VIEWS:
         chosen = [
             router.select(d, view, seed=0)
             for router, d in ((packed.router, ours), (float_layer.router, theirs))

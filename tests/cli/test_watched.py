@@ -1,0 +1,115 @@
+"""`perspectives`, `safety`, and `generate` with both, by command."""
+
+import json
+
+import pytest
+
+from perspectron.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("watched")
+    lines = [f"Dear Sir, the cat sat on mat {i}.\n" for i in range(160)]
+    (folder / "fine.txt").write_text("".join(lines))
+    (folder / "keys.txt").write_text("".join(f"The key of it is {i * 7919}!\n" for i in range(60)))
+    sizes = ["d_model=32", "hidden=32", "rank=4", "layers=4", "window=16", "vocab_size=300"]
+    made = [
+        "train",
+        "--preset",
+        "perspective-tiny",
+        "--data",
+        str(folder / "fine.txt"),
+        "--out",
+        str(folder / "run"),
+    ]
+    made += [
+        "--steps",
+        "3",
+        "--seq-len",
+        "32",
+        "--batch-size",
+        "2",
+        "--eval-every",
+        "0",
+        "--eval-tokens",
+        "64",
+    ]
+    assert main.main([*made, "--set", *sizes]) == 0
+    return folder
+
+
+def asked(capsys, *words) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main.main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_calibrate_and_generate(run, capsys):
+    file = run / "calibration.json"
+    code, out, _ = asked(
+        capsys, "perspectives", "calibrate", run / "run", "--out", file, "--tokens", 64, "--json"
+    )
+    rates = json.loads(out)
+    assert code == 0 and 0 < rates["triggered"] <= 1 and json.loads(file.read_text())["config"]
+    words = ("generate", run / "run", "the", "--max-tokens", 6, "--temperature", 0)
+    code, plain, _ = asked(capsys, *words)
+    code, out, err = asked(capsys, *words, "--perspectives", "--calibration", file)
+    assert code == 0 and "views asked at" in err and "tokens a second" in err
+    code, out, _ = asked(capsys, *words, "--perspectives", "--json")
+    assert code == 0 and len(json.loads(out)["verdicts"][0]) == 6
+    assert asked(capsys, *words)[1] == plain
+
+
+def test_fit_test_and_generate(run, capsys):
+    file, texts = run / "set.safe", ("--allowed", run / "fine.txt", "--blocked", f"keys={run / 'keys.txt'}")
+    code, out, _ = asked(capsys, "safety", "fit", run / "run", file, *texts, "--json")
+    assert code == 0 and json.loads(out)["half_spaces"] > 0
+    code, out, _ = asked(capsys, "safety", "test", run / "run", file, *texts, "--json")
+    outside = json.loads(out)["outside"]
+    assert code == 0 and outside["allowed"] < 0.1 < outside["keys"]
+    words = ("generate", run / "run", "The key of", "--max-tokens", 5, "--temperature", 0, "--safety", file)
+    code, out, _ = asked(capsys, *words, "--action", "flag", "--json")
+    assert code == 0 and isinstance(json.loads(out)["unsafe"][0], list)
+    assert asked(capsys, *words)[0] == 0
+
+
+def test_mistakes_are_a_line(run, capsys):
+    for words, said in (
+        (("generate", run / "run", "x", "--calibration", "c.json"), "calibration = "),
+        (
+            ("generate", run / "run", "x", "--perspectives", "--calibration", run / "fine.txt"),
+            "unreadable JSON",
+        ),
+        (("generate", run / "run", "x", "--safety", run / "fine.txt"), "fine.txt"),
+        (("generate", run / "run", "x", "--bench", "--perspectives"), "left out with --bench"),
+        (
+            ("perspectives", "calibrate", run / "run", "--out", "c", "--tokens", 10**7),
+            "ask for as many or fewer",
+        ),
+        (
+            ("perspectives", "calibrate", run / "run", "--out", "c", "--flag", 2),
+            "flag = 2.0, must be in (0, 1)",
+        ),
+        (
+            ("safety", "fit", run / "run", "s", "--allowed", "none.txt", "--blocked", "b.txt"),
+            "none.txt: no such",
+        ),
+        (
+            (
+                "safety",
+                "fit",
+                run / "run",
+                "s",
+                "--allowed",
+                run / "fine.txt",
+                "--blocked",
+                run / "keys.txt",
+                "--alpha",
+                0.001,
+            ),
+            "alpha = 0.001, must be larger, or 1,998 allowed texts",
+        ),
+    ):
+        code, _, err = asked(capsys, *words)
+        assert code == 2 and said in err and err.count("\n") == 1, (words, err)
