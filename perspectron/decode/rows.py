@@ -189,8 +189,8 @@ class Rows:
     step that reads the end of its prompt. together: rows are drawn from as one batch, filled up to a multiple of WIDTH;
     else each takes a step of its own. Either way a row has the bits that it has alone; those of the two ways differ by
     rounding, and the first is the faster where there are several rows (`decode.verify` measures both). store: prompts
-    begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either. perspectives,
-    safety: of unsure tokens several views are asked, states are held in a safe set, and pieces tell.
+    begin at the longest prefix that is stored there, and what they read is stored; that changes no bit either.
+    perspectives, safety: of unsure tokens several views are asked, states are held in a safe set, and pieces tell.
 
     A row's text depends on its own prompt, settings, seed and stream. Its handle is a number that is never used again.
     Not for several threads at once.

@@ -273,9 +273,9 @@ preset(
 # ---------------------------------------------------------------- ours, improved
 
 
-def _searched(shape: Shape) -> Iterable[Sizes]:
-    """Twice the layers and columns that others have, as the search of perspective2 chose."""
-    return [{"layers": 2 * shape.layers, "rank": max(64, shape.d_model // 24 * 8)}]
+def _half_again(shape: Shape) -> Iterable[Sizes]:
+    """Half as many layers again as others have."""
+    return [{"layers": max(1, 3 * shape.layers // 2)}]
 
 
 @design("attention to recurrent memories of keys", "docs/designs/adr.md#adr2")
@@ -326,16 +326,17 @@ DESIGNS["drm2"] = DESIGNS["drm"]._replace(
 
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     make=partial(
-        perspective, layers=8, hidden=200, mixer=PDR2Config(rank=64, gated=False, longest=100.0), period=3
+        perspective, layers=6, hidden=264, mixer=PDR2Config(rank=32, gated=False, longest=100.0), period=3
     ),
     about="improved PDR, and windowed attention in every third layer",
     source="docs/designs/perspective.md#perspective2",
-    variants=_searched,
+    variants=_half_again,
 )
 preset(
-    "perspective2-tiny", "the quickstart's model, sized like perspective-tiny-dense", DESIGNS["perspective2"].make,
-    layers=6, hidden=264, mixer=PDR2Config(rank=32, gated=False, longest=100.0),
-)  # fmt: skip
+    "perspective2-tiny",
+    "the quickstart's model, sized like perspective-tiny-dense",
+    DESIGNS["perspective2"].make,
+)
 DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
     make=partial(perspective, ffn="routed"),
     about="Perspective with 8 experts in each PDR layer, at equal active parameters",
