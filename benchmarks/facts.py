@@ -7,6 +7,7 @@ two classes that are harmless to print, is what `benchmarks/safety.py` tells apa
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,7 +169,7 @@ def trained(
         while trainer.progress.step < config.steps:
             last = trainer.step()
             if trainer.progress.step % 50 == 0:
-                print(f"seed {seed}: {last}", flush=True)
-        print(f"seed {seed}: {trainer.measure()}", flush=True)
+                print(f"seed {seed}: {last}", file=sys.stderr, flush=True)
+        print(f"seed {seed}: {trainer.measure()}", file=sys.stderr, flush=True)
         trainer.save()
     return open_model(run)

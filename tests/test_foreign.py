@@ -150,5 +150,5 @@ def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsy
     for line in ("eval run", "quantize run --out q", "train --init run --steps 2 --out tuned"):
         assert main(line.split()) == 2, line
         said = capsys.readouterr().err
-        assert "--data" in said or "the run's text is not at hand" in said
+        assert "--data" in said or "the run's text is not available" in said
     assert main(["eval", "run", "--data", "letter.txt", "--tokens", "64"]) == 0

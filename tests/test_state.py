@@ -450,7 +450,7 @@ def forged(path: Path, change) -> Path:
         header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(header, tensors)
     header.pop("digest")
-    save_file(tensors, path, header | {"digest": state_module._digest(header, tensors)})
+    save_file(tensors, path, header | {"digest": state_module.digest_of(header, tensors)})
     return path
 
 

@@ -125,7 +125,7 @@ class Adapter:
     def save(self, path: Path | str) -> None:
         """Write to one file, atomically. StorageError if it cannot be written."""
         tensors = {
-            f"{name}.{i}": part
+            f"{name}.{i}": part.detach().cpu()
             for name in ("up", "first", "second", "trace")
             for i, part in getattr(self, name).items()
         }

@@ -111,6 +111,14 @@ class Learner:
         begun = Conversation(model.init_state(1), [[END_OF_TEXT_ID]], [[]], [0])
         self.talk = begun if conversation is None else conversation.fork()
         require(self.talk.rows == 1, "conversation", f"of {self.talk.rows} rows", "of one; take a row")
+        require(
+            len(self.talk.pending[0]) > 0,
+            "conversation",
+            "one that was stopped",
+            "one with a token to go on from",
+        )
+        if conversation is None:  # saved traces are of a memory that is not here
+            adapter.trace.clear()
         self.state = adapter.attach(self.talk.state.to(model.device), traces=traced)
         self.gradient: Weights = {}
         self.since, self.streak, self.spent, self.frozen = 0, 0, 0.0, False
@@ -133,7 +141,7 @@ class Learner:
             nats.append(self._piece(unread[: n + 1]))
             unread = unread[n:]
         recent = [*self.talk.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)]
-        self.talk = replace(self.talk, pending=[unread], recent=[recent[-self.config.window :]])
+        self.talk = replace(self.talk, pending=[unread], recent=[recent])
         updates, rollbacks, skipped = (
             getattr(counters, name) - getattr(before, name) for name in ("updates", "rollbacks", "skipped")
         )

@@ -81,9 +81,10 @@ class Adapt:
             read = time.perf_counter() - start
             learner, parts = Learner(model, adapter, self.learning), []
             start = time.perf_counter()
-            for at in range(0, len(text), CHUNK):
+            whole = self.learning.every * max(1, CHUNK // self.learning.every)  # updates end where reads do
+            for at in range(0, len(text), whole):
                 work.tell(at, len(text))
-                parts.append(learner.read(text[at : at + CHUNK]))
+                parts.append(learner.read(text[at : at + whole]))
             learned = time.perf_counter() - start
         out = self.out or opened.folder.path / "adapter.safetensors"
         adapter.detach(learner.state)  # its traces

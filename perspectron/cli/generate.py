@@ -179,6 +179,8 @@ class Generate:
         """The conversation under an adapter for each row, and the last row's."""
         alone = self.save_adapter is None or len(texts) == 1
         require(alone, "save_adapter", self.save_adapter, "left out with several prompts")
+        known = len(texts) if talk is None else talk.rows
+        require(known == len(texts), "prompts", len(texts), f"{known}, as many as the conversation has rows")
         rows = list[Conversation]()
         for row, text in enumerate(texts):
             adapter = Adapter(model) if self.adapter is None else Adapter.load(self.adapter, model)

@@ -17,6 +17,7 @@ import tyro
 from perspectron.cli.options import open_model, size
 from perspectron.config import require
 from perspectron.errors import ConfigError
+from perspectron.ops.experts import FEW
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
@@ -109,6 +110,9 @@ class Serve:
         require(len(set(names)) == len(names), "runs", ", ".join(names), "folders of different names")
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        require(
+            self.rows <= FEW, "rows", self.rows, f"≤ {FEW}, beyond which other rows change a row's last bits"
+        )
         for name in ("rows", "queue"):
             require(
                 getattr(self, name) >= (name == "rows"), name, getattr(self, name), f"≥ {int(name == 'rows')}"

@@ -138,7 +138,6 @@ PERSPECTIVE = {
 
 PERSPECTIVE2 = {
     "no_conv": Ablation(_of(PDR2Config, conv=0), "no short convolution before the recurrence"),
-    "no_gate": Ablation(_of(PDR2Config, gated=False), "no norm and gate on what the recurrence gives"),
     "no_spread": Ablation(_of(PDR2Config, longest=0.0), "every row starts at γ = 0.95, as in PDR"),
     "no_unit_input": Ablation(_of(PDR2Config, unit_input=False), "values are written as they are"),
     "no_gqa": Ablation(_only(PDR2Config), "every layer is recurrent: no attention at all"),

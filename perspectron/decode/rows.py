@@ -6,9 +6,10 @@ Shapes: B batch, D model width, V vocabulary.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.config import require
@@ -176,9 +177,18 @@ class _Batch:
     def _filled(self, states: list[LMState], count: int) -> LMState:
         """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
         a table of positions before a text does."""
-        if count % WIDTH:
-            states = [*states, self.model.init_state(-count % WIDTH)]
+        if missing := -count % WIDTH:
+            empty, like = self.model.init_state(missing), states[0].layers
+            layers = [_empty(*pair, missing) for pair in zip(empty.layers, like, strict=True)]
+            states = [*states, replace(empty, layers=tuple(layers))]
         return states[0] if len(states) == 1 else LMState.stack(states)
+
+
+def _empty(layer: Any, like: Any, rows: int) -> Any:
+    """A layer's empty state of so many rows; zeros where texts have another kind, such as one with adapters."""
+    if type(layer) is type(like):
+        return layer
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), like)
 
 
 class Rows:

@@ -303,8 +303,8 @@ class Safety:
 
     def read(self, h_BD: Tensor) -> tuple[Tensor, Report]:
         """What the head reads instead, and what projecting did or would do."""
-        x_BD, report = project(h_BD, self.polytope.faces)
-        return (x_BD if self.action == "project" else h_BD), report
+        x_BD, report = project(h_BD.cpu(), self.polytope.faces)
+        return (x_BD.to(h_BD.device) if self.action == "project" else h_BD), report
 
     def masked(self, logits: Tensor) -> Tensor:
         """Logits, of which none are left for the tokens that are masked."""

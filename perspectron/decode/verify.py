@@ -18,7 +18,7 @@ from perspectron.model import LanguageModel
 
 BATCHES = (1, 2, 7, 8, 9, 33, 64)
 PIECES = (1, 5, CHUNK, CHUNK + 1)
-DRAWN = 4
+DRAWN = 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def digest(
 
     def join(numbers: Sequence[int]) -> None:
         for number in numbers:
-            rows.add(_text(number, 1 + number % 9, V), max_tokens=2 + number % DRAWN, stream=number)
+            rows.add(_text(number, 1 + number % 9, V), max_tokens=2 * DRAWN + number % DRAWN, stream=number)
 
     join(range(1, 1 + others // 2))
     row = session.enter(rows, max_tokens=DRAWN, sampling=greedy, stream=0, logprobs=V)

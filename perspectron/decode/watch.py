@@ -103,7 +103,7 @@ class Watch:
             verdicts = self._verdicts(self.perspectives, batch, rows, ids, logits_BV)
         unsafe = [self._unsafe(batch.rows[at].watched, at) for at in rows]
         for row in batch.rows:
-            row.watched.chunk = None
+            row.watched.chunk = row.watched.seen = None
         marks = []
         for at, verdict, outside in zip(rows, verdicts, unsafe, strict=True):
             both = verdict is not None and verdict.flagged and self._far(at)
@@ -123,16 +123,15 @@ class Watch:
         position_n = self._positions(batch, rows)
 
         def look(of: list[int]) -> Tensor:
-            at = [rows[index] for index in of]
+            return torch.cat([each(rows[index], position_n[index]) for index in of])
+
+        def each(at: int, position: int) -> Tensor:  # one by one: no other row changes a bit
             if perspectives.config.surrogate:
-                position = [position_n[index] for index in of]
-                return perspectives.stand_ins(self._hidden_BD[at], logits_BV[at], position)
-            hidden_nPD = self._seen(perspectives, batch, at)
-            n, P, D = hidden_nPD.shape
-            hidden_BD = hidden_nPD.reshape(n * P, D)
+                return perspectives.stand_ins(self._hidden_BD[[at]], logits_BV[[at]], [position])
+            hidden_PD = self._seen(perspectives, batch, at)
             if self.safety is not None:
-                hidden_BD, _ = self.safety.read(hidden_BD)
-            return self._head(hidden_BD).cpu()[:, :V].reshape(n, P, V)
+                hidden_PD, _ = self.safety.read(hidden_PD)
+            return self._head(hidden_PD).cpu()[None, :, :V]
 
         def mixed(index: int, log_V: Tensor, chosen: int) -> int:
             row = batch.rows[rows[index]]
@@ -150,16 +149,15 @@ class Watch:
             hidden_1PD, own.views = perspectives.read([row.unread], own.views, fresh=[False])
             own.seen = hidden_1PD[0]
 
-    def _seen(self, perspectives: Perspectives, batch: "_Batch", at: list[int]) -> Tensor:
-        """What the head reads of the other perspectives after the last token of these rows [n, P − 1, D]."""
-        if self.persistent:
-            seen = [batch.rows[row].watched.seen for row in at]
-            return torch.stack([part for part in seen if part is not None])
-        state = LMState.stack([self._before(batch, row) for row in at])
-        last = [[batch.rows[row].unread[-1]] for row in at]
-        lengths = state.document_length_B
-        fresh = [False] * len(at) if lengths is None else (lengths == 0).tolist()
-        return perspectives.read(last, perspectives.begin(state), fresh=fresh)[0]
+    def _seen(self, perspectives: Perspectives, batch: "_Batch", at: int) -> Tensor:
+        """What the head reads of the other perspectives after the last token of a row [P − 1, D]."""
+        row = batch.rows[at]
+        if row.watched.seen is not None:
+            return row.watched.seen
+        state = self._before(batch, at)
+        length_1 = state.document_length_B
+        fresh = length_1 is not None and not length_1.any()
+        return perspectives.read([[row.unread[-1]]], perspectives.begin(state), fresh=[fresh])[0][0]
 
     def _before(self, batch: "_Batch", at: int) -> LMState:
         """The state of a row before its last token."""
@@ -193,7 +191,7 @@ class Watch:
             return False
         outside, size = bool(self._report.violated_N[at]), self.safety.window
         if size > 0:
-            row.window = (*row.window, self._hidden_BD[at].double())
+            row.window = (*row.window, self._hidden_BD[at].cpu().double())
             if len(row.window) == size:
                 mean_1D, row.window = torch.stack(row.window).mean(0, keepdim=True), ()
                 outside |= bool(self.safety.polytope.scores(mean_1D)[0] > 0)

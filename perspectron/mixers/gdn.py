@@ -6,12 +6,12 @@ Shapes: B batch, T time, D model width, H heads, K = 3D/4H key width, V = 2K val
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.delta import Delta
+from perspectron.mixers.parts import sigmoid
 
 
 @dataclass(frozen=True)
@@ -44,5 +44,5 @@ class GDN(Delta):
         self.g_proj = nn.Linear(d_model, config.heads * 2 * K, bias=False)
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        beta = (1 + self.config.negative) * torch.sigmoid(self.b_proj(x_BTD))[..., None]
+        beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         return self.a_proj(x_BTD)[..., None], beta, beta, F.silu(self.g_proj(x_BTD))

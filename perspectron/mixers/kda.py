@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides
 from perspectron.mixers.delta import Delta
+from perspectron.mixers.parts import sigmoid
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,6 @@ class KDA(Delta):
         self.g_proj = nn.Sequential(nn.Linear(d_model, K, bias=False), nn.Linear(K, d_model))
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        beta = (1 + self.config.negative) * torch.sigmoid(self.b_proj(x_BTD))[..., None]
+        beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         f = self.f_proj(x_BTD).unflatten(-1, (self.config.heads, -1))
         return f, beta, beta, torch.sigmoid(self.g_proj(x_BTD))

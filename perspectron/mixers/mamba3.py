@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import softplus, softplus_of_steps
+from perspectron.mixers.parts import sigmoid, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.state import register
@@ -102,7 +102,7 @@ class Mamba3(nn.Module):
         if pad_BT is not None:
             delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written or turned
         gate_BTH = torch.exp(-delta_BTH * softplus(rate_BTH).clamp_min(SLOWEST))
-        before_BTH = torch.sigmoid(-mix_BTH) * delta_BTH  # by which the token before is written once more
+        before_BTH = sigmoid(-mix_BTH) * delta_BTH  # by which the token before is written once more
         if reset_BT is not None:
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
             before_BTH = before_BTH.masked_fill(reset_BT[:, :, None], 0)
@@ -116,7 +116,7 @@ class Mamba3(nn.Module):
         late_BSH = _next(before_BTH, pad_BT)
         first_BHN, late_BTH = late_BSH[:, 0, :, None] * state.key_BHN, late_BSH[:, 1:]
         ahead_BHNP = torch.addcmul(state.memory_BHNP, first_BHN[..., None], state.input_BHP[:, :, None])
-        write_BTH = torch.sigmoid(mix_BTH) * delta_BTH + late_BTH
+        write_BTH = sigmoid(mix_BTH) * delta_BTH + late_BTH
         inputs = (q_BTHN, k_BTHN, v_BTHP * write_BTH[..., None], gate_BTH[..., None])
         q, k, v, gate = (x.transpose(1, 2) for x in inputs)
         o_BHTP, memory_BHNP = gla.scan(

@@ -9,6 +9,7 @@ Shapes: B batch, T time, D model width.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,5 +82,6 @@ def _forgotten(x_BTD: Tensor, state: Any, reset_BT: Tensor) -> tuple[Tensor, Any
             leaf.masked_fill(bad_B.view(-1, *[1] * (leaf.ndim - 1)), 0) if leaf.is_floating_point() else leaf
         )
 
-    state = pytree.tree_map_only(Tensor, cleared, state)
+    kept = {name: getattr(state, name) for name in getattr(state, "KEPT", ())}
+    state = replace(pytree.tree_map_only(Tensor, cleared, state), **kept)
     return x_BTD.masked_fill(bad_BT[:, :, None], 0), state, latest_BT >= begun_BT

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a wi
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +92,21 @@ def unit(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + eˣ). Where nothing differentiates it takes whole vectors: torch computes what is left over in another
-    way, with other last bits, which how many rows a batch has would then change."""
+    """log(1 + eˣ), with the same bits in a batch of any size."""
+    return _whole(F.softplus, x)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e⁻ˣ), with the same bits in a batch of any size."""
+    return _whole(torch.sigmoid, x)
+
+
+def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of each number. Where nothing differentiates it takes whole vectors: torch computes what is left over
+    in another way, with other last bits, and how many rows a batch has would then change them."""
     if not gradients_off() or x.is_meta:
-        return F.softplus(x)
-    return F.softplus(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
+        return function(x)
+    return function(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

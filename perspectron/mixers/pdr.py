@@ -6,6 +6,7 @@ Shapes: B batch, T time, D model width, R state rank.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ class AdaptedState(PDRState):
 
     down: A [B,r,D], up: B [B,D,r]. trace: how the memory depends on B [B,r,D,R]; where none is kept, [B,0,D,R]. With
     traces, B has a gradient through all tokens before these, too, and these need no more than their own graph."""
+
+    KEPT: ClassVar = ("down_BrD", "up_BDr")  # by a reset, also where the memory is not finite
 
     down_BrD: Tensor
     up_BDr: Tensor

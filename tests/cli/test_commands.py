@@ -206,7 +206,7 @@ def test_tokenize_then_train_on_it(tmp_path, text, capsys):
 def test_quickstart_is_whole(tmp_path, text, capsys):
     assert main(["quickstart", "--out", str(tmp_path / "tour"), "--data", str(text), "--steps", "3"]) == 0
     out = capsys.readouterr().out
-    for words in ("perspective-tiny", "transformer-tiny", "gzip -9", "xz -9", "without the stop: yes"):
+    for words in ("perspective2-tiny", "transformer-tiny", "gzip -9", "xz -9", "without the stop: yes"):
         assert words in out, words
 
 

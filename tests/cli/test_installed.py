@@ -108,6 +108,8 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("ablate", "lens", "--over", "route", "--tokens", "640", "--seeds", "1", "--out", "ablated"),
         ("serve", "--help"),
         ("verify", "packed", "--here"),
+        ("perspectives", "--help"),
+        ("safety", "--help"),
         ("lm-eval", "--help"),
         ("chat", "routed"),
         ("completion", "bash"),

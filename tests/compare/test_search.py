@@ -102,7 +102,7 @@ def test_a_large_space_is_drawn_from_without_return():
         ("warmup = [true]", [], "must be numbers from 0 to 1"),
         ("heads = [7]", [], "heads = 7, must be a divisor of"),
         ("heads = [1]", ["--params", "10"], "params = 10, must be about"),
-        ("heads = [1]", ["--tokens", "1M,300k"], "tokens = '1M,300k', must be growing"),
+        ("heads = [1]", ["--tokens", "1M,300k"], "tokens = '1M,300k', must be in increasing order"),
         ("heads = [1]", ["--keep", "1"], "keep = 1, must be ≥ 2"),
         ("heads = [1]", ["--dev", "0"], "dev = 0.0, must be > 0"),
         ("heads = [1]", ["--design", "glb"], "design = 'glb', must be one of perspective"),

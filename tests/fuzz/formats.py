@@ -27,7 +27,7 @@ from perspectron.ffn import SwiGLUConfig
 from perspectron.files import write_json
 from perspectron.mixers import MIXERS
 from perspectron.quant.convert import convert
-from perspectron.state import _digest as state_digest
+from perspectron.state import digest_of as state_digest
 from perspectron.state import load_extra, load_state, save_state
 from perspectron.stream.artifact import save_artifact
 from perspectron.stream.engine import load_artifact

@@ -650,7 +650,7 @@ def test_codes_that_cannot_be_are_found_behind_right_sums(full, tmp_path, monkey
     monkeypatch.setattr("perspectron.stream.expert_file.check", lambda *_: None)
     write_layer(path, 1, layout, range(6), map(layout.shard, buffers))
     register(copy, layer_file(1))
-    with pytest.raises(ShardError, match=r"layer-001.*expert 4: gate: .* no ternary codes"):
+    with pytest.raises(ShardError, match=r"layer-001.*expert 4: gate: .* not ternary codes"):
         load_artifact(copy, verify=True, cache_bytes=slots(full, 2))
 
 

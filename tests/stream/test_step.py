@@ -62,7 +62,7 @@ def test_every_field_of_the_configs_is_decided_about():
         assert known.keys() == {field.name for field in dataclasses.fields(kind)}, kind.__name__
 
 
-@pytest.mark.parametrize("name", [n for n in presets.names() if n.startswith("perspective")])
+@pytest.mark.parametrize("name", [n for n in presets.names() if n.startswith("perspective-")])
 def test_every_perspective_preset_is_taken(name):
     check(presets.get(name))
 
