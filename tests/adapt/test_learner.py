@@ -152,3 +152,27 @@ def test_what_cannot_be_adapted_is_told_in_one_line(model, tmp_path):
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(StateError, match="damaged"):
         Adapter.load(tmp_path / "a", model)
+
+
+def test_saved_traces_are_not_put_on_another_memory(model, tmp_path):
+    """A text that begins anew has an empty memory, which depends on no adapter."""
+    adapter, learner = learned(model)
+    adapter.detach(learner.state)
+    adapter.save(tmp_path / "adapter")
+    loaded = Adapter.load(tmp_path / "adapter", model)
+    assert max(trace.abs().max() for trace in loaded.trace.values()) > 0
+    begun = Learner(model, loaded, AdaptConfig(every=20))
+    traces = [layer.trace_BrDR for layer in begun.state.layers if isinstance(layer, AdaptedState)]
+    assert all(trace.abs().max() == 0 for trace in traces)
+    assert same(begun.adapter.up, adapter.up)
+
+
+def test_a_reset_ends_what_is_not_finite_and_keeps_the_adapter(model):
+    adapter, learner = learned(model)
+    state = adapter.attach(learner.talk.state)
+    state.layers[0].memory_BDR[0, 0, 0] = torch.nan
+    reset = torch.tensor([[True, False, False]])
+    with torch.no_grad():
+        after = model(torch.tensor([text(3)]), state, reset_BT=reset).state.layers[0]
+    assert after.memory_BDR.isfinite().all()
+    assert torch.equal(after.down_BrD[0], adapter.down[0]) and torch.equal(after.up_BDr[0], adapter.up[0])

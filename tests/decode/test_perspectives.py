@@ -128,6 +128,22 @@ def test_a_batch_of_mixed_triggers_is_its_single_runs(perspective, tokenizer, co
         same(alone.verdicts[0], batch.verdicts[row])
 
 
+def test_persistent_views_read_all_that_was_drawn(perspective, tokenizer):
+    config, perspective = replace(ALWAYS, seed=5, persistent=True), copy.deepcopy(perspective)
+    with torch.no_grad():  # experts that matter
+        for block in perspective.blocks[:3]:
+            block.ffn.down_EDF.mul_(20)
+    made = generate(perspective, tokenizer, ["the cat"], max_tokens=6, sampling=GREEDY, perspectives=config)
+    ids = [0, *tokenizer.encode("the cat")]
+    for id, verdict in zip(made.ids[0], made.verdicts[0], strict=True):
+        views = Views(("nearest", "second", "antipode", "random"), (5,) * 4, torch.empty(0))
+        with torch.inference_mode():
+            last, _ = read(perspective, [ids] * 4, perspective.init_state(4), fresh=[True] * 4, views=views)
+            apart, _ = compared(probabilities(perspective.head(last))[None])
+        assert verdict.disagreement == pytest.approx(float(apart), abs=1e-4)
+        ids.append(id)
+
+
 def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
     config, perspective = replace(ALWAYS, seed=5), copy.deepcopy(perspective)
     with torch.no_grad():  # experts that matter
