@@ -265,11 +265,13 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(path: Path, error: type[PerspectronError], limit: int = MAX_JSON) -> Any:
+def read_json(
+    path: Path, error: type[PerspectronError], limit: int = MAX_JSON, *, infinite: bool = False
+) -> Any:
     """Read JSON as `parse_json` does. What is missing, malformed, no file or over `limit` bytes raises `error` with
     one line that names it."""
     try:
-        return parse_json(read_text(path, limit))
+        return parse_json(read_text(path, limit), infinite=infinite)
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except (OSError, ValueError) as cause:
@@ -287,13 +289,13 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
     return text.decode(errors=errors)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """JSON to the letter. ValueError for what Python's reader lets pass: NaN and Infinity, numbers beyond 64 bits or
-    beyond float64, a key twice in one object, thousands of levels."""
+    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number."""
     try:
         return json.loads(
             text,
-            parse_constant=_refuse_constant,
+            parse_constant=_infinity if infinite else _refuse_constant,
             parse_int=_integer,
             parse_float=_finite,
             object_pairs_hook=_object,
@@ -304,6 +306,10 @@ def parse_json(text: str | bytes) -> Any:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _infinity(name: str) -> float:
+    return math.inf if name == "Infinity" else _refuse_constant(name)
 
 
 def _integer(digits: str) -> int:

@@ -48,12 +48,13 @@ class Folder:
 @dataclass(frozen=True)
 class Opened:
     """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
-    a run."""
+    a run. checkpoint: whose weights a run's model has; None for an artifact."""
 
     folder: Folder
     model: LanguageModel
     tokenizer: Tokenizer
     line: str = ""
+    checkpoint: checkpoint.Checkpoint | None = None
 
     def autocast(self) -> torch.autocast:
         """A context that computes with the dtype of training, on the model's device."""
@@ -113,7 +114,8 @@ def open_model(path: Path, *, cache_bytes: int | None = None, verify: bool = Fal
         return Opened(folder, streamed, tokenizer, streamed.line())
     for name, value in (("cache", cache_bytes), ("verify", verify or None)):
         require(value is None, name, value, "left out for a run, which is held in memory as a whole")
-    return Opened(folder, *checkpoint.load_run(path))
+    its, model, tokenizer = checkpoint.open_run(path)
+    return Opened(folder, model, tokenizer, checkpoint=its)
 
 
 def load(

@@ -9,6 +9,7 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
+    AutoModelForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     GPT2Config,
@@ -25,6 +26,7 @@ import perspectron
 from perspectron import foreign
 from perspectron.cli.main import main
 from perspectron.data.adopt import adopt
+from perspectron.data.tokenizer import blank
 from perspectron.errors import CheckpointError, DataError
 
 V, TEXT = 300, "The quick brown fox's 1,234 jumps, isn't it?\n\n    indented   = 5; " + "naïve 汉字 " * 3
@@ -53,7 +55,7 @@ transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bpe() -> ByteLevelBPETokenizer:
     """As GPT-2's, its separator last."""
     inner = ByteLevelBPETokenizer()
@@ -104,6 +106,46 @@ def test_gpt2_with_lenses_at_rest_is_the_same_function_and_can_be_trained(bpe, t
     assert math.isfinite(gate) and gate != 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (
+            "bamba",
+            ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "mamba_d_head", "time_step_limit"),
+        ),
+        ("mistral", ("rms_norm_eps", "rope_parameters", "num_key_value_heads")),
+        ("mamba2", ("layer_norm_epsilon", "time_step_limit", "conv_kernel", "expand")),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind, keys, bpe, tmp_path, monkeypatch):
+    monkeypatch.setitem(HEADS, "num_attention_heads", 8)
+    monkeypatch.setitem(HEADS, "num_key_value_heads", 8)
+    saved(tmp_path, kind, bpe)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for key in keys:
+        del values[key]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.arange(1, 41)[None]
+    with torch.no_grad():
+        expected, logits = theirs(ids).logits, foreign.read(tmp_path)[0](ids).logits
+    expected[..., [0, 299]] = expected[..., [299, 0]]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * max(1, float(expected.abs().max())))
+
+
+def test_silence_that_no_model_of_ours_can_mean(bpe, tmp_path):
+    for kind, key, words in (
+        ("mistral", "sliding_window", "sliding_window is missing, which means 4096; must be null"),
+        ("mamba2", "n_groups", "n_groups is 8, must be 1"),
+    ):
+        saved(tmp_path, kind, bpe)
+        values = json.loads((tmp_path / "config.json").read_text())
+        del values[key]
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        with pytest.raises(CheckpointError, match=words):
+            foreign.read(tmp_path)
+
+
 def test_what_cannot_be_read_is_named(bpe, tmp_path):
     saved(tmp_path, "llama", bpe)
     whole = json.loads((tmp_path / "config.json").read_text())
@@ -117,6 +159,7 @@ def test_what_cannot_be_read_is_named(bpe, tmp_path):
             {"intermediate_size": 64},
             r"layers.0.mlp.gate_proj.weight have shape \[48, 32\], must have \[64, 32\]",
         ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, must be 1.0"),
         ({"num_hidden_layers": 1}, "model.layers.1.* have no place"),
         ({"num_hidden_layers": 3}, "no weights model.layers.2.input_layernorm.weight"),
     ):
@@ -129,16 +172,44 @@ def test_tokenizers_that_are_not_byte_level_are_refused(bpe, tmp_path):
     bpe.save(str(tmp_path / "whole.json"))
     whole = json.loads((tmp_path / "whole.json").read_text())
     assert adopt(tmp_path / "whole.json").separator == bpe.token_to_id("<|endoftext|>")
+    split = json.loads(blank().to_str())["pre_tokenizer"]
+    first, last = split["pretokenizers"]
+    (tmp_path / "changed.json").write_text(json.dumps(whole | {"pre_tokenizer": split}))
+    adopt(tmp_path / "changed.json")
+    plain = whole["added_tokens"][0] | {"content": "zz", "id": 300, "special": False}
     for change, words in (
         ({"normalizer": {"type": "NFC"}}, "normalizer is 'NFC'"),
         ({"model": whole["model"] | {"byte_fallback": True}}, "byte_fallback is True"),
         ({"model": {"type": "Unigram", "vocab": []}}, "it has no model.vocab"),
         ({"pre_tokenizer": {"type": "Metaspace"}}, "pre_tokenizer is"),
-        ({"added_tokens": []}, "no token between documents"),
+        ({"added_tokens": [], "model": whole["model"] | {"vocab": {"a": 0}}}, "no token between documents"),
+        ({"added_tokens": [*whole["added_tokens"], plain]}, "added token '..?' is not special"),
+        ({"model": whole["model"] | {"dropout": 0.1}}, "model.dropout is 0.1"),
+        ({"model": whole["model"] | {"continuing_subword_prefix": "##"}}, "subword_prefix is '##'"),
+        ({"model": whole["model"] | {"end_of_word_suffix": "</w>"}}, "word_suffix is '</w>'"),
+        (
+            {"pre_tokenizer": split | {"pretokenizers": [first | {"behavior": "Removed"}, last]}},
+            "is 'Removed'",
+        ),
+        ({"pre_tokenizer": split | {"pretokenizers": [first | {"invert": True}, last]}}, "invert is True"),
+        (
+            {"pre_tokenizer": split | {"pretokenizers": [first, last | {"add_prefix_space": True}]}},
+            "space is True",
+        ),
     ):
         (tmp_path / "changed.json").write_text(json.dumps(whole | change))
         with pytest.raises(DataError, match=words):
             adopt(tmp_path / "changed.json")
+
+
+def test_the_separator_is_the_one_that_the_config_names(bpe, tmp_path):
+    bpe.add_special_tokens(["<|begin|>"])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    begin, end = bpe.token_to_id("<|begin|>"), bpe.token_to_id("<|endoftext|>")
+    for ids, expected in (
+        ([begin, end], begin), ([None, end], end), ([None, [end]], end), ([5, begin], begin), ([], end),
+    ):  # fmt: skip
+        assert adopt(tmp_path / "tokenizer.json", ids).separator == expected
 
 
 def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsys):
@@ -152,3 +223,99 @@ def test_a_run_that_was_imported_knows_no_text(bpe, tmp_path, monkeypatch, capsy
         said = capsys.readouterr().err
         assert "--data" in said or "the run's text is not available" in said
     assert main(["eval", "run", "--data", "letter.txt", "--tokens", "64"]) == 0
+
+
+CONFIGS = [
+    ("gpt2", {"model_type": ["gpt2"]}, "model_type is ['gpt2'], which cannot be read"),
+    ("gpt2", {"layer_norm_epsilon": [1]}, "layer_norm_epsilon is [1], must be a finite number"),
+    ("gpt2", {"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is inf, must be a finite number"),
+    ("gpt2", {"layer_norm_epsilon": math.nan}, "NaN is not JSON"),
+    ("gpt2", {"n_layer": 2**45}, "n_layer is 35184372088832, must be a whole number from 1 to 1,024"),
+    ("gpt2", {"n_embd": 2**20}, "the memory of this machine"),
+    ("llama", {"rope_parameters": [1]}, "rope_parameters is [1], must be an object"),
+    ("llama", {"rope_parameters": None, "rope_theta": "x"}, "rope_theta is 'x', must be a finite number"),
+    ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x', must be a finite number"),
+    ("llama", {"rms_norm_eps": []}, "rms_norm_eps is [], must be a finite number"),
+    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices is 3, must be a list"),
+    ("bamba", {"time_step_limit": 3}, "time_step_limit is 3, must be a list"),
+    ("mamba2", {"time_step_limit": []}, "time_step_limit is [], must be [0, inf]"),
+    ("mamba2", {"head_dim": "x"}, "head_dim is 'x', must be a whole number"),
+]
+SPLIT, BYTES = json.loads(blank().to_str())["pre_tokenizer"]["pretokenizers"]
+TOKENIZERS = [
+    ({"added_tokens": 5}, "added_tokens has 5, must have objects"),
+    ({"added_tokens": [1]}, "added_tokens has 1, must have objects"),
+    ({"added_tokens": {"id": 3}}, "added_tokens has {'id': 3}, must have objects"),
+    ({"added_tokens": [{"id": 3, "content": [], "special": True}]}, "must have objects with content"),
+    ({"normalizer": [1]}, "normalizer is [1], must be none"),
+    ({"pre_tokenizer": {"pretokenizers": 5}}, "pretokenizers is 5, must be a list"),
+    ({"pre_tokenizer": {"pretokenizers": [1]}}, "pretokenizers is [1], must be a list"),
+    ({"pre_tokenizer": {"pretokenizers": [SPLIT | {"pattern": "x"}, BYTES]}}, "must split words as GPT-2"),
+    (
+        {"pre_tokenizer": {"pretokenizers": [SPLIT | {"pattern": {"Regex": [1]}}, BYTES]}},
+        "must split words as GPT-2",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "change", "words"),
+    [("config.json", *row) for row in CONFIGS] + [("tokenizer.json", "gpt2", *row) for row in TOKENIZERS],
+)
+def test_what_a_stranger_wrote_is_refused_in_a_line(file, kind, change, words, bpe, tmp_path, capsys):
+    MODELS[kind]().config.save_pretrained(tmp_path)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    values = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(values | change))
+    assert main(["import", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_infinity_may_stand_in_a_config(bpe, tmp_path):
+    saved(tmp_path, "mamba2", bpe)
+    values = json.loads((tmp_path / "config.json").read_text())
+    text = json.dumps(values | {"time_step_limit": [0.0, math.inf]})
+    assert "[0.0, Infinity]" in text
+    (tmp_path / "config.json").write_text(text)
+    foreign.read(tmp_path)
+
+
+def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch):
+    model = saved(tmp_path, "gpt2", bpe)
+    expected = foreign.read(tmp_path)[0].fingerprint()
+    (tmp_path / "other.safetensors").write_bytes(b"of nobody")
+    assert foreign.read(tmp_path)[0].fingerprint() == expected
+    whole = (tmp_path / "model.safetensors").stat().st_size
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights in it, must have model"):
+        foreign.read(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    index = tmp_path / "model.safetensors.index.json"
+    assert foreign.read(tmp_path)[0].fingerprint() == expected
+    monkeypatch.setattr("perspectron.foreign.source.memory", lambda: 2 * whole - 8192)
+    with pytest.raises(CheckpointError, match="bytes of weights, must be ≤"):
+        foreign.read(tmp_path)
+    for places in (
+        [1],
+        {},
+        {"wte.weight": "../model.safetensors"},
+        {"wte.weight": [1]},
+        {"wte.weight": "x.bin"},
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(CheckpointError, match="weight_map is|must be the name of a"):
+            foreign.read(tmp_path)
+
+
+def test_training_goes_on_in_windows_that_the_positions_hold(bpe, tmp_path, capsys):
+    saved(tmp_path / "hf", "gpt2", bpe)
+    (tmp_path / "text.txt").write_text(TEXT * 200)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]) == 0
+    line = ["train", "--init", str(tmp_path / "run"), "--data", str(tmp_path / "text.txt"), "--steps", "1"]
+    assert main([*line, "--dtype", "float32", "--out", str(tmp_path / "tuned")]) == 0
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text())["train"]["seq_len"] == 64
+    capsys.readouterr()
+    assert main([*line, "--seq-len", "128", "--out", str(tmp_path / "other")]) == 2
+    assert "seq_len = 128, must be ≤ positions = 64" in capsys.readouterr().err

@@ -143,7 +143,7 @@ class Train:
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its
-        weights."""
+        weights, and windows are no longer than its table of positions."""
         places: dict[str, Any] = {}
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
@@ -151,6 +151,8 @@ class Train:
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
                 if name == "init" and "data" not in self.given:
                     places["data"] = its.train.data
+                if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
+                    places["seq_len"] = min(self.train.seq_len, its.model.positions)
         return replace(self.train, **{"data": resolved(self.train.data)} | places)
 
     def _budget(self, train: TrainConfig) -> Budget:

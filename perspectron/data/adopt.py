@@ -1,6 +1,7 @@
 """Tokenizers of other programs as ours: byte-level BPE, with the separator moved to id 0."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from perspectron.errors import DataError
 from perspectron.files import parse_json, read_text
 
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
-"""Spellings of the token between documents, the first that is there counts."""
+"""Spellings of the token between documents where no id says which one it is: the first that is there counts."""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,11 +29,13 @@ class Adopted(NamedTuple):
     separator: int
 
 
-def adopt(path: Path) -> Adopted:
+def adopt(path: Path, ids: Sequence[Any] = ()) -> Adopted:
     """Read a tokenizer.json: one of ours, with or without what transformers adds to it, or byte-level BPE that splits
-    as GPT-2 or Llama 3 do. Other special tokens keep their ids, and text never gives them.
+    as GPT-2 or Llama 3 do. The separator is the first of `ids` that an added token has, else one of SEPARATORS. Other
+    special tokens keep their ids, and text never gives them.
 
-    DataError, naming the field, for every other kind: SentencePiece, a normalizer, words that skip the merges.
+    DataError, naming the field, for every other kind: SentencePiece, a normalizer, words that skip the merges, merges
+    that are left out by chance, added tokens that text gives.
     """
     try:
         value = parse_json(read_text(path, MOST_BYTES))
@@ -46,17 +49,26 @@ def adopt(path: Path) -> Adopted:
     for name, wanted in (("type", "BPE"), ("byte_fallback", False), ("ignore_merges", False)):
         if model.get(name, wanted) != wanted:
             raise DataError(f"{path}: model.{name} is {model[name]!r}, only byte-level BPE can be read")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise DataError(f"{path}: model.{name} is {model[name]!r}, must be null to be read")
     if value.get("normalizer") is not None:
-        raise DataError(
-            f"{path}: normalizer is {value['normalizer'].get('type')!r}, must be none: text is kept as it is"
+        kind = (
+            value["normalizer"].get("type") if isinstance(value["normalizer"], dict) else value["normalizer"]
         )
+        raise DataError(f"{path}: normalizer is {kind!r}, must be none: text is kept as it is")
     pattern = _pattern(value.get("pre_tokenizer"), path)
-    added = {token["content"]: token["id"] for token in value.get("added_tokens") or ()}
-    vocab = model["vocab"] | added
-    separator = next((spelling for spelling in SEPARATORS if spelling in vocab), None)
-    if separator is None:
-        raise DataError(f"{path}: no token between documents, must have one of {', '.join(SEPARATORS)}")
+    added = _added(value.get("added_tokens"), path)
+    separator = _separator(added, model["vocab"], ids, path)
+    for token in added:
+        if not token["special"] and token["content"] != separator:
+            raise DataError(
+                f"{path}: added token {token['content']!r} is not special, so text gives it; no tokenizer of ours can"
+            )
+    vocab = model["vocab"] | {token["content"]: token["id"] for token in added}
     at = vocab.pop(separator)
+    if type(at) is not int or at < 0:
+        raise DataError(f"{path}: the id of {separator!r} is {at!r}, must be a whole number ≥ 0")
     first = next((token for token, id in vocab.items() if id == 0), None)
     if first is not None:
         vocab[first] = at
@@ -65,21 +77,62 @@ def adopt(path: Path) -> Adopted:
     return Adopted(Tokenizer.parse(json.dumps(template), path), at)
 
 
+def _added(tokens: Any, path: Path) -> list[dict[str, Any]]:
+    """The added tokens. DataError unless each has its content, id and whether it is special."""
+    tokens = [] if tokens is None else tokens
+    kinds = {"content": str, "id": int, "special": bool}
+    for token in tokens if isinstance(tokens, list) else [tokens]:
+        if not isinstance(token, dict) or any(
+            type(token.get(name)) is not kind for name, kind in kinds.items()
+        ):
+            raise DataError(
+                f"{path}: added_tokens has {token!r}, must have objects with content, id and special"
+            )
+    return list(tokens)
+
+
+def _separator(added: list[dict[str, Any]], vocab: dict[str, Any], ids: Sequence[Any], path: Path) -> str:
+    """The spelling of the token between documents."""
+    spellings = {token["id"]: token["content"] for token in added}
+    for id in ids:
+        if type(id) is int and id in spellings:
+            return str(spellings[id])
+    there = vocab.keys() | {token["content"] for token in added}
+    found = next((spelling for spelling in SEPARATORS if spelling in there), None)
+    if found is None:
+        raise DataError(f"{path}: no token between documents, must have one of {', '.join(SEPARATORS)}")
+    return found
+
+
 def _bytewise(vocab: dict[str, int]) -> dict[str, int]:
-    """The vocabulary; special tokens that are not spelled in bytes get a spelling of their own that is."""
+    """The vocabulary; special tokens that are not spelled in bytes get a spelling of their own that is, as
+    does one that is spelled as the separator here."""
     known = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    return {token if known.issuperset(token) else f"<|special{id}|>": id for token, id in vocab.items()}
+    return {
+        token if known.issuperset(token) and token != END_OF_TEXT else f"<|special{id}|>": id
+        for token, id in vocab.items()
+    }
 
 
 def _pattern(pre: Any, path: Path) -> str:
     """Our pattern that splits as this pre-tokenizer does."""
     parts = (pre.get("pretokenizers") or [pre]) if isinstance(pre, dict) else []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise DataError(f"{path}: pre_tokenizer.pretokenizers is {parts!r}, must be a list of objects")
     kinds = [part.get("type") for part in parts]
-    if kinds == ["ByteLevel"] and parts[0].get("use_regex", True) and not parts[0].get("add_prefix_space"):
+    if parts and parts[-1].get("add_prefix_space"):
+        raise DataError(
+            f"{path}: add_prefix_space is {parts[-1]['add_prefix_space']!r}, must be false to be read"
+        )
+    if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
         return GPT2_PATTERN
     if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
-        written = (parts[0].get("pattern") or {}).get("Regex")
-        if written in PATTERNS or written in _WRITTEN:
+        for name, wanted in (("behavior", "Isolated"), ("invert", False)):
+            if parts[0].get(name) != wanted:
+                raise DataError(f"{path}: {name} is {parts[0].get(name)!r}, must be {wanted!r} to be read")
+        written = parts[0].get("pattern")
+        written = written.get("Regex") if isinstance(written, dict) else None
+        if isinstance(written, str) and (written in PATTERNS or written in _WRITTEN):
             return _WRITTEN.get(written, written)
     raise DataError(
         f"{path}: pre_tokenizer is {kinds or None}, must split words as GPT-2, Llama 3 or this library do"

@@ -6,7 +6,7 @@ writes it.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from perspectron.config import ModelConfig, require
 from perspectron.data.adopt import adopt
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, DataError
-from perspectron.files import load_tensors, read_json
+from perspectron.files import read_json
 from perspectron.foreign import decoders, gpt2, own
 from perspectron.foreign.source import Source
 from perspectron.model import LanguageModel, require_memory
@@ -33,7 +33,7 @@ KINDS = {
     "perspectron": Kind(own.config, own.weights),
     "gpt2": Kind(gpt2.config, gpt2.weights),
     "llama": Kind(decoders.llama_config, decoders.llama_weights),
-    "mistral": Kind(decoders.llama_config, decoders.llama_weights),
+    "mistral": Kind(decoders.mistral_config, decoders.mistral_weights),
     "mamba2": Kind(decoders.mamba2_config, decoders.mamba2_weights),
     "bamba": Kind(decoders.bamba_config, decoders.bamba_weights),
 }
@@ -42,38 +42,45 @@ KINDS = {
 
 def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
     """The model and tokenizer in a folder of transformers. The token between documents becomes id 0 and changes places
-    with the token that had it. lens: of a GPT-2, with the parts of the lens design beside its own, at
-    rest.
+    with the token that had it. lens: of a GPT-2, with the parts of the lens design beside its own, at rest. Weights of
+    fewer bits get the dtype that the model has.
 
     DataError for a tokenizer that cannot be read (`adopt`). CheckpointError: no such folder, a kind that is not known,
     an option that no model of ours has, or weights that are missing, left over or of another shape, with their names.
     """
-    values = read_json(folder / "config.json", CheckpointError)
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in KINDS:
+    values = read_json(folder / "config.json", CheckpointError, infinite=True)
+    name = values.get("model_type") if isinstance(values, dict) else None
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: model_type is {kind!r}, which cannot be read; {', '.join(KINDS)} can"
+            f"{folder / 'config.json'}: model_type is {name!r}, which cannot be read; {', '.join(KINDS)} can"
         )
-    source = Source(folder, values, _tensors(folder))
-    config = KINDS[kind].config(source)
-    weights = KINDS[kind].weights(source, config)
-    source.done()
     if lens:
-        require(kind == "gpt2", "lens", True, f"left out: the model is {kind!r}, only 'gpt2' can have lenses")
-        config = gpt2.lens_config(config)
-        weights = gpt2.lens_weights(weights, config)
-    adopted = adopt(folder / "tokenizer.json")
-    for name in ("embedding.weight", "lm_head.weight"):
-        if name in weights:
-            weights[name] = _swapped(weights[name], adopted.separator)
+        require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
+    source = Source(folder, values)
+    config = kind.config(source)
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = LanguageModel(gpt2.lens_config(config) if lens else config)
     require_memory(model)
-    fill(model, weights, folder)
+    ids = [source.get("bos_token_id"), source.get("eos_token_id")]
+    adopted = adopt(folder / "tokenizer.json", ids)
     if adopted.tokenizer.vocab_size > config.vocab_size:
         raise DataError(
             f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
+    source.open_weights()
+    weights = kind.weights(source, config)
+    source.done()
+    if lens:
+        weights = gpt2.lens_weights(weights, model.config)
+    for name in ("embedding.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = _swapped(weights[name], adopted.separator)
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name in own and tensor.is_floating_point() and own[name].is_floating_point():
+            weights[name] = tensor.to(own[name].dtype)
+    fill(model, weights, folder)
     return model, adopted.tokenizer
 
 
@@ -84,13 +91,3 @@ def _swapped(rows: Tensor, separator: int) -> Tensor:
     rows = rows.clone()
     rows[[0, separator]] = rows[[separator, 0]]
     return rows
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: no weights in it, must have a file like model.safetensors")
-    tensors: dict[str, Any] = {}
-    for file in files:
-        tensors |= load_tensors(file, CheckpointError, "the weights of a model")[1]
-    return tensors

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from perspectron.config import BlockConfig, ModelConfig
+from perspectron.config import MOST_BLOCKS, BlockConfig, ModelConfig
 from perspectron.ffn import SwiGLUConfig
 from perspectron.foreign import parts
 from perspectron.foreign.source import Source
@@ -17,39 +17,54 @@ MAMBA2 = {
     "expand": "expand", "heads": "num_heads", "head_dim": "head_dim", "state": "state_size", "conv": "conv_kernel",
     "groups": "n_groups", "bias": "use_bias", "conv_bias": "use_conv_bias",
 }  # fmt: skip
+OF_LLAMA = parts.Defaults(1e-6)
+OF_MISTRAL = parts.Defaults(1e-6, key_heads=8, sliding_window=4096)
+OF_BAMBA = parts.Defaults(1e-5, key_heads=8, rope_share=0.5)
+"""As the classes of transformers have them."""
 
 
-def llama_config(source: Source) -> ModelConfig:
+def llama_config(source: Source, defaults: parts.Defaults = OF_LLAMA) -> ModelConfig:
     """Attention and a SwiGLU in every block."""
     D = source.number("hidden_size")
-    block = BlockConfig(parts.attention_config(source, D), _network(source))
-    return _model(source, "transformer", D, (block,) * source.number("num_hidden_layers"))
+    block = BlockConfig(parts.attention_config(source, D, defaults), _network(source))
+    return _model(source, "transformer", D, (block,) * _layers(source), _eps(source, defaults))
 
 
-def llama_weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
-    return _weights(source, config, "mlp", "post_attention_layernorm", "norm")
+def llama_weights(
+    source: Source, config: ModelConfig, defaults: parts.Defaults = OF_LLAMA
+) -> dict[str, Tensor]:
+    return _weights(source, config, "mlp", "post_attention_layernorm", "norm", defaults)
+
+
+def mistral_config(source: Source) -> ModelConfig:
+    """As Llama's, but for what a silent config means."""
+    return llama_config(source, OF_MISTRAL)
+
+
+def mistral_weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
+    return llama_weights(source, config, OF_MISTRAL)
 
 
 def bamba_config(source: Source) -> ModelConfig:
     """A SwiGLU in every block, after attention in those that `attn_layer_indices` names and Mamba-2 in the others."""
-    D, there = source.number("hidden_size"), source.get("attn_layer_indices", [])
-    network, ssd = _network(source), parts.ssd_config(source, D, BAMBA)
-    attention = parts.attention_config(source, D)
-    mixers = (attention if i in there else ssd for i in range(source.number("num_hidden_layers")))
-    return _model(source, "bamba", D, tuple(BlockConfig(mixer, network) for mixer in mixers))
+    D, there = source.number("hidden_size"), source.items("attn_layer_indices")
+    network, ssd = _network(source), parts.ssd_config(source, D, BAMBA, groups=1, width=None)
+    attention = parts.attention_config(source, D, OF_BAMBA)
+    mixers = (attention if i in there else ssd for i in range(_layers(source)))
+    blocks = tuple(BlockConfig(mixer, network) for mixer in mixers)
+    return _model(source, "bamba", D, blocks, _eps(source, OF_BAMBA))
 
 
 def bamba_weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
-    return _weights(source, config, "feed_forward", "pre_ff_layernorm", "final_layernorm")
+    return _weights(source, config, "feed_forward", "pre_ff_layernorm", "final_layernorm", OF_BAMBA)
 
 
 def mamba2_config(source: Source) -> ModelConfig:
     """Mamba-2's mixers alone."""
     source.must("hidden_act", ("silu",), "silu")
     D = source.number("hidden_size")
-    block = BlockConfig(parts.ssd_config(source, D, MAMBA2), None)
-    eps = float(source.get("layer_norm_epsilon", 1e-5))
-    return _model(source, "ssd", D, (block,) * source.number("num_hidden_layers"), eps)
+    block = BlockConfig(parts.ssd_config(source, D, MAMBA2, groups=8, width=64), None)
+    return _model(source, "ssd", D, (block,) * _layers(source), source.real("layer_norm_epsilon", 1e-5))
 
 
 def mamba2_weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
@@ -70,16 +85,23 @@ def _network(source: Source) -> SwiGLUConfig:
     return SwiGLUConfig(source.number("intermediate_size"))
 
 
-def _model(
-    source: Source, name: str, D: int, blocks: tuple[BlockConfig, ...], eps: float | None = None
-) -> ModelConfig:
-    eps = float(source.get("rms_norm_eps", 1e-6)) if eps is None else eps
+def _layers(source: Source) -> int:
+    return source.number("num_hidden_layers", most=MOST_BLOCKS)
+
+
+def _eps(source: Source, defaults: parts.Defaults) -> float:
+    return source.real("rms_norm_eps", defaults.eps)
+
+
+def _model(source: Source, name: str, D: int, blocks: tuple[BlockConfig, ...], eps: float) -> ModelConfig:
     return ModelConfig(
         name, source.number("vocab_size"), D, blocks, parts.head_of(source, False), norm_eps=eps
     )
 
 
-def _weights(source: Source, config: ModelConfig, network: str, second: str, last: str) -> dict[str, Tensor]:
+def _weights(
+    source: Source, config: ModelConfig, network: str, second: str, last: str, defaults: parts.Defaults
+) -> dict[str, Tensor]:
     """Of decoders whose layers have a norm, a mixer, a norm and a network."""
     D = config.d_model
     found = parts.embeddings(source, "model.embed_tokens.weight", config)
@@ -92,7 +114,7 @@ def _weights(source: Source, config: ModelConfig, network: str, second: str, las
         found |= parts.swiglu(source, f"{old}.{network}", f"{new}.ffn", D, block.ffn.hidden)
         if isinstance(block.mixer, AttentionConfig):
             source.drop(f"{old}.self_attn.rotary_emb.inv_freq")
-            found |= parts.attention(source, f"{old}.self_attn", f"{new}.mixer", D, block.mixer)
+            found |= parts.attention(source, f"{old}.self_attn", f"{new}.mixer", D, block.mixer, defaults)
         else:
             assert isinstance(block.mixer, SSDConfig)
             found |= parts.ssd(source, f"{old}.mamba", f"{new}.mixer", D, block.mixer)

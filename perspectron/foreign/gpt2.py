@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from perspectron.config import BlockConfig, ModelConfig, RouteGatedConfig
+from perspectron.config import MOST_BLOCKS, BlockConfig, ModelConfig, RouteGatedConfig
 from perspectron.ffn import ContextMLPConfig, MLPConfig
 from perspectron.foreign.parts import embeddings, head, head_of
 from perspectron.foreign.source import Source
@@ -24,10 +24,11 @@ def config(source: Source) -> ModelConfig:
     D = source.number("n_embd", 768)
     mixer = AttentionConfig(source.number("n_head", 12), rope_base=None, bias=True)
     block = BlockConfig(mixer, MLPConfig(source.number("n_inner", 4 * D), "gelu_tanh"))
+    blocks = (block,) * source.number("n_layer", 12, MOST_BLOCKS)
     return ModelConfig(
-        "gpt2", source.number("vocab_size", 50257), D, (block,) * source.number("n_layer", 12), head_of(source, True),
+        "gpt2", source.number("vocab_size", 50257), D, blocks, head_of(source, True),
         positions=source.number("n_positions", 1024), norm="layer",
-        norm_eps=float(source.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=source.real("layer_norm_epsilon", 1e-5),
     )  # fmt: skip
 
 

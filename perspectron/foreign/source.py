@@ -1,31 +1,59 @@
 """A folder of another program while it is read: what was not asked for is named."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from perspectron.config import MOST_SIZE
 from perspectron.errors import CheckpointError
+from perspectron.files import load_tensors, read_json
+from perspectron.machine import memory
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Source:
-    """Config values and tensors of a folder."""
+    """Config values and, once `open_weights` was called, tensors of a folder."""
 
-    def __init__(self, folder: Path, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.folder, self.values, self._tensors = folder, values, tensors
+    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
+        self.folder, self.values = folder, values
+        self._tensors: dict[str, Tensor] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
         """A value of config.json; null is as good as missing."""
         value = self.values.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number ≥ 1 of config.json. CheckpointError for anything else."""
+    def number(self, name: str, default: int | None = None, most: int = MOST_SIZE) -> int:
+        """A whole number from 1 to `most` of config.json. CheckpointError for anything else."""
         value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.error(f"{name} is {value!r}, must be a whole number ≥ 1")
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(f"{name} is {value!r}, must be a whole number from 1 to {most:,}")
         return value
+
+    def real(self, name: str, default: float) -> float:
+        """A finite number of config.json. CheckpointError for anything else."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.error(f"{name} is {value!r}, must be a finite number")
+        return float(value)
+
+    def items(self, name: str) -> list[Any]:
+        """A list of config.json, empty where there is none. CheckpointError for anything else."""
+        value = self.get(name, [])
+        if not isinstance(value, list):
+            raise self.error(f"{name} is {value!r}, must be a list")
+        return value
+
+    def mapping(self, name: str) -> "Source":
+        """The values of an object of config.json, none where it is missing. CheckpointError for anything else."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(f"{name} is {value!r}, must be an object")
+        return Source(self.folder, value)
 
     def must(self, name: str, allowed: Sequence[Any], default: Any = None) -> Any:
         """A value of config.json. CheckpointError unless it is among those that a model of ours can have."""
@@ -38,9 +66,35 @@ class Source:
         """What is wrong with config.json."""
         return CheckpointError(f"{self.folder / 'config.json'}: {message}")
 
+    def open_weights(self) -> None:
+        """Read the tensors: of model.safetensors, or of the files that its index names. CheckpointError: none of them,
+        a name that is no file's in the folder, or more bytes than half the memory."""
+        names = {WEIGHTS}
+        if not (self.folder / WEIGHTS).exists():
+            index = self.folder / INDEX
+            if not index.exists():
+                raise CheckpointError(f"{self.folder}: no weights in it, must have {WEIGHTS} or {INDEX}")
+            values = read_json(index, CheckpointError)
+            places = values.get("weight_map") if isinstance(values, dict) else None
+            if not isinstance(places, dict) or not places:
+                raise CheckpointError(f"{index}: weight_map is {places!r}, must name a file for each tensor")
+            for name in places.values():
+                if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+                    raise CheckpointError(
+                        f"{index}: {name!r}, must be the name of a .safetensors file beside it"
+                    )
+            names = set(places.values())
+        files = [self.folder / name for name in sorted(names)]
+        size, most = sum(file.stat().st_size for file in files if file.is_file()), memory() // 2
+        if size > most:
+            raise CheckpointError(
+                f"{self.folder}: {size:,} bytes of weights, must be ≤ {most:,}, half the memory of this machine"
+            )
+        for file in files:
+            self._tensors |= load_tensors(file, CheckpointError, "the weights of a model")[1]
+
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor in float32, which is then used up. CheckpointError, with its name: it is missing or of another
-        shape."""
+        """A tensor, which is then used up. CheckpointError, with its name: it is missing or of another shape."""
         if name not in self._tensors:
             raise CheckpointError(f"{self.folder}: it has no weights {name}")
         tensor = self._tensors.pop(name)
@@ -48,7 +102,7 @@ class Source:
             raise CheckpointError(
                 f"{self.folder}: weights {name} have shape {list(tensor.shape)}, must have {list(shape)}"
             )
-        return tensor.float() if tensor.is_floating_point() else tensor
+        return tensor
 
     def has(self, name: str) -> bool:
         return name in self._tensors

@@ -4,20 +4,18 @@ from collections.abc import Iterator
 
 from perspectron import presets
 from perspectron.opening import Opened
-from perspectron.train import checkpoint
 from perspectron.train.loop import measured, read_metrics
 
 
 def card(opened: Opened, name: str) -> str:
-    """README.md of an exported run: what it is, what it was trained on and for how long, what was measured, and how to
-    use it. Nothing is in it that the run's files do not say."""
+    """README.md of an exported run: what it is, what these weights were trained on and for how long, what was measured
+    of them, and how to use it. Nothing is in it that the run's files do not say."""
     return "\n".join(_lines(opened, name)) + "\n"
 
 
 def _lines(opened: Opened, name: str) -> Iterator[str]:
     config = opened.folder.of_run()
     model, train = config.model, config.train
-    there = checkpoint.found_in(opened.folder.path)
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     state = opened.model.init_state(1, capacity=1024, device="meta").nbytes
     mixers = dict.fromkeys(block.mixer.kind for block in model.blocks if block.mixer)
@@ -33,15 +31,14 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
     yield f"of {', '.join(mixers)}, a vocabulary of {model.vocab_size:,}, and {state:,} bytes of memory after"
     yield "1,024 tokens."
     yield from ("", "## Training", "")
-    if there and there[-1].progress.step:
-        last = there[-1].progress
+    if opened.checkpoint is not None and opened.checkpoint.progress.step:
+        last = opened.checkpoint.progress
         yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
         yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
         yield f"- Text: {_text_name(train.data)}, {train.heldout:.0%} of it held out."
         metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
-        bits = [value for line in metrics for _, value in [measured(line)]]
-        if bits:
-            yield f"- Held-out bits per byte: {min(bits):.4f} at best, {bits[-1]:.4f} at the end."
+        for text, bits in [measured(line) for line in metrics if line["step"] == last.step][-1:]:
+            yield f"- {text.capitalize()} bits per byte: {bits:.4f}."
     else:
         yield "Nothing is known of it: the run's files hold weights alone."
     yield from (

@@ -350,8 +350,13 @@ def run_of(path: Path) -> Path:
 
 
 def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
-    """The model of a run's best held-out checkpoint (its newest where none was measured) and its tokenizer;
-    `run` may also be one checkpoint's folder.
+    """The model and tokenizer of `open_run`, with the same errors."""
+    return open_run(run)[1:]
+
+
+def open_run(run: Path) -> tuple[Checkpoint, LanguageModel, Tokenizer]:
+    """A run's best held-out checkpoint (its newest where none was measured), its model and its tokenizer; `run` may
+    also be one checkpoint's folder.
 
     A damaged checkpoint gives a warning, and the newest valid one is used. CheckpointError if the run, its config or
     its tokenizer is missing or damaged, or no checkpoint is valid.
@@ -372,5 +377,5 @@ def load_run(run: Path) -> tuple[LanguageModel, Tokenizer]:
             continue
         if errors:
             warnings.warn(f"{errors[0]}; using {checkpoint.path.name}", stacklevel=2)
-        return model, tokenizer
+        return checkpoint, model, tokenizer
     raise errors[0] if errors else CheckpointError(f"{folder(run)}: no checkpoint in it")

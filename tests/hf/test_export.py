@@ -15,8 +15,10 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.config import dump
 from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.hf.card import card
 from perspectron.hf.modeling import _share
 from perspectron.model import build
+from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from tests.hf.contract import small
@@ -54,6 +56,35 @@ def test_run_to_transformers_to_run_is_the_same_digest(run, tmp_path, capsys):
     assert its.fingerprint == others.fingerprint
     card = (hf / "README.md").read_text()
     assert "9 updates" in card and "letters.txt" in card and "/home/me" not in card
+
+
+def test_the_card_has_the_numbers_of_the_weights_that_are_exported(run, tokenizer):
+    """Which are the best, not the newest."""
+    model, config = perspectron.load(run)[0], checkpoint.load_config(run)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(
+        run, config, tokenizer, model, optimizer, checkpoint.Progress(12, 2_000_000, 8.0, heldout=2.5)
+    )
+    lines = [{"step": step, "dev_bits_per_byte": bits} for step, bits in ((3, 5.0), (9, 4.25), (12, 4.5))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = card(open_model(run), "fox")
+    assert "9 updates" in text and "12 updates" not in text and "- Dev bits per byte: 4.2500." in text
+    assert "4.5" not in text and "Held-out" not in text
+    (run / "metrics.jsonl").write_text(json.dumps(lines[2]))
+    assert "bits per byte" not in card(open_model(run), "fox")
+
+
+def test_what_transformers_saved_in_few_bits_is_read(run, tmp_path):
+    assert main(["export", str(run), "--hf", str(tmp_path / "hf")]) == 0
+    model = PerspectronForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    shutil.copy(tmp_path / "hf" / "tokenizer.json", tmp_path / "half")
+    assert main(["import", str(tmp_path / "half"), "--out", str(tmp_path / "again")]) == 0
+    weights = perspectron.load(tmp_path / "again")[0].state_dict()
+    for name, weight in perspectron.load(run)[0].state_dict().items():
+        assert weights[name].dtype == weight.dtype, name
+        if weight.is_floating_point():
+            torch.testing.assert_close(weights[name], weight, rtol=2**-8, atol=0)
 
 
 def test_the_folder_loads_without_the_package(run, tmp_path):
