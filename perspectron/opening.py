@@ -16,6 +16,7 @@ from perspectron.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
 from perspectron.train import checkpoint
+from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.prepare import prepare
 
@@ -54,7 +55,7 @@ class Opened:
     model: LanguageModel
     tokenizer: Tokenizer
     line: str = ""
-    checkpoint: checkpoint.Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
 
     def autocast(self) -> torch.autocast:
         """A context that computes with the dtype of training, on the model's device."""
