@@ -101,7 +101,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("prune-attention", "lens", "--blocks", "1", "--context", "64"),
         *(("inspect", model) for model in ("perspective-1t", "lens-gpt2-124m", "routed", "packed")),
         ("list",),
-        ("compare", "--designs", "transformer,ssd", "--params", "120k", "--data", "text", "--out", "compared",
+        ("compare", "--designs", "ssd", "--params", "120k", "--data", "text", "--out", "compared",
          "--vocab-size", "300", *COMPARE.split()),
         ("search", "--design", "gla", "--space", "space.toml", "--params", "120k", "--data", "text",
          "--out", "searched", "--tokens", "128", "--seq-len", "32", "--batch-size", "4", "--dtype", "float32"),
