@@ -73,8 +73,8 @@ class AdaptConfig:
 
 @dataclass(frozen=True)
 class Report:
-    """What `Learner.read` did. nats: of each token, in the order of the text, before it was learned from. The others as
-    the adapter's counters, of this text alone. seconds: spent learning, beside reading."""
+    """The result of `Learner.read`. nats: of each token, in the order of the text, before it was learned from. The
+    others as the adapter's counters, of this text alone. seconds: spent learning, beside reading."""
 
     nats: Tensor
     updates: int
@@ -127,7 +127,7 @@ class Learner:
         self.accepted = self._weights()
 
     def conversation(self, *, traces: bool = False) -> Conversation:
-        """To go on from, under the adapter; a copy. traces: they are carried along, which takes r more scans."""
+        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r more scans."""
         return replace(self.talk, state=with_weights(self.state, self.adapter.up, traces=traces)).fork()
 
     def read(self, ids: Sequence[int]) -> Report:

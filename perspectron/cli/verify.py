@@ -100,7 +100,7 @@ def _elsewhere(run: Path, isa: str) -> list[str]:
 
 
 def digests(run: Path, isa: str) -> list[str]:
-    """In this process, with native kernels of this instruction set."""
+    """The digests from this process, with native kernels of this instruction set."""
     import torch
 
     from perspectron import native, opening
@@ -116,7 +116,7 @@ def digests(run: Path, isa: str) -> list[str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these variables set."""
+    """An environment with these variables set."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

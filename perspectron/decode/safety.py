@@ -79,7 +79,8 @@ class Polytope:
         return (h_ND.double() @ self.faces.normal_HD.T - self.faces.offset_H).amax(1)
 
     def add(self, rows: "Polytope") -> "Polytope":
-        """With the half-spaces of another; the inner point moves where it has to. ConfigError: nothing is left."""
+        """The polytope with the half-spaces of another added; the inner point moves where it has to. ConfigError:
+        nothing is left."""
         normals, offsets = torch.cat([self.normals, rows.normals]), torch.cat([self.offsets, rows.offsets])
         return replace(
             self, normals=normals, offsets=offsets, labels=(*self.labels, *rows.labels),

@@ -70,7 +70,7 @@ class PrefixStore:
 
     @property
     def used_bytes(self) -> int:
-        """In memory now."""
+        """The bytes in memory now."""
         return self._used
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether what a text says depends on anything but itself: digests of one text read and drawn in many ways."""
+"""A check that a text's output depends on nothing but itself: digests of one text read and drawn in many ways."""
 
 import hashlib
 import struct
@@ -69,8 +69,8 @@ def ways(
 def digest(
     model: LanguageModel, tokenizer: Vocabulary, *, together: bool = False, others: int = 0, piece: int = 0
 ) -> str:
-    """Of the tokens and all logits drawn after one text. others: texts that are under way beside it, half of which
-    join after its first token. piece: tokens of the text that are given at once; 0 is all."""
+    """The digest of the tokens and all logits drawn after one text. others: texts that are under way beside it, half
+    of which join after its first token. piece: tokens of the text that are given at once; 0 is all."""
     V, positions = tokenizer.vocab_size, model.config.positions
     length = min(CHUNK + 22, positions - DRAWN) if positions else CHUNK + 22
     ids, session = _text(0, length, V), Session(model, tokenizer)

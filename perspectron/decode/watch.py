@@ -173,7 +173,7 @@ class Watch:
         return reading.read(self.model, [part[:-1]], state.fork(), fresh=[begins])[1]
 
     def _positions(self, batch: "_Batch", rows: list[int]) -> list[int]:
-        """Of the last token of each row in its document; 0 where the state does not count."""
+        """The positions of each row's last token in its document; 0 where the state does not count."""
         found = []
         for at in rows:
             state, row = batch.state, at

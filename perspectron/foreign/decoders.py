@@ -37,7 +37,7 @@ def llama_weights(
 
 
 def mistral_config(source: Source) -> ModelConfig:
-    """As Llama's, but for what a silent config means."""
+    """The config of a Mistral: Llama's, but for what a silent config means."""
     return llama_config(source, OF_MISTRAL)
 
 
@@ -102,7 +102,7 @@ def _model(source: Source, name: str, D: int, blocks: tuple[BlockConfig, ...], e
 def _weights(
     source: Source, config: ModelConfig, network: str, second: str, last: str, defaults: parts.Defaults
 ) -> dict[str, Tensor]:
-    """Of decoders whose layers have a norm, a mixer, a norm and a network."""
+    """The weights of decoders whose layers have a norm, a mixer, a norm and a network."""
     D = config.d_model
     found = parts.embeddings(source, "model.embed_tokens.weight", config)
     found["norm.weight"] = source.take(f"model.{last}.weight", D)

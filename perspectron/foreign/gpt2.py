@@ -33,7 +33,7 @@ def config(source: Source) -> ModelConfig:
 
 
 def weights(source: Source, config: ModelConfig) -> dict[str, Tensor]:
-    """By our names; matrices are stored [in, out] there."""
+    """The weights by our names; matrices are stored [in, out] there."""
     D, V, F = config.d_model, config.vocab_size, config.blocks[0].ffn.hidden  # type: ignore[union-attr]
     top = "transformer." if source.has("transformer.wte.weight") else ""
     found = {
