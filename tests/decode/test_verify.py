@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.decode import rows, verify
@@ -30,6 +31,14 @@ def test_what_differs_is_seen(tokenizer, monkeypatch) -> None:
     with torch.no_grad():
         model.embedding.weight[7] *= 1 + 1e-5
     assert verify.digest(model, tokenizer, together=True) != told
+
+
+def test_gates_of_few_heads_depend_on_no_other_row(tokenizer) -> None:
+    """torch computes the end of a vector in another way, and a batch decides who stands there."""
+    sizes = {"d_model": 48, "layers": 2, "hidden": 64, "vocab_size": tokenizer.vocab_size}
+    model = perspectron.build(presets.get("mamba3", **sizes))
+    said = [verify.digest(model, tokenizer, together=True, others=n) for n in (0, 15)]
+    assert len(set(said)) == 1
 
 
 def test_the_command(capsys, monkeypatch) -> None:
