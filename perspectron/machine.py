@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Self
@@ -81,10 +82,19 @@ def return_memory() -> None:
     _mallopt({M_MMAP_THRESHOLD: 1 << 20})
 
 
-def keep_memory() -> None:
-    """Have blocks kept that are freed. An update of a training frees what the next one takes, and to give it back to
-    the system and get it again, page by page, is some 7% of an update at 2 M parameters (docs/lab-notes.md)."""
+@contextmanager
+def memory_kept() -> Iterator[None]:
+    """Blocks that are freed stay with the process, until the end of the block. An update of a training frees what the
+    next one takes; to give it back to the system and get it again, page by page, is some 7% of an update at 2 M
+    parameters (docs/lab-notes.md). What is free at the end goes back."""
     _mallopt({M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26})
+    try:
+        yield
+    finally:
+        _mallopt({M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 1 << 17})
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        if trim is not None:
+            trim(0)
 
 
 def _mallopt(options: dict[int, int]) -> None:

@@ -43,17 +43,23 @@ def test_the_processor_and_its_cores():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_kept_memory_stays_with_the_process():
+def test_kept_memory_stays_with_the_process_until_the_end_of_the_block():
     """In a process of its own, whose allocator it is: 160 MB, taken and freed."""
     program = (
-        "import sys, torch; from perspectron import machine\n"
-        "if sys.argv[1] == 'kept': machine.keep_memory()\n"
-        "blocks = [torch.ones(1 << 20) for _ in range(40)]\n"
-        "del blocks\n"
-        "print(int(open('/proc/self/statm').read().split()[1]))\n"
+        "import torch; from perspectron import machine\n"
+        "def pages(): return int(open('/proc/self/statm').read().split()[1])\n"
+        "def taken_and_freed():\n"
+        "    blocks = [torch.ones(1 << 20) for _ in range(40)]\n"
+        "    del blocks\n"
+        "before = pages()\n"
+        "with machine.memory_kept():\n"
+        "    taken_and_freed()\n"
+        "    inside = pages()\n"
+        "after = pages()\n"
+        "taken_and_freed()\n"
+        "print(inside - before, after - before, pages() - before)\n"
     )
-    pages = {
-        how: int(subprocess.check_output([sys.executable, "-c", program, how], text=True))
-        for how in ("kept", "given back")
-    }
-    assert pages["kept"] - pages["given back"] > 100e6 / 4096
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    inside, after, later = (int(word) * 4096 for word in printed.split())
+    assert inside > 100e6
+    assert max(after, later) < 20e6

@@ -11,9 +11,9 @@ import perspectron
 from perspectron import presets
 from perspectron.census import census
 from perspectron.cli import playground
+from perspectron.cli.fit import fit
 from perspectron.cli.options import resolved, table
 from perspectron.cli.tokenize import Tokenize
-from perspectron.cli.train import fit
 from perspectron.data import open_shards
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate

@@ -12,9 +12,11 @@ from rich.console import Console
 import perspectron
 from perspectron import budget, presets
 from perspectron.census import active_parameters
+from perspectron.cli import fit as fit_room
 from perspectron.cli import train as train_room
+from perspectron.cli.fit import Speed
 from perspectron.cli.main import main
-from perspectron.cli.train import Speed, defaults
+from perspectron.cli.train import defaults
 from perspectron.train import checkpoint
 
 SMALL = [
@@ -167,14 +169,14 @@ def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatc
         *QUICK,
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(train_room.Trainer, "fit", lambda self, **_: 15 if self.save() else None)
+        patch.setattr(fit_room.Trainer, "fit", lambda self, **_: 15 if self.save() else None)
         assert main(command) == 128 + 15
     assert (
         "stopped and saved at step 0; go on with: perspectron train --resume run" in capsys.readouterr().err
     )
-    trainer_fit = train_room.Trainer.fit
+    trainer_fit = fit_room.Trainer.fit
     with monkeypatch.context() as patch:
-        patch.setattr(train_room.Trainer, "fit", lambda self, **more: trainer_fit(self, until=4, **more) or 2)
+        patch.setattr(fit_room.Trainer, "fit", lambda self, **more: trainer_fit(self, until=4, **more) or 2)
         assert main(["train", "--resume", "run"]) == 130
     assert main(["train", "--resume", "run"]) == 0
     said = capsys.readouterr().err
@@ -205,7 +207,7 @@ def test_a_terminal_of_any_width_and_without_colours(columns, play, capsys, monk
         made.append(Console(**options, force_terminal=True, width=columns, record=True))
         return made[-1]
 
-    monkeypatch.setattr(train_room, "Console", terminal)
+    monkeypatch.setattr(fit_room, "Console", terminal)
     assert main(["train", "--data", "play.txt", "--steps", "3", "--out", "run", *SMALL, *QUICK]) == 0
     said = capsys.readouterr().err
     assert "\x1b[3" not in said and "step 3/3" in said

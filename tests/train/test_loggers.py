@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from perspectron.cli import options
+from perspectron.cli.fit import _fit
 from perspectron.cli.main import main
-from perspectron.cli.train import _fit
 from perspectron.train import loggers
 from perspectron.train.loop import read_metrics
 

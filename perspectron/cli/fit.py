@@ -1,0 +1,295 @@
+"""One training at the terminal: what it says before, while it runs, and at its end."""
+
+import contextlib
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from perspectron.cli.options import differences
+from perspectron.cli.progress import Work, duration
+from perspectron.data import Shards, Tokenizer
+from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
+from perspectron.eval.perplexity import compressors
+from perspectron.files import locked, remove
+from perspectron.machine import memory_kept, pick_device
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig
+from perspectron.train.estimate import Estimate, require_room
+from perspectron.train.extend import how_to_go_on
+from perspectron.train.loggers import Kind, logger
+from perspectron.train.loop import CURVE, Metrics, Trainer, measured, read_metrics, training_batches
+from perspectron.train.pace import Pace
+from perspectron.train.prepare import prepare
+from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
+
+CLOSING = 3.0  # seconds from the last checkpoint to the end: the curve, compressors
+
+
+def fit(
+    run: Path,
+    config: RunConfig,
+    *,
+    ended: list[Path] | None = None,
+    allow_changed: bool = False,
+    as_json: bool = False,
+    settle: Callable[[RunConfig, Shards], RunConfig] = lambda config, _: config,
+    ends: float | None = None,
+    log: Kind = "",
+) -> int:
+    """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
+    nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. settle: fills in
+    what of the config depends on the text. ends: time of the monotonic clock to keep to. StorageError: another process
+    trains in the folder."""
+    console, started = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), time.monotonic()
+    if config.recipe is not None:
+        plan(run, config)  # what it cannot do, it says before the text is read
+    require_room(config, pick_device(config.train.device))
+    new = not run.is_dir()
+    with locked(run, checkpoint.RUN_LOCK), memory_kept():
+        trainer, before = None, {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
+        try:
+            with Work("reading and encoding the text"):
+                tokenizer, shards, summary = prepare(run, config)
+            if tokenizer.vocab_size < config.model.vocab_size:
+                config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+            training_batches(config, shards)  # too little text is said before anything is measured
+            with Work("timing this machine"):
+                config = settle(config, shards)
+            if ended is None:
+                config = same_as_before(run, config)
+            if config.recipe is None:
+                with Work(f"building {config.model.name}"):
+                    trainer = Trainer(
+                        run, config, tokenizer, shards, ended=ended or (), allow_changed=allow_changed
+                    )
+        except PerspectronError as error:
+            if not isinstance(error, StorageError) and not (run / "config.json").exists():
+                for path in [run] if new and not before else set(run.iterdir()) - before:
+                    remove(path)
+            raise
+        console.print(summary)
+        finished = checkpoint.path_of(run, config.train.steps).is_dir()
+        if trainer is None:
+            code = _fit_staged(run, config, tokenizer, shards, allow_changed, as_json, console, log)
+        else:
+            code = _fit_plain(trainer, as_json, console, started, ends, log)
+    if finished and code == 0:
+        console.print(f"the run was finished before: {config.train.steps} steps; {how_to_go_on(run, config)}")
+    return code
+
+
+def _fit_plain(
+    trainer: Trainer, as_json: bool, console: Console, started: float, ends: float | None, log: Kind
+) -> int:
+    run, begun = trainer.run_dir, trainer.progress.step
+    try:
+        stopped = _fit(trainer, as_json, console, ends=ends, log=log)
+    except NonFiniteError as error:
+        rate, saved = trainer.config.train.optim.lr, checkpoint.found_in(run)
+        kept = f"; {run} holds step {saved[-1].progress.step}" if saved else ""
+        raise NonFiniteError(
+            f"{error}{kept}. Start again with a lower rate, in another folder: --lr {rate / 2:g} --out {run}-2"
+        ) from None
+    if stopped is not None:
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            console.print(
+                f"stopped and saved at step {trainer.progress.step}; go on with: perspectron train --resume {run}"
+            )
+        return 128 + stopped
+    if trainer.progress.step > begun and trainer.best < math.inf:
+        for line in _ending(trainer, time.monotonic() - started):
+            console.print(line)
+    return 0
+
+
+def _ending(trainer: Trainer, seconds: float) -> list[str]:
+    """The closing lines of a run: its result beside compressors of the same text, and what to do next."""
+    run, train = trainer.run_dir, trainer.config.train
+    on = {"heldout": "held-out"}.get(train.measured_on, "dev")
+    text = trainer.measured_text()
+    others = ", ".join(f"{name} {bits:.3f}" for name, bits in compressors(text).items())
+    lines = [
+        f"done in {duration(seconds)}: best {on} {trainer.best:.3f} bits per byte ({others}, of the same "
+        f"{len(text):,} bytes); curve: {run / CURVE}"
+    ]
+    course = [bits for line in read_metrics(run) if "loss" not in line for _, bits in [measured(line)]]
+    if course[-1] > 1.01 * trainer.best:
+        lines.append(
+            f"the loss rose to {course[-1]:.3f} at the end, the best was kept: fewer --epochs, or more text"
+        )
+    return [
+        *lines,
+        "next:",
+        f"  perspectron generate {run} --max-tokens 200",
+        f"  perspectron chat {run}",
+        f"  perspectron eval {run}",
+    ]
+
+
+def _fit_staged(
+    run: Path,
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    shards: Shards,
+    allow_changed: bool,
+    as_json: bool,
+    console: Console,
+    log: Kind,
+) -> int:
+    def train(trainer: Trainer, stage: Stage) -> int | None:
+        console.print(f"{stage.number}  {stage.name}")
+        return _fit(trainer, as_json, console, {"stage": stage.name}, log=log)
+
+    def report(row: Row) -> None:
+        if as_json:
+            print(json.dumps(row), flush=True)
+        console.print(stage_line(row))
+
+    stopped = staged(run, config, tokenizer, shards, fit=train, report=report, allow_changed=allow_changed)
+    if stopped is not None:
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            console.print(f"stopped and saved; go on with: perspectron train --resume {run}")
+        return 128 + stopped
+    console.print(f"stages: {run / ROWS}; curve: {run / CURVE}")
+    return 0
+
+
+def stage_line(row: Row) -> str:
+    """The end of a stage, in words."""
+    text = f"   {row['stage']}: held-out {row['heldout_bits_per_byte']:.3f} bits per byte"
+    if row["layers"]:
+        text += f", Gini {row['gini']:.3f}, reach {row['reach']:.2f}, delta {row['delta']:.3f}"
+    return text
+
+
+def same_as_before(run: Path, config: RunConfig) -> RunConfig:
+    """The config of the run if it has one, which settled what was "auto". ConfigError when another is asked."""
+    if not (run / "config.json").is_file():
+        return config
+    saved = checkpoint.load_config(run)
+    config = replace(config, order=saved.order)
+    if config.train.dtype == "auto":
+        config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
+    if config == saved:
+        return saved
+    what = "another model"
+    if config.model == saved.model:
+        flag, (_, there) = next(iter(differences(config, saved).items()))
+        what = f"{flag} {there}"
+    raise ConfigError(f"{run}: the run was started with {what}; use --resume {run}, or a new --out")
+
+
+def _fit(
+    trainer: Trainer,
+    as_json: bool,
+    console: Console,
+    beside: dict[str, str] | None = None,
+    ends: float | None = None,
+    log: Kind = "",
+) -> int | None:
+    """Train to the end with a bar, or with JSON lines, each of which also says what is `beside`. ends: time to keep
+    to."""
+    if trainer.damaged is not None:
+        console.print(f"warning: {trainer.damaged}; going on from step {trainer.progress.step}")
+    if trainer.progress.step < trainer.config.train.steps:
+        with Work("a first pass"):
+            estimate = trainer.estimate()
+        for line in _plan(trainer, estimate, ends):
+            console.print(line)
+    pace = None if ends is None else Pace(ends, closing=CLOSING)
+    text = trainer.shards.split("train")
+    with logger(log, trainer.run_dir, trainer.config, text, trainer.progress.step) as logged:
+        if as_json:
+
+            def lines(line: Metrics) -> None:
+                print(json.dumps((beside or {}) | line), flush=True)
+                logged(line)
+
+            return trainer.fit(report=lines, pace=pace)
+        return _fit_with_a_bar(trainer, console, pace, ends, logged)
+
+
+def _fit_with_a_bar(
+    trainer: Trainer,
+    console: Console,
+    pace: Pace | None,
+    ends: float | None,
+    logged: Callable[[Metrics], None],
+) -> int | None:
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    ) as bar:
+        speed = Speed(trainer.progress.step)
+        task = bar.add_task("", total=trainer.config.train.steps, completed=trainer.progress.step)
+
+        def report(line: Metrics) -> None:
+            logged(line)
+            steps = trainer.config.train.steps
+            said = speed.line(line, steps, ends)
+            if "loss" in line:
+                bar.update(task, completed=line["step"], total=steps, description=said)
+            if "loss" not in line or (not console.is_terminal and speed.due(line["step"], steps)):
+                console.print(said)
+
+        return trainer.fit(report=report, pace=pace)
+
+
+def _plan(trainer: Trainer, estimate: Estimate, ends: float | None) -> list[str]:
+    """The opening lines of a run: what will be trained, for how long and in what memory."""
+    config, step = trainer.config, trainer.progress.step
+    train, steps = config.train, config.train.steps
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    batch = train.batch_size * train.seq_len * train.accumulate
+    passes = steps * batch / (trainer.loader.windows * train.seq_len)
+    seconds = ends - time.monotonic() if ends is not None else estimate.whole(config, step)
+    begin = f"going on from step {step} of {steps}" if step else f"{steps:,} updates of {batch:,} tokens"
+    return [
+        f"{config.model.name}: {size / 1e6:.2f} M parameters, {train.dtype}, {trainer.device}, "
+        f"learning rate {train.optim.lr:g}",
+        f"{begin}: {steps * batch / 1e6:.3g} M tokens, {passes:.2g} passes over the text",
+        f"about {duration(seconds)}, until {time.strftime('%H:%M:%S', time.localtime(time.time() + seconds))}; "
+        f"{estimate.bytes / 1e9:.1f} GB of memory",
+    ]
+
+
+class Speed:
+    """The lines that a training prints as it goes, with its speed and the time left, of the last updates."""
+
+    EVERY = 10.0  # seconds between lines where there is no terminal
+
+    def __init__(self, step: int) -> None:
+        self._recent = deque([(time.monotonic(), step, 0)], maxlen=32)
+        self._said = -math.inf
+
+    def line(self, line: Metrics, steps: int, ends: float | None) -> str:
+        """A line of metrics, in words."""
+        head = f"step {line['step']:,}/{steps:,}"
+        if "loss" not in line:
+            text, bits = measured(line)
+            return f"{head}  {text} {bits:.3f} bits per byte"
+        now = time.monotonic()
+        self._recent.append((now, line["step"], line["tokens"]))
+        first, last = self._recent[0], self._recent[-1]
+        each = (now - first[0]) / max(1, last[1] - first[1])
+        left = (steps - line["step"]) * each if ends is None else max(0.0, ends - now)
+        return f"{head}  loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s  {duration(left)} left"
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a line is to be printed where lines are not written over."""
+        now = time.monotonic()
+        if now - self._said < self.EVERY and step < steps:
+            return False
+        self._said = now
+        return True
