@@ -19,13 +19,14 @@ from perspectron.experts.router import Routed, Views
 from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.ops.dispatch import check_consumed
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-NORMS: dict[str, type[nn.Module]] = {"rms": nn.RMSNorm, "layer": nn.LayerNorm}
+NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
 
 

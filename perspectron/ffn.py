@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.config import FFNConfig, require
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.ops.fused import gated
 from perspectron.terms import Term
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -97,7 +98,7 @@ class SwiGLU(Network):
         self.down_proj = nn.Linear(config.hidden, d_model, bias=False)
 
     def output(self, x_BTD: Tensor, context_BTD: Any) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return self.down_proj(gated(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:

@@ -19,7 +19,7 @@ from perspectron.errors import ConfigError, StateError
 from perspectron.experts.router import Views
 from perspectron.ffn import TiedConfig
 from perspectron.machine import memory
-from perspectron.ops import drm
+from perspectron.ops import drm, fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import check_consumed, gradients_off
 from perspectron.state import LMState, fingerprint
@@ -203,8 +203,7 @@ class LanguageModel(nn.Module):
         aux |= self.terms(logits_BTV, reset_BT, pad_BT)
         loss = None
         if targets is not None:
-            full = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-            total = F.cross_entropy(full.flatten(0, 1), targets.flatten(), reduction="sum")
+            total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
             loss = total / (targets != -100).sum().clamp_min(1)
         return Output(logits_BTV, state, loss, aux)
 

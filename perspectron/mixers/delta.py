@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps, unit
 from perspectron.ops import delta
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -52,7 +53,7 @@ class Delta(nn.Module, abc.ABC):
         self.conv1d = ShortConv(heads * (2 * K + V), conv, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * A))
-        self.norm = nn.RMSNorm(V, norm_eps)
+        self.norm = RMSNorm(V, norm_eps)
         self.o_proj = nn.Linear(heads * V, d_model, bias=False)
 
     @abc.abstractmethod

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, divides, positive
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -56,7 +57,7 @@ class GLA(nn.Module):
         self.gk_proj = nn.Sequential(
             nn.Linear(d_model, config.gate_rank, bias=False), nn.Linear(config.gate_rank, d_model // 2)
         )
-        self.norm = nn.RMSNorm(d_model // config.heads, norm_eps)
+        self.norm = RMSNorm(d_model // config.heads, norm_eps)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
 
     def init_state(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -59,7 +60,7 @@ class HGRN2(nn.Module):
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.f_proj = nn.Linear(d_model, d_model, bias=False)
         self.i_proj = nn.Linear(d_model, d_model, bias=False)
-        self.norm = nn.RMSNorm(d_model, norm_eps)
+        self.norm = RMSNorm(d_model, norm_eps)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
         if config.layer == 0 and config.layers > 1:
             self.gamma_ND = nn.Parameter(torch.empty(config.layers, d_model))

@@ -16,6 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import sigmoid, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -67,8 +68,8 @@ class Mamba3(nn.Module):
         self.config = config
         self.split = [inner, inner, N, N, heads, heads, heads, N // 4]
         self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
-        self.b_norm = nn.RMSNorm(N, norm_eps)
-        self.c_norm = nn.RMSNorm(N, norm_eps)
+        self.b_norm = RMSNorm(N, norm_eps)
+        self.c_norm = RMSNorm(N, norm_eps)
         self.b_bias = nn.Parameter(torch.empty(heads, N))
         self.c_bias = nn.Parameter(torch.empty(heads, N))
         self.dt_bias = nn.Parameter(torch.empty(heads))

@@ -16,6 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import eligibility, pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import gradients_off
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -97,7 +98,7 @@ class PDR(nn.Module):
         self.k_proj = nn.Linear(d_model, config.rank, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
-        self.norm = nn.RMSNorm(d_model, norm_eps) if config.out_norm else nn.Identity()
+        self.norm = RMSNorm(d_model, norm_eps) if config.out_norm else nn.Identity()
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Set a full W_p = I + (0.01/√D) N(0,1) and σ(b_p) = 0.95; the rest is the model's default."""

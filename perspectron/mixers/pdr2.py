@@ -16,6 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import ShortConv, logits_of_halflives
 from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE
 from perspectron.ops import pdr
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -71,7 +72,7 @@ class PDR2(nn.Module):
         self.conv1d = ShortConv(sum(self.split), config.conv) if config.conv else None
         if config.gated:
             self.z_proj = nn.Linear(d_model, d_model, bias=False)
-            self.norm = nn.RMSNorm(d_model, norm_eps)
+            self.norm = RMSNorm(d_model, norm_eps)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """W_p = I + (0.01/√D) N(0,1), as PDR; half-lives log-uniform from 1 to `longest` tokens; the convolution as

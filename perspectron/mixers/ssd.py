@@ -16,6 +16,7 @@ from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps
 from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -66,7 +67,7 @@ class SSD(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = nn.RMSNorm(inner, norm_eps)
+        self.norm = RMSNorm(inner, norm_eps)
         self.o_proj = nn.Linear(inner, d_model, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:

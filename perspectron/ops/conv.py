@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron import native
+from perspectron.native import training
 from perspectron.ops.attention import places
-from perspectron.ops.dispatch import once, refuse
+from perspectron.ops.dispatch import once, refuse, watched
 
 BLOCK = 16
 
@@ -70,12 +72,22 @@ def _taps(
     return taps, y
 
 
+def _fast(*tensors: Tensor) -> bool:
+    """Whether the native kernel computes these: float32 on a CPU, watched by nothing."""
+    plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
+    return (
+        plain and tensors[0].numel() > 0 and not watched(*(x.detach() for x in tensors)) and native.wanted()
+    )
+
+
 class _Convolution(torch.autograd.Function):
     """swish(Σ_j weight_j u_{t+j} + bias), zeros in the place of what a token may not see. Keeps only its inputs
     for the backward pass, which computes the sum again."""
 
     @staticmethod
     def forward(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
+        if _fast(u_BSC, weight_WC, bias_C):
+            return training.convolve(u_BSC, weight_WC, bias_C, sees_BTW)
         y_BTC = u_BSC.new_empty(u_BSC.shape[0], u_BSC.shape[1] - len(weight_WC) + 1, u_BSC.shape[2])
         for block in _blocks(u_BSC, len(weight_WC)):
             y_BTC[:, block] = F.silu(_taps(u_BSC, weight_WC, bias_C, sees_BTW, block)[1])
@@ -96,6 +108,8 @@ def _backward(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of u, weight and bias."""
+    if _fast(u_BSC, weight_WC, bias_C):
+        return training.convolve_backward(u_BSC, weight_WC, bias_C, sees_BTW, dy_BTC.contiguous())
     du_BSC, dweight_WC, dbias_C = (torch.zeros_like(x) for x in (u_BSC, weight_WC, bias_C))
     for block in _blocks(u_BSC, len(weight_WC)):
         taps, y = _taps(u_BSC, weight_WC, bias_C, sees_BTW, block)

@@ -9,11 +9,15 @@ Shapes: B batch, T time, L tokens of one chunk, D value width (rows of the state
 the tree, n pairs of blocks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from perspectron import native
 from perspectron.errors import BackendError
+from perspectron.native import training
 from perspectron.ops import dispatch
 from perspectron.ops.tree import Recurrence, blocks, halves
 
@@ -39,7 +43,7 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
     in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
-    on the CPU where gradients are off, "auto" that kernel where it can run, else the tree or, for one token where
+    on the CPU outside of forward mode, "auto" that kernel where it can run, else the tree or, for one token where
     gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it instead of into a copy;
@@ -71,7 +75,10 @@ def scan(
         return reference(q, k, v, gamma, state)
     if T > 0 and backend in ("auto", "native"):
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
-            return _native(q, k, v, gamma, dispatch.owned(state, consume_state))
+            if dispatch.gradients_off():
+                return _native(q, k, v, gamma, dispatch.owned(state, consume_state))
+            o, last = _Native.apply(q, k, v, gamma, state)
+            return o, last
         if backend == "native":
             raise BackendError(f"backend = 'native': {obstacle}")
         dispatch.say(
@@ -89,8 +96,8 @@ def _obstacle(*tensors: Tensor) -> str | None:
     """The reason why the native kernel cannot run on these; None if it can."""
     if dispatch.watched(*tensors):
         return "not under a compiler, a trace or a functional transform"
-    if not dispatch.gradients_off():
-        return "only under torch.no_grad() or inference_mode(), it has no derivatives"
+    if forward_ad._current_level >= 0:
+        return "it has no forward-mode derivative"
     for x in tensors:
         if x.device.type != "cpu" or x.dtype != torch.float32:
             return f"got {x.dtype} on {x.device}, must be torch.float32 on cpu"
@@ -107,6 +114,26 @@ def _native(
     if work_BDR is not state_BDR:
         state_BDR.copy_(work_BDR)
     return o_BTD, state_BDR
+
+
+class _Native(torch.autograd.Function):
+    """The kernel with its gradients; keeps only its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, gamma, state = (x.contiguous() for x in (q, k, v, gamma, state))
+        ctx.save_for_backward(q, k, v, gamma, state)
+        return _native(q, k, v, gamma, state.clone())
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
+        return dispatch.once(
+            "pdr.scan", training.scan_backward, *ctx.saved_tensors, do.contiguous(), dstate.contiguous()
+        )
+
+    jvp = dispatch.refuse("pdr.scan on the native kernel has no forward-mode derivative; use backend='torch'")
 
 
 def reference(

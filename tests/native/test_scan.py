@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
@@ -86,19 +87,62 @@ def test_writes_into_a_state_to_be_consumed(contiguous):
     close([after], exact[1:])
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
-def test_auto_takes_it_where_gradients_are_off(mode, monkeypatch):
+MODES = {"training": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_auto_takes_it_outside_of_forward_mode(mode, monkeypatch):
     calls = []
     monkeypatch.setattr(native, "pdr_scan", lambda *x, kernel=native.pdr_scan: (calls.append(1), kernel(*x)))
     tensors = inputs(5)
-    expected = pdr.scan(*tensors)
+    expected = pdr.scan(*tensors, backend="torch")
+    pdr.scan(*(x.double() for x in tensors))
+    with forward_ad.dual_level():
+        pdr.scan(*tensors)
     assert not calls
     with mode():
         found = pdr.scan(*tensors)
-        pdr.scan(*tensors, backend="torch")
-        pdr.scan(*(x.double() for x in tensors))
     assert len(calls) == 1
     close(found, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("T", "B", "D", "R"),
+    [(1, 1, 1, 1), (3, 3, 21, 37), (16, 2, 130, 16), (63, 2, 5, 300), (80, 1, 66, 96)],
+)
+def test_gradients_equal_those_of_the_reference(isa, T, B, D, R, use_isa):
+    use_isa(isa)
+
+    def gradients(backend, dtype):
+        tensors = [x.to(dtype).requires_grad_() for x in inputs(T, B, D, R)]
+        outputs = pdr.scan(*tensors, backend=backend)
+        weights = [x.cos() for x in pdr.scan(*(x.detach().double() for x in tensors), backend="reference")]
+        return torch.autograd.grad(outputs, tensors, [w.to(dtype) for w in weights])
+
+    for a, b in zip(gradients("native", torch.float32), gradients("reference", torch.float64), strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm().clamp_min(1e-30)
+
+
+def test_threads_do_not_change_a_bit_of_the_gradients():
+    def gradients(threads):
+        native.set_threads(threads)
+        tensors = [x.requires_grad_() for x in inputs(40, B=2, D=200, R=48)]
+        return torch.autograd.grad(
+            sum(x.square().sum() for x in pdr.scan(*tensors, backend="native")), tensors
+        )
+
+    try:
+        assert all(map(torch.equal, gradients(1), gradients(3)))
+    finally:
+        native.set_threads(None)
+
+
+def test_a_second_derivative_is_refused():
+    tensors = [x.requires_grad_() for x in inputs(3)]
+    (first, *_) = torch.autograd.grad(pdr.scan(*tensors)[0].sum(), tensors, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"pdr\.scan is differentiable once"):
+        first.sum().backward()
 
 
 def test_compiled_code_runs_the_tree():
@@ -110,7 +154,7 @@ def test_compiled_code_runs_the_tree():
 
 def test_where_it_cannot_run_it_says_why():
     tensors = inputs(2)
-    with pytest.raises(BackendError, match="inference_mode"):
+    with forward_ad.dual_level(), pytest.raises(BackendError, match="forward-mode"):
         pdr.scan(*tensors, backend="native")
     with torch.inference_mode():
         with pytest.raises(BackendError, match=r"torch.float64 on cpu, must be torch.float32"):

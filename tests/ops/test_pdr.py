@@ -140,7 +140,7 @@ def test_native_gives_the_same_bits_however_the_sequence_is_cut():
 
 
 def test_native_refuses_what_it_cannot_do():
-    tensors = inputs(3, dtype=torch.float32)
+    tensors = inputs(3)
     with pytest.raises(BackendError, match="native"):
         pdr.scan(*tensors, backend="native")
 

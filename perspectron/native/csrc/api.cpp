@@ -238,3 +238,5 @@ API double pspx_peak(int threads) {
 }
 
 #include "step.inl"
+
+#include "api_training.inl"

@@ -159,6 +159,22 @@ inline Floats power_of_two(Floats shifted) {  // of n, given n + 1.5 · 2^23
                           _mm256_slli_epi32(_mm256_castps_si256(shifted.half[i]), 23), _mm256_set1_epi32(127 << 23))));
 }
 
+// bfloat16, rounded to nearest, ties to even; NaN stays NaN.
+inline Floats load_brief(const uint16_t* p) {
+  return EACH(Floats, _mm256_castsi256_ps(_mm256_slli_epi32(
+                          _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8 * i))), 16)));
+}
+inline void store_brief(uint16_t* p, Floats x) {
+  for (int i = 0; i < 2; i++) {
+    const __m256i bits = _mm256_castps_si256(x.half[i]), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i unordered = _mm256_castps_si256(_mm256_cmp_ps(x.half[i], x.half[i], _CMP_UNORD_Q));
+    const __m256i upper = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), unordered), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0xd8);
+    _mm_storeu_si128((__m128i*)(p + 8 * i), _mm256_castsi256_si128(packed));
+  }
+}
+
 #include "eight.inl"
 
 inline float tree(Floats x) { return tree_of(_mm256_add_ps(x.half[0], x.half[1])); }

@@ -43,12 +43,53 @@ struct Scan {  // S = γ S + v k, o = S q, over T tokens
   int64_t B, T, D, R;
 };
 
+struct ScanBackward {  // of the same
+  const float *q, *k, *v, *gamma, *state, *out;  // as above, the state before the first token; the gradient of o
+  float *dq, *dk;                                // zeros [⌈D / rows⌉][B][T][R], to be summed
+  float *dv, *dgamma, *dstate;                   // [B][T][D] both; [B][D][R], of the last state, becomes that of the first
+  int64_t B, T, D, R, rows;
+};
+
 struct Attend {  // of one token: softmax(scale · q kᵀ) v over a ring of W places, in which it takes its own
   const float *q, *kv;               // [H][K]; [2][G][K], the keys and then the values, neither rotated
   const float *cosine, *sine;        // [K / 2], of the position
   float *k_ring, *v_ring, *o;        // [G][W][K] both; [H][K]
   int64_t H, G, K, W, position;
   float scale;
+};
+
+// Of a training; `g` and the d… are gradients. Types of void are float or bfloat16, all of one call the same.
+struct Entropy {  // loss = log Σ e^x − x at the target, of N rows; a target below 0 is left out
+  const void* logits;      // [N][V]
+  const int64_t* target;   // [N], below V
+  float *loss, *total;     // [N]; [N][2], max x and log Σ e^(x − max x)
+  void* gradient;          // [N][V]
+  float g;
+  int64_t V;
+};
+
+struct Norm {
+  const float *x, *weight;  // [N][D], [D]
+  float *y, *r;             // [N][D], [N]
+  const float* dy;
+  float *dx, *dweight;      // dweight: zeros [⌈N / rows⌉][D], to be summed
+  int64_t D, rows;
+  float eps;
+};
+
+struct Gated {  // y = silu(a) · b
+  const void *a, *b;
+  void* y;
+  const void* dy;
+  void *da, *db;
+};
+
+struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
+  const float *u, *weight, *bias, *sees;  // [B][S][C], [W][C], [C], null or [B][T][W] of 0 and 1
+  float* y;                               // [B][T][C]
+  const float* dy;
+  float *du, *dweight, *dbias;            // zeros: [B][S][C], [B][W][C], [B][C]
+  int64_t T, W, C;
 };
 
 struct Kernels {
@@ -59,6 +100,7 @@ struct Kernels {
   void (*multiply)(const Matrix&, const Tokens&, int64_t first, int64_t last, float* y, int64_t ld);
   void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up
   void (*scan)(const Scan&, int64_t first, int64_t last);  // rows of all B·D
+  void (*scan_backward)(const ScanBackward&, int64_t first, int64_t last);  // slabs of `rows` rows, B·⌈D / rows⌉
   void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
   void (*add)(float* y, const float* x, int64_t n);
   void (*sigmoid)(float* x, const float* bias, int64_t n);
@@ -66,6 +108,15 @@ struct Kernels {
   void (*attend)(const Attend&, int64_t head);  // one of the G
   uint64_t (*read)(const uint8_t* bytes, int64_t n);
   double (*dots)(int64_t repeats);  // multiply-adds made, all in registers
+  // Rows, numbers or batches [first, last); [0] of float, [1] of bfloat16.
+  void (*entropy[2])(const Entropy&, int64_t first, int64_t last);
+  void (*entropy_backward[2])(const Entropy&, int64_t first, int64_t last);
+  void (*gated[2])(const Gated&, int64_t first, int64_t last);
+  void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
+  void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
+  void (*norm_backward)(const Norm&, int64_t first, int64_t last);
+  void (*convolve)(const Conv&, int64_t first, int64_t last);
+  void (*convolve_backward)(const Conv&, int64_t first, int64_t last);
 };
 
 extern const Kernels SCALAR;
@@ -74,7 +125,7 @@ extern const Kernels AVX2, AVX512;
 #endif
 
 // Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
-enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, SLOTS };
+enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, BORDERS, SLOTS };
 void* scratch(Slot slot, size_t bytes);
 template <class T>
 T* scratch(Slot slot, int64_t count) {

@@ -23,7 +23,11 @@ inline ALWAYS void unroll(F&& f) {
 
 #include "scan.inl"
 
+#include "scan_backward.inl"
+
 #include "token.inl"
+
+#include "training.inl"
 
 // Four streams at once and no prefetches: a tenth faster than one stream, with prefetches or without.
 uint64_t read_all(const uint8_t* p, int64_t n) {
@@ -61,5 +65,8 @@ double dots_in_registers(int64_t repeats) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, FEW, quantise, multiply, silu, scan, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers};
+  return {name, FEW, quantise, multiply, silu, scan, scan_backward, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers,
+          {entropy<float>, entropy<uint16_t>}, {entropy_backward<float>, entropy_backward<uint16_t>},
+          {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
+          norm_rows, norm_backward, convolve, convolve_backward};
 }

@@ -162,6 +162,17 @@ inline Floats power_of_two(const Floats& shifted) {  // of n, given n + 1.5 · 2
   return each([&](int i) { return float_of((uint32_t(bits_of(shifted.at[i])) << 23) + (127u << 23)); });
 }
 
+// bfloat16, rounded to nearest, ties to even; NaN stays NaN.
+inline Floats load_brief(const uint16_t* p) {
+  return each([&](int i) { return float_of(uint32_t(p[i]) << 16); });
+}
+inline void store_brief(uint16_t* p, const Floats& x) {
+  for (int i = 0; i < 16; i++) {
+    const uint32_t bits = uint32_t(bits_of(x.at[i]));
+    p[i] = x.at[i] != x.at[i] ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+}
+
 inline float tree(const Floats& x) {
   float sum[8];
   for (int l = 0; l < 8; l++) sum[l] = x.at[l] + x.at[l + 8];

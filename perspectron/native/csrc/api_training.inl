@@ -1,0 +1,73 @@
+// What training calls; the shapes are those of kernels.h.
+
+namespace {
+
+// f over [0, total) in pieces of `grain`, on so many threads as have a piece.
+template <class F>
+void shared(int threads, int64_t total, int64_t grain, F&& f) {
+  const int64_t pieces = ceil_div(total, grain);
+  if (pieces <= 1 || threads <= 1) return f(0, total);
+  Claims claims(total, grain);
+  parallel(int(threads < pieces ? threads : pieces), [&](Team&) {
+    for (int64_t first, last; claims.next(first, last);) f(first, last);
+  });
+}
+
+int64_t rows_of(int64_t width) { return 1 + (int64_t(1) << 15) / width; }  // that are worth a thread
+
+}  // namespace
+
+API void pspx_entropy(const void* logits, int brief, const int64_t* target, int64_t N, int64_t V, float* loss,
+                      float* total, int threads) {
+  const Entropy e{logits, target, loss, total, nullptr, 0, V};
+  shared(threads, N, rows_of(V), [&](int64_t first, int64_t last) { kernels().entropy[brief](e, first, last); });
+}
+
+API void pspx_entropy_backward(const void* logits, int brief, const int64_t* target, int64_t N, int64_t V,
+                               const float* total, double g, void* gradient, int threads) {
+  const Entropy e{logits, target, nullptr, const_cast<float*>(total), gradient, float(g), V};
+  shared(threads, N, rows_of(V), [&](int64_t first, int64_t last) { kernels().entropy_backward[brief](e, first, last); });
+}
+
+API void pspx_norm_rows(const float* x, const float* weight, double eps, int64_t N, int64_t D, float* y, float* r,
+                        int threads) {
+  const Norm n{x, weight, y, r, nullptr, nullptr, nullptr, D, 1, float(eps)};
+  shared(threads, N, rows_of(D), [&](int64_t first, int64_t last) { kernels().norm_rows(n, first, last); });
+}
+
+API void pspx_norm_backward(const float* x, const float* weight, const float* r, const float* dy, int64_t N, int64_t D,
+                            int64_t rows, float* dx, float* dweight, int threads) {
+  const Norm n{x, weight, nullptr, const_cast<float*>(r), dy, dx, dweight, D, rows, 0};
+  shared(threads, N, rows, [&](int64_t first, int64_t last) { kernels().norm_backward(n, first, last); });
+}
+
+API void pspx_gated(const void* a, const void* b, int brief, int64_t n, void* y, int threads) {
+  const Gated g{a, b, y, nullptr, nullptr, nullptr};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gated[brief](g, first, last); });
+}
+
+API void pspx_gated_backward(const void* a, const void* b, const void* dy, int brief, int64_t n, void* da, void* db,
+                             int threads) {
+  const Gated g{a, b, nullptr, dy, da, db};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gated_backward[brief](g, first, last); });
+}
+
+API void pspx_convolve(const float* u, const float* weight, const float* bias, const float* sees, int64_t B, int64_t T,
+                       int64_t W, int64_t C, float* y, int threads) {
+  const Conv c{u, weight, bias, sees, y, nullptr, nullptr, nullptr, nullptr, T, W, C};
+  shared(threads, B, 1, [&](int64_t first, int64_t last) { kernels().convolve(c, first, last); });
+}
+
+API void pspx_convolve_backward(const float* u, const float* weight, const float* bias, const float* sees,
+                                const float* dy, int64_t B, int64_t T, int64_t W, int64_t C, float* du, float* dweight,
+                                float* dbias, int threads) {
+  const Conv c{u, weight, bias, sees, nullptr, dy, du, dweight, dbias, T, W, C};
+  shared(threads, B, 1, [&](int64_t first, int64_t last) { kernels().convolve_backward(c, first, last); });
+}
+
+API void pspx_scan_backward(const float* q, const float* k, const float* v, const float* gamma, const float* state,
+                            const float* out, int64_t B, int64_t T, int64_t D, int64_t R, int64_t rows, float* dq,
+                            float* dk, float* dv, float* dgamma, float* dstate, int threads) {
+  const ScanBackward s{q, k, v, gamma, state, out, dq, dk, dv, dgamma, dstate, B, T, D, R, rows};
+  shared(threads, B * ceil_div(D, rows), 1, [&](int64_t first, int64_t last) { kernels().scan_backward(s, first, last); });
+}

@@ -1,0 +1,156 @@
+"""Kernels of a training on a CPU: the loss, norms, gated products and short convolutions, forward and backward.
+
+Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
+depend neither on them nor on the instruction set.
+
+Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank.
+"""
+
+import torch
+from torch import Tensor
+
+from perspectron.native import _check, _library, threads
+
+ROWS = 64
+"""Rows whose part of a norm's weight gradient is summed at once."""
+
+SLAB = 64
+"""Rows of a recurrence's state whose gradients of q and k are summed at once."""
+
+
+def _brief(x: Tensor) -> bool:
+    """Whether x is bfloat16; ValueError for anything else than that and float32, and for what is not contiguous."""
+    dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
+    _check(x, dtype)
+    return dtype is torch.bfloat16
+
+
+def entropy(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(losses [N], total [N,2]) in float32, of float32 or bfloat16 logits; total: max logit, log Σ e^(logit − max).
+    Both 0 where the target is negative. ValueError for a target ≥ V."""
+    brief, (N, V) = _brief(logits_NV), logits_NV.shape
+    _check(target_N, torch.int64, (N,))
+    if N > 0 and int(target_N.max()) >= V:
+        raise ValueError(f"target = {int(target_N.max())}, must be < {V}, the size of the vocabulary")
+    loss_N, total_N2 = (logits_NV.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N, 2)))
+    _library().pspx_entropy(
+        logits_NV.data_ptr(),
+        brief,
+        target_N.data_ptr(),
+        N,
+        V,
+        loss_N.data_ptr(),
+        total_N2.data_ptr(),
+        threads(),
+    )
+    return loss_N, total_N2
+
+
+def entropy_backward(logits_NV: Tensor, target_N: Tensor, total_N2: Tensor, g: float) -> Tensor:
+    """The gradient of g · Σ losses in the logits, in their dtype."""
+    brief, (N, V) = _brief(logits_NV), logits_NV.shape
+    _check(target_N, torch.int64, (N,))
+    _check(total_N2, torch.float32, (N, 2))
+    gradient_NV = torch.empty_like(logits_NV)
+    pointers = logits_NV.data_ptr(), brief, target_N.data_ptr(), N, V, total_N2.data_ptr()
+    _library().pspx_entropy_backward(*pointers, g, gradient_NV.data_ptr(), threads())
+    return gradient_NV
+
+
+def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x · r · weight, r [N]) with r = 1 / √(mean x² + eps)."""
+    N, D = x_ND.shape
+    _check(x_ND, torch.float32)
+    _check(weight_D, torch.float32, (D,))
+    y_ND, r_N = torch.empty_like(x_ND), x_ND.new_empty(N)
+    pointers = x_ND.data_ptr(), weight_D.data_ptr(), eps, N, D
+    _library().pspx_norm_rows(*pointers, y_ND.data_ptr(), r_N.data_ptr(), threads())
+    return y_ND, r_N
+
+
+def norm_backward(x_ND: Tensor, weight_D: Tensor, r_N: Tensor, dy_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    N, D = x_ND.shape
+    for tensor, shape in ((x_ND, (N, D)), (dy_ND, (N, D)), (weight_D, (D,)), (r_N, (N,))):
+        _check(tensor, torch.float32, shape)
+    dx_ND, parts = torch.empty_like(x_ND), x_ND.new_zeros(-(-N // ROWS), D)
+    pointers = [x.data_ptr() for x in (x_ND, weight_D, r_N, dy_ND)]
+    _library().pspx_norm_backward(*pointers, N, D, ROWS, dx_ND.data_ptr(), parts.data_ptr(), threads())
+    return dx_ND, parts.sum(0)
+
+
+def gated(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b, rounded once; float32 or bfloat16."""
+    brief = _brief(a)
+    _check(b, a.dtype, a.shape)
+    y = torch.empty_like(a)
+    _library().pspx_gated(a.data_ptr(), b.data_ptr(), brief, a.numel(), y.data_ptr(), threads())
+    return y
+
+
+def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a and b."""
+    brief = _brief(a)
+    _check(b, a.dtype, a.shape)
+    _check(dy, a.dtype, a.shape)
+    da, db = torch.empty_like(a), torch.empty_like(b)
+    pointers = a.data_ptr(), b.data_ptr(), dy.data_ptr(), brief, a.numel()
+    _library().pspx_gated_backward(*pointers, da.data_ptr(), db.data_ptr(), threads())
+    return da, db
+
+
+def _taps(
+    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None
+) -> tuple[list[int | None], tuple[int, int, int, int]]:
+    (B, S, C), W = u_BSC.shape, len(weight_WC)
+    T = S - W + 1
+    if T < 1:
+        raise ValueError(f"S = {S}, must be ≥ W = {W}")
+    shapes = [(u_BSC, (B, S, C)), (weight_WC, (W, C)), (bias_C, (C,))]
+    if sees_BTW is not None:
+        shapes.append((sees_BTW, (B, T, W)))
+    for tensor, shape in shapes:
+        _check(tensor, torch.float32, shape)
+    sees = None if sees_BTW is None else sees_BTW.data_ptr()
+    return [u_BSC.data_ptr(), weight_WC.data_ptr(), bias_C.data_ptr(), sees], (B, T, W, C)
+
+
+def convolve(u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None) -> Tensor:
+    """silu(bias + Σ_j weight_j u_{t+j}) [B,T,C]; sees: 0 where a token may not see the tap, else 1."""
+    pointers, (B, T, W, C) = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
+    y_BTC = u_BSC.new_empty(B, T, C)
+    _library().pspx_convolve(*pointers, B, T, W, C, y_BTC.data_ptr(), threads())
+    return y_BTC
+
+
+def convolve_backward(
+    u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None, dy_BTC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of u, weight and bias."""
+    pointers, (B, T, W, C) = _taps(u_BSC, weight_WC, bias_C, sees_BTW)
+    _check(dy_BTC, torch.float32, (B, T, C))
+    du_BSC = torch.zeros_like(u_BSC)
+    dweight_BWC, dbias_BC = u_BSC.new_zeros(B, W, C), u_BSC.new_zeros(B, C)
+    into = [x.data_ptr() for x in (du_BSC, dweight_BWC, dbias_BC)]
+    _library().pspx_convolve_backward(*pointers, dy_BTC.data_ptr(), B, T, W, C, *into, threads())
+    return du_BSC, dweight_BWC.sum(0), dbias_BC.sum(0)
+
+
+def scan_backward(
+    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor,
+    state_BDR: Tensor, do_BTD: Tensor, dstate_BDR: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, γ and the first state of `native.pdr_scan`, from those of outputs and last state."""
+    (B, T, R), D = q_BTR.shape, v_BTD.shape[2]
+    for tensor, shape in (
+        *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
+        *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, do_BTD)),
+        *((x, (B, D, R)) for x in (state_BDR, dstate_BDR)),
+    ):
+        _check(tensor, torch.float32, shape)
+    dq, dk = (q_BTR.new_zeros(-(-D // SLAB), B, T, R) for _ in range(2))
+    dv_BTD, dgamma_BTD, dstate_BDR = torch.empty_like(v_BTD), torch.empty_like(v_BTD), dstate_BDR.clone()
+    given = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, do_BTD)]
+    into = [x.data_ptr() for x in (dq, dk, dv_BTD, dgamma_BTD, dstate_BDR)]
+    _library().pspx_scan_backward(*given, B, T, D, R, SLAB, *into, threads())
+    return dq.sum(0), dk.sum(0), dv_BTD, dgamma_BTD, dstate_BDR

@@ -1,0 +1,136 @@
+"""What a model does between its matrix products, in one pass over memory each: the loss of the logits, RMS norms, and
+silu(a) · b.
+
+With gradients on, float32 or bfloat16 on a CPU takes `native.training`; everything else takes PyTorch's operations: no
+gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second derivatives are there:
+where a gradient is recorded, it is PyTorch's.
+
+Shapes: N rows, V vocabulary, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from perspectron import native
+from perspectron.native import training
+from perspectron.ops.dispatch import watched
+
+IGNORE = -100
+
+
+def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    """Whether native kernels can train with these: one dtype, one of `dtypes`."""
+    first = tensors[0]
+    return (
+        torch.is_grad_enabled()
+        and any(x.requires_grad for x in tensors)
+        and first.dtype in dtypes
+        and all(x.device.type == "cpu" and x.dtype is first.dtype for x in tensors)
+        and forward_ad._current_level < 0
+        and not watched(*(x.detach() for x in tensors))
+        and first.numel() > 0
+        and native.wanted()
+    )
+
+
+def _recorded(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a function by PyTorch, to be differentiated again."""
+    wanted = [x for x in inputs if x.requires_grad]
+    gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+    return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    """The sum of −log softmax(logits) at the targets, computed in float32 at least; a target of −100 is left out."""
+    if fits(logits_NV, dtypes=(torch.float32, torch.bfloat16)) and target_N.device.type == "cpu":
+        total: Tensor = _Entropy.apply(logits_NV.contiguous(), target_N.long().contiguous())
+        return total
+    return _entropy(logits_NV, target_N)
+
+
+def _entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    full = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(full, target_N, reduction="sum", ignore_index=IGNORE)
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        losses, total = training.entropy(logits, target)
+        ctx.save_for_backward(logits, target, total)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        logits, target, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
+        return training.entropy_backward(logits, target, total, float(g)), None
+
+
+# ---------------------------------------------------------------- norms
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean x² + eps) · weight over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.eps is not None and self.weight is not None and fits(x, self.weight):
+            y: Tensor = _Norm.apply(x.contiguous(), self.weight, self.eps)
+            return y
+        return super().forward(x)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, r = training.norm(x.flatten(0, -2), weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.eps = eps
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, dweight = _recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
+            return dx, dweight, None
+        dx, dweight = training.norm_backward(x.flatten(0, -2), weight, r, dy.contiguous().flatten(0, -2))
+        return dx.view(x.shape), dweight, None
+
+
+# ---------------------------------------------------------------- gates
+
+
+def gated(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) · b."""
+    if a.shape == b.shape and fits(a, b, dtypes=(torch.float32, torch.bfloat16)):
+        y: Tensor = _Gated.apply(a.contiguous(), b.contiguous())
+        return y
+    return _gated(a, b)
+
+
+def _gated(a: Tensor, b: Tensor) -> Tensor:
+    return F.silu(a) * b
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return training.gated(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        a, b = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _recorded(_gated, (a, b), dy)
+        return training.gated_backward(a, b, dy.contiguous())

@@ -1,0 +1,155 @@
+"""The kernels of a training against PyTorch in float64, in every instruction set."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from perspectron import native
+from perspectron.native import training
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+ISAS = ("avx512", "avx2", "scalar")
+DTYPES = {
+    "float32": (torch.float32, 2e-6),
+    "bfloat16": (torch.bfloat16, 5e-3),
+}  # half a unit in the last place
+
+
+def draw(*shape, seed=0, dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(dtype)
+
+
+def close(found, exact, bound):
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b).abs().max() <= bound * b.abs().max().clamp_min(1e-30)
+
+
+def gradients(function, inputs, dy):
+    inputs = [x.double().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy.double())]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [1, 5, 16, 257, 512])
+def test_the_loss(isa, dtype, V, use_isa):
+    use_isa(isa)
+    dtype, bound = DTYPES[dtype]
+    logits, target = draw(9, V, dtype=dtype, scale=5), torch.arange(9) % V
+    target[4] = -100
+    losses, total = training.entropy(logits, target)
+    found = training.entropy_backward(logits, target, total, 0.25)
+
+    def exact(x):
+        return F.cross_entropy(x, target, reduction="none")
+
+    y, dx = gradients(exact, [logits], torch.full((9,), 0.25))
+    assert losses.dtype == torch.float32 and found.dtype == dtype
+    close([losses], [y], 2e-6)
+    close([found], [dx], bound)
+    assert losses[4] == 0 and not found[4].any()
+
+
+def test_the_loss_of_far_logits():
+    """Where e^x would overflow; a logit of −∞ is a token that cannot come; NaN and +∞ are NaN."""
+    logits = torch.tensor([[1000.0, 998.0, -1e4], [3.0, float("-inf"), 2.0], [-2e4, -2e4, -2e4]])
+    target = torch.tensor([1, 0, 2])
+    close([training.entropy(logits, target)[0]], [F.cross_entropy(logits, target, reduction="none")], 1e-6)
+    for wrong in (float("nan"), float("inf")):
+        for width in (3, 16, 33):
+            for at in range(0, width, 2):
+                row = torch.zeros(1, width)
+                row[0, at] = wrong
+                assert training.entropy(row, torch.tensor([1]))[0].isnan().all(), (wrong, width, at)
+
+
+def test_a_target_beyond_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="target = 7, must be < 7"):
+        training.entropy(draw(2, 7), torch.tensor([0, 7]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", [(2, 3), (5, 13), (130, 48)])
+def test_norms(isa, shape, use_isa):
+    use_isa(isa)
+    x, weight, dy = draw(*shape), draw(shape[1], seed=1), draw(*shape, seed=2)
+    y, r = training.norm(x, weight, 1e-5)
+    found = [y, *training.norm_backward(x, weight, r, dy)]
+    close(found, gradients(lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [x, weight], dy), 3e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (40, 33)])
+def test_gated_products(isa, dtype, shape, use_isa):
+    use_isa(isa)
+    dtype, bound = DTYPES[dtype]
+    a, b, dy = (draw(*shape, seed=seed, dtype=dtype, scale=3) for seed in range(3))
+    found = [training.gated(a, b), *training.gated_backward(a, b, dy)]
+    close(found, gradients(lambda a, b: F.silu(a) * b, [a, b], dy), bound)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("B", "T", "W", "C"), [(1, 1, 1, 1), (2, 3, 4, 5), (3, 20, 4, 48), (1, 5, 2, 17)])
+def test_convolutions(isa, masked, B, T, W, C, use_isa):
+    use_isa(isa)
+    u, weight, bias = draw(B, T + W - 1, C), draw(W, C, seed=1), draw(C, seed=2)
+    sees = (draw(B, T, W, seed=3) > 0).float() if masked else None
+
+    def exact(u, weight, bias):
+        taps = u.unfold(1, W, 1)  # [B,T,C,W]
+        if sees is not None:
+            taps = taps * sees[:, :, None]
+        return F.silu((taps * weight.T).sum(-1) + bias)
+
+    dy = draw(B, T, C, seed=4)
+    found = training.convolve(u, weight, bias, sees), *training.convolve_backward(u, weight, bias, sees, dy)
+    close(found, gradients(exact, [u, weight, bias], dy), 3e-6)
+
+
+def every_result():
+    for dtype, _ in DTYPES.values():
+        logits, target = draw(40, 1030, dtype=dtype), torch.arange(40)
+        losses, total = training.entropy(logits, target)
+        yield from (losses, training.entropy_backward(logits, target, total, 0.3))
+        a, b, dy = (draw(70, 1001, seed=seed, dtype=dtype) for seed in range(3))
+        yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
+    x, weight = draw(300, 130), draw(130, seed=1)
+    y, r = training.norm(x, weight, 1e-5)
+    yield from (y, *training.norm_backward(x, weight, r, y))
+    u, weight, bias = draw(3, 20, 33), draw(4, 33, seed=1), draw(33, seed=2)
+    yield from training.convolve_backward(u, weight, bias, None, training.convolve(u, weight, bias, None))
+
+
+def test_threads_do_not_change_a_bit():
+    native.set_threads(1)
+    try:
+        alone = list(every_result())
+        native.set_threads(3)
+        assert all(map(torch.equal, alone, every_result()))
+    finally:
+        native.set_threads(None)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "scalar"])
+def test_instruction_sets_do_not_change_a_bit(isa, use_isa):
+    best = list(every_result())
+    use_isa(isa)
+    assert all(map(torch.equal, best, every_result()))
+
+
+def test_what_does_not_fit_is_refused():
+    for call in (
+        lambda: training.entropy(draw(2, 3).double(), torch.tensor([0, 1])),
+        lambda: training.entropy(draw(3, 2).T, torch.tensor([0, 1])),
+        lambda: training.norm(draw(2, 3), draw(4), 1e-5),
+        lambda: training.gated(draw(2, 3), draw(2, 3).bfloat16()),
+        lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            call()
+    with pytest.raises(ValueError, match="S = 2, must be ≥ W = 4"):
+        training.convolve(draw(1, 2, 3), draw(4, 3), draw(3), None)

@@ -1,0 +1,93 @@
+"""Loss, norms and gated products: which kernel runs, and every derivative."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from perspectron import native
+from perspectron.native import training
+from perspectron.ops import fused
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+TARGET = torch.tensor([2, -100, 0])
+
+
+def entropy(x):
+    return fused.entropy(x, TARGET)
+
+
+def norm(x, weight):
+    return torch.func.functional_call(fused.RMSNorm(len(weight), 1e-5), {"weight": weight}, (x,))
+
+
+OPERATIONS = {
+    "entropy": (entropy, lambda x: F.cross_entropy(x, TARGET, reduction="sum"), [(3, 7)]),
+    "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
+    "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
+}
+
+
+@pytest.fixture(params=OPERATIONS)
+def operation(request, monkeypatch):
+    """(the operation, PyTorch's, inputs, calls of its kernel)."""
+    calls, kernel = [], getattr(training, request.param)
+    monkeypatch.setattr(training, request.param, lambda *x: (calls.append(1), kernel(*x))[1])
+    function, exact, shapes = OPERATIONS[request.param]
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+    return function, exact, inputs, calls
+
+
+def test_a_training_takes_the_kernel_and_nothing_else_does(operation):
+    function, exact, inputs, calls = operation
+    with torch.no_grad():
+        without = function(*inputs)
+    function(*(x.double() for x in inputs))
+    function(*(x.detach() for x in inputs))
+    torch.func.grad(lambda *x: function(*x).sum())(*inputs)
+    with forward_ad.dual_level():
+        function(*(forward_ad.make_dual(x, torch.ones_like(x)) for x in inputs))
+    torch.compile(function, backend="eager")(*inputs)
+    assert not calls
+    torch.testing.assert_close(function(*inputs), without, rtol=1e-6, atol=1e-6)
+    assert len(calls) == 1
+    torch.testing.assert_close(without, exact(*inputs), rtol=1e-6, atol=1e-6)
+
+
+def test_first_and_second_derivatives(operation):
+    function, exact, inputs, calls = operation
+
+    def derivatives(f, dtype):
+        xs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        first = torch.autograd.grad(f(*xs).cos().sum(), xs, create_graph=True)
+        return *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), xs)
+
+    found = derivatives(function, torch.float32)
+    assert calls
+    for a, b in zip(found, derivatives(exact, torch.float64), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_one_input_alone(operation):
+    """Frozen weights: nothing is asked of them."""
+    function, exact, inputs, _ = operation
+    for chosen in range(len(inputs)):
+        xs = [x.detach().requires_grad_(i == chosen) for i, x in enumerate(inputs)]
+        (found,) = torch.autograd.grad(function(*xs).sum(), xs[chosen])
+        (wanted,) = torch.autograd.grad(exact(*xs).sum(), xs[chosen])
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_and_shapes():
+    """What is not contiguous, and more dimensions than two."""
+    a, b = (torch.randn(5, 3, 4, requires_grad=True) for _ in range(2))
+    weight = torch.randn(5, requires_grad=True)
+    for found, exact in (
+        (fused.gated(a.mT, b.mT), F.silu(a.mT) * b.mT),
+        (norm(a.transpose(0, 2), weight), F.rms_norm(a.transpose(0, 2), (5,), weight, 1e-5)),
+    ):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+        dy = torch.randn(found.shape[::-1]).permute(2, 1, 0)
+        one, other = (torch.autograd.grad(y, a, dy)[0] for y in (found, exact))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
