@@ -47,6 +47,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_convolve": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
     "pspx_convolve_backward": ([*[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
     "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 5, _INT], None),
+    "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 2, _INT], None),
+    "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 5, *[_POINTER] * 7, _INT], None),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),
 }

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perspectron.ops import dispatch
+from perspectron.ops import dispatch, memory
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
 from perspectron.ops.tree import Recurrence
 
@@ -51,7 +51,8 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. I − k eᵀ must not expand: keys of length 1 and e = β k with β in [0, 2].
     Computes and returns in float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once
     in every input, in reverse and in forward mode. `backend`: "reference" is the plain step loop, "torch" the chunks,
-    "auto" the chunks or, for one token where gradients are off, the step.
+    "auto" the chunks, the native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token
+    where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -66,6 +67,8 @@ def scan(
         return reference(q, k, e, v, alpha, state)
     if _one(backend, v):
         return _step_(q, k, e, v, alpha, dispatch.owned(state, consume_state))
+    if backend == "auto" and _trains(q, k, v, e, alpha, state):
+        return memory.scan(q, k, v, alpha * e, None, alpha, state)
     return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
 
 
@@ -93,6 +96,8 @@ def scan_rwkv7(
         return reference_rwkv7(q, k, v, a, b, alpha, state)
     if _one(backend, v):
         return _step_rwkv7_(q, k, v, a, b, alpha, dispatch.owned(state, consume_state))
+    if backend == "auto" and _trains(q, k, v, a, b, alpha, state):
+        return memory.scan(q, k, v, -a, b, alpha, state)
     return _run(READ_FIRST, q, k, v, -a, b, alpha, state)
 
 
@@ -133,9 +138,14 @@ def _one(backend: str, v: Tensor) -> bool:
     """Whether to take the step."""
     if backend == "auto":
         dispatch.say(
-            "delta.scan: auto runs the torch chunks on %s, and the step for one token", v.device.type
+            "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in training",
+            v.device.type,
         )
     return backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()
+
+
+def _trains(*tensors: Tensor) -> bool:
+    return tensors[2].numel() > 0 and memory.trains(*tensors)
 
 
 def _run(kind: Recurrence, *inputs_and_state: Tensor) -> Result:

@@ -14,7 +14,7 @@ K key width, A gate width (K or 1), V value width.
 import torch
 from torch import Tensor
 
-from perspectron.ops import dispatch
+from perspectron.ops import dispatch, memory
 from perspectron.ops.products import Saved, within, within_backward
 from perspectron.ops.tree import Recurrence
 
@@ -39,8 +39,9 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
-    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree or, for one token where
-    gradients are off, the step.
+    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree, the
+    native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token where gradients are
+    off, the step.
 
     `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -63,11 +64,17 @@ def scan(
     if backend == "reference":
         return reference(q, k, v, gate, state)
     if backend == "auto":
-        dispatch.say("gla.scan: auto runs the torch tree on %s, and the step for one token", q.device.type)
+        dispatch.say(
+            "gla.scan: auto runs the torch tree on %s, the step for one token, the native kernel in training",
+            q.device.type,
+        )
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
     if T == 0 or B == 0:
         return v, state
+    if backend == "auto" and memory.trains(q, k, v, gate, state):
+        q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
+        return memory.scan(q, k, v, None, None, gate, state)
     if gate.shape[-1] == K:
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
     return TREE.run(q, k, v, gate, state)

@@ -110,6 +110,52 @@ def test_convolutions(isa, masked, B, T, W, C, use_isa):
     close(found, gradients(exact, [u, weight, bias], dy), 3e-6)
 
 
+def memory_inputs(kind, N, T, K, V, A):
+    """q, k, v, e, b, α from exactly 0 to exactly 1, and a state; e and b as the kind has them."""
+    q, k, e, b = (draw(N, T, K, seed=seed) / K**0.5 for seed in range(4))
+    gate = draw(N, T, A, seed=4).sigmoid()
+    gate = torch.where(gate < 0.2, 0.0, torch.where(gate > 0.7, 1.0, gate))
+    e, b = (None if kind == "sum" else e), (b if kind == "two" else None)
+    return [q, k, draw(N, T, V, seed=5), e, b, gate, draw(N, K, V, seed=6)]
+
+
+def plain_memory(q, k, v, e, b, gate, state):
+    outputs = []
+    for t in range(q.shape[1]):
+        u = v[:, t, None] if b is None else 0
+        if e is not None:
+            u = u - e[:, t, None] @ state
+        state = gate[:, t, :, None] * state + (k if b is None else b)[:, t, :, None] * u
+        if b is not None:
+            state = state + k[:, t, :, None] * v[:, t, None]
+        outputs.append(q[:, t, None] @ state)
+    return torch.cat(outputs, 1), state
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["sum", "delta", "two"])
+@pytest.mark.parametrize(
+    ("N", "T", "K", "V", "A"),
+    [(1, 1, 1, 1, 1), (2, 9, 5, 7, 5), (3, 17, 4, 33, 1), (1, 8, 16, 48, 16), (2, 5, 3, 150, 3)],
+)
+def test_memories(isa, kind, N, T, K, V, A, use_isa):
+    use_isa(isa)
+    inputs = memory_inputs(kind, N, T, K, V, A)
+    there = [x for x in inputs if x is not None]
+    weights = draw(N, T, V, seed=7), draw(N, K, V, seed=8)
+    outputs = training.memory(*inputs)
+    found = [*outputs, *(x for x in training.memory_backward(*inputs, *weights) if x is not None)]
+    exact = [None if x is None else x.double().requires_grad_() for x in inputs]
+    wanted = plain_memory(*exact)
+    wanted = [
+        *wanted,
+        *torch.autograd.grad(wanted, [x for x in exact if x is not None], [w.double() for w in weights]),
+    ]
+    assert len(found) == 2 + len(there)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= 3e-6 * b.norm().clamp_min(1e-30)
+
+
 def every_result():
     for dtype, _ in DTYPES.values():
         logits, target = draw(40, 1030, dtype=dtype), torch.arange(40)
@@ -122,6 +168,10 @@ def every_result():
     yield from (y, *training.norm_backward(x, weight, r, y))
     u, weight, bias = draw(3, 20, 33), draw(4, 33, seed=1), draw(33, seed=2)
     yield from training.convolve_backward(u, weight, bias, None, training.convolve(u, weight, bias, None))
+    for kind, A in (("delta", 20), ("two", 1)):
+        inputs = memory_inputs(kind, 3, 30, 20, 90, A)
+        o, state = training.memory(*inputs)
+        yield from (o, state, *(x for x in training.memory_backward(*inputs, o, state) if x is not None))
 
 
 def test_threads_do_not_change_a_bit():
@@ -148,6 +198,7 @@ def test_what_does_not_fit_is_refused():
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),
         lambda: training.gated(draw(2, 3), draw(2, 3).bfloat16()),
         lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
+        lambda: training.memory(*memory_inputs("sum", 2, 3, 4, 5, 3)),
     ):
         with pytest.raises(ValueError, match="must be"):
             call()

@@ -50,6 +50,15 @@ struct ScanBackward {  // of the same
   int64_t B, T, D, R, rows;
 };
 
+struct Memory {  // of N memories, see memory.inl
+  const float *q, *k, *v, *e, *b, *alpha;  // [N][T][K], [N][T][V] v, [N][T][A] alpha with A = K or 1; e, b: null if none
+  float *state, *o;                        // [N][K][V], [N][T][V]; backward, the state before the first token
+  const float* out;                        // the gradient of o
+  float *dq, *dk, *de, *db, *dalpha;       // zeros [⌈V / 64⌉][N][T][K], dalpha [A], to be summed; of none, unused
+  float *dv, *dstate;                      // [N][T][V]; [N][K][V], of the last state, becomes that of the first
+  int64_t N, T, K, V, A;
+};
+
 struct Attend {  // of one token: softmax(scale · q kᵀ) v over a ring of W places, in which it takes its own
   const float *q, *kv;               // [H][K]; [2][G][K], the keys and then the values, neither rotated
   const float *cosine, *sine;        // [K / 2], of the position
@@ -101,6 +110,8 @@ struct Kernels {
   void (*silu)(float* gate, const float* up, int64_t n);  // gate = silu(gate) · up
   void (*scan)(const Scan&, int64_t first, int64_t last);  // rows of all B·D
   void (*scan_backward)(const ScanBackward&, int64_t first, int64_t last);  // slabs of `rows` rows, B·⌈D / rows⌉
+  void (*memory)(const Memory&, int64_t first, int64_t last);  // slabs of 64 columns, N·⌈V / 64⌉
+  void (*memory_backward)(const Memory&, int64_t first, int64_t last);
   void (*norm)(const float* x, const float* weight, float eps, int64_t n, float* y);
   void (*add)(float* y, const float* x, int64_t n);
   void (*sigmoid)(float* x, const float* bias, int64_t n);
