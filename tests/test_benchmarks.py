@@ -20,6 +20,7 @@ SCRIPTS = {
     "pdr_scan": [],
     "decode": [],
     "train": ["--dtypes", "bfloat16"],
+    "updates": [],
     "precision": [],
     "systems": [],
     "routing": ["--jobs", "2"],

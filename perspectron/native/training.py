@@ -57,6 +57,36 @@ def entropy_backward(logits_NV: Tensor, target_N: Tensor, total_N2: Tensor, g: f
     return gradient_NV
 
 
+def softmax_backward(
+    s_NRC: Tensor,
+    lse_NR: Tensor,
+    mean_NR: Tensor,
+    mask_BRC: Tensor | None,
+    dp_NRC: Tensor,
+    scale: float,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """(p, ds) in bfloat16: p = e^(scale · s − lse), ds = scale · p · (dp − mean), both 0 where query r may not see a
+    key. s, lse and mean float32, dp bfloat16; mask: 1 where it may, else 0, for all heads of a batch. It sees no key
+    beyond offset + r, if offset ≥ 0."""
+    N, R, C = s_NRC.shape
+    _check(s_NRC, torch.float32)
+    _check(lse_NR, torch.float32, (N, R))
+    _check(mean_NR, torch.float32, (N, R))
+    _check(dp_NRC, torch.bfloat16, (N, R, C))
+    heads = 1
+    if mask_BRC is not None:
+        heads = N // len(mask_BRC)
+        _check(mask_BRC, torch.float32, (N // heads, R, C))
+    p, ds = torch.empty_like(dp_NRC), torch.empty_like(dp_NRC)
+    mask = None if mask_BRC is None else mask_BRC.data_ptr()
+    pointers = s_NRC.data_ptr(), lse_NR.data_ptr(), mean_NR.data_ptr(), mask, dp_NRC.data_ptr()
+    _library().pspx_softmax_backward(
+        *pointers, N, heads, R, C, offset, scale, p.data_ptr(), ds.data_ptr(), threads()
+    )
+    return p, ds
+
+
 def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x · r · weight, r [N]) with r = 1 / √(mean x² + eps)."""
     N, D = x_ND.shape

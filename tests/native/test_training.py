@@ -70,6 +70,25 @@ def test_a_target_beyond_the_vocabulary_is_refused():
         training.entropy(draw(2, 7), torch.tensor([0, 7]))
 
 
+def softmax_inputs(masked, N=4, R=9, C=37):
+    """Scores of which row r is summed up to key 20 + r, and what comes back of 2 batches of heads."""
+    s, dp = draw(N, R, C, scale=4), draw(N, R, C, seed=1, dtype=torch.bfloat16)
+    mask = (draw(2, R, C, seed=2) > 0).float() if masked else None
+    return s, s.logsumexp(-1), draw(N, R, seed=3), mask, dp, 0.5, 20
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_softmax_of_attention(isa, masked, use_isa):
+    use_isa(isa)
+    s, lse, mean, mask, dp, scale, offset = softmax_inputs(masked)
+    found = training.softmax_backward(s, lse, mean, mask, dp, scale, offset)
+    sees = torch.ones(9, 37).tril(offset) * (1 if mask is None else mask.repeat_interleave(2, 0))
+    p = (scale * s.double() - lse[..., None]).exp() * sees
+    close(found, [p, scale * p * (dp.double() - mean[..., None])], 5e-3)
+    assert not found[0][(sees == 0).expand_as(s)].any() and not found[1][(sees == 0).expand_as(s)].any()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", [(2, 3), (5, 13), (130, 48)])
 def test_norms(isa, shape, use_isa):
@@ -163,6 +182,7 @@ def every_result():
         yield from (losses, training.entropy_backward(logits, target, total, 0.3))
         a, b, dy = (draw(70, 1001, seed=seed, dtype=dtype) for seed in range(3))
         yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
+    yield from training.softmax_backward(*softmax_inputs(True, R=200))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
     yield from (y, *training.norm_backward(x, weight, r, y))

@@ -85,3 +85,10 @@ API void pspx_memory_backward(const float* q, const float* k, const float* v, co
   const Memory m{q, k, v, e, b, alpha, const_cast<float*>(state), nullptr, out, dq, dk, de, db, dalpha, dv, dstate, N, T, K, V, A};
   shared(threads, N * ceil_div(V, 64), 1, [&](int64_t first, int64_t last) { kernels().memory_backward(m, first, last); });
 }
+
+API void pspx_softmax_backward(const float* s, const float* lse, const float* mean, const float* mask, const void* dp,
+                               int64_t N, int64_t H, int64_t R, int64_t C, int64_t offset, double scale, void* p,
+                               void* ds, int threads) {
+  const Softmax a{s, lse, mean, mask, dp, p, ds, H, R, C, offset, float(scale)};
+  shared(threads, N * R, rows_of(C), [&](int64_t first, int64_t last) { kernels().softmax_backward(a, first, last); });
+}

@@ -101,6 +101,14 @@ struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
   int64_t T, W, C;
 };
 
+struct Softmax {  // of N batches and heads, R queries and C keys, H heads of a batch beside each other
+  const float *s, *lse, *mean, *mask;  // q kᵀ [N][R][C]; [N][R]; Σ_c p dp [N][R]; null or [N / H][R][C] of 0 and 1
+  const void* dp;                      // do vᵀ [N][R][C]
+  void *p, *ds;                        // [N][R][C]
+  int64_t H, R, C, offset;             // query r sees keys up to offset + r, all if offset < 0
+  float scale;
+};
+
 struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes
@@ -124,6 +132,7 @@ struct Kernels {
   void (*entropy_backward[2])(const Entropy&, int64_t first, int64_t last);
   void (*gated[2])(const Gated&, int64_t first, int64_t last);
   void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
+  void (*softmax_backward)(const Softmax&, int64_t first, int64_t last);  // of bfloat16
   void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);
   void (*convolve)(const Conv&, int64_t first, int64_t last);
