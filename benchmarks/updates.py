@@ -67,7 +67,7 @@ def contenders(config: ModelConfig, T: int, dtype: str, tokens: int) -> dict[str
     update, decode = updates(model, config.vocab_size, T, dtype), decoding(model, tokens)
 
     def without() -> float:
-        with mock.patch.object(native, "wanted", lambda: False):
+        with mock.patch.object(native, "wanted", return_value=False):
             return update()
 
     return {"update": update, "without": without, "decode": decode}
