@@ -365,3 +365,12 @@ def test_a_file_without_its_splits_is_refused(tmp_path: Path, field: str) -> Non
     (tmp_path / "tokenizer.json").write_text(json.dumps(value))
     with pytest.raises(DataError, match=f"it has no pre_tokenizer.{field}"):
         Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_the_same_tokenizer_is_made_once(tmp_path):
+    """The library keeps some memory for good for each one that encodes."""
+    trained = Tokenizer.train(["the cat sat on the mat"] * 3, 260)
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded._inner is trained._inner
+    assert Tokenizer.train(["the dog ran"] * 3, 260)._inner is not trained._inner
