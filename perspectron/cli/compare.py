@@ -18,6 +18,7 @@ from perspectron.cli.options import count, resolved
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
+    PLAN,
     Plan,
     Settings,
     models_of_designs,
@@ -47,14 +48,17 @@ class Compare:
     Resume after an interruption: perspectron compare --resume runs/compare
 
     Only rewrite the page of a results.json: perspectron compare --report runs/compare/results.json
+
+    One report of several, made one after another: perspectron compare --report a/results.json b/results.json --out c
     """
 
     out: Path | None = None
     """Output folder; with the same options as before, the comparison resumes there."""
     resume: Path | None = None
     """Folder of a comparison to resume; all other options come from there."""
-    report: Path | None = None
-    """Write the page of this results.json beside it, without training."""
+    report: tuple[Path, ...] = ()
+    """Write the page of this results.json beside it, without training; of several, on the same text, budget and seeds,
+    one results.json with its page in --out."""
     designs: str = DESIGNS
     """Designs to compare, separated by commas; a variant is written as "gla[embedding_norm=false]"."""
     params: str = "5M"
@@ -102,14 +106,8 @@ class Compare:
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-        if self.report is not None:
-            require(
-                self == Compare(report=self.report),
-                "report",
-                str(self.report),
-                "the only option: nothing is trained",
-            )
-            console.print(f"report: {results.write_page_of(self.report)}")
+        if self.report:
+            console.print(f"report: {self._report()}")
             return 0
         folder = self.resume or self.out
         if folder is None or (self.resume and self.out):
@@ -128,6 +126,25 @@ class Compare:
         with locked(folder), Work("encoding the text and planning"):
             what = plan(folder, "designs", settings, models_of_designs, threads_for(self.jobs))
         return finish(folder, what, self.jobs, console)
+
+    def _report(self) -> Path:
+        """The page that is written of results there are."""
+        one, out = len(self.report) == 1, self.out
+        alone = self == Compare(report=self.report, out=None if one else out)
+        bound = (
+            "the only option: nothing is trained"
+            if one
+            else "with --out DIR and no other option: nothing is trained"
+        )
+        given = " ".join(map(str, self.report))
+        require(alone and (one or out is not None), "report", given, f"{bound}: nothing is trained")
+        if out is None:
+            return results.write_page_of(self.report[0])
+        whole = results.merged(self.report)
+        require(not (out / PLAN).exists(), "out", str(out), "a folder without a comparison of its own")
+        out.mkdir(parents=True, exist_ok=True)
+        results.write(out, whole)
+        return out / results.PAGE
 
     def _vocabulary(self) -> int:
         """Size of the vocabulary: as asked for, or that of tokenised text."""

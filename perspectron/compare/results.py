@@ -4,6 +4,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from perspectron import machine
 from perspectron.census import census
 from perspectron.compare import measure, report, run
-from perspectron.compare.plan import CURVE_TOKENS, Arm, Plan, prepare
+from perspectron.compare.plan import CURVE_TOKENS, REFERENCE, Arm, Plan, prepare
 from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
-from perspectron.config import dump
+from perspectron.config import dump, require
 from perspectron.data import NAMED, Shards
 from perspectron.errors import ConfigError
 from perspectron.files import atomic, plain, read_json, write_json
@@ -120,6 +121,56 @@ def write_page_of(path: Path) -> Path:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: not the results of a comparison, or damaged ({cause})") from error
     return page
+
+
+EQUAL = (
+    "params",
+    "tokens",
+    "match",
+    "seq_len",
+    "batch_size",
+    "vocab_size",
+    "seeds",
+    "text_digest",
+    "curve_on",
+)
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """The results of several comparisons as one: all their designs, by loss, under the conditions of each. ConfigError
+    where they differ in text, budget or seeds, or share a design."""
+    parts = [read_json(path, ConfigError) for path in paths]
+    designs, owner = dict[str, Any](), dict[str, Path]()
+    for path, part in zip(paths, parts, strict=True):
+        for kind in ("plan", "designs", "conditions"):
+            require(
+                isinstance(part, dict) and isinstance(part.get(kind), dict), f"{path}: {kind}", None, "there"
+            )
+        for name in ("version", "kind"):
+            require(
+                part[name] == parts[0][name],
+                f"{path}: {name}",
+                part[name],
+                f"{parts[0][name]}, as in {paths[0]}",
+            )
+        for name in EQUAL:
+            value, wanted = part["plan"].get(name), parts[0]["plan"].get(name)
+            require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
+        for name, design in part["designs"].items():
+            require(
+                name not in owner, f"{path}: design", name, f"in one of them; it is in {owner.get(name)} too"
+            )
+            owner[name], designs[name] = path, design
+    conditions = {
+        key: "; ".join(dict.fromkeys(str(part["conditions"].get(key, "")) for part in parts))
+        for key in parts[0]["conditions"]
+    }
+    everyone = {
+        **parts[0]["plan"],
+        "rates": sorted({rate for part in parts for rate in part["plan"]["rates"]}),
+    }
+    everyone["reference"] = REFERENCE if REFERENCE in designs else next(iter(designs))
+    return {**parts[0], "conditions": conditions, "plan": everyone, "designs": designs}
 
 
 def _arm(

@@ -91,6 +91,40 @@ def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):
         assert words in said and said.count("\n") == 1
 
 
+def test_results_of_several_comparisons_are_one_report(whole, tmp_path, capsys):
+    """As if they had been one: the same designs with the same numbers."""
+    found = json.loads((whole / "results.json").read_text())
+    first, *rest = found["designs"]
+    for name, designs in (("a", [first]), ("b", rest)):
+        part = found | {"designs": {d: found["designs"][d] for d in designs}}
+        part["conditions"] = found["conditions"] | {"commit": name}
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert main(["compare", "--report", *paths, "--out", str(tmp_path / "both")]) == 0
+    both = json.loads((tmp_path / "both" / "results.json").read_text())
+    assert both["designs"] == found["designs"] and both["plan"] == found["plan"]
+    assert both["conditions"]["commit"] == "a; b"
+    assert all(
+        presets.title(name) in (tmp_path / "both" / "results.html").read_text() for name in cells(found)
+    )
+    other = found | {"designs": {}, "plan": found["plan"] | {"tokens": 5}}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    capsys.readouterr()
+    for arguments, words in (
+        ([*paths, paths[0], "--out", str(tmp_path / "c")], "in one of them"),
+        (
+            [paths[0], str(tmp_path / "other.json"), "--out", str(tmp_path / "c")],
+            "other.json: tokens = 5, must be",
+        ),
+        (paths, "with --out DIR and no other option"),
+        ([*paths, "--out", str(whole)], "a folder without a comparison of its own"),
+    ):
+        assert main(["compare", "--report", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1, said
+    assert not (tmp_path / "c").exists()
+
+
 def test_cells_read_in_the_order_of_those_that_were_begun_before(tmp_path, monkeypatch):
     """0.1 named no order of the windows; seeds are paired by it."""
     settings = Settings(("transformer",), params=1000, tokens=10000, vocab_size=300)
