@@ -1,9 +1,10 @@
 """Forward and backward of the PDR scan against the step loop and the document's materialised scan.
 
-Contenders, all on the same inputs and output gradients: "tree", perspectron.ops.pdr.scan; "loop", autograd
-through the plain step loop; "materialised", the document's scan (docs/designs/perspective.md#scan).
-Bars: tree ≥ 20 times the loop, ≤ 0.6 GB of peak memory. Memory is the rise over the inputs in a
-process of its own, gradients included.
+Contenders, all on the same inputs and output gradients: "kernel", the native scan that trainings on a CPU take; "tree",
+that of PyTorch's operations; "loop", autograd through the plain step loop; "materialised", the document's scan
+(docs/designs/perspective.md#scan). Bars: tree ≥ 20 times the loop, ≤ 0.6 GB of peak memory. Shares of the matrix
+product's peak count the tree's products, for the kernel too, which computes less. Memory is the rise over the inputs in
+a process of its own, gradients included.
 
 Shapes: B batch, T time, L tokens of one chunk, D value width, R state rank.
 """
@@ -81,6 +82,7 @@ def prefixes(elements: Pair) -> Pair:
 
 
 SCANS: dict[str, Scan] = {
+    "kernel": lambda *x: pdr.scan(*x, backend="native"),
     "tree": lambda *x: pdr.scan(*x, backend="torch"),
     "loop": lambda *x: pdr.scan(*x, backend="reference"),
     "materialised": materialised,
@@ -163,7 +165,9 @@ def alone(spec: dict[str, Any]) -> dict[str, Any]:
 def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[str, Any]:
     tensors, gradients = inputs(shape)
     peak = common.matmul_peak(torch.float32, quick=quick)
-    contenders = {name: lambda s=SCANS[name]: passes(s, tensors, gradients) for name in ("tree", "loop")}
+    contenders = {
+        name: lambda s=SCANS[name]: passes(s, tensors, gradients) for name in ("kernel", "tree", "loop")
+    }
     seconds = common.interleave(contenders, repeats)
     peak = max(peak, common.matmul_peak(torch.float32, quick=quick))
     children = {
@@ -172,7 +176,7 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
         )
         for name in SCANS
     }
-    tree = common.Spread.of(seconds["tree"])
+    kernel, tree = (common.Spread.of(seconds[name]) for name in ("kernel", "tree"))
     flops = matmul_flops(shape)
     once = children["materialised"]
     against = None
@@ -180,6 +184,9 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
         against = common.Spread.of([once["seconds"] / s for s in once["tree_seconds"]])
     return {
         "shape": asdict(shape),
+        "kernel_seconds": kernel,
+        "kernel_to_tree": common.ratios(seconds["tree"], seconds["kernel"]),
+        "kernel_share_of_matmul_peak": flops / kernel.median / peak,
         "tree_seconds": tree,
         "loop_seconds": common.Spread.of(seconds["loop"]),
         "materialised_seconds": once.get("seconds"),
@@ -195,7 +202,9 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
 
 def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
     once, against = result["materialised_seconds"], result["ratio_to_materialised"]
+    kernel = result["kernel_to_tree"]
     rows = [
+        ["kernel", result["kernel_seconds"].text(1e3), f"1/{kernel.text()}"],
         ["tree", result["tree_seconds"].text(1e3), "1"],
         ["loop", result["loop_seconds"].text(1e3), result["ratio_to_loop"].text()],
         ["materialised", f"{once * 1e3:.4g} (once)", against.text()] if once else ["materialised", "-", "-"],
@@ -210,6 +219,7 @@ def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
         f"tree: {result['matmul_flops'] / 1e9:.2f} GFLOP in its matrix products, "
         f"{result['gflops_per_second']:.1f} GFLOP/s, {result['share_of_matmul_peak']:.0%} of the "
         f"{result['matmul_peak_gflops_per_second']:.0f} GFLOP/s of a matrix product",
+        f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count",
         f"bars: {result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
         f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB)",
         "",

@@ -22,6 +22,7 @@ from perspectron.ops import dispatch
 from perspectron.ops.tree import Recurrence, blocks, halves
 
 CHUNK = 128
+WIDEST = 128  # columns of a state that the kernel trains; for more, the tree's matrix products are faster
 BACKENDS = ("auto", "reference", "torch", "native")
 
 
@@ -43,7 +44,7 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
     in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
-    on the CPU outside of forward mode, "auto" that kernel where it can run, else the tree or, for one token where
+    on the CPU outside of forward mode, "auto" that kernel where it can run and is faster, else the tree or, for one token where
     gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it instead of into a copy;
@@ -73,7 +74,8 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
-    if T > 0 and backend in ("auto", "native"):
+    wide = R > WIDEST and not dispatch.gradients_off()
+    if T > 0 and (backend == "native" or (backend == "auto" and not wide)):
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
             if dispatch.gradients_off():
                 return _native(q, k, v, gamma, dispatch.owned(state, consume_state))

@@ -106,6 +106,17 @@ def test_auto_takes_it_outside_of_forward_mode(mode, monkeypatch):
     close(found, expected)
 
 
+def test_wide_states_are_trained_by_the_tree(monkeypatch):
+    calls = []
+    monkeypatch.setattr(native, "pdr_scan", lambda *x, kernel=native.pdr_scan: (calls.append(1), kernel(*x)))
+    for R, taken in ((pdr.WIDEST, 1), (pdr.WIDEST + 1, 1)):
+        pdr.scan(*inputs(3, R=R))
+        assert len(calls) == taken
+    with torch.no_grad():
+        pdr.scan(*inputs(3, R=pdr.WIDEST + 1))
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("T", "B", "D", "R"),
