@@ -44,8 +44,8 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
     in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
-    on the CPU outside of forward mode, "auto" that kernel where it can run and is faster, else the tree or, for one token where
-    gradients are off, the step.
+    on the CPU outside of forward mode, "auto" that kernel where it can run and is faster, else the tree or, for one
+    token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it instead of into a copy;
     the numbers are the same. Only where gradients are off.
