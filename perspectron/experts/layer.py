@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perspectron import ranks
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
@@ -160,7 +161,7 @@ class RoutedSwiGLU(Routed):
         counted_N = torch.ones_like(choice.expert_N, dtype=torch.bool)
         if pad_BT is not None:
             counted_N = ~pad_BT.flatten()
-        load_E = experts.load(choice.expert_N.where(counted_N, E), E)
+        load_E = ranks.total(experts.load(choice.expert_N.where(counted_N, E), E))
         if config.bias_rate > 0 and self.training and y_BTD.requires_grad:
             # Once for an update: activations may be computed twice, but a gradient comes back once.
             y_BTD.register_hook(lambda _: self._count(load_E))
