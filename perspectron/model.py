@@ -236,14 +236,12 @@ class LanguageModel(nn.Module):
             zip(cast("list[Block]", self.blocks), state.layers, strict=True)
         ):
             seen = None if views is None else views.at(index)
-            x_BTD, layer = ranks.received(x_BTD, layer)
             if self.recompute and torch.is_grad_enabled():
                 given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared, seen)
                 x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)
             else:
                 given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared, seen)
                 x_BTD, layer, terms = block(*given)
-            x_BTD = ranks.handed(x_BTD, layer)
             layers.append(layer)
             for name, term in terms.items():
                 aux[name] = aux[name].plus(term) if name in aux else term

@@ -106,7 +106,7 @@ def split() -> bool:
 def received(x: Tensor, state: A) -> tuple[Tensor, A]:
     """x, and the state that the rank to the left has handed on, in place of the one of nothing read. x: what the tokens
     that read the state are computed from; its gradient has the state's sent back."""
-    if not split() or _here[-1].left is None:
+    if not split() or _here[-1].left is None or state is None:
         return x, state
     kept: list[Any] = []
     x, *floats = _Received.apply(x, _here[-1], kept)
@@ -118,11 +118,11 @@ def received(x: Tensor, state: A) -> tuple[Tensor, A]:
 def handed(y: Tensor, state: object) -> Tensor:
     """y, after handing the state on to the rank on the right. y: what is computed further; its gradient waits for the
     state's."""
-    if not split() or _here[-1].right is None:
+    if not split() or _here[-1].right is None or state is None:
         return y
     leaves = pytree.tree_leaves(state)
     floats = [leaf for leaf in leaves if _floating(leaf)]
-    others = [None if _floating(leaf) else leaf for leaf in leaves]
+    others = [_FLOAT if _floating(leaf) else leaf for leaf in leaves]
     result: Tensor = _Handed.apply(y, _here[-1], others, *floats)
     return result
 
@@ -162,7 +162,7 @@ class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, ranks: Ranks, others: list[Any], *floats: Tensor) -> Tensor:
         ctx.ranks, rest = ranks, iter(floats)
-        leaves = [next(rest) if other is None else other for other in others]
+        leaves = [next(rest) if other is _FLOAT else other for other in others]
         told = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         assert ranks.right is not None
         torch.distributed.send_object_list([told], ranks.right, ranks.group, torch.device("cpu"))

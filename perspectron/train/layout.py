@@ -27,6 +27,8 @@ class Layout:
     """ "ddp" gives every process all weights, "fsdp" each a part, "hsdp" each a part of those of its machine."""
     context_parallel: int = 1
     """Processes that share each window, so that windows can be longer."""
+    expert_parallel: int = 1
+    """Processes that share the experts of each layer; tokens travel to theirs."""
 
     def held(self, device: str) -> float:
         """The share of the weights that the processes with one memory hold together: those of a machine, or a GPU's
@@ -37,4 +39,4 @@ class Layout:
 
     def __post_init__(self) -> None:
         one_of(self.shard, ("ddp", "fsdp", "hsdp"), "shard")
-        at_least(1, self, "context_parallel")
+        at_least(1, self, "context_parallel", "expert_parallel")

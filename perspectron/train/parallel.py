@@ -16,16 +16,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardOf
 
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data import Loader
 from perspectron.errors import CheckpointError, NonFiniteError, StorageError
+from perspectron.experts.spread import Spread
 from perspectron.ffn import TiedConfig
 from perspectron.files import atomic, sweep
 from perspectron.mixers.drm import DRMConfig
@@ -36,7 +38,7 @@ from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import RunConfig
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, own
-from perspectron.train.expert_stats import matrices
+from perspectron.train.expert_stats import experts_of, matrices
 from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
@@ -82,20 +84,52 @@ class ParallelTrainer(Trainer):
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
 
     def wrap(self) -> None:
-        mesh = mesh_of(self.team, self.layout, self.device.type)
+        mesh, self._columns = mesh_of(self.team, self.layout, self.device.type)
         blocks = cast("list[Block]", self.model.blocks)
         shared = {block.config.ffn.block for block in blocks if isinstance(block.config.ffn, TiedConfig)}
+        self._spread_experts()
+        ignored = set(self._experts)
         for index, block in enumerate(blocks):
             if index in shared:
-                fully_shard(block.ffn, mesh=mesh)
-            fully_shard(block, mesh=mesh)
+                fully_shard(block.ffn, mesh=mesh, ignored_params=ignored)
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
             if getattr(getattr(block, "mixer", None), "learned_start", False):
                 register_fsdp_forward_method(block, "init_state")
-        fully_shard(self.model, mesh=mesh)
+        fully_shard(self.model, mesh=mesh, ignored_params=ignored)
         self.model.to_empty(device=self.device)
         self._draw()
         self.forward: Callable[..., Any] = self.model
         self.optimizer = adamw(self.model, self.config.train.optim)
+        for group in list(
+            self.optimizer.param_groups
+        ):  # whose tensors lie on one mesh, as fused updates need it
+            ours = {id(parameter) for parameter in self._experts}
+            moved = [p for p in group["params"] if id(p) in ours]
+            group["params"] = [p for p in group["params"] if id(p) not in ours]
+            if moved:
+                self.optimizer.add_param_group({**group, "params": moved})
+
+    def _spread_experts(self) -> None:
+        """Leave each rank its part of the experts, to train on its own."""
+        self._experts = list[nn.Parameter]()
+        n, layers = self.layout.expert_parallel, experts_of(self.model)
+        if n == 1:
+            return
+        require(bool(layers), "expert_parallel", n, f"1: {self.config.model.name} has no experts")
+        require(self.team.size % n == 0, "expert_parallel", n, f"a divisor of {self.team.size}, the ranks")
+        require(self.ranks.columns == 1, "expert_parallel", n, "1 with context_parallel")
+        shape = (self.team.size // n, n)
+        self._spread = init_device_mesh(self.device.type, shape, mesh_dim_names=("copy", "expert"))
+        for ffn in layers.values():
+            E = len(ffn.gate_EFD)
+            require(E % n == 0, "expert_parallel", n, f"a divisor of {E}, the experts of a layer")
+            for name in ("gate_EFD", "up_EFD", "down_EDF"):
+                whole = ffn.get_parameter(name)
+                part = whole.new_empty(E // n, *whole.shape[1:])
+                shared = DTensor.from_local(part, self._spread, [Replicate(), ShardOf(0)], run_check=False)
+                setattr(ffn, name, nn.Parameter(shared, requires_grad=whole.requires_grad))
+                self._experts.append(ffn.get_parameter(name))
+            ffn.spread = Spread(self._spread.get_group("expert"), n, self._spread.get_local_rank("expert"))
 
     @torch.no_grad()
     def _draw(self) -> None:
@@ -152,7 +186,15 @@ class ParallelTrainer(Trainer):
 
     def _clip(self) -> float:
         """Bound the norm of all ranks' gradients, and return what it was."""
+        for parameter in self._experts:
+            if parameter.grad is not None:
+                dist.all_reduce(own(parameter.grad), group=self._spread.get_group("copy"))
+                own(parameter.grad).div_(self.team.size)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if self.ranks.columns > 1:
+            for gradient in gradients.values():
+                dist.all_reduce(own(gradient), group=self._columns.get_group())
+                own(gradient).div_(self.ranks.columns)
         squares = [own(g).square().sum() / copies(g) for g in gradients.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
         dist.all_reduce(total)
@@ -178,7 +220,15 @@ class ParallelTrainer(Trainer):
             found |= {f"blocks.{index}.{name}": row for name, row in matrices(cast(Any, block)).items()}
             for unit in units:
                 unit.reshard()
-        return found
+        return self._of_all_experts(found) if self._experts else found
+
+    def _of_all_experts(self, found: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, list[float]]]:
+        """Statistics of the experts of all ranks, from those of each."""
+        parts = self.team.gather(found)[: self.layout.expert_parallel]
+        return {
+            name: {what: [x for part in parts for x in part[name][what]] for what in row}
+            for name, row in found.items()
+        }
 
     # ------------------------------------------------------------ checkpoints
 
@@ -288,19 +338,22 @@ def ranks_of(team: Team, layout: Layout, config: RunConfig) -> Ranks:
         drm = any(isinstance(block.mixer, DRMConfig) for block in config.model.blocks)
         require(not drm, "context_parallel", C, "1 for DRM, whose losses are of whole rows")
         require(not config.train.only, "context_parallel", C, "1 where --only parts of a model learn")
+        require(not config.train.recompute, "context_parallel", C, "1 with --recompute")
     row, column = divmod(team.rank, C)
     left = team.rank - 1 if column > 0 else None
     right = team.rank + 1 if column < C - 1 else None
     return Ranks(dist.group.WORLD, N, row, N // C, column, C, left, right)
 
 
-def mesh_of(team: Team, layout: Layout, device: str) -> DeviceMesh:
-    """The ranks as FSDP2 takes them: a row for each set of ranks that have all weights together."""
-    N, shards = team.size, {"ddp": 1, "fsdp": team.size, "hsdp": team.locals}[layout.shard]
+def mesh_of(team: Team, layout: Layout, device: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """(the ranks that read the same columns as this one, as FSDP2 takes them, the ranks that read the same rows). Those
+    of one window are not at the same layer at the same time, and therefore share no weights: each column has all."""
+    C = layout.context_parallel
+    N, local = team.size // C, max(1, team.locals // C)
+    shards = {"ddp": 1, "fsdp": N, "hsdp": min(local, N)}[layout.shard]
     require(N % shards == 0, "shard", layout.shard, f"with as many ranks on each machine as here, {shards}")
-    if shards == N:
-        return init_device_mesh(device, (N,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (N // shards, shards), mesh_dim_names=("copy", "shard"))
+    mesh = init_device_mesh(device, (N // shards, shards, C), mesh_dim_names=("copy", "shard", "column"))
+    return mesh["shard"] if shards == N else mesh["copy", "shard"], mesh["column"]
 
 
 def put(place: Tensor, whole: Tensor) -> None:
@@ -317,7 +370,8 @@ def copies(x: Tensor) -> int:
     if not isinstance(x, DTensor):
         return dist.get_world_size()
     sizes = zip(x.placements, x.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
+    parts = math.prod(size for placement, size in sizes if not isinstance(placement, Replicate))
+    return dist.get_world_size() // parts
 
 
 def stored(path: Path, work: Callable[[], Any]) -> Any:
