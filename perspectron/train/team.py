@@ -199,15 +199,31 @@ class Team:
             self._end(own, error.exit_code)  # type: ignore[attr-defined]
         elif not isinstance(error, RuntimeError) or not self._told(self._gone + 4 * BEAT):
             self._end(f"rank {self.rank}: {type(error).__name__}: {error}", 1)
-            self._left.set()
+            self._leave()
             return  # a mistake of ours keeps its traceback
-        self._left.set()
+        self._leave()
         assert self._ended is not None
         text, code = self._ended
         if self.rank > 0 and not text.startswith(LOST.format(0)):
             raise SystemExit(code) from None
         if not user:
             raise RankError(text, code) from None
+
+    def _leave(self) -> None:
+        """Say no more; rank 0, which serves what the others read, waits until they know why."""
+        self._left.set()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "1")
+            until = time.monotonic() + GRACE
+            others = {f"left/{rank}" for rank in range(1, self.size) if self._store.check([f"here/{rank}"])}
+            while self.rank == 0 and others and time.monotonic() < until:
+                others = {key for key in others if not self._store.check([key]) and not self._lost_now(key)}
+                time.sleep(0.05)
+
+    def _lost_now(self, key: str) -> bool:
+        """Whether the rank of a key is the one that has ended."""
+        assert self._ended is not None
+        return self._ended[0].startswith(LOST.format(key.rpartition("/")[2]))
 
     def _told(self, seconds: float) -> bool:
         """Whether another rank has ended, as is known within so many seconds."""
