@@ -3,6 +3,7 @@ number of them read; and how all end when one does."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,28 +52,30 @@ def test_all_ranks_end_well(out):
 def test_a_run_goes_on_with_any_number_of_ranks(out):
     assert read(out, "reshard") == [[0] * 4, [0] * 2, [0] * 4]
     whole, resumed = read(out, "losses")
-    assert len(whole) == 8
+    assert len(whole) == 4
     assert resumed == pytest.approx(whole, abs=1e-12)
 
 
-def test_what_ranks_wrote_exports_as_any_run(out, tmp_path, capsys):
+def test_one_process_opens_what_ranks_wrote(out):
     shards = sorted(path.name for path in checkpoint.paths(out / "fsdp4")[-1].iterdir())
     assert shards == [
         "checkpoint.json",
         *(f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)),
     ]
     _, weights = torch.load(out / "fsdp4.pt", weights_only=False)
-    model, _ = checkpoint.load_run(out / "fsdp4")
-    assert all(
-        torch.equal(tensor.double(), weights[name].double()) for name, tensor in model.state_dict().items()
-    )
+    torch.set_default_dtype(torch.float64)  # as the run was
+    try:
+        model, _ = checkpoint.load_run(out / "fsdp4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "more"])
 def test_a_damaged_shard_is_found(out, damage, tmp_path, flip):
-    import shutil
 
-    path = shutil.copytree(checkpoint.paths(out / "fsdp4")[-1], tmp_path / "step-00000003")
+    path = shutil.copytree(checkpoint.paths(out / "fsdp4")[-1], tmp_path / "step-00000002")
     shard = path / "shard-00003-model-00001-of-00001.safetensors"
     if damage == "cut":
         shard.write_bytes(shard.read_bytes()[:-8])
