@@ -13,7 +13,8 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.machine import resident
+from perspectron.machine import Peak, resident
+from perspectron.ranks import together
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer
@@ -79,12 +80,11 @@ def context(cases: Cases, tokens: int = 1 << 20) -> None:
     for size, T in ((2, tokens // 2), (4, tokens)):
 
         def work(rank: int, size: int = size, T: int = T) -> None:
-            before = resident()
             with Team() as team:
-                team.of_first(lambda: cases.folder(f"context{size}"))
+                team.of_first(lambda: cases.folder(f"long{size}"))
                 train = TrainConfig(steps=1, batch_size=1, seq_len=64, dtype="float32", device="cpu")
                 given = (
-                    cases.folder(f"context{size}"),
+                    cases.folder(f"long{size}"),
                     RunConfig(model, train),
                     cases.tokenizer,
                     cases.shards,
@@ -93,14 +93,12 @@ def context(cases: Cases, tokens: int = 1 << 20) -> None:
                 draw = torch.Generator().manual_seed(rank)
                 ids = torch.randint(1, 300, (1, T // size + 1), generator=draw)
                 start = time.perf_counter()
-                from perspectron.ranks import together
-
-                with together(trainer.ranks):
+                with together(trainer.ranks), Peak() as peak:
                     loss = trainer.model(ids[:, :-1], targets=ids[:, 1:]).objective()
                     loss.backward()
-                print({"processes": size, "rank": rank, "tokens": T, "loss": loss.item(),
-                       "MB": round((resident() - before) / 1e6), "seconds": round(time.perf_counter() - start, 1)},
-                      flush=True)  # fmt: skip
+                row = {"processes": size, "rank": rank, "tokens": T, "loss": loss.item()}
+                row |= {"peak_MB": (peak.bytes or 0) / 1e6, "seconds": time.perf_counter() - start}
+                print(row, flush=True)
 
         wait(fork(size, work), 900)
 
