@@ -78,7 +78,9 @@ class Plan:
     def __call__(self) -> int:
         if self.train:
             return self._training()
-        ram = size(self.ram or "", "ram")
+        if self.ram is None:
+            raise ConfigError("plan needs --ram, memory for the model such as 24G; or --train --memory 80G")
+        ram = size(self.ram, "ram")
         vram = None if self.vram is None else size(self.vram, "vram")
         require(self.pcie is None or vram is not None, "pcie", self.pcie, "left out without vram")
         folder = describe(self.model, self.set)
@@ -98,7 +100,9 @@ class Plan:
     def _training(self) -> int:
         for name in ("ram", "vram", "disk", "bandwidth", "pcie", "context", "shared", "trace"):
             require(getattr(self, name) is None, name, str(getattr(self, name)), "left out with --train")
-        room, folder = size(self.memory or "", "memory"), describe(self.model, self.set)
+        if self.memory is None:
+            raise ConfigError("plan --train needs --memory, that of a GPU, such as 80G")
+        room, folder = size(self.memory, "memory"), describe(self.model, self.set)
         local = min(self.local, self.gpus)
         return plan_training(
             folder.model, self.layout, self.gpus, local, room, self.seq_len, self.recompute, self.json
