@@ -267,6 +267,30 @@ def bad(cases: Cases) -> None:
     cases.write("left", sorted(path.name for path in (cases.out / "full" / "checkpoints").iterdir()))
 
 
+def signalled(cases: Cases) -> None:
+    """A signal to one of two ranks; their exit codes are what `fit` returns."""
+
+    def work(rank: int) -> None:
+        with Team() as team:
+            team.of_first(lambda: cases.folder("signalled"))
+            given = (cases.folder("signalled"), cases.config("ssd-tiny"), cases.tokenizer, cases.shards)
+            trainer = ParallelTrainer(team, Layout(), *given)
+            step = trainer.step
+
+            def interrupted() -> dict[str, Any]:
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return step()
+
+            trainer.step = interrupted  # type: ignore[method-assign]
+            stopped = trainer.fit()
+        raise SystemExit(stopped)
+
+    codes = wait(fork(2, work))
+    steps = [c.progress.step for c in checkpoint.found_in(cases.out / "signalled")]
+    cases.write("signalled", {"codes": codes, "steps": steps})
+
+
 def killed(cases: Cases, kills: int) -> None:
     """Kill ranks in turn at some time, saves included; the others end, and the run goes on."""
     draw, config = random.Random(0), cases.config("perspective-tiny", 400, save_every=3, batch_size=4, keep=3)
@@ -318,4 +342,5 @@ if __name__ == "__main__":
     equal(made, 2)
     reshard(made)
     bad(made)
+    signalled(made)
     killed(made, 1)

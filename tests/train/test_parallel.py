@@ -106,6 +106,10 @@ def test_ranks_that_cannot_train_together_end_with_one_line(out, case, line):
     assert said.startswith("0: ") and line in said
 
 
+def test_a_signal_to_one_rank_ends_all_after_the_same_update(out):
+    assert read(out, "signalled") == {"codes": [15, 15], "steps": [1]}
+
+
 def test_a_full_disk_leaves_nothing_half_written(out):
     assert read(out, "left") == []
 
