@@ -34,7 +34,8 @@ from perspectron.files import read_json, write_json
 from perspectron.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.precision import autocast
 from perspectron.train.prepare import prepare

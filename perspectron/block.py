@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from perspectron import ranks
 from perspectron.config import (
     BlockConfig,
     Law5Config,
@@ -106,9 +107,11 @@ class Block(nn.Module):
         else:
             read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
             handed = {"shared": shared} if getattr(self.mixer, "shares", False) else {}
+            read_BTD, state = ranks.received(read_BTD, state)
             mixed_BTD, state, aux = self.mixer(
                 read_BTD, state, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state, **handed
             )
+            mixed_BTD = ranks.handed(mixed_BTD, state)  # before all ranks meet, to count the load of experts
         if isinstance(residual, NoResidualConfig):
             return mixed_BTD.to(x_BTD.dtype), state, aux
         h_BTD = x_BTD + mixed_BTD

@@ -53,6 +53,16 @@ class NonFiniteError(PerspectronError):
     exit_code = 3
 
 
+class RankError(PerspectronError):
+    """A process of a training that is missing, has ended or cannot be reached."""
+
+    code = 2
+
+    def __init__(self, text: str, exit_code: int = code) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
 class ArtifactError(PerspectronError):
     """A file of an artifact that is missing, malformed or not what its folder says."""
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from perspectron import ranks
 from perspectron.block import NORMS, Block
 from perspectron.config import HeadConfig, ModelConfig, at_least, one_of, require
 from perspectron.errors import ConfigError, StateError
@@ -204,7 +205,7 @@ class LanguageModel(nn.Module):
         loss = None
         if targets is not None:
             total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
-            loss = total / (targets != -100).sum().clamp_min(1)
+            loss = ranks.total(total) / ranks.total((targets != -100).sum()).clamp_min(1)
         return Output(logits_BTV, state, loss, aux)
 
     def hidden(
@@ -227,7 +228,9 @@ class LanguageModel(nn.Module):
         self.own(state)
         if state.batch_size != x_BTD.shape[0]:
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
+        x_BTD, before_B = ranks.received(x_BTD, state.length_B)
+        x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
+        x_BTD = ranks.handed(x_BTD, length_B)
         layers, aux, shared = [], dict[str, Term](), dict[str, Tensor]()
         for index, (block, layer) in enumerate(
             zip(cast("list[Block]", self.blocks), state.layers, strict=True)

@@ -36,7 +36,8 @@ from perspectron.model import EmitterConfig, LanguageModel, LinearHeadConfig, Ou
 from perspectron.state import LMState
 from perspectron.terms import Term
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig, adamw
 
 V, D = 64, 16

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
+from perspectron.config import require
 from perspectron.data import Shards, Tokenizer
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.eval.perplexity import compressors
@@ -23,8 +25,10 @@ from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.extend import how_to_go_on
+from perspectron.train.layout import Layout, launched
 from perspectron.train.loggers import Kind, logger
-from perspectron.train.loop import CURVE, Metrics, Trainer, measured, read_metrics, training_batches
+from perspectron.train.loop import CURVE, Trainer, training_batches
+from perspectron.train.metrics import Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
@@ -42,18 +46,23 @@ def fit(
     settle: Callable[[RunConfig, Shards], RunConfig] = lambda config, _: config,
     ends: float | None = None,
     log: Kind = "",
+    layout: Layout = Layout(),  # noqa: B008
 ) -> int:
     """Prepare the data, train, and say where the results are; the command's exit code. A run that cannot start leaves
     nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. settle: fills in
-    what of the config depends on the text. ends: time of the monotonic clock to keep to. StorageError: another process
-    trains in the folder."""
+    what of the config depends on the text. ends: time of the monotonic clock to keep to. layout: how several processes
+    share it. StorageError: another process trains in the folder."""
     console, started = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), time.monotonic()
     if config.recipe is not None:
+        alone = "plain for several processes; leave torchrun out for the stages"
+        require(not launched(), "recipe", "staged", alone)
         plan(run, config)  # what it cannot do, it says before the text is read
-    require_room(config, pick_device(config.train.device))
+    device = pick_device(config.train.device)
+    require_room(config, device, layout.held(device.type))
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK), memory_kept():
-        trainer, before = None, {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
+        trainer: Trainer | None = None
+        before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
         try:
             with Work("reading and encoding the text"):
                 tokenizer, shards, summary = prepare(run, config)
@@ -66,9 +75,14 @@ def fit(
                 config = same_as_before(run, config)
             if config.recipe is None:
                 with Work(f"building {config.model.name}"):
-                    trainer = Trainer(
-                        run, config, tokenizer, shards, ended=ended or (), allow_changed=allow_changed
-                    )
+                    options: dict[str, Any] = {"ended": ended or (), "allow_changed": allow_changed}
+                    if launched():
+                        from perspectron.cli import together  # torch.distributed takes long to import
+
+                        paced = ends is not None
+                        trainer = together.trainer(run, config, tokenizer, shards, paced=paced, **options)
+                    else:
+                        trainer = Trainer(run, config, tokenizer, shards, **options)
         except PerspectronError as error:
             if not isinstance(error, StorageError) and not (run / "config.json").exists():
                 for path in [run] if new and not before else set(run.iterdir()) - before:

@@ -1,6 +1,6 @@
 """`perspectron plan`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import tyro
 from rich.table import Table
 
 from perspectron.cli.options import Sets, answer, describe, rate, size, table
+from perspectron.cli.plan_training import plan_training
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.files import safe_join
@@ -18,6 +19,7 @@ from perspectron.stream.artifact import layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
+from perspectron.train.layout import Layout
 
 CONTEXT = 8192
 
@@ -33,12 +35,14 @@ class Plan:
     Example: perspectron plan perspective-1t --ram 24G --disk 3G/s
 
     On a GPU: perspectron plan perspective-1t --ram 256G --vram 4G --pcie 25G/s --bandwidth 200G/s
+
+    What training needs: perspectron plan transformer-125m --train --gpus 8 --memory 80G
     """
 
     model: tyro.conf.Positional[str]
     """A preset, or the folder of an artifact or of a run."""
-    ram: str
-    """Memory for the model and its state, not counting the program itself."""
+    ram: str | None = None
+    """Memory for the model and its state, not counting the program itself; required without --train."""
     vram: str | None = None
     """GPU memory: it holds what every token uses and two experts; RAM holds the other experts."""
     disk: str | None = None
@@ -57,8 +61,25 @@ class Plan:
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False
     """Print one JSON object."""
+    train: bool = False
+    """Predict a training in place of decoding: memory of each GPU, traffic and time of an update."""
+    gpus: int = 1
+    """With --train: GPUs in all."""
+    local: int = 8
+    """With --train: GPUs of a machine."""
+    memory: str | None = None
+    """With --train: memory of a GPU, such as 80G."""
+    seq_len: int = 2048
+    """With --train: tokens of a window."""
+    recompute: bool = False
+    """With --train: activations are computed again in the backward pass."""
+    layout: Layout = field(default_factory=Layout)
 
     def __call__(self) -> int:
+        if self.train:
+            return self._training()
+        if self.ram is None:
+            raise ConfigError("plan needs --ram, memory for the model such as 24G; or --train --memory 80G")
         ram = size(self.ram, "ram")
         vram = None if self.vram is None else size(self.vram, "vram")
         require(self.pcie is None or vram is not None, "pcie", self.pcie, "left out without vram")
@@ -75,6 +96,17 @@ class Plan:
         fields, lines = _report(needed, placement, rates, cases), _verdict(needed, placement)
         speeds = (_speeds(cases, rates), _known(rates)) if cases else ()
         return answer(self.json, fields, _bytes(needed), *lines, *speeds)
+
+    def _training(self) -> int:
+        for name in ("ram", "vram", "disk", "bandwidth", "pcie", "context", "shared", "trace"):
+            require(getattr(self, name) is None, name, str(getattr(self, name)), "left out with --train")
+        if self.memory is None:
+            raise ConfigError("plan --train needs --memory, that of a GPU, such as 80G")
+        room, folder = size(self.memory, "memory"), describe(self.model, self.set)
+        local = min(self.local, self.gpus)
+        return plan_training(
+            folder.model, self.layout, self.gpus, local, room, self.seq_len, self.recompute, self.json
+        )
 
     def _needs(self, folder: Folder) -> Needs:
         """ConfigError for a context that the model cannot hold, or a format beside those of an artifact."""

@@ -21,7 +21,8 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
 from perspectron.presets import rates
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import CURVE, read_metrics
+from perspectron.train.loop import CURVE
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"

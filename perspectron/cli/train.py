@@ -25,6 +25,7 @@ from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.extend import extend
+from perspectron.train.layout import Layout, launched, processes
 from perspectron.train.loggers import Kind
 
 STAGED = "perspective-tiny"  # what the staged recipe trains where no preset is named
@@ -87,24 +88,28 @@ class Train:
     """Print metrics as JSON lines instead of a progress bar."""
     log: Kind = ""
     """Log to TensorBoard (RUN/tensorboard), Weights & Biases or Trackio, too."""
+    layout: Layout = field(default_factory=Layout)
     given: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Fields that were typed or stand in the TOML file; of a training, what is not among them is chosen."""
     began: tyro.conf.Suppress[float] = 0.0
     """When the command was typed, by the monotonic clock; before torch was imported."""
 
     def __call__(self) -> int:
+        if not launched():
+            for flag in differences(self.layout, Layout()):
+                raise ConfigError(f"{flag}: for several processes; start them with torchrun (docs/scale.md)")
+            return self._run()
+        from perspectron.cli.together import together  # torch.distributed takes long to import
+
+        return together(self._run, self.layout)
+
+    def _run(self) -> int:
         if self.log:
             needs(self.log, self.log)
+        options: dict[str, Any] = {"as_json": self.json, "log": self.log, "layout": self.layout}
         if self.resume is not None:
             config, ended = self._resumed(self.resume)
-            return fit(
-                self.resume,
-                config,
-                ended=ended,
-                allow_changed=self.allow_changed,
-                as_json=self.json,
-                log=self.log,
-            )
+            return fit(self.resume, config, ended=ended, allow_changed=self.allow_changed, **options)
         if self.out is None and not self.train.init and not {"data", "config"} & set(self.given):
             raise ConfigError("train needs --data PATH (a file, a folder, or stdlib), or --resume RUN")
         if self.out is not None and (self.out / "config.json").exists():
@@ -120,7 +125,13 @@ class Train:
                     getattr(self, name) is None, name, getattr(self, name), "left out of a recipe: --steps"
                 )
             model = presets.get(self.preset or STAGED, **assignments(self.set))
-            return fit(self._folder(), RunConfig(model, train, recipe), as_json=self.json, log=self.log)
+            return fit(
+                self._folder(),
+                RunConfig(model, train, recipe),
+                as_json=self.json,
+                log=self.log,
+                layout=self.layout,
+            )
         budget = self._budget(train)
         ends = None if budget.minutes is None else self.began + 60 * budget.minutes
 
@@ -128,7 +139,15 @@ class Train:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
         config = RunConfig(self._model(train, budget, ends), train)
-        return fit(self._folder(), config, as_json=self.json, settle=settle, ends=ends, log=self.log)
+        return fit(
+            self._folder(),
+            config,
+            as_json=self.json,
+            settle=settle,
+            ends=ends,
+            log=self.log,
+            layout=self.layout,
+        )
 
     def _settings(self) -> TrainConfig:
         """The training, with its text and other runs by their full paths. A run's text is the default of one from its
@@ -199,6 +218,7 @@ class Train:
         ConfigError that names a flag which asks for something else."""
         saved = resumed(run)
         typed = replace(self, resume=None, allow_changed=False, json=False, log="", given=(), began=0.0)
+        typed = replace(typed, layout=Layout())
         changed = differences(typed, of_run(saved))
         steps, _ = changed.pop("--steps", (saved.train.steps, 0))
         for flag in changed:
@@ -255,5 +275,6 @@ def from_toml(path: str) -> Train:
 
 
 def _left(ends: float | None) -> float:
-    """Seconds for the training until `ends`, a time of the monotonic clock."""
-    return math.inf if ends is None else ends - time.monotonic() - CLOSING
+    """Seconds of one process for the training until `ends`, a time of the monotonic clock. Several have so many times
+    as much together, and what that leaves out the training itself corrects."""
+    return math.inf if ends is None else (ends - time.monotonic() - CLOSING) * processes()

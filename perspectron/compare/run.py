@@ -23,7 +23,7 @@ from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
 from perspectron.files import open_file, read_json, safe_join, write_json
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
-from perspectron.train.loop import METRICS, measured, read_metrics
+from perspectron.train.metrics import METRICS, measured, read_metrics
 
 FAILED = "failed.json"
 RATES = "rates.json"

@@ -5,11 +5,12 @@ hidden units sampled, U experts in use.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from perspectron import ranks
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
@@ -17,6 +18,9 @@ from perspectron.ops import experts
 from perspectron.ops.dispatch import once
 from perspectron.streams import normal_slices
 from perspectron.terms import Term
+
+if TYPE_CHECKING:
+    from perspectron.experts.spread import Spread
 
 SAMPLED = 64  # a loss on weights reads this part of the hidden units at each update, all of them in turn
 OWN = 2.0  # times their mean magnitude: what is smaller is no difference from the base
@@ -50,6 +54,8 @@ class RoutedSwiGLU(Routed):
         if config.ternary:
             self.register_buffer("ternary_share_1", torch.empty(1))
         self.turn = 0
+        self.spread: Spread | None = None
+        """Where the experts are; None: all of them here."""
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Each expert starts as a dense SwiGLU, from a stream of its own; then the router."""
@@ -89,6 +95,7 @@ class RoutedSwiGLU(Routed):
         used = []
         for name in ("gate_EFD", "up_EFD", "down_EDF"):
             weight: Tensor = getattr(self, name)
+            weight = weight if self.spread is None else cast(Any, weight).to_local()
             weight = weight if expert_U is None else weight[expert_U]
             if self.config.base:
                 base: Tensor = getattr(self, f"base_{name.replace('E', '')}")
@@ -130,6 +137,8 @@ class RoutedSwiGLU(Routed):
                 parts = min(SAMPLED, config.hidden)
                 part = self.turn % parts
                 units = slice(part * config.hidden // parts, (part + 1) * config.hidden // parts)
+        elif self.spread is not None:
+            pass  # others know which experts of this rank they need
         elif (config.base or config.ternary) and x_ND.is_meta:
             used_U = expert_N[: len(self.gate_EFD)]  # as many as tokens can reach
         elif config.base or config.ternary:
@@ -142,6 +151,8 @@ class RoutedSwiGLU(Routed):
             dtype = torch.get_autocast_dtype(device)
             x_ND, *cast = (tensor.to(dtype) for tensor in (x_ND, *weights))
             weights = (cast[0], cast[1], cast[2])
+        if self.spread is not None:
+            return self.spread.swiglu(x_ND, expert_N, weights, units=units, rounded=rounded)
         return experts.swiglu(x_ND, expert_N, *weights, units=units, rounded=rounded)
 
     # ------------------------------------------------------------ training
@@ -160,7 +171,7 @@ class RoutedSwiGLU(Routed):
         counted_N = torch.ones_like(choice.expert_N, dtype=torch.bool)
         if pad_BT is not None:
             counted_N = ~pad_BT.flatten()
-        load_E = experts.load(choice.expert_N.where(counted_N, E), E)
+        load_E = ranks.total(experts.load(choice.expert_N.where(counted_N, E), E))
         if config.bias_rate > 0 and self.training and y_BTD.requires_grad:
             # Once for an update: activations may be computed twice, but a gradient comes back once.
             y_BTD.register_hook(lambda _: self._count(load_E))

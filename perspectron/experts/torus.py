@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from perspectron import ranks
 from perspectron.ops.attention import follows
 
 Lengths = tuple[int, ...]
@@ -82,17 +83,19 @@ def nudged(bias_E: Tensor, load_E: Tensor, step: float) -> Tensor:
 
 def balance(probability_NE: Tensor, load_E: Tensor, counted_N: Tensor) -> Tensor:
     """Balance loss of the Switch Transformer: E Σ share of tokens × mean probability; 1 when both are even.
-    `counted_N`: tokens that are not padding. Gradients go to the probabilities."""
-    total = counted_N.sum().clamp_min(1)
-    mean_E = (probability_NE * counted_N[:, None]).sum(0) / total
+    `counted_N`: tokens that are not padding. load_E: of all ranks. Gradients go to the probabilities."""
+    total = ranks.total(counted_N.sum()).clamp_min(1)
+    mean_E = ranks.total((probability_NE * counted_N[:, None]).sum(0)) / total
     return len(load_E) * (load_E / total * mean_E).sum()
 
 
 def smoothness(query_BTA: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> Tensor:
     """Mean squared wrapped difference of the queries of consecutive tokens of one document."""
+    query_BTA, (reset_BT, pad_BT) = ranks.bordered(query_BTA, reset_BT, pad_BT)
     moved_BT = wrap(query_BTA[:, 1:] - query_BTA[:, :-1]).square().sum(-1)
     pairs_BT = follows(reset_BT, pad_BT, moved_BT)
-    return moved_BT.masked_fill(~pairs_BT, 0).sum() / pairs_BT.sum().clamp_min(1)
+    moved = ranks.total(moved_BT.masked_fill(~pairs_BT, 0).sum())
+    return moved / ranks.total(pairs_BT.sum()).clamp_min(1)
 
 
 def neighbour_delta(weight_EK: Tensor, shape: Lengths) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from perspectron import presets
 from perspectron.opening import Opened
-from perspectron.train.loop import measured, read_metrics
+from perspectron.train.metrics import measured, read_metrics
 
 
 def card(opened: Opened, name: str) -> str:

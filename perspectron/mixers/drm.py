@@ -126,6 +126,9 @@ class DRM(nn.Module):
 
     strength: Tensor
 
+    learned_start = True
+    """Whether the state before any token depends on parameters."""
+
     def __init__(self, d_model: int, norm_eps: float, config: DRMConfig) -> None:
         super().__init__()
         self.config = config

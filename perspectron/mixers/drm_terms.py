@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from perspectron import ranks
 from perspectron.config import at_least, positive
 from perspectron.ops.drm_law import Trace
 from perspectron.terms import Term
@@ -69,15 +70,16 @@ class Tokens:
 
     def mean(self, x_BT: Tensor) -> Tensor:
         """Mean over the real tokens; 0 where there are none."""
-        return torch.where(self.real_BT, x_BT, 0).sum() / self.real_BT.sum().clamp_min(1)
+        summed = ranks.total(torch.where(self.real_BT, x_BT, 0).sum())
+        return summed / ranks.total(self.real_BT.sum()).clamp_min(1)
 
     def variance_over_time(self, x_BTS: Tensor) -> Tensor:
         """Variance over time in each row, then the mean over all rows that hold tokens."""
         real_BT1, count_B11 = self.real_BT[:, :, None], self.real_BT.sum(1)[:, None, None].clamp_min(1)
         mean_B1S = torch.where(real_BT1, x_BTS, 0).sum(1, keepdim=True) / count_B11
         square_BTS = torch.where(real_BT1, x_BTS - mean_B1S, 0).square()
-        rows = self.real_BT.any(1).sum().clamp_min(1)
-        return (square_BTS / count_B11).sum() / (rows * x_BTS.shape[-1])
+        rows = ranks.total(self.real_BT.any(1).sum()).clamp_min(1)
+        return ranks.total((square_BTS / count_B11).sum()) / (rows * x_BTS.shape[-1])
 
     def change(self, x_BT: Tensor) -> Tensor:
         """Mean square, over documents, of the last token's x less the first's."""
@@ -89,7 +91,8 @@ class Tokens:
         first_BT, last_BT = (self.real_BT & (count_BT - earlier_BT == n) for n in (1, tokens_BT))
         time_T = torch.arange(T, device=x_BT.device)
         start_BT = x_BT.gather(1, torch.where(first_BT, time_T, 0).cummax(1).values)
-        return torch.where(last_BT, x_BT - start_BT, 0).square().sum() / last_BT.sum().clamp_min(1)
+        changed = ranks.total(torch.where(last_BT, x_BT - start_BT, 0).square().sum())
+        return changed / ranks.total(last_BT.sum()).clamp_min(1)
 
 
 def terms(
@@ -129,7 +132,7 @@ def _of_gates(a_BTN: Tensor, losses: Losses, tokens: Tokens) -> dict[str, Term]:
         return {}
     active_BT = a_BTN.sum(-1)
     active = tokens.mean(active_BT)
-    variance = tokens.mean((active_BT - active).square())
+    variance = tokens.mean((active_BT - active.detach()).square())  # its slope in the mean is 0
     spread = variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()  # a slope at 0
     excess = (active / a_BTN.shape[-1] - losses.active_target).relu()
     open_BTN = a_BTN.clamp(TINY, 1 - torch.finfo(a_BTN.dtype).eps)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron import ranks
 from perspectron.ops import dispatch, drm_loop
 from perspectron.ops.attention import follows
 from perspectron.ops.drm_law import (
@@ -173,7 +174,8 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
     full = torch.promote_types(logits_BTV.dtype, torch.float32)
     change_BT = logits_BTV.to(full).diff(dim=1).square().mean(-1)
     pairs_BT = follows(reset_BT, pad_BT, change_BT)
-    return torch.where(pairs_BT, change_BT, 0).sum() / pairs_BT.sum().clamp_min(1)
+    change = ranks.total(torch.where(pairs_BT, change_BT, 0).sum())
+    return change / ranks.total(pairs_BT.sum()).clamp_min(1)
 
 
 def on_torus(angle_n: Tensor) -> Tensor:

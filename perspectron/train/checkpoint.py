@@ -1,14 +1,16 @@
 """Checkpoints: each is a folder that is written atomically and verified before use.
 
 RUN/checkpoints/step-00000100/ holds model.safetensors, training.safetensors (optimizer moments, random state)
-and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest).
+and checkpoint.json (step, data position, held-out result, size and digest of the other two and its own digest). What
+several ranks wrote holds shards in place of the two (`perspectron.train.sharded`).
 """
 
 import hashlib
 import json
-import math
 import os
+import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from perspectron.files import (
     write_json,
 )
 from perspectron.model import LanguageModel, allocated, require_memory
+from perspectron.train import moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 
@@ -41,6 +44,8 @@ FORMAT = "perspectron-checkpoint-1"
 RUN_LOCK = ".run.lock"
 """Held while a run is trained; beside it `compare` keeps its cells by a lock of its own."""
 MODEL, TRAINING, INDEX = "model.safetensors", "training.safetensors", "checkpoint.json"
+SHARD = re.compile(r"shard-\d{5}-model-00001-of-00001\.safetensors")
+"""The name of a rank's shard, as torch.distributed.checkpoint has it."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +104,31 @@ def save(
         temporary.mkdir()
         save_tensors(temporary / MODEL, model.state_dict())
         if optimizer is not None:
-            save_tensors(temporary / TRAINING, _training_state(model, optimizer))
-        parts = {part.name: part for part in temporary.iterdir()}
-        files = {name: {"bytes": part.stat().st_size, "sha256": sha256(part)} for name, part in parts.items()}
-        index: dict[str, Any] = {
-            "format": FORMAT,
-            "progress": asdict(progress),
-            "config": dump(config),
-            "tokenizer": tokenizer.fingerprint,
-            "files": files,
-        }
-        index["digest"] = _digest(index)
-        (temporary / INDEX).write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            save_tensors(temporary / TRAINING, moments.training_state(model, optimizer))
+        files = {part.name: record(part) for part in temporary.iterdir()}
+        write_index(temporary, config, tokenizer, progress, files)
     prune(run, config.train)
     return path
+
+
+def record(part: Path) -> Record:
+    """Size and digest of a file. OSError: not readable."""
+    return Record(part.stat().st_size, sha256(part))
+
+
+def write_index(
+    path: Path, config: RunConfig, tokenizer: Tokenizer, progress: Progress, files: dict[str, Record]
+) -> None:
+    """Write checkpoint.json, which makes a checkpoint of the files in a folder."""
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "progress": asdict(progress),
+        "config": dump(config),
+        "tokenizer": tokenizer.fingerprint,
+        "files": {name: asdict(file) for name, file in files.items()},
+    }
+    index["digest"] = _digest(index)
+    (path / INDEX).write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def export(
@@ -129,16 +145,6 @@ def export(
 
 def _digest(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
-
-
-def _training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{key}.{name}"] = value
-    return tensors
 
 
 def prune(run: Path, train: TrainConfig) -> None:
@@ -188,15 +194,22 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path / INDEX}: not the index of a checkpoint") from None
     except ConfigError as error:
         raise CheckpointError(f"{error}") from None
-    if not {MODEL} <= whole.files.keys() <= {MODEL, TRAINING}:
+    if not ({MODEL} <= whole.files.keys() <= {MODEL, TRAINING} or _of_ranks(whole.files)):
         names = ", ".join(map(repr, whole.files))[:200] or "none"
-        raise CheckpointError(f"{path / INDEX}: files are {names}, must be {MODEL} and perhaps {TRAINING}")
+        raise CheckpointError(
+            f"{path / INDEX}: files are {names}, must be {MODEL} and perhaps {TRAINING}, or a shard of each rank"
+        )
     if path.name.startswith("step-") and path.name != path_of(path, whole.progress.step).name:
         raise CheckpointError(f"{path / INDEX}: of step {whole.progress.step}, its folder is {path.name}")
     for name in ("step", "tokens", "seconds"):
         if (value := getattr(whole.progress, name)) < 0:
             raise CheckpointError(f"{path / INDEX}: progress.{name} is {value}, must be ≥ 0")
     return Checkpoint(path, whole.progress, whole.config, whole.tokenizer, whole.files)
+
+
+def _of_ranks(files: Iterable[str]) -> bool:
+    """Whether these are shards that ranks wrote."""
+    return bool(files) and all(SHARD.fullmatch(name) for name in files)
 
 
 @dataclass(frozen=True)
@@ -230,17 +243,21 @@ def _readable(folders: list[Path]) -> tuple[list[Checkpoint], list[CheckpointErr
     return there, errors
 
 
-def verify(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, naming the file, unless every byte is as it was written."""
-    for name, expected in checkpoint.files.items():
-        part = safe_join(checkpoint.path, name, CheckpointError)
-        with opened(part, CheckpointError) as file:
+def verify(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> None:
+    """Raise CheckpointError, naming the file, unless every byte is as it was written, also of what stands in the folder
+    beside. part: which of so many parts of the files is read."""
+    there = {path.name for path in checkpoint.path.glob("*.safetensors")}
+    if more := sorted(there - checkpoint.files.keys()):
+        raise CheckpointError(f"{checkpoint.path / more[0]}: is not of this checkpoint")
+    for name, expected in list(checkpoint.files.items())[part::parts]:
+        path = safe_join(checkpoint.path, name, CheckpointError)
+        with opened(path, CheckpointError) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.bytes:
-                raise CheckpointError(f"{part}: {size} bytes, must be {expected.bytes}")
+                raise CheckpointError(f"{path}: {size} bytes, must be {expected.bytes}")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != expected.sha256:
-            raise CheckpointError(f"{part}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
+            raise CheckpointError(f"{path}: damaged, its SHA-256 is not {expected.sha256[:12]}…")
 
 
 def restore(
@@ -252,6 +269,23 @@ def restore(
     """Load verified weights and, if given, the optimizer's moments and the random state. CheckpointError if the
     checkpoint is damaged or belongs to another model config or tokenizer."""
     verify(checkpoint)
+    check(checkpoint, model, tokenizer, optimizer is not None)
+    if _of_ranks(checkpoint.files):
+        from perspectron.train import sharded  # torch's distributed checkpoints take long to import
+
+        tensors = sharded.whole(checkpoint.path)
+        training = {n: tensors.pop(n) for n in list(tensors) if n.startswith(moments.OF_TRAINING)}
+        fill(model, tensors, checkpoint.path)
+    else:
+        fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
+        training = {} if optimizer is None else _tensors(checkpoint.path / TRAINING)
+    if optimizer is not None:
+        moments.restore(checkpoint.path / TRAINING, training, model, optimizer)
+
+
+def check(checkpoint: Checkpoint, model: LanguageModel, tokenizer: Tokenizer, training: bool) -> None:
+    """CheckpointError, before a tensor is read, unless it is of this model and tokenizer and, for a training to go on,
+    holds more than weights."""
     if checkpoint.config.model != model.config:
         name, there, here = next(iter(unlike(dump(checkpoint.config.model), dump(model.config))))
         told = f"{name} is {there!r}, there {here!r}"
@@ -259,52 +293,26 @@ def restore(
             f"{checkpoint.path}: has another model config than the run's config.json ({told})"
         )
     _check_tokenizer(checkpoint.path, checkpoint.tokenizer, tokenizer)
-    fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
-    if optimizer is None:
-        return
-    if TRAINING not in checkpoint.files:
+    if training and MODEL in checkpoint.files and TRAINING not in checkpoint.files:
         raise CheckpointError(
             f"{checkpoint.path}: holds only weights, so training cannot resume from it; start a new run with --init"
         )
-    _restore_training(checkpoint.path / TRAINING, model, optimizer)
-
-
-def _restore_training(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer's moments and the random state. CheckpointError unless each is what this model's are."""
-    tensors = _tensors(path)
-    moments: dict[Tensor, dict[str, Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-        state = {key: tensors.pop(f"{key}.{name}") for key in shapes if f"{key}.{name}" in tensors}
-        for key, value in state.items():
-            if value.shape != shapes[key] or not value.is_floating_point() or len(state) < len(shapes):
-                raise CheckpointError(
-                    f"{path}: {key}.{name} is {value.dtype} {list(value.shape)}, must be as in training"
-                )
-        if state and not 0 <= state["step"].item() < math.inf:
-            raise CheckpointError(f"{path}: step.{name} is {state['step'].item()}, must be ≥ 0 and finite")
-        moments[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
-    random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)
-    if random is None or tensors:
-        why = f"has {min(tensors)}" if tensors else "lacks rng.cpu"
-        raise CheckpointError(f"{path}: {why}, must hold this model's training state")
-    try:
-        torch.set_rng_state(random)
-        if random_cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(random_cuda)
-    except (RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{path}: no random state ({error})") from None
-    optimizer.state.update(moments)
 
 
 def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
     """Copy the weights that `load_run` returns into `model`, which keeps its own progress of ternary conversion.
     CheckpointError if shapes, names or the tokenizer differ."""
+    fill(model, weights_from(run, model.state_dict(), tokenizer), run)
+
+
+def weights_from(run: Path, own: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, Tensor]:
+    """What a model that has these tensors takes from a run, and keeps; with the errors of `start_from`."""
     source, its = load_run(run)
     _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}
-    own = {name: value for name, value in model.state_dict().items() if name.endswith(SHARE)}
-    fill(model, weights | own, run)
+    weights |= {name: value for name, value in own.items() if name.endswith(SHARE)}
+    same_tensors(own, weights, run)
+    return weights
 
 
 def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None:
@@ -316,14 +324,18 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
 
 def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     """Load the tensors; CheckpointError that names the first which does not fit."""
-    own = model.state_dict()
+    same_tensors(model.state_dict(), tensors, path)
+    if model.device.type == "meta":
+        allocated(model)  # now that what is to be in it has been seen
+    model.load_state_dict(tensors)
+
+
+def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:
+    """CheckpointError that names the first tensor which is not of the same shape and type."""
     for name in own | tensors:
         here, there = (_kind(side[name]) if name in side else "missing" for side in (own, tensors))
         if here != there:
             raise CheckpointError(f"{path}: weights of another model ({name} is {there} there, {here} here)")
-    if model.device.type == "meta":
-        allocated(model)  # now that what is to be in it has been seen
-    model.load_state_dict(tensors)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from perspectron import ranks
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.loader import IGNORE
@@ -47,4 +48,5 @@ def divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Te
         torch.log_softmax(logits_NV.to(wide) / temperature, -1) for logits_NV in (student_NV, teacher_NV)
     )
     total = torch.nn.functional.kl_div(student_NV, teacher_NV, reduction="sum", log_target=True)
-    return temperature**2 * total / max(1, len(student_NV))
+    counted = ranks.total(total.new_tensor(len(student_NV))).clamp_min(1)
+    return temperature**2 * ranks.total(total) / counted

@@ -1,8 +1,10 @@
 """The cost of a training: memory, before a model is built, and time and memory, measured on a pass."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from perspectron.config import ModelConfig, require
 from perspectron.data.loader import Batch
@@ -42,10 +44,12 @@ def room(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else min(memory(), free_memory())
 
 
-def require_room(config: RunConfig, device: torch.device) -> None:
-    """ConfigError for a model whose training needs more memory than there is, said before it is built."""
+def require_room(config: RunConfig, device: torch.device, held: float = 1.0) -> None:
+    """ConfigError for a model whose training needs more memory than there is, said before it is built. held: share of
+    the weights that are in this memory."""
     size, train = parameters(config.model), config.train
-    needs = PER_PARAMETER * size + PER_LOGIT * train.batch_size * train.seq_len * config.model.vocab_size
+    logits = train.batch_size * train.seq_len * config.model.vocab_size
+    needs = PER_PARAMETER * size * held + PER_LOGIT * logits * min(held, 1.0)
     there = room(device)
     bound = (
         f"≤ {there / 1e9:.1f} GB, the memory free here: use a smaller --batch-size, --seq-len or --preset "
@@ -55,9 +59,14 @@ def require_room(config: RunConfig, device: torch.device) -> None:
     require(needs <= there, what, f"{needs / 1e9:,.1f} GB or more", bound)
 
 
+def own(x: Tensor) -> Tensor:
+    """This rank's part of a tensor that ranks share; else all of it."""
+    return cast(Tensor, x.to_local()) if hasattr(x, "to_local") else x
+
+
 def estimate(model: LanguageModel, batch: Batch, config: RunConfig, device: torch.device) -> Estimate:
     """Measured on two passes over `batch`, which leave no trace."""
-    size, before, cuda = sum(p.numel() for p in model.parameters()), resident(), device.type == "cuda"
+    size, before, cuda = sum(own(p).numel() for p in model.parameters()), resident(), device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     with without_trace(model), Peak() as peak:

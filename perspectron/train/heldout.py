@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from perspectron import ranks
 from perspectron.data.loader import IGNORE, windows
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
@@ -40,29 +41,30 @@ def heldout(
 
     Every window of `seq_len` tokens starts from an empty state, so that designs are compared at the same context. With
     `carry` the state continues from window to window (batch size 1) and is only reset at the start of a document.
-    `dtype`: of autocast.
+    `dtype`: of autocast. Ranks share the batches, and each has the sum of all.
     """
     counts_V = torch.from_numpy(np.asarray(tokenizer.byte_counts()))
     device = model.device
-    nats, tokens, text_bytes, state = 0.0, 0, 0, None
+    sums, state = torch.zeros(3, dtype=torch.float64), None  # nats, tokens, bytes of text
     with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype is not None):
-        for batch in windows(
+        batches = windows(
             split,
             seq_len=seq_len,
             batch_size=1 if carry else batch_size,
             limit_tokens=limit_tokens,
             spread=spread,
-        ):
-            ids, targets = batch.ids_BT.to(device), batch.targets_BT.to(device)
-            reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else batch.reset_BT
-            reset = None if reset is None else reset.to(device)
-            hidden, after, _ = model.hidden(ids, state, reset_BT=reset, consume_state=True)
-            losses = F.cross_entropy(
-                model.head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="none"
-            )
-            nats += losses.double().sum().item()
-            tokens += batch.targets
-            text_bytes += int(counts_V[batch.targets_BT[batch.targets_BT != IGNORE]].sum())
-            state = after if carry else None
+        )
+        for batch, counts in ranks.shared(batches):
+            ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
+            reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else None
+            if not carry and batch.reset_BT is not None:
+                reset = ranks.columns(batch.reset_BT).to(device)
+            output = model(ids, state, reset_BT=reset, consume_state=True)
+            losses = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            read_N = targets[targets != IGNORE].cpu()
+            found = (losses.double().sum().item(), len(read_N), int(counts_V[read_N].sum()))
+            sums += counts * torch.tensor(found, dtype=torch.float64)
+            state = output.state if carry else None
+    nats, tokens, text_bytes = ranks.total(sums).tolist()
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
-    return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), tokens, text_bytes)
+    return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), int(tokens), int(text_bytes))

@@ -1,10 +1,9 @@
 """The training loop: from a run's config and data to checkpoints, metrics and a curve."""
 
-import json
+import contextlib
 import math
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from perspectron import ranks
 from perspectron.block import Block
 from perspectron.config import require
 from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
-from perspectron.errors import CheckpointError, DataError, NonFiniteError, StorageError
+from perspectron.errors import CheckpointError, DataError, NonFiniteError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
-from perspectron.files import append_to, atomic, locked, parse_json, plain, read_text, sweep, write_json
+from perspectron.files import locked, sweep, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint
@@ -31,23 +31,24 @@ from perspectron.train.estimate import Estimate, estimate
 from perspectron.train.expert_stats import matrices, means
 from perspectron.train.guard import first_non_finite, signals
 from perspectron.train.heldout import Heldout, heldout
+from perspectron.train.metrics import Metrics, forget, noting, read_metrics
 from perspectron.train.optim import adamw, falls_at, freeze, learning_rate
 from perspectron.train.pace import Pace
 from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
 
-Metrics = dict[str, Any]
-METRICS, CURVE, TERMS, TERNARY = "metrics.jsonl", "loss.svg", "terms.svg", "ternary.json"
-MOST_METRICS = 1 << 30  # bytes
-OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+CURVE, TERMS, TERNARY = "loss.svg", "terms.svg", "ternary.json"
 
 
 class Trainer:
     """One run: a model, its optimizer and its position in the text. A checkpoint holds everything that determines the
     next step, so that a run that was stopped and resumed ends with the same weights, bit for bit.
 
-    It is made in three steps that a subclass may extend: `build` makes the model, `wrap` decides what holds its
-    parameters, `resume` fills them."""
+    It is made in steps that a subclass may extend: `build` makes the model, `wrap` decides what holds its parameters,
+    `settle` chooses their dtype by time, `start` fills them."""
+
+    first = True
+    """Whether it writes the run's files: of several ranks that train together, one does."""
 
     def __init__(
         self,
@@ -67,19 +68,21 @@ class Trainer:
         self.allow_changed = allow_changed
         self.device = pick_device(config.train.device)
         self.shards, self.heldout_split = shards, shards.split(config.train.measured_on)
-        self.loader = training_batches(config, shards)
+        self.loader = self.batches()
         self.progress = Progress(loader=self.loader.state_dict())
         self.best = math.inf
         self.damaged: CheckpointError | None = None
-        self.build(training_batches(config, shards).next_batch())
+        self.build()
         self.wrap()
-        with locked(run, RUN_LOCK):
-            self.resume()
-            checkpoint.save_config(run, self.config)
+        self.settle()
+        self.start()
 
-    def build(self, sample: Batch) -> None:
-        """Create `model` with the weights of the run's seed, and `teacher`, on the device. A dtype of "auto" is
-        replaced in `config` after timing passes over `sample`, which have no other effect."""
+    def batches(self) -> Loader:
+        """A loader at the run's first batch."""
+        return training_batches(self.config, self.shards)
+
+    def build(self) -> None:
+        """Create `model` with the weights of the run's seed, and `teacher`, on the device."""
         train = self.config.train
         positions = self.config.model.positions or train.seq_len
         require(train.seq_len <= positions, "seq_len", train.seq_len, f"≤ positions = {positions}")
@@ -91,9 +94,6 @@ class Trainer:
         if train.teacher:
             weight, temperature = train.teacher_weight, train.teacher_temperature
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
-        if train.dtype == "auto":
-            train = replace(train, dtype=faster(self.model, sample, self.device))
-            self.config = replace(self.config, train=train)
 
     def wrap(self) -> None:
         """Set `forward`, which a step calls, and `optimizer`. Parameters may be replaced here, by shards of them say:
@@ -103,16 +103,23 @@ class Trainer:
             self.forward = compiled(self.model)
         self.optimizer = adamw(self.model, self.config.train.optim)
 
+    def settle(self) -> None:
+        """Replace a dtype of "auto" in `config` after timing passes over a batch, which have no other effect."""
+        if self.config.train.dtype == "auto":
+            dtype = faster(self.model, self.batches().next_batch(), self.device)
+            self.config = replace(self.config, train=replace(self.config.train, dtype=dtype))
+
+    def start(self) -> None:
+        """Resume, and save the run's config."""
+        with locked(self.run_dir, RUN_LOCK):
+            self.resume()
+            checkpoint.save_config(self.run_dir, self.config)
+
     def resume(self) -> None:
         """Fill the model, the optimizer, `progress` and the loader from the newest checkpoint that verifies, and forget
         what was logged after it; without one, from the run named by `init`, if any. CheckpointError when there
         are checkpoints and none of them verifies."""
-        for place in (self.run_dir, checkpoint.folder(self.run_dir)):
-            sweep(place)
-        unchanged = None if self.allow_changed else self.config
-        newest, self.damaged = resume(
-            self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged
-        )
+        newest, self.damaged = self.restored()
         if not self.config.id:
             known = "" if newest is None else newest.config.id
             self.config = replace(self.config, id=known or secrets.token_hex(16))
@@ -120,14 +127,22 @@ class Trainer:
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
         elif self.config.train.init:
-            checkpoint.start_from(Path(self.config.train.init), self.model, self.tokenizer)
+            self.start_from(Path(self.config.train.init))
         measured = (c.progress.heldout for c in checkpoint.found_in(self.run_dir))
         self.best = min((value for value in measured if value is not None), default=math.inf)
-        path = self.run_dir / METRICS
-        if path.is_file():
-            kept = [line for line in read_metrics(self.run_dir) if line["step"] <= self.progress.step]
-            with atomic(path) as temporary:
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if self.first:
+            forget(self.run_dir, self.progress.step)
+
+    def restored(self) -> tuple[checkpoint.Checkpoint | None, CheckpointError | None]:
+        """Fill the model and the optimizer as `train.resume` does."""
+        for place in (self.run_dir, checkpoint.folder(self.run_dir)):
+            sweep(place)
+        unchanged = None if self.allow_changed else self.config
+        return resume(self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged)
+
+    def start_from(self, run: Path) -> None:
+        """Take the weights of another run."""
+        checkpoint.start_from(run, self.model, self.tokenizer)
 
     def fit(
         self,
@@ -149,22 +164,13 @@ class Trainer:
             steps = self.config.train.steps
             return steps if until is None else min(until, steps)
 
-        with locked(self.run_dir, RUN_LOCK), signals() as caught, append_to(self.run_dir / METRICS) as log:
-
-            def note(line: Metrics) -> None:
-                text = memoryview(json.dumps(plain(line), allow_nan=False).encode() + b"\n")
-                try:
-                    while text:
-                        text = text[log.write(text) or 0 :]
-                except OSError as error:
-                    raise StorageError(f"{self.run_dir / METRICS}: not written ({error.strerror})") from error
-                try:
-                    report(line)
-                except OSError:
-                    if not caught:  # else whoever read it has gone, and the run is saved
-                        raise
-
-            while self.progress.step < last() and not caught:
+        with contextlib.ExitStack() as stack:
+            caught = stack.enter_context(signals())
+            note: Callable[[Metrics], None] = lambda _: None  # noqa: E731
+            if self.first:
+                stack.enter_context(locked(self.run_dir, RUN_LOCK))
+                note = stack.enter_context(noting(self.run_dir, report, caught))
+            while self.progress.step < last() and not self.agreed(caught):
                 note(self.step())
                 step, best = self.progress.step, self.best
                 if pace is not None:
@@ -177,16 +183,30 @@ class Trainer:
                 if pace is not None and measured:
                     pace.paused()
             self.save()
-        metrics = read_metrics(self.run_dir)
-        draw(metrics, self.run_dir / CURVE)
-        draw_terms(metrics, self.run_dir / TERMS)
-        return caught[0] if caught else None
+            self.saved()
+            stopped = self.agreed(caught)
+        if self.first:
+            metrics = read_metrics(self.run_dir)
+            draw(metrics, self.run_dir / CURVE)
+            draw_terms(metrics, self.run_dir / TERMS)
+        return stopped or None
+
+    def agreed(self, caught: list[int]) -> int:
+        """The signal that is to end the training; 0: none. Asked before every update."""
+        return caught[0] if caught else 0
+
+    def decided(self, steps: int) -> int:
+        """The number of updates that the run is to have, where a clock decides it."""
+        return steps
+
+    def saved(self) -> None:
+        """Wait until every checkpoint is on disk."""
 
     def _keep(self, pace: Pace) -> None:
         pace.updated()
         step, train = self.progress.step, self.config.train
         every = train.eval_every or train.steps
-        steps = pace.steps(step, train.steps, -(-train.steps // every) - step // every)
+        steps = self.decided(pace.steps(step, train.steps, -(-train.steps // every) - step // every))
         if step < train.steps != steps:
             self.turn(steps)
 
@@ -195,13 +215,13 @@ class Trainer:
         stopped or killed anywhere after it, the run goes on with the same ones."""
         train, turn = self.config.train, Turn(self.progress.step, self.config.train.steps)
         turned = replace(self.config, train=replace(train, steps=steps), turns=(*self.config.turns, turn))
-        checkpoint.save_config(self.run_dir, turned)
+        if self.first:
+            checkpoint.save_config(self.run_dir, turned)
         self.config = turned
 
     def estimate(self) -> Estimate:
         """The time of an update and the memory of the training, measured."""
-        batch = training_batches(self.config, self.shards).next_batch()
-        return estimate(self.model, batch, self.config, self.device)
+        return estimate(self.model, self.batches().next_batch(), self.config, self.device)
 
     def measured_text(self) -> bytes:
         """The text whose loss `measure` gives."""
@@ -254,8 +274,8 @@ class Trainer:
 
     def _backward(self, batch: Batch, parts: float) -> tuple[float, dict[str, float]]:
         """Add one batch's gradients, divided by `parts`; its loss, and what the model reports beside it, are not."""
-        ids, targets = batch.ids_BT.to(self.device), batch.targets_BT.to(self.device)
-        reset = None if batch.reset_BT is None else batch.reset_BT.to(self.device)
+        ids, targets = (ranks.columns(x).to(self.device) for x in (batch.ids_BT, batch.targets_BT))
+        reset = None if batch.reset_BT is None else ranks.columns(batch.reset_BT).to(self.device)
         with autocast(self.device, self.config.train.dtype):
             output = self.forward(ids, targets=targets, reset_BT=reset)
             if self.teacher is not None:
@@ -308,10 +328,15 @@ class Trainer:
             f"{train.measured_on}_perplexity": result.perplexity,
             f"{train.measured_on}_tokens": result.tokens,
         }
-        if by_matrix := matrices(self.model):
-            write_json(self.run_dir / TERNARY, {"step": self.progress.step, "matrices": by_matrix})
+        if by_matrix := self.matrices():
+            if self.first:
+                write_json(self.run_dir / TERNARY, {"step": self.progress.step, "matrices": by_matrix})
             line["ternary"] = means(by_matrix)
         return line
+
+    def matrices(self) -> dict[str, dict[str, list[float]]]:
+        """The statistics of matrices that are, or become, ternary."""
+        return matrices(self.model)
 
     def save(self) -> Path:
         """Write a checkpoint of this step, unless it is there."""
@@ -328,8 +353,8 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def training_batches(config: RunConfig, shards: Shards) -> Loader:
-    """A loader at the run's first batch. DataError when the text is too short for one window."""
+def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_size: int = 1) -> Loader:
+    """A loader of a rank's rows, at the run's first batch. DataError when the text is too short for one window."""
     train, split = config.train, shards.split("train")
     if split.tokens <= train.seq_len:
         more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
@@ -341,6 +366,8 @@ def training_batches(config: RunConfig, shards: Shards) -> Loader:
         )
     return Loader(
         split,
+        rank=rank,
+        world_size=world_size,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         seed=train.seed,
@@ -357,48 +384,3 @@ def compiled(model: LanguageModel) -> Callable[..., Any]:
             block.ffn.forward = torch.compiler.disable(block.ffn.forward)
     result: Callable[..., Any] = torch.compile(model)
     return result
-
-
-def read_metrics(run: Path) -> list[Metrics]:
-    """The lines of metrics.jsonl. Lines that are none are left out, with a warning unless it is a last one that a
-    crash cut short."""
-    try:
-        text = read_text(run / METRICS, MOST_METRICS, errors="replace")
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{run / METRICS}: unreadable ({error})") from None
-    kept, damaged = [], list[int]()
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            kept.append(_metrics(parse_json(line)))
-        except ValueError:
-            damaged.append(number)
-    if damaged[:-1] or (damaged and text.endswith("\n")):
-        warnings.warn(
-            f"{run / METRICS}: {len(damaged)} damaged lines left out, the first {damaged[0]}", stacklevel=2
-        )
-    return kept
-
-
-def measured(line: Metrics) -> tuple[str, Any]:
-    """(what a line of metrics was measured on, bits per byte): "held-out" or "dev"; None for bits in a line of an
-    update."""
-    dev = line.get("dev_bits_per_byte")
-    return ("held-out", line.get("heldout_bits_per_byte")) if dev is None else ("dev", dev)
-
-
-def _metrics(line: Any) -> Metrics:
-    """ValueError unless it is a line that a trainer wrote."""
-    if not isinstance(line, dict):
-        raise ValueError("not an object")
-    of_update = {name: line.get(name) for name in OF_UPDATE}
-    numbers = of_update if "loss" in line else {"step": line.get("step"), "bits_per_byte": measured(line)[1]}
-    aux = line.get("aux", {})
-    numbers |= aux if isinstance(aux, dict) else {"aux": None}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is not a number")
-    if type(line["step"]) is not int or line["step"] < 0:
-        raise ValueError("step is not a count")
-    return line

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from perspectron import ranks
 from perspectron.data.loader import Batch
 from perspectron.model import LanguageModel
 
@@ -32,7 +33,8 @@ def training_pass(model: LanguageModel, batch: Batch, device: torch.device, dtyp
     """Seconds of a pass forwards and backwards, whose gradients are added to those there are."""
     start = time.perf_counter()
     with autocast(device, dtype):
-        loss = model(batch.ids_BT.to(device), targets=batch.targets_BT.to(device)).loss
+        ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
+        loss = model(ids, targets=targets).loss
     if loss.requires_grad:  # else the first update says so
         loss.backward()
     loss.item()

@@ -33,7 +33,8 @@ from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw
 from perspectron.train.expert_stats import delta, experts_of, loads, mean, numbers, use
 from perspectron.train.heldout import heldout
-from perspectron.train.loop import CURVE, Trainer, read_metrics
+from perspectron.train.loop import CURVE, Trainer
+from perspectron.train.metrics import read_metrics
 
 Row = dict[str, Any]
 ROWS, STAGES = "stages.json", "stages"

@@ -1,7 +1,7 @@
 """Resuming a run: from which checkpoint, and whether its config has changed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +63,20 @@ def resume(
     optimizer: torch.optim.Optimizer,
     ended: Sequence[Path] = (),
     config: RunConfig | None = None,
+    *,
+    restore: Callable[..., None] = checkpoint.restore,
+    set_aside: Callable[[Path, str], None] = set_aside,
 ) -> tuple[Checkpoint | None, CheckpointError | None]:
     """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
     their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
     more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
-    ConfigError, and no file changed, when it was trained by another config than `config`."""
+    ConfigError, and no file changed, when it was trained by another config than `config`. restore, set_aside: how ranks
+    that train together do these."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed([path for path in checkpoint.paths(run) if path not in ended]):
         try:
             newest = checkpoint.read(path)
-            checkpoint.restore(newest, model, tokenizer, optimizer)
+            restore(newest, model, tokenizer, optimizer)
         except CheckpointError as error:
             damaged.append((path, error))
             continue

@@ -91,7 +91,7 @@ def test_the_examples_run_from_an_empty_folder(folder, monkeypatch, capsys):
         for long, less in SHORTER.items():
             short = re.sub(long, less, short)
         name, *rest = words(short)
-        if "--resume" not in rest:
+        if "--resume" not in rest and "--train" not in rest:
             rest += QUICK.get(name, "").split()
         read = re.search(r" < (\S+)", line)
         with monkeypatch.context() as patch:

@@ -318,3 +318,102 @@ def test_what_is_no_size(text):
 def test_what_is_no_rate(text):
     with pytest.raises(ConfigError, match=r"disk = .* must be"):
         rate(text, "disk")
+
+
+# Training
+
+
+def planned(capsys, *more: str) -> dict:
+    command = [
+        "plan",
+        "perspective-tiny",
+        "--set",
+        *SIZES,
+        "--train",
+        "--memory",
+        "80G",
+        "--seq-len",
+        "64",
+        "--json",
+    ]
+    assert main([*command, *more]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_training_needs_16_bytes_of_each_parameter_shared_by_the_gpus(capsys):
+    with torch.device("meta"):
+        model = perspectron.model.LanguageModel(presets.get("perspective-tiny", **dict(map(_size, SIZES))))
+    parameters = sum(p.numel() for p in model.parameters())
+    held = ("parameters", "gradients", "moments")
+    for gpus, layout, share in (("1", "fsdp", 1), ("8", "fsdp", 8), ("8", "ddp", 1), ("16", "hsdp", 8)):
+        found = planned(capsys, "--gpus", gpus, "--shard", layout)
+        assert sum(found["memory"][part] for part in held) == pytest.approx(16 * parameters / share)
+    experts = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("EFD", "EDF")))
+    found = planned(capsys, "--gpus", "4", "--shard", "ddp", "--expert-parallel", "4")
+    assert sum(found["memory"][part] for part in held) == pytest.approx(16 * (parameters - experts * 3 / 4))
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
+def test_traffic_is_that_of_ring_collectives(capsys):
+    alone = planned(capsys, "--gpus", "1")["traffic"]
+    assert set(alone.values()) == {0.0}
+    ddp = planned(capsys, "--gpus", "2", "--shard", "ddp")["traffic"]
+    fsdp = planned(capsys, "--gpus", "2")["traffic"]
+    assert ddp["weights"] == 0
+    assert fsdp["weights"] == 2 * fsdp["gradients"] == ddp["gradients"]
+    assert planned(capsys, "--gpus", "2", "--context-parallel", "2")["traffic"]["states"] > 0
+
+
+def test_kept_activations_are_those_that_autograd_holds(capsys):
+    """The prediction on the meta device against the tensors of a real pass."""
+    from perspectron.train.footprint import kept
+
+    model = perspectron.build(
+        presets.get("transformer-tiny", vocab_size=300, layers=2, d_model=32, hidden=32, heads=2)
+    )
+    model = model.double()  # for which there are no kernels that keep less
+    own, held = {p.data_ptr() for p in model.parameters()}, dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model.hidden(torch.zeros(1, 64, dtype=torch.long))
+    with torch.device("meta"):
+        shapes = perspectron.model.LanguageModel(model.config).double()
+    assert kept(shapes, 64) == pytest.approx(sum(held.values()), rel=0.25)
+    del out
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--gpus", "0"], "gpus = 0, must be ≥ 1"),
+        (["--gpus", "12"], "local = 8, must be a divisor of gpus = 12"),
+        (["--gpus", "4", "--context-parallel", "3"], "context_parallel = 3, must be a divisor of gpus = 4"),
+        (["--gpus", "4", "--expert-parallel", "3"], "expert_parallel = 3, must be a divisor of gpus = 4"),
+        (["--ram", "4G"], "ram = '4G', must be left out with --train"),
+    ],
+)
+def test_plans_of_trainings_that_cannot_be(capsys, more, line):
+    command = ["plan", "perspective-tiny", "--train", "--memory", "80G", *more]
+    assert main(command) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_training_that_does_not_fit_is_said(capsys):
+    assert main(["plan", "perspective-1.9b", "--train", "--memory", "1G"]) == 0
+    assert "does not fit: " in capsys.readouterr().out
+
+
+def test_a_plan_without_memory_asks_for_it(capsys):
+    assert main(["plan", "perspective-tiny"]) == 2
+    assert "plan needs --ram" in capsys.readouterr().err
+    assert main(["plan", "perspective-tiny", "--train"]) == 2
+    assert "plan --train needs --memory" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
-from perspectron.train.loop import TERMS, Trainer, read_metrics
+from perspectron.train.loop import TERMS, Trainer
+from perspectron.train.metrics import read_metrics
 
 STEPS = 40
 SIZES = {"vocab_size": 300, "d_model": 32, "layers": 2, "heads": 2, "hidden": 48, "positions": 128}

@@ -35,7 +35,7 @@ from perspectron.stream.reader import ShardFile
 from perspectron.stream.tensors import PAGE, aligned
 from perspectron.stream.trace import load as load_trace
 from perspectron.stream.trace import stack_distances
-from perspectron.train import checkpoint, loop
+from perspectron.train import checkpoint, loop, metrics
 from perspectron.train.config import RunConfig, TrainConfig
 from tests.compare.report.conftest import made_up
 from tests.fuzz.mutate import header_of, with_header
@@ -166,17 +166,17 @@ class Samples:
 
     def metrics(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
-        shutil.copy(self.run / loop.METRICS, folder)
+        shutil.copy(self.run / metrics.METRICS, folder)
 
         def read(path: Path) -> str:
-            lines = loop.read_metrics(path)
+            lines = metrics.read_metrics(path)
             loop.draw(lines, path / "curve.svg") if len(lines) < 2 else None
             for line in lines:
                 assert line["step"] >= 0
                 assert float(line.get("loss", line.get("heldout_bits_per_byte"))) is not None
             return digest(lines)
 
-        return Format("metrics", folder, folder, {loop.METRICS: "lines"}, False, read)
+        return Format("metrics", folder, folder, {metrics.METRICS: "lines"}, False, read)
 
     def state(self, folder: Path) -> Format:
         folder.mkdir(parents=True)

@@ -14,7 +14,8 @@ from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 
 SIZES = {

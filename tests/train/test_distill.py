@@ -13,7 +13,7 @@ from perspectron.train import checkpoint
 from perspectron.train.checkpoint import load_run
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.distill import divergence
-from perspectron.train.loop import read_metrics
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
 

@@ -11,7 +11,7 @@ from perspectron.cli import options
 from perspectron.cli.fit import _fit
 from perspectron.cli.main import main
 from perspectron.train import loggers
-from perspectron.train.loop import read_metrics
+from perspectron.train.metrics import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the packages' own
 

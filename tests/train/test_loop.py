@@ -15,7 +15,7 @@ from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.train import checkpoint, loop
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
-from perspectron.train.loop import read_metrics
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig, adamw, learning_rate
 from perspectron.train.prepare import prepare
 

@@ -10,7 +10,7 @@ from perspectron.errors import ConfigError
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, Turn
 from perspectron.train.extend import extend
-from perspectron.train.loop import read_metrics
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import learning_rate
 from perspectron.train.pace import Pace
 

@@ -23,7 +23,7 @@ from perspectron.model import build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.expert_stats import delta, experts_of, loads, matrices, numbers
-from perspectron.train.loop import read_metrics
+from perspectron.train.metrics import read_metrics
 from perspectron.train.recipe import clone, plan, routed_in, seed_of, staged, with_experts
 
 NAMES = ["dense", "clone", "differentiate", "ternary", "align", "router"]

@@ -18,7 +18,8 @@ from perspectron.config import dump
 from perspectron.errors import CheckpointError, ConfigError
 from perspectron.train import checkpoint, resume
 from perspectron.train.extend import extend, how_to_go_on
-from perspectron.train.loop import Trainer, read_metrics
+from perspectron.train.loop import Trainer
+from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 
 EXPERTS = presets.get(

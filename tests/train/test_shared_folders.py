@@ -20,7 +20,7 @@ from perspectron import files
 from perspectron.cli.main import main
 from perspectron.errors import StorageError
 from perspectron.files import atomic, locked, sweep, write_json
-from perspectron.train import checkpoint, loop
+from perspectron.train import checkpoint, loop, metrics
 
 HOLDER = """
 import sys, time
@@ -180,7 +180,7 @@ def test_fifty_starts_on_one_folder_hurt_nobody(tmp_path, text):
     assert "Traceback" not in done.stderr
     run = tmp_path / "run"
     checkpoint.load_run(run)
-    assert [line["step"] for line in loop.read_metrics(run) if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in metrics.read_metrics(run) if "loss" in line] == list(range(1, 13))
     assert list(run.rglob(".*.tmp")) == []
 
 
@@ -229,7 +229,7 @@ def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
                '{"step": NaN, "loss": 1}', '{"step": 1, "loss": "x"}', "[" * 50_000, "\0" * 100, "é\udcff"]  # fmt: skip
     path.write_bytes("\n".join([*harmful, *lines, "\udc80"]).encode(errors="surrogateescape") + b"\n")
     with pytest.warns(UserWarning, match="13 damaged lines left out, the first 1"):
-        kept = loop.read_metrics(run)
+        kept = metrics.read_metrics(run)
     assert kept == [json.loads(line) for line in lines]
     with pytest.warns(UserWarning, match="damaged lines"):
         assert go_on(run) == 0
@@ -239,7 +239,7 @@ def test_damaged_metrics_are_left_out_and_the_run_goes_on(run):
 def test_a_line_cut_short_by_a_crash_is_no_news(run, recwarn):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    loop.read_metrics(run)
+    metrics.read_metrics(run)
     assert not recwarn.list
 
 
@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_in_any_phase(small_disk, text, room, capsys):
     assert list(run.rglob(".*.tmp")) == []
     ballast.unlink()
     assert main(["train", "--resume", str(run)] if (run / "config.json").is_file() else arguments) == 0
-    assert [line["step"] for line in loop.read_metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics.read_metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_disk_that_cannot_be_written(small_disk, run, capsys):

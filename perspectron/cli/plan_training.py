@@ -1,0 +1,91 @@
+"""What `perspectron plan MODEL --train` prints: memory of each GPU, traffic and time of an update."""
+
+import math
+from dataclasses import asdict
+
+from perspectron.census import state_bytes
+from perspectron.cli.options import answer, table
+from perspectron.config import ModelConfig, require
+from perspectron.experts.router import RoutedConfig
+from perspectron.train.footprint import Batch, Memory, Rates, memory, seconds, shape_of, traffic
+from perspectron.train.layout import Layout
+
+RATES = Rates(flops=4e14, inside=4.5e11, outside=5e10)
+"""An H100 at 40% of its dense bfloat16 rate, NVLink, and 400 Gb/s for each GPU between machines."""
+MOST_ROWS = 1 << 20
+NAMES = {
+    "parameters": "parameters, float32",
+    "gradients": "gradients, float32",
+    "moments": "optimizer: two moments, float32",
+    "whole": "one block put together, with gradient",
+    "activations": "activations and states",
+    "logits": "logits",
+}
+SENT = {
+    "weights": "weights gathered",
+    "gradients": "gradients reduced",
+    "tokens": "tokens to experts and back",
+    "states": "states handed on",
+}
+
+
+def plan_training(
+    config: ModelConfig,
+    layout: Layout,
+    gpus: int,
+    local: int,
+    room: int,
+    seq_len: int,
+    recompute: bool,
+    as_json: bool,
+) -> int:
+    """Print what a training on so many GPUs needs of each, which have `room` bytes; the exit code."""
+    C, E = layout.context_parallel, layout.expert_parallel
+    require(gpus >= 1, "gpus", gpus, "≥ 1")
+    require(
+        local >= 1 and (gpus <= local or gpus % local == 0), "local", local, f"a divisor of gpus = {gpus}"
+    )
+    require(gpus % C == 0, "context_parallel", C, f"a divisor of gpus = {gpus}")
+    require(gpus % E == 0, "expert_parallel", E, f"a divisor of gpus = {gpus}")
+    require(seq_len >= C and seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
+    shape = shape_of(config, state_bytes(config, min(seq_len, config.positions or seq_len)) or 0)
+    counts = [math.prod(block.ffn.torus) for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
+    require(E == 1 or bool(counts), "expert_parallel", E, f"1: {config.name} has no experts")
+    for count in counts:
+        require(count % E == 0, "expert_parallel", E, f"a divisor of {count}, the experts of a layer")
+
+    def needs(rows: int) -> Memory:
+        return memory(shape, layout, gpus, local, Batch(seq_len, rows), recompute)
+
+    one = needs(1)
+    each = needs(2).bytes - one.bytes
+    rows = max(0, min(MOST_ROWS, int((room - one.bytes) // each) + 1))
+    batch = Batch(seq_len, max(rows, 1))
+    sent = traffic(shape, layout, gpus, local, batch)
+    computed, communicated = seconds(shape, layout, gpus, local, batch, RATES, recompute)
+    at_once = seq_len * batch.rows * gpus // C
+    fields = {
+        "model": config.name, "gpus": gpus, "memory": asdict(needs(batch.rows)), "rows": rows, "traffic": asdict(sent),
+        "bytes": needs(batch.rows).bytes, "tokens_per_update": at_once, "seconds": [computed, communicated],
+    }  # fmt: skip
+    whole = shape.parameters + shape.experts
+    title = (
+        f"{config.name}, {whole / 1e6:,.0f} M parameters, on {gpus} GPUs of {room / 1e9:.0f} GB: GB of each"
+    )
+    part = asdict(needs(batch.rows))
+    lines = [(name, f"{part[key] / 1e9:,.2f}") for key, name in NAMES.items()]
+    lines.append(("all", f"{needs(batch.rows).bytes / 1e9:,.2f}"))
+    moved = [(name, f"{asdict(sent)[key] / 1e9:,.2f}") for key, name in SENT.items()]
+    fits = f"{rows:,} windows of {seq_len:,} tokens fit on each GPU" if rows else _short(one, room)
+    time = f"about {max(computed, communicated):.2g} to {computed + communicated:.2g} s an update of {at_once:,} tokens"
+    rate = (
+        f"assumed for each GPU: {RATES.flops / 1e12:.0f} TFLOP/s, {RATES.inside / 1e9:.0f} GB/s to others of its "
+        f"machine ({local}), {RATES.outside / 1e9:.0f} GB/s beyond; from full overlap to none"
+    )
+    sums = table("GB that each sends in an update", ("part", "GB"), moved)
+    return answer(as_json, fields, table(title, ("part", "GB"), lines), fits, sums, time, rate)
+
+
+def _short(one: Memory, room: int) -> str:
+    more = "more GPUs, --recompute, a shorter --seq-len, or --expert-parallel for experts"
+    return f"does not fit: {one.bytes / 1e9:,.1f} GB with one window, {room / 1e9:.0f} GB there; take {more}"

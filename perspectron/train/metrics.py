@@ -1,0 +1,94 @@
+"""RUN/metrics.jsonl: a line of JSON for each update and each measurement."""
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from perspectron.errors import CheckpointError, StorageError
+from perspectron.files import append_to, atomic, parse_json, plain, read_text
+
+Metrics = dict[str, Any]
+METRICS = "metrics.jsonl"
+MOST_METRICS = 1 << 30  # bytes
+OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
+
+
+@contextlib.contextmanager
+def noting(
+    run: Path, report: Callable[[Metrics], None], caught: list[int]
+) -> Iterator[Callable[[Metrics], None]]:
+    """Yield a function that adds a line to the metrics and reports it. What goes wrong in `report` once a signal was
+    `caught` is no error: whoever read it has gone."""
+    with append_to(run / METRICS) as log:
+
+        def note(line: Metrics) -> None:
+            text = memoryview(json.dumps(plain(line), allow_nan=False).encode() + b"\n")
+            try:
+                while text:
+                    text = text[log.write(text) or 0 :]
+            except OSError as error:
+                raise StorageError(f"{run / METRICS}: not written ({error.strerror})") from error
+            try:
+                report(line)
+            except OSError:
+                if not caught:  # else the run is saved
+                    raise
+
+        yield note
+
+
+def forget(run: Path, step: int) -> None:
+    """Drop the lines of what came after an update."""
+    path = run / METRICS
+    if path.is_file():
+        kept = [line for line in read_metrics(run) if line["step"] <= step]
+        with atomic(path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def read_metrics(run: Path) -> list[Metrics]:
+    """The lines of metrics.jsonl. Lines that are none are left out, with a warning unless it is a last one that a
+    crash cut short."""
+    try:
+        text = read_text(run / METRICS, MOST_METRICS, errors="replace")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{run / METRICS}: unreadable ({error})") from None
+    kept, damaged = [], list[int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            kept.append(_metrics(parse_json(line)))
+        except ValueError:
+            damaged.append(number)
+    if damaged[:-1] or (damaged and text.endswith("\n")):
+        warnings.warn(
+            f"{run / METRICS}: {len(damaged)} damaged lines left out, the first {damaged[0]}", stacklevel=2
+        )
+    return kept
+
+
+def measured(line: Metrics) -> tuple[str, Any]:
+    """(what a line of metrics was measured on, bits per byte): "held-out" or "dev"; None for bits in a line of an
+    update."""
+    dev = line.get("dev_bits_per_byte")
+    return ("held-out", line.get("heldout_bits_per_byte")) if dev is None else ("dev", dev)
+
+
+def _metrics(line: Any) -> Metrics:
+    """ValueError unless it is a line that a trainer wrote."""
+    if not isinstance(line, dict):
+        raise ValueError("not an object")
+    of_update = {name: line.get(name) for name in OF_UPDATE}
+    numbers = of_update if "loss" in line else {"step": line.get("step"), "bits_per_byte": measured(line)[1]}
+    aux = line.get("aux", {})
+    numbers |= aux if isinstance(aux, dict) else {"aux": None}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is not a number")
+    if type(line["step"]) is not int or line["step"] < 0:
+        raise ValueError("step is not a count")
+    return line

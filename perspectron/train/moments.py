@@ -1,0 +1,66 @@
+"""What only training needs of a checkpoint: the optimizer's moments and the random state, by name."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import CheckpointError
+from perspectron.model import LanguageModel
+
+OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "step.", "rng.")
+"""How the names begin; no tensor of a model is called like that."""
+
+
+def training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The random state and the optimizer's moments, by name."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}.{name}"] = value
+    return tensors
+
+
+def empty(like: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
+    """Room for what training needs, as it is in a checkpoint (`like`, which also names other tensors); of moments, for
+    the part of them that belongs to the part of the weights that is here."""
+    parameters, made = dict(model.named_parameters()), dict[str, Tensor]()
+    for name, tensor in like.items():
+        if name.startswith(OF_TRAINING):
+            parameter = parameters.get(name.partition(".")[2])
+            here = parameter if parameter is not None and parameter.shape == tensor.shape else None
+            made[name] = torch.zeros_like(tensor, device="cpu") if here is None else torch.zeros_like(here)
+    return made
+
+
+def restore(
+    path: Path, tensors: dict[str, Tensor], model: LanguageModel, optimizer: torch.optim.Optimizer
+) -> None:
+    """Give the optimizer its moments, and torch its random state. CheckpointError, naming the file, unless each is what
+    this model's are."""
+    moments: dict[Tensor, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        state = {key: tensors.pop(f"{key}.{name}") for key in shapes if f"{key}.{name}" in tensors}
+        for key, value in state.items():
+            if value.shape != shapes[key] or not value.is_floating_point() or len(state) < len(shapes):
+                raise CheckpointError(
+                    f"{path}: {key}.{name} is {value.dtype} {list(value.shape)}, must be as in training"
+                )
+        if state and not 0 <= state["step"].item() < math.inf:
+            raise CheckpointError(f"{path}: step.{name} is {state['step'].item()}, must be ≥ 0 and finite")
+        moments[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)
+    if random is None or tensors:
+        why = f"has {min(tensors)}" if tensors else "lacks rng.cpu"
+        raise CheckpointError(f"{path}: {why}, must hold this model's training state")
+    try:
+        torch.set_rng_state(random)
+        if random_cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_cuda)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path}: no random state ({error})") from None
+    optimizer.state.update(moments)
