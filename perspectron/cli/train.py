@@ -18,7 +18,8 @@ from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
 from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import Shards, Tokenizer, absolute, label, open_corpus, open_shards
-from perspectron.data.vocabulary import made
+from perspectron.data.template import PLAIN, Template
+from perspectron.data.vocabulary import KINDS, made
 from perspectron.errors import ConfigError
 from perspectron.files import read_text
 from perspectron.machine import memory_kept
@@ -53,6 +54,9 @@ class Train:
     And later: perspectron train --resume runs/open --steps 4000
 
     From the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
+
+    Adapters alone, on pairs of prompt and completion: perspectron train --init runs/letters --lora rank=8 --template
+    plain --data pairs.jsonl --out runs/answers
 
     By stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
@@ -163,6 +167,9 @@ class Train:
                     places["data"] = its.train.data
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
+        for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN))):
+            if (value := getattr(self.train, name)) not in kinds:
+                places[name] = str(Path(value).resolve())
         return replace(self.train, **{"data": absolute(self.train.data)} | places)
 
     def _budget(self, train: TrainConfig) -> Budget:
@@ -202,7 +209,8 @@ class Train:
             unique: float = open_shards(Path(train.data)).split("train").tokens
         else:
             with Work("reading the text"):
-                corpus = open_corpus(train.data, train.heldout)
+                template = Template.named(train.template) if train.template else None
+                corpus = open_corpus(train.data, train.heldout, template=template)
                 unique = size_of(corpus) / (BYTES_PER_TOKEN if train.tokenizer != "bytes" else 1)
                 if train.tokenizer != "bpe":
                     most = vocab_size or LARGEST_VOCABULARY

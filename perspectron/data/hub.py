@@ -33,7 +33,7 @@ def open_hub(source: str, shares: Shares, fields: Fields) -> Corpus:
         raise DataError(f"{source}: cannot be opened ({' '.join(str(error).split())})") from None
     columns = stream.column_names or list(next(iter(stream), {}))
     require_columns(source, columns, fields)
-    facts = [source, str(shares), *fields.names, identity]
+    facts = [source, str(shares), *fields.facts, identity]
     rows = Rows(source, stream.select_columns(list(fields.names)), fields)
     return Records(source, fingerprint("hf by text", facts), shares, [rows], fields).settle()
 

@@ -1,7 +1,7 @@
 """Corpora of records: lines of JSON and rows of tables, each with one text, or with a prompt and a completion."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, facts, fingerprint, share_of
 from perspectron.data.reading import COMPRESSED, library, reading
+from perspectron.data.template import Template
 from perspectron.errors import DataError
 from perspectron.files import open_file
 
@@ -17,21 +18,23 @@ PARQUET = ".parquet"
 ROWS = 256
 """Rows of a table that are decoded at once."""
 
-Render = Callable[[str, str], tuple[str, str]]
-"""A prompt and its completion as a text to read and one to learn."""
-
 
 @dataclass(frozen=True)
 class Fields:
-    """What of a record is its text: the string under `text`, or with `render` those under `prompt` and
-    `completion`."""
+    """What of a record is its text: the string under `text`, or with a template those under `prompt`, which becomes a
+    user's message, and `completion`."""
 
     text: str = "text"
-    render: Render | None = None
+    template: Template | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.text,) if self.render is None else ("prompt", "completion")
+        return (self.text,) if self.template is None else ("prompt", "completion")
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What a fingerprint follows."""
+        return self.names if self.template is None else (*self.names, self.template.text)
 
     def __str__(self) -> str:
         return " and ".join(map(repr, self.names))
@@ -42,9 +45,9 @@ class Fields:
         texts = [text for text in found if isinstance(text, str) and _valid(text)]
         if not texts or len(texts) < len(self.names):
             return None
-        if self.render is None:
+        if self.template is None:
             return "", texts[0]
-        return self.render(*texts) if texts[1] else ("", "")
+        return (self.template.question(texts[0]), texts[1]) if texts[1] else ("", "")
 
 
 class Row(NamedTuple):
@@ -77,7 +80,7 @@ class Records(Corpus):
         self, source: str, identity: str, shares: Shares, tables: Sequence[Table], fields: Fields
     ) -> None:
         super().__init__(source, identity, shares)
-        self.completions = fields.render is not None
+        self.completions = fields.template is not None
         self._tables = tables
         self._fields = fields
         self._moved: dict[tuple[int, int], SplitName] = {}
@@ -141,7 +144,7 @@ def open_table(path: Path, shares: Shares, fields: Fields) -> Corpus:
     """The records of one file."""
     table = table_of(path, path.name, fields)
     kind = "parquet by text" if path.name.endswith(PARQUET) else "jsonl by text"
-    lines = [str(path.resolve()), str(shares), *fields.names, facts(path.name, path)]
+    lines = [str(path.resolve()), str(shares), *fields.facts, facts(path.name, path)]
     return Records(str(path), fingerprint(kind, lines), shares, [table], fields).settle()
 
 
@@ -224,7 +227,7 @@ def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None
             there = ", ".join(columns) or "none"
             how = f"; name the one with the text: {source}#{next(iter(columns), 'COLUMN')}"
             raise DataError(
-                f"{source}: no column {name!r}, its columns are {there}{'' if fields.render else how}"
+                f"{source}: no column {name!r}, its columns are {there}{'' if fields.template else how}"
             )
 
 

@@ -7,7 +7,8 @@ from perspectron.data.corpus import Corpus, Joined, Shares, facts, fingerprint
 from perspectron.data.hub import PREFIX, open_hub
 from perspectron.data.mixture import Mixture, parts_of
 from perspectron.data.named import NAMED, open_named
-from perspectron.data.records import Fields, Records, Render, is_table, open_table, table_of
+from perspectron.data.records import Fields, Records, is_table, open_table, table_of
+from perspectron.data.template import Template
 from perspectron.data.texts import HIDDEN, Files, divide, open_file, walk
 from perspectron.errors import DataError
 
@@ -15,7 +16,7 @@ _PATTERN = frozenset("*?[")
 
 
 def open_corpus(
-    source: str, heldout: float = 0.05, *, dev: float = 0.0, render: Render | None = None
+    source: str, heldout: float = 0.05, *, dev: float = 0.0, template: Template | None = None
 ) -> Corpus:
     """Open `source` and split off its held-out share (a fraction between 0 and 1) and its dev share.
 
@@ -25,7 +26,7 @@ def open_corpus(
     `texts/*.parquet`, `hf:NAME[:split]` for a dataset, or several of them with weights, `code=0.7:PATH
     prose=0.3:PATH`. Text and JSON lines may be compressed (`.gz`, `.zst`). Files and records go to a split by a hash of
     their relative path, or of a record's text; of a single text file the last `heldout` of its bytes is held out. `dev`
-    is taken from what would be trained on: the held-out text is the same without it. With `render` every record has a
+    is taken from what would be trained on: the held-out text is the same without it. With a template every record has a
     prompt and a completion.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
@@ -36,29 +37,29 @@ def open_corpus(
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
     shares = Shares(heldout, dev)
     if parts := parts_of(source):
-        return Mixture(source, [(part, _named(part.name, part.source, shares, render)) for part in parts])
-    return _open(source, shares, render)
+        return Mixture(source, [(part, _named(part.name, part.source, shares, template)) for part in parts])
+    return _open(source, shares, template)
 
 
-def _named(name: str, source: str, shares: Shares, render: Render | None) -> Corpus:
+def _named(name: str, source: str, shares: Shares, template: Template | None) -> Corpus:
     """One of several sources; what is wrong with it is said with its name."""
     try:
         if (Path(source) / "manifest.json").is_file():
             raise DataError(f"{source}: encoded already; only texts can be mixed")
-        return _open(source, shares, render)
+        return _open(source, shares, template)
     except DataError as error:
         raise DataError(f"source {name}: {error}") from None
 
 
-def _open(source: str, shares: Shares, render: Render | None) -> Corpus:
+def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
     if "://" in source:
         name = source.rstrip("/").rpartition("/")[2] or "FILE"
         raise DataError(f"{source}: a URL; download it first (curl -LO {source}) and give the file, {name}")
     if source in NAMED:
-        _require_records(source, render)
+        _require_records(source, template)
         return open_named(source, shares)
     place, field = _field_of(source)
-    fields = Fields(field, render)
+    fields = Fields(field, template)
     if place.startswith(PREFIX):
         return open_hub(place, shares, fields)
     path = Path(place)
@@ -78,7 +79,7 @@ def _open(source: str, shares: Shares, render: Render | None) -> Corpus:
         )
     if is_table(path.name):
         return open_table(path, shares, fields)
-    _require_records(source, render)
+    _require_records(source, template)
     return open_file(path, shares)
 
 
@@ -87,12 +88,12 @@ def _open_files(
 ) -> Corpus:
     """Files as one corpus: tables by record, the others by file."""
     tables = [(name, path) for name, path in files if is_table(name)]
-    texts = [] if fields.render else [file for file in files if not is_table(file[0])]
-    field = [field for field in fields.names if tables]
+    texts = [] if fields.template else [file for file in files if not is_table(file[0])]
+    field = fields.facts if tables else ()
     lines = [root, str(shares), *field, *(facts(*file) for file in files)]
     identity = fingerprint(f"{kind} of records" if tables else kind, lines)
     if not tables:
-        _require_records(source, fields.render)
+        _require_records(source, fields.template)
         return Files(source, identity, shares, divide(source, texts, shares))
     records = Records(
         source, identity, shares, [table_of(path, name, fields) for name, path in tables], fields
@@ -104,8 +105,8 @@ def _open_files(
     return Joined(source, identity, [Files(source, identity, shares, divided), records])
 
 
-def _require_records(source: str, render: Render | None) -> None:
-    if render is not None:
+def _require_records(source: str, template: Template | None) -> None:
+    if template is not None:
         raise DataError(
             f"{source}: no records; prompts and completions stand in .jsonl, .parquet or a folder of these"
         )

@@ -5,6 +5,7 @@ from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
 from perspectron.data.shuffle import ORDER
+from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
 
 
@@ -54,6 +55,13 @@ class TrainConfig:
     """Number of newest checkpoints kept, besides the best and the last before a constant rate falls."""
     init: str = ""
     """Folder of a run whose weights to start from."""
+    lora: str = ""
+    """Train low-rank adapters beside the linear layers of the run named by `init`, in place of its weights, such as
+    "rank=8" or "rank=8,alpha=16,targets=q_proj+v_proj" (PEFT; default targets: every linear layer of the blocks). What
+    is saved is merged."""
+    template: str = ""
+    """For chat: "plain", or a file with a chat template in Jinja. Each record of the data then has a prompt and a
+    completion, and only completions are learned."""
     only: tuple[str, ...] = ()
     """Train only parameters whose names match one of these patterns, such as "*.route_proj.*" (default: all)."""
     ternary_from: float = 0.0
@@ -79,6 +87,10 @@ class TrainConfig:
         least = self.ternary_from
         require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
         positive(self, "teacher_temperature")
+        if self.lora:
+            LoraConfig.parse(self.lora)
+            require(self.init != "", "lora", self.lora, "beside init, the run whose weights it adapts")
+            require(not self.only, "only", self.only, "left out with lora, which trains adapters alone")
 
     @property
     def ternary_between(self) -> tuple[float, float]:

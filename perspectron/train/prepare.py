@@ -5,6 +5,7 @@ from pathlib import Path
 from perspectron.config import require
 from perspectron.data import Corpus, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.data.encoding import Tell
+from perspectron.data.template import FILE, Template
 from perspectron.errors import ConfigError, DataError
 from perspectron.files import safe_join
 from perspectron.train.checkpoint import run_of
@@ -41,7 +42,8 @@ def prepare(
             raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
         bound = f"heldout, or data a folder that tokenize --dev made of {source}"
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
-        corpus = open_corpus(source, config.train.heldout)
+        template = template_of(run, config)
+        corpus = open_corpus(source, config.train.heldout, template=template)
         if resumes or origin:
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
@@ -51,7 +53,18 @@ def prepare(
     _check(run, config, tokenizer, shards)
     if not resumes:
         tokenizer.save(kept)
+        if (template := template_of(run, config)) is not None:
+            pairs = f"left out: {source} was encoded without prompts and completions"
+            require(shards.split("train").learned is not None, "template", config.train.template, pairs)
+            (run / FILE).write_text(template.text, encoding="utf-8")
     return tokenizer, shards, summary
+
+
+def template_of(run: Path, config: RunConfig) -> Template | None:
+    """The chat template of a run: kept in its folder, or named by its config where the run is new."""
+    if not config.train.template:
+        return None
+    return Template.of(run) or Template.named(config.train.template)
 
 
 def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> None:
