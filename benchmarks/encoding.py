@@ -14,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import ROOT
-from perspectron.data import Tokenizer, cores, encode, open_corpus
+# What is imported here, the processes that encode import too: nothing that needs torch.
+from perspectron import data
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, LEARNED = 8192, 8_000_000  # tokens, and bytes of text that they are learned from
 SAMPLE = 8_000_000  # bytes of text that the tokenizer encodes alone
 
@@ -25,10 +26,10 @@ def text(folder: Path, size: int) -> int:
     """Write so many bytes of text as files of a folder, and return how many it is."""
     written = 0
     while written < size:
-        for i, document in enumerate(open_corpus("sources", 0.01).documents("train")):
-            data = document.text.encode()
-            (folder / f"{written:012d}-{i}.txt").write_bytes(data)
-            written += len(data)
+        for i, document in enumerate(data.open_corpus("sources", 0.01).documents("train")):
+            encoded = document.text.encode()
+            (folder / f"{written:012d}-{i}.txt").write_bytes(encoded)
+            written += len(encoded)
             if written >= size:
                 break
     return written
@@ -41,10 +42,10 @@ def spent(who: int) -> float:
 
 def measure(folder: str, out: str, processes: int) -> dict[str, float]:
     """Encode in this process, which does nothing else."""
-    tokenizer = Tokenizer.load(Path(folder) / ".tokenizer.json")
-    corpus, own = open_corpus(folder, 0.01), spent(resource.RUSAGE_SELF)
+    tokenizer = data.Tokenizer.load(Path(folder) / ".tokenizer.json")
+    corpus, own = data.open_corpus(folder, 0.01), spent(resource.RUSAGE_SELF)
     began = time.perf_counter()
-    shards = encode(corpus, tokenizer, Path(out), processes=processes)
+    shards = data.encode(corpus, tokenizer, Path(out), processes=processes)
     seconds = time.perf_counter() - began
     size = sum(shards.split(split).text_bytes for split in shards.splits)
     others = spent(resource.RUSAGE_CHILDREN)
@@ -64,9 +65,9 @@ def measure(folder: str, out: str, processes: int) -> dict[str, float]:
 
 def alone(folder: str) -> float:
     """MB of text for each second of a processor, by the tokenizer's library alone."""
-    tokenizer = Tokenizer.load(Path(folder) / ".tokenizer.json")
+    tokenizer = data.Tokenizer.load(Path(folder) / ".tokenizer.json")
     texts, size = [], 0
-    for document in open_corpus(folder, 0.01).documents("train"):
+    for document in data.open_corpus(folder, 0.01).documents("train"):
         texts.append(document.text)
         size += len(document.text.encode())
         if size > SAMPLE:
@@ -94,17 +95,17 @@ def main() -> None:
         folder.mkdir()
         size = text(folder, int(given.megabytes * 1e6))
         texts, learned = [], 0
-        for document in open_corpus(str(folder), 0.01).documents("train"):
+        for document in data.open_corpus(str(folder), 0.01).documents("train"):
             texts.append(document.text)
             learned += len(texts[-1])
             if learned > LEARNED:
                 break
-        Tokenizer.train(texts, VOCABULARY).save(folder / ".tokenizer.json")
-        print(f"{size / 1e6:.0f} MB, {cores()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+        data.Tokenizer.train(texts, VOCABULARY).save(folder / ".tokenizer.json")
+        print(f"{size / 1e6:.0f} MB, {data.cores()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
         for processes in (0, *given.processes):
             out = str(Path(scratch) / f"out-{processes}")
             command = [sys.executable, "-m", "benchmarks.encoding", "--one", str(folder), out, str(processes)]
-            # One process is one thread here: the tokenizer's library would take all cores.
+            # One process is one thread here: the tokenizer's library would take all data.cores.
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
