@@ -5,6 +5,7 @@ python -m benchmarks.encoding --megabytes 200
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -40,26 +41,39 @@ def spent(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
+def children() -> list[float]:
+    """Peak memory of each process that this one has started, in MB. (That of `getrusage` counts what it was forked
+    from.)"""
+    peaks = []
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            peaks += [int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")]
+    return peaks
+
+
 def measure(folder: str, out: str, processes: int) -> dict[str, float]:
     """Encode in this process, which does nothing else."""
     tokenizer = data.Tokenizer.load(Path(folder) / ".tokenizer.json")
     corpus, own = data.open_corpus(folder, 0.01), spent(resource.RUSAGE_SELF)
+    largest = [0.0]
+
+    def watch(*_: float) -> None:
+        largest[0] = max([largest[0], *children()])
+
     began = time.perf_counter()
-    shards = data.encode(corpus, tokenizer, Path(out), processes=processes)
+    shards = data.encode(corpus, tokenizer, Path(out), processes=processes, tell=watch)
     seconds = time.perf_counter() - began
     size = sum(shards.split(split).text_bytes for split in shards.splits)
     others = spent(resource.RUSAGE_CHILDREN)
-    peak = [
-        resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    ]
     return {
         "processes": processes,
         "MB": size / 1e6,
         "seconds": seconds,
         "cpu_seconds": spent(resource.RUSAGE_SELF) - own + others,
         "MB_per_s": size / 1e6 / seconds,
-        "peak_MB_parent": peak[0],
-        "peak_MB_child": peak[1],
+        "peak_MB_parent": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_MB_child": largest[0],
     }
 
 
@@ -105,7 +119,7 @@ def main() -> None:
         for processes in (0, *given.processes):
             out = str(Path(scratch) / f"out-{processes}")
             command = [sys.executable, "-m", "benchmarks.encoding", "--one", str(folder), out, str(processes)]
-            # One process is one thread here: the tokenizer's library would take all data.cores.
+            # One process is one thread here: the tokenizer's library would take all cores.
             environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True

@@ -238,7 +238,7 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
         {"question": "The quick brown", "choices": [" fox", "日本語", " and brown"], "answer": 1}
         | {"good": "The fox jumps.", "bad": "The fox jump.", "last": "fox"},
         {"question": "größer →", "choices": [" 🦊", " quick", "x"], "answer": 0}
-        | {"good": "größer ist", "bad": "größer sind", "last": "日本語"},
+        | {"good": "größer.", "bad": "größer?", "last": "日本語"},
     ]
     samples = scored_by_the_harness(tmp_path, questions)
     for question, sample in zip(questions, samples["choose"], strict=True):
