@@ -168,7 +168,7 @@ class Train:
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN))):
-            if (value := getattr(self.train, name)) not in kinds:
+            if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())
         return replace(self.train, **{"data": absolute(self.train.data)} | places)
 
