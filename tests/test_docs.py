@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
-RUN += ("guides/quantise-and-stream.md", "guides/transformers.md")
+RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
 """In this order: later pages use the run of the second."""
 SIZES = "layers=3 d_model=16 hidden=16 rank=4 heads=2 kv_heads=1 window=16"
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
@@ -73,6 +73,7 @@ def test_every_block_of_the_guides_runs(folder, monkeypatch, capsys):
                 program, command, *rest = shlex.split(line)
                 resumed = "--resume" in rest
                 small = [] if resumed else SMALL.get(command, "").split()
+                small = STEPS.split() if "--init" in rest else small  # of the sizes of that run
                 assert program == "perspectron"
                 assert main([command, *rest, *small]) == 0, (name, line, capsys.readouterr().err)
     assert trained == [Path("runs/compared")] * 2

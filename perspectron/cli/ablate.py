@@ -8,11 +8,12 @@ from rich.console import Console
 
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish
-from perspectron.cli.options import count, resolved
+from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare.ablations import ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
 from perspectron.config import between_commas, one_of, require
+from perspectron.data import absolute
 from perspectron.eval.suites import OF_TEXT
 from perspectron.files import locked
 from perspectron.opening import describe
@@ -71,7 +72,7 @@ class Ablate:
         whole = train.steps * train.batch_size * train.seq_len * train.accumulate
         return Settings(
             arms, active_parameters(config.model), whole if tokens is None else count(tokens, "tokens"), self.seeds,
-            resolved(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
+            absolute(train.data), train.heldout, 0.05 if train.measured_on == "dev" else 0.0, "tokens",
             config.model.vocab_size, train.seq_len, train.batch_size * train.accumulate, (train.optim.lr,),
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import tyro
 
@@ -12,6 +13,7 @@ from perspectron.cli.options import open_model
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
+from perspectron.data.template import Template
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.rows import Rows
@@ -24,7 +26,7 @@ from perspectron.train.guard import signals
 FENCE = '"""'
 HELP = f"""\
 What you type is read after all that stands there, on a line of its own, and the model goes on from it. An empty message
-lets it go on by itself. Several lines: between two lines of {FENCE}
+lets it go on by itself. A model with a chat template answers what you type. Several lines: between two lines of {FENCE}
   /save FILE   keep the memory in a file       /load FILE   go on from one
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
   /state       how large the memory is         /quit        or the end of the input
@@ -60,7 +62,7 @@ class Chat:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
         opened.model.to(pick_device(self.device))
-        talk = Talk(opened.model, opened.tokenizer, self)
+        talk = Talk(opened.model, opened.tokenizer, self, Template.of(opened.folder.path))
         if self.load_state is not None:
             talk.load(str(self.load_state))
         terminal = sys.stdin.isatty()
@@ -104,17 +106,45 @@ def messages(terminal: bool) -> Iterator[str]:
             yield text
 
 
-class Talk:
-    """A text in turns: its memory, and the points of it that are kept."""
+class Point(NamedTuple):
+    """A point of a talk: its memory and, with a chat template, the messages so far and their text."""
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, options: Chat) -> None:
-        self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.memory: Conversation | None = None
-        self.kept: list[Conversation | None] = []
+    memory: Conversation | None = None
+    messages: tuple[dict[str, str], ...] = ()
+    text: str = ""
+
+    def answered(self, memory: Conversation, said: str) -> "Point":
+        """The point after an answer, or after more of the last one."""
+        before = self.messages
+        if before and before[-1]["role"] == "assistant":
+            before, said = before[:-1], before[-1]["content"] + said
+            text = self.text + said[len(self.messages[-1]["content"]) :]
+        else:
+            text = self.text + said
+        return Point(memory, (*before, {"role": "assistant", "content": said}), text)
+
+    def fork(self) -> "Point":
+        return self._replace(memory=None if self.memory is None else self.memory.fork())
+
+
+class Talk:
+    """A text in turns: where it is, and the points of it that are kept. template: of a model that was trained to
+    answer."""
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, options: Chat, template: Template | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.options, self.template = model, tokenizer, options, template
+        self.now = Point()
+        self.kept: list[Point] = []
         self.commands: dict[str, Callable[[str], None]] = {
             "save": self.save, "load": self.load, "fork": self.fork, "back": self.back, "state": self.state,
             "help": lambda _: print(HELP, file=sys.stderr),
         }  # fmt: skip
+
+    @property
+    def memory(self) -> Conversation | None:
+        return self.now.memory
 
     def take(self, message: str) -> bool:
         """Do what a message says, or answer it; False where it ends the talk."""
@@ -133,15 +163,15 @@ class Talk:
     def answer(self, message: str) -> None:
         """Read a message and print what the model makes of it, as it comes."""
         options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
-        begins = self.memory is None or not message or self._ends_a_line()
+        asked = self._asked(message)
         row = rows.add(
-            message if begins else f"\n{message}",
+            asked.text[len(self.now.text) :],
             max_tokens=options.max_tokens,
             sampling=options.sampling,
             stop=options.stop,
             conversation=None if self.memory is None else self.memory.fork(),
         )
-        ended, failed = False, False
+        ended, failed, said = False, False, ""
         with Work("reading") as work, signals() as caught:
             while rows.active and not caught:
                 for piece in rows.step():
@@ -149,13 +179,32 @@ class Talk:
                     if piece.text:
                         work.stop()
                         print(piece.text, end="", flush=True)
+                        said += piece.text
                 work.tell(*rows.read)
         print(flush=True)
         if failed:
             raise NonFiniteError("logits are not finite; the memory is as it was before this message")
-        self.memory = rows.remove(row)
+        memory = rows.remove(row)
         if ended:  # read, the end of a text would empty the memory
-            self.memory = replace(self.memory, pending=[self.tokenizer.encode("\n")])
+            memory = replace(memory, pending=[[] if self.template else self.tokenizer.encode("\n")])
+        self.now = asked.answered(memory, said) if self.template else Point(memory)
+
+    def _asked(self, message: str) -> Point:
+        """The talk as a message makes it: its text by the template, or the message on a line of its own."""
+        if self.template is None:
+            begins = self.memory is None or not message or self._ends_a_line()
+            return Point(text=message if begins else f"\n{message}")
+        if not message:
+            goes_on = self.memory is not None and self.memory.pending != [[]]
+            require(goes_on, "message", message, "given: no answer goes on")
+            return self.now
+        messages = (*self.now.messages, {"role": "user", "content": message})
+        text = self.template.prompt(messages)
+        if not text.startswith(self.now.text):
+            raise ConfigError(
+                "the chat template changes what was said before, which is read already; begin anew"
+            )
+        return Point(messages=messages, text=text)
 
     def save(self, file: str) -> None:
         path = _path(file, "/save")
@@ -167,10 +216,10 @@ class Talk:
     def load(self, file: str) -> None:
         memory = Conversation.load(_path(file, "/load"), self.model)
         require(memory.rows == 1, "/load", file, f"a conversation of one text, not of {memory.rows}")
-        self.memory = replace(memory, state=memory.state.to(self.model.device))
+        self.now = Point(replace(memory, state=memory.state.to(self.model.device)))
 
     def fork(self, _: str) -> None:
-        self.kept.append(None if self.memory is None else self.memory.fork())
+        self.kept.append(self.now.fork())
         print(f"point {len(self.kept)} kept; /back returns to it", file=sys.stderr)
 
     def back(self, text: str) -> None:
@@ -180,7 +229,7 @@ class Talk:
         )
         require(1 <= count <= len(self.kept), "/back", text or "1", known)
         del self.kept[len(self.kept) - count + 1 :]
-        self.memory = None if self.kept[-1] is None else self.kept[-1].fork()
+        self.now = self.kept[-1].fork()
         print(f"back at point {len(self.kept)}", file=sys.stderr)
 
     def state(self, _: str) -> None:

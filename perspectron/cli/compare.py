@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from perspectron.cli.options import count, resolved
+from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
 from perspectron.compare.plan import (
@@ -29,7 +29,7 @@ from perspectron.compare.plan import (
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell
 from perspectron.config import between_commas, require
-from perspectron.data import Tokenizer
+from perspectron.data import Tokenizer, absolute
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.files import locked
@@ -158,7 +158,7 @@ class Compare:
     def settings(self) -> Settings:
         return Settings(
             tuple(between_commas(self.designs)), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
-            resolved(self.data),
+            absolute(self.data),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,

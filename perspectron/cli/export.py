@@ -12,34 +12,62 @@ from perspectron.config import require
 
 @dataclass(frozen=True)
 class Export:
-    """Write a trained model for other tools: a folder for transformers.
+    """Write a trained model for other tools: a folder for transformers, or a file for ONNX runtimes.
 
     The folder holds weights, tokenizer, a model card with the run's numbers, and the model's code for those who have
     not installed perspectron (trust_remote_code=True).
 
     Example: perspectron export runs/letters --hf letters-hf
+
+    One step of the model with its state as input and output, checked against PyTorch over 200 tokens: perspectron
+    export runs/letters --onnx letters.onnx
     """
 
     run: tyro.conf.Positional[Path]
     """Folder of a run or of one of its checkpoints."""
     hf: Path | None = None
     """New folder for transformers' from_pretrained."""
+    onnx: Path | None = None
+    """New file for ONNX runtimes (PDR, GLA, Mamba-2 and attention, without experts)."""
+    context: int = 1024
+    """With --onnx: tokens that full attention looks back on."""
     json: bool = False
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        require(self.hf is not None, "hf", None, "given: what to write")
-        assert self.hf is not None
+        one = (self.hf is None) != (self.onnx is None)
+        require(one, "hf, onnx", None if self.hf is None else "both", "one of them: what to write")
+        return self._hf(self.hf) if self.hf is not None else self._onnx(self.onnx or Path())
+
+    def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
         from perspectron.hf import export
 
-        with Work(f"writing {self.hf}"):
+        with Work(f"writing {out}"):
             opened = open_model(self.run)
-            export.export(opened, self.hf)
-        size = sum(file.stat().st_size for file in self.hf.rglob("*") if file.is_file())
-        read = f'AutoModelForCausalLM.from_pretrained("{self.hf}", trust_remote_code=True)'
+            export.export(opened, out)
+        size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        read = f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)'
         return answer(
             self.json,
-            {"hf": str(self.hf), "bytes": size},
-            f"{self.hf}: {size / 1e6:.1f} MB; read it with {read}",
+            {"hf": str(out), "bytes": size},
+            f"{out}: {size / 1e6:.1f} MB; read it with {read}",
+        )
+
+    def _onnx(self, out: Path) -> int:
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            needs(package, "onnx")
+        require(not out.exists(), "onnx", str(out), "a new file")
+        from perspectron import onnx
+
+        with Work(f"writing {out}"):
+            opened = open_model(self.run)
+            opened.folder.of_run()
+            report = onnx.export(opened.model, opened.tokenizer, out, context=self.context)
+        return answer(
+            self.json,
+            {"onnx": str(out), "bytes": report.bytes, "checked_tokens": report.tokens}
+            | {"ms_per_step": report.ms, "torch_ms_per_step": report.torch_ms},
+            f"{out}: {report.bytes / 1e6:.1f} MB; {report.tokens} greedy tokens are those of PyTorch, at "
+            f"{report.ms:.2f} ms a step (PyTorch: {report.torch_ms:.2f}), on one thread",
         )

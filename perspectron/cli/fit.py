@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
 from perspectron.config import require
-from perspectron.data import Shards, Tokenizer
+from perspectron.data import Shards, Tokenizer, cores
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.eval.perplexity import compressors
 from perspectron.files import locked, remove
@@ -64,8 +64,8 @@ def fit(
         trainer: Trainer | None = None
         before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
         try:
-            with Work("reading and encoding the text"):
-                tokenizer, shards, summary = prepare(run, config)
+            with Work("reading and encoding the text") as work:
+                tokenizer, shards, summary = prepare(run, config, processes=cores(), tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size:
                 config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
             training_batches(config, shards)  # too little text is said before anything is measured

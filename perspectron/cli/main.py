@@ -102,6 +102,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         known = ", ".join(COMMANDS)
         raise ConfigError(f"command = {arguments[0]!r}, must be one of {known} (see perspectron --help)")
     name, *rest = arguments
+    rest = _one_source(rest)
     command = command_of(name)
     if not isinstance(command, type):
         return functools.partial(command, rest)
@@ -128,6 +129,23 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         if stop.code == 0:
             raise
         raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {name} --help)") from None
+
+
+def _one_source(arguments: list[str]) -> list[str]:
+    """The arguments with every --data in one, where there are several: sources with weights."""
+    sources, rest, words = list[str](), list[str](), iter(arguments)
+    for word in words:
+        if word == "--data":
+            sources.append(next(words, ""))
+        elif word.startswith("--data="):
+            sources.append(word.removeprefix("--data="))
+        else:
+            rest.append(word)
+    if len(sources) < 2:
+        return arguments
+    from perspectron.data.mixture import joined
+
+    return ["--data", joined(sources), *rest]
 
 
 def command_of(name: str) -> Any:

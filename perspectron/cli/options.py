@@ -90,13 +90,6 @@ def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     return result
 
 
-def resolved(data: str) -> str:
-    """A corpus or a run by its full path, so that a run goes on from any folder."""
-    from perspectron.data import NAMED
-
-    return data if data in (*NAMED, "") or "://" in data else str(Path(data).resolve())
-
-
 def open_model(path: Path, cache: str | None = None, *, verify: bool = False) -> "Opened":
     """The model of a folder, as `opening.open_model` has it; cache: memory for experts, as typed.
 

@@ -31,6 +31,7 @@ class Work:
     def __init__(self, what: str, *, quiet: float = QUIET) -> None:
         self.what, self.quiet = what, quiet
         self._done, self._total = 0, 0
+        self._read: list[tuple[float, int, float]] = []
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._shown = False
@@ -51,6 +52,10 @@ class Work:
         """Report that so many of so many are done."""
         self._done, self._total = done, total
 
+    def read(self, size: int, share: float) -> None:
+        """Report that so many bytes of text are done, and which share of all, counting what was done before."""
+        self._read = [*self._read[:1], (time.monotonic(), size, share)]
+
     def stop(self) -> None:
         """Say nothing more; it may be called again."""
         self._over.set()
@@ -62,10 +67,22 @@ class Work:
     def line(self) -> str:
         """The line as it reads now."""
         spent = time.monotonic() - self._start
+        if len(self._read) == 2:
+            return f"{self.what}: {self._speed()}"
         if not 0 < self._done < self._total:
             return f"{self.what}: {duration(spent)} so far"
         left = spent * (self._total - self._done) / self._done
         return f"{self.what}: {self._done:,} of {self._total:,}, about {duration(left)} left"
+
+    def _speed(self) -> str:
+        """The text read so far, how fast, and the time left where it is known."""
+        (began, first, start), (now, size, share) = self._read
+        each = max(now - began, 1e-9)
+        said = f"{size / 1e6:,.0f} MB of text, {(size - first) / 1e6 / each:.1f} MB/s"
+        if share <= start:
+            return said
+        left = each * (1 - share) / (share - start) - (time.monotonic() - now)
+        return f"{said}, about {duration(max(left, 0))} left"
 
     def _run(self) -> None:
         wait = self.quiet

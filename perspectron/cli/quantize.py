@@ -13,6 +13,7 @@ from perspectron.cli.options import answer, differences, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
+from perspectron.data.template import copy
 from perspectron.errors import ConfigError, DataError
 from perspectron.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
@@ -74,6 +75,7 @@ class Quantize:
             with Work(f"packing {config.model.name}"):
                 report = convert(model, self.linear, ids_nT)
             save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
+            copy(opened.folder.path, self.out)
             small, tokenizer = load(self.out)
             with Work("measuring the held-out loss again"):
                 after = None if held is None else self._measure(small, held, tokenizer, config.train)

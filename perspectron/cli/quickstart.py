@@ -12,9 +12,9 @@ from perspectron import presets
 from perspectron.census import census
 from perspectron.cli import playground
 from perspectron.cli.fit import fit
-from perspectron.cli.options import resolved, table
+from perspectron.cli.options import table
 from perspectron.cli.tokenize import Tokenize
-from perspectron.data import open_shards
+from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -78,7 +78,7 @@ class Quickstart:
 
     def _training(self, lr: float) -> TrainConfig:
         return TrainConfig(
-            data=resolved(str(self.out / "corpus")),
+            data=absolute(str(self.out / "corpus")),
             steps=self.steps,
             batch_size=8,
             seq_len=128,

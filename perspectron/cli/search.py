@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from perspectron.cli.compare import train
-from perspectron.cli.options import count, resolved
+from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.config import between_commas, require
+from perspectron.data import absolute
 from perspectron.files import locked
 
 SHOWN = 10  # candidates of a rung
@@ -76,7 +77,7 @@ class Search:
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
         settings = Settings(
             tuple(dict.fromkeys(one.variant for one in everyone)), count(self.params, "params"), rungs[-1], 1,
-            resolved(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
+            absolute(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
             dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
         console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)

@@ -45,7 +45,7 @@ class Serve:
     api_key: str | None = None
     """What clients must send (default: what the variable PERSPECTRON_API_KEY says, if anything)."""
     template: Path | None = None
-    """Chat template in Jinja, for /v1/chat/completions."""
+    """Chat template in Jinja, for /v1/chat/completions (default: that of the run, if it was trained with one)."""
     keep: Path | None = None
     """Folder for states, slots and the prefixes that prompts share, which outlast the server (default: none does)."""
     rows: int = 16
@@ -140,14 +140,14 @@ class Serve:
             ) from None
 
     def _served(self, run: Path, folder: Path) -> "Served":
+        from perspectron.data.template import Template
         from perspectron.decode.store import PrefixStore
         from perspectron.serve.engine import Engine
         from perspectron.serve.states import States
         from perspectron.serve.web.app import Served
-        from perspectron.serve.web.chat import Template
 
-        template = None if self.template is None else Template(self.template)
         opened, name = open_model(run, self.cache), run.resolve().name
+        template = Template.of(opened.folder.path) if self.template is None else Template.load(self.template)
         store = PrefixStore(
             opened.model,
             memory_bytes=size(self.memory, "memory"),

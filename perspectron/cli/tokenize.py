@@ -8,7 +8,7 @@ import tyro
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
 from perspectron.config import require
-from perspectron.data import Tokenizer, encode, open_corpus
+from perspectron.data import cores, encode, made_in, open_corpus
 from perspectron.errors import StorageError
 from perspectron.files import locked
 
@@ -23,13 +23,13 @@ class Tokenize:
     """
 
     data: tyro.conf.Positional[str]
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, or a .jsonl or .jsonl.gz."""
+    """Text as for `perspectron train --data`: a file, a folder, a pattern, hf:NAME, or several with weights."""
     out: Path
     """Folder for the tokenizer and the shards."""
     vocab_size: int = 8192
     """Maximum size of the vocabulary."""
-    tokenizer: Path | None = None
-    """A tokenizer.json to use instead of training one."""
+    tokenizer: str = "bpe"
+    """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     dev: float = 0.0
@@ -39,16 +39,14 @@ class Tokenize:
 
     def __call__(self) -> int:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        corpus, kept = open_corpus(self.data, self.heldout, dev=self.dev), self.out / "tokenizer.json"
+        corpus = open_corpus(self.data, self.heldout, dev=self.dev)
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
-        with locked(self.out), Work("training the tokenizer and encoding"):
-            if self.tokenizer is not None:
-                tokenizer = Tokenizer.load(self.tokenizer)
-            else:
-                tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), self.vocab_size)
-            tokenizer.save(kept)
-            shards = encode(corpus, tokenizer, self.out)
+        with locked(self.out):
+            with Work("making the tokenizer"):
+                tokenizer = made_in(self.out, self.tokenizer, corpus, self.vocab_size)
+            with Work("encoding") as work:
+                shards = encode(corpus, tokenizer, self.out, processes=cores(), tell=work.read)
         splits = {name: shards.split(name) for name in corpus.splits}
         facts = {
             name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}

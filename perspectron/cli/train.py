@@ -14,10 +14,12 @@ import tyro
 from perspectron import presets
 from perspectron.budget import BYTES_PER_TOKEN, Budget, settled, size_of, sized
 from perspectron.cli.fit import CLOSING, fit
-from perspectron.cli.options import Sets, assignments, count, differences, needs, resolved
+from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
 from perspectron.config import ModelConfig, load, one_of, require
-from perspectron.data import Shards, Tokenizer, open_corpus, open_shards
+from perspectron.data import Shards, Tokenizer, absolute, label, open_corpus, open_shards
+from perspectron.data.template import PLAIN, Template
+from perspectron.data.vocabulary import KINDS, made
 from perspectron.errors import ConfigError
 from perspectron.files import read_text
 from perspectron.machine import memory_kept
@@ -31,6 +33,7 @@ from perspectron.train.loggers import Kind
 STAGED = "perspective-tiny"  # what the staged recipe trains where no preset is named
 MINUTES = 5.0  # where nothing says how long
 RUNS = Path("runs")
+LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Train:
     And later: perspectron train --resume runs/open --steps 4000
 
     From the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
+
+    Adapters alone, on pairs of prompt and completion: perspectron train --init runs/letters --lora rank=8 --template
+    plain --data pairs.jsonl --out runs/answers
 
     By stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
@@ -155,13 +161,16 @@ class Train:
         places: dict[str, Any] = {}
         for name in ("init", "teacher"):
             if origin := getattr(self.train, name):
-                places[name] = resolved(origin)
+                places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
                 if name == "init" and "data" not in self.given:
                     places["data"] = its.train.data
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
-        return replace(self.train, **{"data": resolved(self.train.data)} | places)
+        for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN))):
+            if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
+                places[name] = str(Path(value).resolve())
+        return replace(self.train, **{"data": absolute(self.train.data)} | places)
 
     def _budget(self, train: TrainConfig) -> Budget:
         """The one budget of minutes, tokens, epochs and steps that is given; ConfigError for two of them."""
@@ -200,7 +209,12 @@ class Train:
             unique: float = open_shards(Path(train.data)).split("train").tokens
         else:
             with Work("reading the text"):
-                unique = size_of(open_corpus(train.data, train.heldout)) / BYTES_PER_TOKEN
+                template = Template.named(train.template) if train.template else None
+                corpus = open_corpus(train.data, train.heldout, template=template)
+                unique = size_of(corpus) / (BYTES_PER_TOKEN if train.tokenizer != "bytes" else 1)
+                if train.tokenizer != "bpe":
+                    most = vocab_size or LARGEST_VOCABULARY
+                    vocab_size = made(train.tokenizer, corpus, most).vocab_size
         with Work("timing this machine"), memory_kept():  # as in the training that is timed
             return sized(presets.DESIGN, budget, train, unique, _left(ends), vocab_size)
 
@@ -208,7 +222,7 @@ class Train:
         """The folder of a new run: --out, or the first free one that is called after the text."""
         if self.out is not None:
             return self.out
-        name = Path(self.train.data).name.split(".")[0] or "run"
+        name = label(self.train.data)
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(RUNS / free for free in names if not (RUNS / free).exists())
 

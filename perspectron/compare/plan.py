@@ -17,7 +17,7 @@ import torch
 from perspectron import presets
 from perspectron.census import census, state_bytes
 from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
-from perspectron.data import Loader, Shards, Tokenizer, encode, open_corpus, open_shards
+from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.errors import ConfigError, DataError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.training import Setting, seconds_per_step
@@ -134,11 +134,8 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
     folder = data_of(out, settings)
     if not (folder / "manifest.json").is_file():
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
-        kept = folder / "tokenizer.json"
-        if not kept.is_file():
-            texts = (document.text for document in corpus.documents("train"))
-            Tokenizer.train(texts, settings.vocab_size or presets.vocabulary(settings.params)).save(kept)
-        encode(corpus, Tokenizer.load(kept), folder)
+        size = settings.vocab_size or presets.vocabulary(settings.params)
+        encode(corpus, made_in(folder, "bpe", corpus, size), folder)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
     bound = (

@@ -3,8 +3,10 @@
 Suffixes: B batch, T time.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -24,10 +26,11 @@ IGNORE = -100
 class Batch:
     """Inputs and targets.
 
-    ids_BT: int64. targets_BT: int64, the id after each input, or IGNORE at padding (where the input is 0).
+    ids_BT: int64. targets_BT: int64, the id after each input, or IGNORE at padding (where the input is 0) and where it
+        is of a prompt.
     reset_BT: bool, True where a document starts; None if none starts after column 0, where state is
         fresh anyway.
-    targets: how many targets are not padding.
+    targets: how many targets are not IGNORE.
     """
 
     ids_BT: Tensor
@@ -36,10 +39,34 @@ class Batch:
     targets: int
 
 
-class Loader:
-    """Endless training batches. Window i is the ids [i*T, i*T + T] of the split, which has (tokens - 1) // T.
+class _Source:
+    """Windows of one of several texts in a split, in the order in which they are read: window i is its ids
+    [i*T, i*T + T], of which it has (tokens - 1) // T. Each pass over it has an order of its own."""
 
-    Every epoch visits every window once, in an order that depends only on (seed, epoch). A batch may span two epochs.
+    def __init__(self, first: int, tokens: int, seq_len: int, seed: int, order: int) -> None:
+        self.windows = (tokens - 1) // seq_len
+        self._first, self._seq_len, self._seed, self._order = first, seq_len, seed, order
+        self._shuffled: tuple[int, Callable[..., NDArray[np.int64]]] = (-1, lambda i: i)
+
+    def starts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the windows begin that are read at places `at`, counted from the first pass on."""
+        passes, places = np.divmod(at, self.windows)
+        starts = np.empty_like(at)
+        for number in np.unique(passes).tolist():
+            if self._shuffled[0] != number:
+                self._shuffled = (number, shuffle(self.windows, self._seed, number, self._order))
+            mine = passes == number
+            starts[mine] = self._first + self._shuffled[1](places[mine]) * self._seq_len
+        return starts
+
+
+class Loader:
+    """Endless training batches of windows of the split. Window i is the ids [i*T, i*T + T], of which there are
+    (tokens - 1) // T, in each of the texts that the split was made of.
+
+    Every epoch of one text visits every window once, in an order that depends only on (seed, epoch). Of several texts
+    with weights, an epoch is as many windows as they have together, each text in its share of them: at any time within
+    one window for each text. A text is read again when all of it was. A batch may span two epochs.
 
     `batch_size` counts the rows of all `world_size` ranks. Each rank reads an equal share, so that together they read
     what one rank would, and N ranks can resume where M stopped.
@@ -69,29 +96,45 @@ class Loader:
                 f"batch_size: {batch_size} rows cannot be shared evenly by {world_size} ranks; "
                 f"take a multiple of {world_size}"
             )
-        if split.tokens < seq_len + 1:
-            raise DataError(f"{split.name}: {split.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)")
+        for source in split.sources:
+            if source.tokens < seq_len + 1:
+                name = f"{split.name} of {source.name}" if source.name else split.name
+                raise DataError(f"{name}: {source.tokens} tokens, need at least {seq_len + 1} (seq_len + 1)")
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
         self.order = order
-        self.windows = (split.tokens - 1) // seq_len
         share = batch_size // world_size
         self.epoch, self.cursor = 0, 0
-        self._rows = range(rank * share, (rank + 1) * share)
+        self._rows = slice(rank * share, (rank + 1) * share)
         self._split = split
-        self._shuffle = shuffle(self.windows, seed, 0, order)
+        firsts = itertools.accumulate((source.tokens for source in split.sources), initial=0)
+        self._sources = [
+            _Source(first, source.tokens, seq_len, seed, order)
+            for first, source in zip(firsts, split.sources, strict=False)
+        ]
+        self._shares = _nested([source.weight for source in split.sources])
+        self.windows = sum(source.windows for source in self._sources)
 
     def next_batch(self) -> Batch:
         """This rank's rows of the next `batch_size` windows: ids_BT and targets_BT with T = seq_len."""
-        chosen: list[int] = []
-        while len(chosen) < self.batch_size:
-            if self.cursor == self.windows:
-                self._seek(self.epoch + 1, 0)
-            stop = min(self.cursor + self.batch_size - len(chosen), self.windows)
-            chosen += self._shuffle(np.arange(self.cursor, stop)).tolist()
-            self.cursor = stop
-        return _whole(self._split, [chosen[row] for row in self._rows], self.seq_len)
+        at = np.arange(self.batch_size) + (self.epoch * self.windows + self.cursor)
+        last = int(at[-1]) + 1
+        # A position stands at the end of an epoch until the next batch.
+        self.epoch, self.cursor = divmod(last - 1, self.windows)
+        self.cursor += 1
+        return _whole(self._split, self._starts(at[self._rows]), self.seq_len)
+
+    def _starts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the windows begin that are read at places `at`: each goes to the first of the texts that is behind its
+        share of what those before it left."""
+        starts, mine = np.empty_like(at), np.arange(len(at))
+        for source, share in zip(self._sources, self._shares, strict=True):
+            low = at * share.numerator // share.denominator
+            taken = (at + 1) * share.numerator // share.denominator > low
+            starts[mine[taken]] = source.starts(low[taken])
+            mine, at = mine[~taken], (at - low)[~taken]
+        return starts
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position, with the data and order it refers to."""
@@ -114,12 +157,12 @@ class Loader:
         _at_least("loader state: epoch", state["epoch"], 0)
         if not 0 <= state["cursor"] <= self.windows:
             raise DataError(f"loader state: cursor {state['cursor']} is not between 0 and {self.windows}")
-        self._seek(state["epoch"], state["cursor"])
+        self.epoch, self.cursor = state["epoch"], state["cursor"]
 
-    def _seek(self, epoch: int, cursor: int) -> None:
-        self.epoch = epoch
-        self.cursor = cursor
-        self._shuffle = shuffle(self.windows, self.seed, epoch, self.order)
+
+def _nested(weights: list[Fraction]) -> list[Fraction]:
+    """Each weight as a share of those that are left from it on."""
+    return [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
 
 
 def windows(
@@ -148,9 +191,9 @@ def windows(
 def _spread(split: Split, count: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
     """`count` windows at equal distances."""
     total = (split.tokens - 1) // seq_len
-    chosen = [(2 * i + 1) * total // (2 * count) for i in range(count)]
+    starts = np.array([(2 * i + 1) * total // (2 * count) * seq_len for i in range(count)])
     for first in range(0, count, batch_size):
-        yield _whole(split, chosen[first : first + batch_size], seq_len)
+        yield _whole(split, starts[first : first + batch_size], seq_len)
 
 
 def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Iterator[Batch]:
@@ -161,25 +204,30 @@ def _in_order(split: Split, tokens: int, seq_len: int, batch_size: int) -> Itera
         ids = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
         ids.flat[: last - first] = stream[:-1]
-        targets.flat[: last - first] = stream[1:]
-        yield _batch(ids, targets)
+        learned = split.is_learned(first + 1, last + 1)
+        targets.flat[: last - first] = np.where(learned, stream[1:], IGNORE)
+        yield _batch(ids, targets, np.arange(ids.size).reshape(shape) < last - first)
 
 
-def _whole(split: Split, chosen: list[int], seq_len: int) -> Batch:
-    """Those windows, all of whose ids have targets."""
-    starts = [window * seq_len for window in chosen]
-    tokens = np.stack([split.read(start, start + seq_len + 1) for start in starts])
-    return _batch(tokens[:, :-1], tokens[:, 1:])
+def _whole(split: Split, starts: NDArray[np.int64], seq_len: int) -> Batch:
+    """The windows that begin there, all of whose ids have targets."""
+    at = starts.tolist()
+    tokens = np.stack([split.read(start, start + seq_len + 1) for start in at])
+    targets = tokens[:, 1:]
+    if split.learned is not None:
+        learned = np.stack([split.is_learned(start + 1, start + seq_len + 1) for start in at])
+        targets = np.where(learned, targets, IGNORE)
+    return _batch(tokens[:, :-1], targets, np.ones(targets.shape, dtype=np.bool_))
 
 
-def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
-    real = targets != IGNORE
+def _batch(ids: NDArray[np.int64], targets: NDArray[np.int64], real: NDArray[np.bool_]) -> Batch:
+    """real: where ids are no padding."""
     reset = (ids == Tokenizer.end_of_text) & real
     return Batch(
         ids_BT=torch.from_numpy(np.ascontiguousarray(ids)),
         targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
         reset_BT=torch.from_numpy(reset) if reset[:, 1:].any() else None,
-        targets=int(real.sum()),
+        targets=int((targets != IGNORE).sum()),
     )
 
 

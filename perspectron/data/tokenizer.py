@@ -16,6 +16,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from perspectron.data import worker
 from perspectron.errors import DataError
 from perspectron.files import atomic, parse_json, read_text
 
@@ -105,6 +106,24 @@ class Tokenizer:
         return cls(_of(inner.to_str(pretty=True)))  # as `save` writes it
 
     @classmethod
+    def spelled(cls, characters: Iterable[str]) -> "Tokenizer":
+        """256 bytes, the separator, and tokens for these characters, each merged from its bytes, first to last. Text is
+        split nowhere else, as the first byte of a character is none of another's others."""
+        alphabet = _alphabet()
+        vocab = {END_OF_TEXT: 0} | {letter: id for id, letter in enumerate(alphabet, 1)}
+        merges = []
+        for character in characters:
+            letters = [alphabet[byte] for byte in character.encode()]
+            for end in range(1, len(letters)):
+                pair = ("".join(letters[:end]), letters[end])
+                if "".join(pair) not in vocab:
+                    vocab["".join(pair)] = len(vocab)
+                    merges.append(pair)
+        value = json.loads(blank(special=[END_OF_TEXT]).to_str())
+        value["model"] |= {"vocab": vocab, "merges": merges}
+        return cls(tokenizers.Tokenizer.from_str(json.dumps(value)))
+
+    @classmethod
     def load(cls, path: Path) -> "Tokenizer":
         """Read a tokenizer written by `save`. DataError: missing, damaged, or of another kind."""
         try:
@@ -162,6 +181,16 @@ class Tokenizer:
                 return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
         except (TypeError, UnicodeEncodeError):
             _refuse_surrogates(texts)
+            raise
+
+    def encode_items(self, items: Sequence[worker.Item], dtype: str) -> worker.Encoded:
+        """Documents as arrays of ids, on all cores: of each a prompt, which may be empty, and a text. DataError as
+        `encode_batch`."""
+        try:
+            with _panics("text"):
+                return worker.encode(self._inner, items, dtype)
+        except (TypeError, UnicodeEncodeError):
+            _refuse_surrogates(text for item in items for text in item)
             raise
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -333,11 +362,16 @@ def _refuse_surrogates(texts: Iterable[str]) -> None:
             ) from None
 
 
+def _alphabet() -> list[str]:
+    """GPT-2's letter for each byte: printable ones as themselves, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    other = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(other)) for byte in range(256)]
+
+
 def _byte_table(inner: tokenizers.Tokenizer) -> list[bytes]:
-    """Each token's bytes: undo GPT-2's spelling, printable bytes as themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    other = [byte for byte in range(256) if byte not in set(printable)]
-    spelled = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(other)}
+    """Each token's bytes, from their spelling."""
+    spelled = {letter: byte for byte, letter in enumerate(_alphabet())}
     table = [b""] * inner.get_vocab_size()
     for token, id in inner.get_vocab().items():
         if id != Tokenizer.end_of_text:

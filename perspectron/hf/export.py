@@ -6,6 +6,7 @@ from transformers import GenerationConfig
 
 import perspectron
 from perspectron.config import require
+from perspectron.data.template import copy
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.files import atomic, save_tensors
 from perspectron.hf import card, remote
@@ -24,6 +25,7 @@ def export(opened: Opened, out: Path) -> None:
     with atomic(out) as temporary:
         temporary.mkdir()
         write(opened.model, opened.tokenizer, temporary)
+        copy(opened.folder.path, temporary)
         (temporary / "README.md").write_text(card.card(opened, out.name), encoding="utf-8")
 
 

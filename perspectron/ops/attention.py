@@ -135,10 +135,10 @@ def attend(
 
 def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
     """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
-    that it has filled: how many the others have changes no bit of it."""
+    that it has filled: how many the others have changes no bit of it. An exporter, which sees no values, masks."""
     length_B = at.length_B.clamp_min(1)  # padding before any token sees slot 0: no empty softmax
     S = ring[0].shape[2]
-    if q_BH1K.device.type != "cpu":
+    if q_BH1K.device.type != "cpu" or torch.compiler.is_exporting():
         return attend(q_BH1K, *ring, slots(length_B, S)[:, None] >= 0, scale=scale)
     k, v = ring
     rows = [

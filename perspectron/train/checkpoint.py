@@ -36,7 +36,7 @@ from perspectron.files import (
     write_json,
 )
 from perspectron.model import LanguageModel, allocated, require_memory
-from perspectron.train import moments
+from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
 
@@ -102,7 +102,7 @@ def save(
     path = path_of(run, progress.step)
     with atomic(path) as temporary:
         temporary.mkdir()
-        save_tensors(temporary / MODEL, model.state_dict())
+        save_tensors(temporary / MODEL, lora.merged(model) if lora.is_adapted(model) else model.state_dict())
         if optimizer is not None:
             save_tensors(temporary / TRAINING, moments.training_state(model, optimizer))
         files = {part.name: record(part) for part in temporary.iterdir()}
@@ -277,8 +277,11 @@ def restore(
         training = {n: tensors.pop(n) for n in list(tensors) if n.startswith(moments.OF_TRAINING)}
         fill(model, tensors, checkpoint.path)
     else:
-        fill(model, _tensors(checkpoint.path / MODEL), checkpoint.path / MODEL)
+        weights = _tensors(checkpoint.path / MODEL)
         training = {} if optimizer is None else _tensors(checkpoint.path / TRAINING)
+        if lora.is_adapted(model):
+            weights = lora.unmerged(model, weights, training)
+        fill(model, weights, checkpoint.path / MODEL)
     if optimizer is not None:
         moments.restore(checkpoint.path / TRAINING, training, model, optimizer)
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
 from perspectron.data.shuffle import ORDER
+from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
 
 
@@ -13,8 +14,11 @@ class TrainConfig:
     """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
-    folder written by `tokenize`."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl or .parquet (PATH#FIELD, if its
+    text is not under "text"), also .gz or .zst, a folder or a pattern of such files, hf:NAME[:SPLIT], or a folder
+    written by `tokenize`. Several with weights: --data code=0.7:PATH --data prose=0.3:PATH."""
+    tokenizer: str = "bpe"
+    """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     measured_on: Literal["heldout", "dev"] = "heldout"
@@ -51,6 +55,13 @@ class TrainConfig:
     """Number of newest checkpoints kept, besides the best and the last before a constant rate falls."""
     init: str = ""
     """Folder of a run whose weights to start from."""
+    lora: str = ""
+    """Train low-rank adapters beside the linear layers of the run named by `init`, in place of its weights, such as
+    "rank=8" or "rank=8,alpha=16,targets=q_proj+v_proj" (PEFT; default targets: every linear layer of the blocks). What
+    is saved is merged."""
+    template: str = ""
+    """For chat: "plain", or a file with a chat template in Jinja. Each record of the data then has a prompt and a
+    completion, and only completions are learned."""
     only: tuple[str, ...] = ()
     """Train only parameters whose names match one of these patterns, such as "*.route_proj.*" (default: all)."""
     ternary_from: float = 0.0
@@ -76,6 +87,10 @@ class TrainConfig:
         least = self.ternary_from
         require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
         positive(self, "teacher_temperature")
+        if self.lora:
+            LoraConfig.parse(self.lora)
+            require(self.init != "", "lora", self.lora, "beside init, the run whose weights it adapts")
+            require(not self.only, "only", self.only, "left out with lora, which trains adapters alone")
 
     @property
     def ternary_between(self) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from perspectron import ranks
 from perspectron.data.loader import IGNORE, windows
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
+from perspectron.errors import DataError
 from perspectron.model import LanguageModel
 
 
@@ -66,5 +67,9 @@ def heldout(
             sums += counts * torch.tensor(found, dtype=torch.float64)
             state = output.state if carry else None
     nats, tokens, text_bytes = ranks.total(sums).tolist()
+    if tokens == 0:
+        raise DataError(
+            f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"
+        )
     bits_per_byte = nats / math.log(2) / max(text_bytes, 1)
     return Heldout(bits_per_byte, math.exp(min(nats / tokens, 700.0)), int(tokens), int(text_bytes))

@@ -22,7 +22,7 @@ from perspectron.experts.router import RoutedConfig
 from perspectron.files import locked, sweep, write_json
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel, build
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, lora
 from perspectron.train.checkpoint import RUN_LOCK, Progress
 from perspectron.train.config import RunConfig, Turn
 from perspectron.train.curve import draw, draw_terms
@@ -90,6 +90,10 @@ class Trainer:
         self.model = build(self.config.model, train.seed).to(self.device)
         self.model.recompute = train.recompute
         freeze(self.model, train.only)
+        if train.lora:
+            if not checkpoint.paths(self.run_dir):
+                checkpoint.start_from(Path(train.init), self.model, self.tokenizer)
+            lora.adapt(self.model, lora.LoraConfig.parse(train.lora), self.batches().next_batch())
         self.teacher = None
         if train.teacher:
             weight, temperature = train.teacher_weight, train.teacher_temperature
@@ -126,7 +130,7 @@ class Trainer:
         if newest is not None:
             self.progress = newest.progress
             self.loader.load_state_dict(self.progress.loader)
-        elif self.config.train.init:
+        elif self.config.train.init and not self.config.train.lora:
             self.start_from(Path(self.config.train.init))
         measured = (c.progress.heldout for c in checkpoint.found_in(self.run_dir))
         self.best = min((value for value in measured if value is not None), default=math.inf)
@@ -246,9 +250,8 @@ class Trainer:
         targets = sum(batch.targets for batch in batches)
         loss, aux = 0.0, dict[str, float]()
         for batch in batches:
-            parts = targets / max(
-                batch.targets, 1
-            )  # so that every target counts the same, wherever it stands
+            # So that every target counts the same, wherever it stands; of prompts alone there is none.
+            parts = max(targets, 1) / max(batch.targets, 1)
             value, terms = self._backward(batch, parts)
             loss += value / parts
             aux = {name: aux.get(name, 0.0) + term / parts for name, term in terms.items()}

@@ -8,20 +8,21 @@ from torch import Tensor
 
 from perspectron.errors import CheckpointError
 from perspectron.model import LanguageModel
+from perspectron.train import lora
 
 OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "step.", "rng.")
 """How the names begin; no tensor of a model is called like that."""
 
 
 def training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The random state and the optimizer's moments, by name."""
+    """The random state, the optimizer's moments and what only adapters' training needs, by name."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng.cuda"] = torch.cuda.get_rng_state()
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"{key}.{name}"] = value
-    return tensors
+    return tensors | (lora.kept(model) if lora.is_adapted(model) else {})
 
 
 def empty(like: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:

@@ -57,6 +57,9 @@ class ParallelTrainer(Trainer):
         """As a `Trainer`, and how the ranks share it."""
         self.team, self.layout, self.first = team, layout, team.rank == 0
         require(not config.train.compile, "compile", True, "left out with more than one rank")
+        for name in ("lora", "template"):
+            value = getattr(config.train, name)
+            require(not value, name, value, "left out with more than one rank")
         self.ranks = ranks_of(team, layout, config)
         self._group = dist.new_group(backend="gloo")  # of the thread that writes checkpoints
         self._writing: threading.Thread | None = None

@@ -3,26 +3,35 @@
 from pathlib import Path
 
 from perspectron.config import require
-from perspectron.data import Corpus, Shards, Tokenizer, encode, open_corpus, open_shards
+from perspectron.data import Corpus, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data.encoding import Tell
+from perspectron.data.template import FILE, Template
 from perspectron.errors import ConfigError, DataError
 from perspectron.files import safe_join
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 
 
-def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
+def prepare(
+    run: Path, config: RunConfig, *, processes: int = 1, tell: Tell = lambda _, __: None
+) -> tuple[Tokenizer, Shards, str]:
     """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
     `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
-    beside it). A run that starts from another, or learns from one, has its tokenizer. The tokenizer is kept as
+    beside it). A run that starts from another, or learns from one, has its tokenizer. processes, tell: as `encode` has
+    them. The tokenizer is kept as
     RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded into
     RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and when shards
     and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, and for a corpus
-    to be measured on dev, which only `tokenize` takes from it.
+    to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one already.
     """
     source, kept, encoded = config.train.data, run / "tokenizer.json", safe_join(run, "data", DataError)
     resumes = (run / "config.json").is_file()
-    if (Path(source) / "manifest.json").is_file():
+    origin, whole = config.train.init or config.train.teacher, (Path(source) / "manifest.json").is_file()
+    if origin or whole:
+        bound = f"left out: the tokenizer is that of {origin or source}"
+        require(config.train.tokenizer == "bpe", "tokenizer", config.train.tokenizer, bound)
+    if whole:
         shards, tokenizer = open_shards(Path(source)), Tokenizer.load(Path(source) / "tokenizer.json")
         summary = source
     elif resumes and (encoded / "manifest.json").is_file():
@@ -33,19 +42,29 @@ def prepare(run: Path, config: RunConfig) -> tuple[Tokenizer, Shards, str]:
             raise DataError(f"{run}: it is not known what text it was trained on; name a text with --data")
         bound = f"heldout, or data a folder that tokenize --dev made of {source}"
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
-        corpus = open_corpus(source, config.train.heldout)
-        origin = config.train.init or config.train.teacher
+        template = template_of(run, config)
+        corpus = open_corpus(source, config.train.heldout, template=template)
         if resumes or origin:
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
-            texts = (document.text for document in corpus.documents("train"))
-            tokenizer = Tokenizer.train(texts, config.model.vocab_size)
-        shards = encode(corpus, tokenizer, encoded)
+            tokenizer = made_in(encoded, config.train.tokenizer, corpus, config.model.vocab_size)
+        shards = encode(corpus, tokenizer, encoded, processes=processes, tell=tell)
         summary = _summary(corpus, shards)
     _check(run, config, tokenizer, shards)
     if not resumes:
         tokenizer.save(kept)
+        if (template := template_of(run, config)) is not None:
+            pairs = f"left out: {source} was encoded without prompts and completions"
+            require(shards.split("train").learned is not None, "template", config.train.template, pairs)
+            (run / FILE).write_text(template.text, encoding="utf-8")
     return tokenizer, shards, summary
+
+
+def template_of(run: Path, config: RunConfig) -> Template | None:
+    """The chat template of a run: kept in its folder, or named by its config where the run is new."""
+    if not config.train.template:
+        return None
+    return Template.of(run) or Template.named(config.train.template)
 
 
 def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> None:

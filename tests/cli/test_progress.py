@@ -46,6 +46,22 @@ def test_elsewhere_than_on_a_terminal_lines_are_whole(capsys, monkeypatch):
     assert lines[-1] == "perspectron: reading: 30 of 90, about 0 s left"
 
 
+def test_text_that_is_read_says_how_fast_and_how_long_it_takes(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("perspectron.cli.progress.time.monotonic", lambda: clock[0])
+    work = Work("encoding")
+    work._start = 90.0
+    work.read(5_000_000, 0.5)  # goes on: half of it was done before
+    assert work.line() == "encoding: 10 s so far"
+    clock[0] = 110.0
+    work.read(35_000_000, 0.6)
+    assert work.line() == "encoding: 35 MB of text, 3.0 MB/s, about 40 s left"
+    clock[0] = 115.0
+    assert work.line() == "encoding: 35 MB of text, 3.0 MB/s, about 35 s left"
+    work.read(50_000_000, 0.5)  # how much there is is not known
+    assert work.line() == "encoding: 50 MB of text, 3.0 MB/s"
+
+
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_on_a_terminal_one_line_is_written_over_and_nothing_is_left(monkeypatch, columns):
     said = Terminal()

@@ -8,6 +8,8 @@ import pytest
 
 from perspectron.data import Corpus, SplitName, open_corpus
 from perspectron.data import corpus as corpus_module
+from perspectron.data import named as named_module
+from perspectron.data import reading as reading_module
 from perspectron.errors import DataError
 
 
@@ -105,7 +107,7 @@ def test_undecodable_files_are_skipped_counted_and_named(
 def test_long_files_come_in_pieces_that_join_to_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    monkeypatch.setattr(reading_module, "PIECE", 64)
     folder(tmp_path, 10)
     long = "".join(f"zeile {i} äöü😀\r\n" for i in range(50)) + "😀ä" * 100 + "\nend"
     (tmp_path / "long.txt").write_bytes(long.encode())
@@ -152,7 +154,7 @@ def test_fingerprint_follows_listing_and_split(tmp_path: Path) -> None:
 def test_a_file_holds_out_its_end_at_a_line(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "PIECE", 256)
+    monkeypatch.setattr(reading_module, "PIECE", 256)
     whole = "\ufeff" + "".join(f"line {i}: ünïcode\r\n" for i in range(500)) + "no end"
     (tmp_path / name).write_bytes(gzip.compress(whole.encode()) if name.endswith("gz") else whole.encode())
     corpus = open_corpus(str(tmp_path / name), heldout=0.1)
@@ -237,12 +239,12 @@ def test_few_records_leave_no_split_empty(tmp_path: Path, heldout: float) -> Non
 def test_jsonl_reads_the_field_it_is_told(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "no", "body": f"yes {i}"}).encode() for i in range(5)]
     path = str(write_records(tmp_path / "d.jsonl", lines))
-    corpus = open_corpus(path, text_field="body")
+    corpus = open_corpus(f"{path}#body")
     read = [*texts(corpus, "train").values(), *texts(corpus, "heldout").values()]
     assert sorted(read) == [f"yes {i}" for i in range(5)]
     assert corpus.fingerprint != open_corpus(path).fingerprint
     with pytest.raises(DataError, match=r"d\.jsonl: no record with text under 'nope'"):
-        open_corpus(path, text_field="nope")
+        open_corpus(f"{path}#nope")
 
 
 # Refusals
@@ -394,7 +396,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "perspectron").mkdir()
     (tmp_path / "perspectron" / "code.py").write_text("ours\n")
     (tmp_path / "two" / "copy.py").write_text("name = 'one'\n")
-    monkeypatch.setattr(corpus_module.sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
+    monkeypatch.setattr(named_module.sysconfig, "get_path", {"purelib": str(tmp_path)}.__getitem__)
     return tmp_path
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from perspectron.data import Corpus, Document, Shards, SplitName, Tokenizer, encode, open_corpus, open_shards
-from perspectron.data import shards as shards_module
+from perspectron.data import encoding as encoding_module
+from perspectron.data import manifest as manifest_module
 from perspectron.errors import DataError, StorageError
 from perspectron.files import sha256
 
@@ -37,8 +38,8 @@ def interrupt(corpus: Corpus, split: SplitName, after: int) -> Corpus:
     """`corpus`, which raises after `after` documents of `split`."""
     whole = corpus.documents
 
-    def documents(name: SplitName) -> Iterator[Document]:
-        for i, document in enumerate(whole(name)):
+    def documents(name: SplitName, place: object = None) -> Iterator[Document]:
+        for i, document in enumerate(whole(name, place)):
             if name == split and i == after:
                 raise Interrupted
             yield document
@@ -157,7 +158,7 @@ def test_an_interrupted_encoding_continues_to_the_same_bytes(
     split: SplitName,
     after: int,
 ) -> None:
-    monkeypatch.setattr(shards_module, "_BATCH_DOCUMENTS", 4)
+    monkeypatch.setattr(encoding_module, "BATCH_DOCUMENTS", 4)
     out = tmp_path / "out"
     with pytest.raises(Interrupted):
         encode(interrupt(corpus_of(text_folder), split, after), tokenizer, out, shard_tokens=256)
@@ -177,7 +178,7 @@ def test_an_interrupted_encoding_continues_to_the_same_bytes(
 def test_a_shard_written_but_not_yet_in_the_journal_is_made_again(
     shards: Shards, text_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dump, calls = shards_module._dump, []
+    dump, calls = manifest_module.dump, []
 
     def dies(*arguments: Any) -> None:
         calls.append(arguments)
@@ -185,7 +186,7 @@ def test_a_shard_written_but_not_yet_in_the_journal_is_made_again(
             raise Interrupted
         dump(*arguments)
 
-    monkeypatch.setattr(shards_module, "_dump", dies)
+    monkeypatch.setattr(manifest_module, "dump", dies)
     with pytest.raises(Interrupted):
         encode(corpus_of(text_folder), tokenizer, tmp_path / "out", shard_tokens=256)
     monkeypatch.undo()
@@ -197,7 +198,7 @@ def test_complete_shards_are_opened_without_encoding(
     text_folder: Path, tokenizer: Tokenizer, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = corpus_of(text_folder)
-    monkeypatch.setattr(corpus, "documents", lambda split: pytest.fail("encoded again"))
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("encoded again"))
     (copy / "progress.json").write_text("left by a process killed at the very end")
     again = encode(corpus, tokenizer, copy, shard_tokens=256)
     assert again.split("train").documents > 90
@@ -411,6 +412,9 @@ def test_refused_arguments_and_places(text_folder: Path, tokenizer: Tokenizer, t
 
 
 def test_head_and_records_are_what_the_manifest_holds(shards: Shards) -> None:
-    head, records = shards_module._load(shards.path / "manifest.json")
+    found = manifest_module.load(shards.path / "manifest.json")
     manifest = json.loads((shards.path / "manifest.json").read_text())
-    assert manifest == asdict(head) | {"splits": {k: [asdict(r) for r in v] for k, v in records.items()}}
+    splits = {k: [asdict(r) for r in v] for k, v in found.records.items()}
+    for record in (record for part in splits.values() for record in part):
+        assert record.pop("learned_sha256") == ""
+    assert manifest | {"completions": False} == asdict(found.head) | {"splits": splits}

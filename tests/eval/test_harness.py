@@ -206,13 +206,17 @@ def scored_by_the_harness(
         task("choose", data, "multiple_choice", doc_to_choice="{{choices}}", doc_to_target="{{answer}}"),
         task("roll", data, "loglikelihood_rolling", doc_to_target="{{question}}")
         | {"doc_to_text": "", "metric_list": [{"metric": "bits_per_byte"}]},
+        task("blimp", data, "multiple_choice", doc_to_choice="{{[good, bad]}}", doc_to_target=0)
+        | {"doc_to_text": ""},
+        task("last", data, "loglikelihood", doc_to_target="{{' ' ~ last}}")
+        | {"metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]},
         task("write", data, "generate_until", doc_to_target="x", generation_kwargs=WRITE),
         task("draw", data, "generate_until", doc_to_target="x", generation_kwargs=drawn, repeats=4),
     ]
     for made in tasks:
         (folder / f"{made['task']}.yaml").write_text(json.dumps(made))
     command = ["lm-eval", "--model", "perspectron", "--model_args", f"run={folder / 'run'}", "--log_samples"]
-    command += ["--tasks", "choose,roll,write,draw", "--include_path", str(folder)]
+    command += ["--tasks", "choose,roll,blimp,last,write,draw", "--include_path", str(folder)]
     command += ["--output_path", str(folder / "out")]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     subprocess.run([sys.executable, "-m", "perspectron", *command], check=True, env=env, capture_output=True)
@@ -224,14 +228,17 @@ def scored_by_the_harness(
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra eval")
 def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
-    """A choice, a text as a whole, generated text, and one that is drawn four times."""
+    """A choice, a text as a whole, a sentence or its opposite (as in BLiMP), a last word (as in LAMBADA), generated
+    text, and one that is drawn four times."""
     from perspectron.stream.artifact import save_artifact
 
     asked = answers(subject)
     save_artifact(asked.model, asked.tokenizer, tmp_path / "run")
     questions = [
-        {"question": "The quick brown", "choices": [" fox", "日本語", " and brown"], "answer": 1},
-        {"question": "größer →", "choices": [" 🦊", " quick", "x"], "answer": 0},
+        {"question": "The quick brown", "choices": [" fox", "日本語", " and brown"], "answer": 1}
+        | {"good": "The fox jumps.", "bad": "The fox jump.", "last": "fox"},
+        {"question": "größer →", "choices": [" 🦊", " quick", "x"], "answer": 0}
+        | {"good": "größer.", "bad": "größer?", "last": "日本語"},
     ]
     samples = scored_by_the_harness(tmp_path, questions)
     for question, sample in zip(questions, samples["choose"], strict=True):
@@ -241,6 +248,20 @@ def test_tasks_from_local_files_are_scored_as_we_score_them(subject, tmp_path):
         assert sample["acc"] == float(np.argmax(theirs) == question["answer"])
     ours = asked.rolling([question["question"] for question in questions])
     assert [float(s["resps"][0][0]) for s in samples["roll"]] == pytest.approx(ours, abs=1e-4)
+    for question, pair, last in zip(questions, samples["blimp"], samples["last"], strict=True):
+        ours = [
+            score.log_likelihood
+            for score in asked.log_likelihoods([("", " " + question[w]) for w in ("good", "bad")])
+        ]
+        assert [float(response[0][0]) for response in pair["resps"]] == pytest.approx(ours, abs=1e-4)
+        assert pair["acc"] == float(ours[0] > ours[1])
+        # By one plain forward: tokens of the context and the word together, the word's scored.
+        context, word = question["question"], " " + question["last"]
+        both, before = asked.tokenizer.encode(context + word), asked.tokenizer.encode(context)
+        assert both[: len(before)] == before
+        nats, greedy = plain(asked, [0, *both], len(both) - len(before))
+        ((theirs, same),) = last["resps"][0]
+        assert float(theirs) == pytest.approx(nats, abs=1e-4) and str(same) == str(greedy)
     until = [(question["question"], WRITE) for question in questions]
     assert [s["resps"][0][0] for s in samples["write"]] == asked.continuations(until)
     for sample in samples["draw"]:

@@ -20,9 +20,9 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from perspectron.cli.main import main
+from perspectron.data.template import Template
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.serve.web.app import create
-from perspectron.serve.web.chat import Template
 from tests.serve.conftest import TEMPLATE, served
 from tests.serve.test_routes import said
 
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory, tokenizer):
     folder = tmp_path_factory.mktemp("served")
     (folder / "chat.jinja").write_text(TEMPLATE)
     one = served(folder, tokenizer)
-    return dataclasses.replace(one, template=Template(folder / "chat.jinja"), largest=10**6)
+    return dataclasses.replace(one, template=Template.load(folder / "chat.jinja"), largest=10**6)
 
 
 @contextlib.contextmanager

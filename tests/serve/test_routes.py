@@ -12,11 +12,11 @@ from fastapi.testclient import TestClient
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
+from perspectron.data.template import Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.serve.web.app import create
-from perspectron.serve.web.chat import Template
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -93,7 +93,7 @@ def test_a_base_model_does_not_chat_and_a_template_makes_it(client, tiny, tmp_pa
         and "is a base model, served without --template" in answer.json()["error"]["message"]
     )
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    tiny.template = Template(tmp_path / "chat.jinja")
+    tiny.template = Template.load(tmp_path / "chat.jinja")
     expected = said(tiny.engine.model, tiny.tokenizer, "user: Row\nassistant:", 8)
     answer = client.post("/v1/chat/completions", json=messages | {"logprobs": True, "top_logprobs": 2}).json()
     choice = answer["choices"][0]
@@ -105,7 +105,7 @@ def test_a_base_model_does_not_chat_and_a_template_makes_it(client, tiny, tmp_pa
     assert frames[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(frame["choices"][0]["delta"]["content"] for frame in frames) == expected
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('no system here') }}")
-    tiny.template = Template(tmp_path / "bad.jinja")
+    tiny.template = Template.load(tmp_path / "bad.jinja")
     answer = client.post("/v1/chat/completions", json=messages)
     assert answer.status_code == 400 and "no system here" in answer.json()["error"]["message"]
 

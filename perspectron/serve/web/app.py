@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from perspectron import __version__
 from perspectron.config import require
 from perspectron.data import Tokenizer
+from perspectron.data.template import Template
 from perspectron.decode.session import Session
 from perspectron.errors import PerspectronError, StorageError
 from perspectron.machine import memory
@@ -25,7 +26,6 @@ from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
 from perspectron.serve.web import schema
 from perspectron.serve.web.answers import Answers
-from perspectron.serve.web.chat import Template
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 

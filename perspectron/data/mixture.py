@@ -1,0 +1,80 @@
+"""Several corpora with weights: which of them a source names, and as one corpus."""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from perspectron.data.corpus import Corpus, Joined, fingerprint
+from perspectron.errors import DataError
+
+MOST_SOURCES = 64
+FINEST = 10**6
+"""Weights are multiples of its inverse."""
+_SOURCE = re.compile(r"(?:^|\s+)([A-Za-z0-9_][\w.-]*)=([^:\s]*):(?=\S)")
+
+
+class Part(NamedTuple):
+    """One of several sources, with its share of the tokens to train on."""
+
+    name: str
+    weight: Fraction
+    source: str
+
+
+def parts_of(source: str) -> list[Part]:
+    """The sources of "code=0.7:PATH prose=0.3:PATH"; none for a text that names a single one. DataError: a weight that
+    is no number above 0, a name twice, or weights that do not sum to 1."""
+    found = list(_SOURCE.finditer(source))
+    if not found or found[0].start():
+        return []
+    ends = [*(match.start() for match in found[1:]), len(source)]
+    parts = [
+        Part(match[1], _weight(match[1], match[2]), source[match.end() : end].strip())
+        for match, end in zip(found, ends, strict=True)
+    ]
+    names = [part.name for part in parts]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"data: source {twice[0]!r} is named twice; give each a name of its own")
+    if len(parts) > MOST_SOURCES:
+        raise DataError(f"data: {len(parts)} sources, must be at most {MOST_SOURCES}")
+    if (total := sum(part.weight for part in parts)) != 1:
+        said = ", ".join(f"{part.name} {float(part.weight):g}" for part in parts)
+        raise DataError(f"data: the weights sum to {float(total):g} ({said}), must sum to 1")
+    return parts
+
+
+def joined(sources: list[str]) -> str:
+    """Sources that were given one by one as one text. DataError: one of several without a name and a weight."""
+    if len(sources) > 1:
+        for source in sources:
+            if not parts_of_one(source):
+                raise DataError(
+                    f"data: {source!r} is one of {len(sources)} sources; give each a name and a weight, as in "
+                    "--data code=0.7:PATH --data prose=0.3:PATH"
+                )
+    return " ".join(sources)
+
+
+def parts_of_one(source: str) -> bool:
+    """Whether a source begins with a name and a weight."""
+    return _SOURCE.match(source) is not None
+
+
+class Mixture(Joined):
+    """Corpora, each with a weight; as a corpus they stand one after another. The weights tell a loader how often to
+    read from each."""
+
+    def __init__(self, source: str, named: list[tuple[Part, Corpus]]) -> None:
+        lines = [f"{part.name}={part.weight}:{corpus.fingerprint}" for part, corpus in named]
+        super().__init__(source, fingerprint("mixture", lines), [corpus for _, corpus in named])
+        self.named = named
+
+
+def _weight(name: str, text: str) -> Fraction:
+    try:
+        weight = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        weight = Fraction(0)
+    if not 0 < weight <= 1 or FINEST % weight.denominator:
+        raise DataError(f"data: weight of {name} is {text!r}, must be above 0 and at most 1, to 6 decimals")
+    return weight

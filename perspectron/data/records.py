@@ -1,0 +1,248 @@
+"""Corpora of records: lines of JSON and rows of tables, each with one text, or with a prompt and a completion."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, facts, fingerprint, share_of
+from perspectron.data.reading import COMPRESSED, library, reading
+from perspectron.data.template import Template
+from perspectron.errors import DataError
+from perspectron.files import open_file
+
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET = ".parquet"
+ROWS = 256
+"""Rows of a table that are decoded at once."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What of a record is its text: the string under `text`, or with a template those under `prompt`, which becomes a
+    user's message, and `completion`."""
+
+    text: str = "text"
+    template: Template | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.text,) if self.template is None else ("prompt", "completion")
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What a fingerprint follows."""
+        return self.names if self.template is None else (*self.names, self.template.text)
+
+    def __str__(self) -> str:
+        return " and ".join(map(repr, self.names))
+
+    def of(self, record: Any) -> tuple[str, str] | None:
+        """(what is only read, what is learned) of a record; None where it is not a valid one."""
+        found = [record.get(name) for name in self.names] if isinstance(record, dict) else []
+        texts = [text for text in found if isinstance(text, str) and _valid(text)]
+        if not texts or len(texts) < len(self.names):
+            return None
+        if self.template is None:
+            return "", texts[0]
+        return (self.template.question(texts[0]), texts[1]) if texts[1] else ("", "")
+
+
+class Row(NamedTuple):
+    """number: of the record, from 1. text: what is learned, after `prompt`; None for no valid record. key: by which it
+    goes to a split. place: where reading goes on after it. at: bytes of the table up to here."""
+
+    number: int
+    prompt: str
+    text: str | None
+    key: bytes
+    place: Place
+    at: float
+
+
+class Table(Protocol):
+    """Records in order. size: bytes, for progress. identity: what a fingerprint follows."""
+
+    name: str
+    size: float
+    identity: str
+
+    def rows(self, after: Place) -> Iterator[Row]:
+        """The records after a place, or all of them. DataError where they can no longer be read."""
+
+
+class Records(Corpus):
+    """Records of tables. They go to a split by a hash of their text, so that equal ones never stand on both sides."""
+
+    def __init__(
+        self, source: str, identity: str, shares: Shares, tables: Sequence[Table], fields: Fields
+    ) -> None:
+        super().__init__(source, identity, shares)
+        self.completions = fields.template is not None
+        self._tables = tables
+        self._fields = fields
+        self._moved: dict[tuple[int, int], SplitName] = {}
+
+    def settle(self) -> "Records":
+        """Make sure every split has a record: read until all are seen, or move those nearest in hash. DataError: there
+        are fewer records than splits."""
+        seen: list[tuple[float, tuple[int, int]]] = []
+        need, found = len(self.splits), set[SplitName]()
+        for i, table in enumerate(self._tables):
+            for row in table.rows(None):
+                if not row.text:
+                    continue
+                share = share_of(row.key)
+                found.add(self.shares.of(share))
+                if len(found) == need:
+                    return self
+                seen = sorted([*seen, (share, (i, row.number))])
+                trained = [one for one in seen if self.shares.of(one[0]) == "train"]
+                kept = {*seen[: need - 1], *trained[:1], seen[-1]}  # the first to train on may have to be dev
+                seen = [one for one in seen if one in kept]
+        if not seen:
+            raise DataError(f"{self.source}: no record with text under {self._fields}")
+        if len(seen) < need:
+            counted = f"{len(seen)} record{'s' * (len(seen) > 1)} with text, need at least {need}"
+            raise DataError(f"{self.source}: {counted}, one for each of {', '.join(self.splits)}")
+        self._moved = {seen[0][1]: "heldout", seen[-1][1]: "train"}
+        if "dev" in self.splits and "dev" not in found:
+            rest = [one for one in seen[1:-1] if self.shares.of(one[0]) == "train"]
+            self._moved[(rest or seen[1:])[0][1]] = "dev"
+        return self
+
+    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
+        first, inner = after or (0, None)
+        whole = sum(table.size for table in self._tables) or 1
+        before = sum(table.size for table in self._tables[:first])
+        for i, table in enumerate(self._tables[first:], first):
+            for row in table.rows(inner):
+                if self._moved.get((i, row.number), self.shares.of(share_of(row.key))) != split:
+                    continue
+                name = f"{table.name}:{row.number}"
+                if row.text is None:
+                    self._skip(split, name)
+                elif row.text:
+                    share = min((before + row.at) / whole, 1.0)
+                    yield Document(name, row.text, row.prompt, [i, row.place], share)
+            before, inner = before + table.size, None
+
+
+def is_table(name: str) -> bool:
+    """Whether a file of this name has records."""
+    return name.endswith((*LINES, PARQUET))
+
+
+def table_of(path: Path, name: str, fields: Fields) -> Table:
+    """The records of a file. DataError for a parquet without a column that is asked for."""
+    return Parquet(path, name, fields) if name.endswith(PARQUET) else JsonLines(path, name, fields)
+
+
+def open_table(path: Path, shares: Shares, fields: Fields) -> Corpus:
+    """The records of one file."""
+    table = table_of(path, path.name, fields)
+    kind = "parquet by text" if path.name.endswith(PARQUET) else "jsonl by text"
+    lines = [str(path.resolve()), str(shares), *fields.facts, facts(path.name, path)]
+    return Records(str(path), fingerprint(kind, lines), shares, [table], fields).settle()
+
+
+class JsonLines:
+    """One JSON object on each line of a file, plain or compressed."""
+
+    def __init__(self, path: Path, name: str, fields: Fields) -> None:
+        self.name, self.size, self.identity = name, float(path.stat().st_size), facts(name, path)
+        self._path, self._fields = path, fields
+
+    def rows(self, after: Place) -> Iterator[Row]:
+        offset, number = after or (0, 0)
+        with reading(self._path) as file:
+            file.seek(offset)
+            for line in file:
+                number += 1
+                offset += len(line)
+                if not line.strip():
+                    continue
+                pair = self._fields.of(_parsed(line))
+                key = line if pair is None else "".join(pair).encode()
+                at = 0.0 if self._path.suffix in COMPRESSED else float(offset)
+                yield Row(number, *_either(pair), key, [offset, number], at)
+
+
+class Parquet:
+    """Rows of a parquet file, a group at a time."""
+
+    def __init__(self, path: Path, name: str, fields: Fields) -> None:
+        self.name, self.identity = name, facts(name, path)
+        self._path, self._fields = path, fields
+        with self._opened() as file:
+            columns, metadata = file.schema_arrow.names, file.metadata
+            self._sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+        self.size = float(sum(self._sizes))
+        require_columns(str(path), columns, fields)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        parquet, arrow = (library(name, self._path) for name in ("pyarrow.parquet", "pyarrow"))
+        try:
+            with open_file(self._path) as file:
+                yield parquet.ParquetFile(file)
+        except (arrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{self._path}: cannot be read ({' '.join(str(error).split())})") from None
+
+    def rows(self, after: Place) -> Iterator[Row]:
+        first, done, number = after or (0, 0, 0)
+        with self._opened() as file:
+            for group in range(first, len(self._sizes)):
+                count = file.metadata.row_group(group).num_rows
+                before, i = sum(self._sizes[:group]), 0
+                for batch in file.iter_batches(
+                    ROWS, row_groups=[group], columns=list(self._fields.names), use_threads=False
+                ):
+                    skip = min(max(done - i, 0), batch.num_rows)
+                    i += skip
+                    for record in batch.slice(skip).to_pylist():
+                        i, number = i + 1, number + 1
+                        at = before + self._sizes[group] * i / count
+                        yield row_of(number, record, self._fields, [group, i, number], at)
+                done = 0
+
+
+def row_of(number: int, record: Any, fields: Fields, place: Place, at: float) -> Row:
+    """A record of a table as a row."""
+    pair = fields.of(record)
+    key = repr(record).encode("utf-8", "backslashreplace") if pair is None else "".join(pair).encode()
+    return Row(number, *_either(pair), key, place, at)
+
+
+def _either(pair: tuple[str, str] | None) -> tuple[str, str | None]:
+    return ("", None) if pair is None else pair
+
+
+def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None:
+    """DataError, with the columns that a table has, unless it has those with the text."""
+    for name in fields.names:
+        if name not in columns:
+            there = ", ".join(columns) or "none"
+            how = f"; name the one with the text: {source}#{next(iter(columns), 'COLUMN')}"
+            raise DataError(
+                f"{source}: no column {name!r}, its columns are {there}{'' if fields.template else how}"
+            )
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _valid(text: str) -> bool:
+    """Whether a string is text: without a NUL, and without half of a surrogate pair, which JSON can spell and UTF-8
+    cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text

@@ -1,0 +1,86 @@
+"""Chat templates: messages to a prompt, by Jinja that a model's folder or its user gives."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from perspectron.errors import ConfigError
+from perspectron.files import atomic, read_text
+
+LONGEST = 16 << 20  # characters of a prompt
+FILE = "chat_template.jinja"
+"""Its name in the folder of a run, as in one of transformers."""
+PLAIN = "plain"
+_PLAIN = """\
+{%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
+"""
+
+
+class Template:
+    """A chat template as models carry it: it sees `messages` and `add_generation_prompt`, and may `raise_exception`.
+
+    ConfigError, naming `source`: it is no template.
+    """
+
+    def __init__(self, text: str, source: object) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        self.text = text
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{source}: no chat template ({error})") from None
+
+    @classmethod
+    def load(cls, path: Path) -> "Template":
+        """The template in a file. ConfigError: it cannot be read, or is none."""
+        try:
+            return cls(read_text(path, 1 << 20), path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: no chat template ({error})") from None
+
+    @classmethod
+    def named(cls, name: str) -> "Template":
+        """The one that is called "plain", in which a line such as "### user" stands before each message; or that of a
+        file."""
+        return cls(_PLAIN, name) if name == PLAIN else cls.load(Path(name))
+
+    @classmethod
+    def of(cls, folder: Path) -> "Template | None":
+        """The template of a folder with a model, if it has one."""
+        return cls.load(folder / FILE) if (folder / FILE).is_file() else None
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text that asks for the next answer. ConfigError: the template fails on these messages."""
+        text = ""
+        try:
+            for part in self._template.generate(
+                messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
+            ):
+                text += part
+                if len(text) > LONGEST:
+                    raise ConfigError(f"messages: the template makes over {LONGEST:,} characters of them")
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the template does with what it is given
+            raise ConfigError(f"messages: the chat template fails on them ({error})") from None
+        return text
+
+    def question(self, text: str) -> str:
+        """The prompt that one message of a user makes."""
+        return self.prompt([{"role": "user", "content": text}])
+
+
+def copy(folder: Path, out: Path) -> None:
+    """Give a model's template, if it has one, to a folder that is made of it."""
+    if (template := Template.of(folder)) is not None:
+        with atomic(out / FILE) as temporary:
+            temporary.write_text(template.text, encoding="utf-8")
+
+
+def _refuse(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))

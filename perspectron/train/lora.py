@@ -1,0 +1,143 @@
+"""Low-rank adapters by PEFT: a run's weights stay, and the product of two thin matrices is learned beside each of some
+linear layers. A checkpoint has the merged weights, as any other, and in its training state what goes on being trained.
+"""
+
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.config import assignment, at_least, one_of, require
+from perspectron.data.loader import Batch
+from perspectron.errors import CheckpointError, ConfigError
+from perspectron.model import LanguageModel
+
+KEPT = "lora."
+"""What the names of these tensors begin with in a training state."""
+PROBE = 8  # tokens
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """`rank=8,targets=q_proj+v_proj`. rank: of the change. alpha: the change is multiplied by alpha / rank; 0 is twice
+    the rank. targets: names of linear layers, or their ends, with + between; "" is all in the blocks that are called
+    as modules."""
+
+    rank: int = 8
+    alpha: float = 0.0
+    targets: str = ""
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rank")
+        at_least(0, self, "alpha")
+
+    @classmethod
+    def parse(cls, text: str) -> "LoraConfig":
+        """ConfigError, naming the field, for what is no such text."""
+        values: dict[str, Any] = {}
+        known = {item.name: item.type for item in fields(cls)}
+        for part in filter(None, text.split(",")):
+            name, value = assignment(part.strip())
+            kind = known[one_of(name, known, "lora")]
+            value = float(value) if kind is float and type(value) is int else value
+            value = "" if kind is str and not isinstance(value, str) else value
+            require(type(value) is kind, f"lora: {name}", value, f"of type {getattr(kind, '__name__', kind)}")
+            values[name] = value
+        return cls(**values)
+
+
+def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
+    """Put an adapter beside each of the layers and let nothing else learn. ConfigError: PEFT is not installed, a target
+    fits no layer that is called as a module, which `sample` shows."""
+    if find_spec("peft") is None:
+        raise ConfigError("peft is not installed: pip install 'perspectron[lora]'")
+    import peft
+
+    called = _called(model, sample)
+    wanted = [target for target in config.targets.split("+") if target]
+    ends = ", ".join(sorted({name.split(".", 2)[-1] for name in called}))
+    for target in wanted or [""]:
+        fits = any(not target or _fits(name, target) for name in called)
+        bound = (
+            f"of {ends}" if ends else f"left out with lora itself: {model.config.name} calls no linear layer"
+        )
+        require(fits, "lora: targets", target, bound)
+    chosen = [name for name in called if not wanted or any(_fits(name, target) for target in wanted)]
+    made = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha or 2 * config.rank, target_modules=chosen, bias="none"
+    )
+    peft.inject_adapter_in_model(made, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+@torch.no_grad()
+def _called(model: LanguageModel, sample: Batch) -> list[str]:
+    """Linear layers of the blocks that are called as modules: the weights of others are read past an adapter."""
+    found, hooks = list[str](), []
+    for name, module in model.named_modules():
+        if name.startswith("blocks.") and isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_hook(lambda *_, name=name: found.append(name)))
+    try:
+        model(sample.ids_BT[:1, :PROBE].to(model.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sorted(set(found))
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model has adapters."""
+    return any(_is_adapter(name) for name, _ in model.named_parameters())
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def plain(name: str) -> str:
+    """The name of a tensor in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def merged(model: LanguageModel) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same."""
+    tensors = {plain(name): tensor for name, tensor in model.state_dict().items() if not _is_adapter(name)}
+    for name, module in _layers(model).items():
+        weight = module.base_layer.weight
+        change = module.get_delta_weight("default").to(weight.dtype)
+        tensors[f"{name}.weight"] = weight + change
+    return tensors
+
+
+def kept(model: LanguageModel) -> dict[str, Tensor]:
+    """What the merged weights do not tell: the adapters, and the weights beside them."""
+    names = [f"{name}.base_layer.weight" for name in _layers(model)]
+    state = model.state_dict()
+    return {KEPT + name: state[name] for name in state if _is_adapter(name) or name in names}
+
+
+def unmerged(
+    model: LanguageModel, tensors: dict[str, Tensor], training: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a model with adapters from those of a checkpoint, which `training` is then without.
+    CheckpointError: it has none of some layer."""
+    missing = [name for name in kept(model) if name not in training]
+    if missing:
+        raise CheckpointError(f"training state: {missing[0]} is missing, must hold the adapters of this run")
+    return {
+        name: training.pop(KEPT + name) if KEPT + name in training else tensors[plain(name)]
+        for name in model.state_dict()
+        if KEPT + name in training or plain(name) in tensors
+    }
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}

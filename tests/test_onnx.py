@@ -1,0 +1,160 @@
+"""One step in ONNX: the same tokens as in PyTorch, and what is not exported is named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perspectron import onnx, presets
+from perspectron.cli.main import main
+from perspectron.config import ModelConfig
+from perspectron.data import Tokenizer
+from perspectron.errors import ArtifactError, ConfigError
+from perspectron.model import LanguageModel, build
+from perspectron.opening import open_model
+from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+
+SIZES = {
+    "perspective-tiny-dense": {
+        "layers": 2,
+        "d_model": 16,
+        "hidden": 16,
+        "rank": 4,
+        "heads": 2,
+        "kv_heads": 1,
+        "window": 8,
+    },
+    "gla-tiny": {"layers": 1, "d_model": 16, "heads": 2, "hidden": 16},
+    "ssd-tiny": {"layers": 1, "d_model": 32},
+    "transformer-tiny": {"layers": 1, "d_model": 16, "heads": 2, "hidden": 16},
+    "gpt2-tiny": {"layers": 1, "d_model": 16, "heads": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 280)
+
+
+def small(name: str) -> ModelConfig:
+    return presets.get(name, vocab_size=280, **SIZES[name])
+
+
+def lively(name: str) -> LanguageModel:
+    """A model whose greedy text does not repeat one token."""
+    model = build(small(name), 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2)
+    return model
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import onnxruntime
+
+    model, path = lively(name), tmp_path / "model.onnx"
+    context = 16 if name == "transformer-tiny" else 256
+    report = onnx.export(model, tokenizer, path, context=context)
+    assert report.tokens == min(200, context - 1) and report.ms > 0 and report.torch_ms > 0
+    assert report.bytes == path.stat().st_size and [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    known = session.get_modelmeta().custom_metadata_map
+    assert Tokenizer.parse(known["tokenizer"], path).fingerprint == tokenizer.fingerprint
+    # On a text of its own choosing, over documents of different lengths.
+    generator = torch.Generator().manual_seed(0)
+    names = [(i.name, i.shape, np.int64 if "int64" in i.type else np.float32) for i in session.get_inputs()]
+    for length in (1, 12):
+        ids = torch.randint(1, 280, (1, length), generator=generator)
+        ids[0, 0] = 0
+        state = {name: np.zeros(shape, dtype) for name, shape, dtype in names if name != "ids"}
+        found = []
+        for id in ids[0].tolist():
+            logits, *after = session.run(None, {"ids": np.array([[id]])} | state)
+            state = dict(zip(state, after, strict=True))
+            found.append(logits[0])
+        with torch.no_grad():
+            wanted = model(ids).logits[0].numpy()
+        np.testing.assert_allclose(np.stack(found), wanted, atol=2e-5, rtol=1e-4)
+    tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens)
+    assert len(set(tokens)) > 1
+
+
+def test_attention_looks_back_on_its_context(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Beyond it the oldest tokens are forgotten, as in a window."""
+    model = lively("transformer-tiny")
+    step = onnx.Step(model, 8)
+    state, ids = list(step.start), torch.randint(1, 280, (30,))
+    with torch.inference_mode():
+        for id in ids:
+            logits, *state = step(id.view(1, 1), *state)
+    assert state[0].shape[2] == 8 and logits.isfinite().all()
+    with pytest.raises(ConfigError, match=r"context = 1, must be in \[2, "):
+        onnx.export(model, tokenizer, tmp_path / "x.onnx", context=1)
+    with pytest.raises(ConfigError, match=r"context = 4097, must be in \[2, "):
+        onnx.require_exportable(build(presets.get("gpt2-tiny", vocab_size=280), 0), 4097)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        (
+            "adr-demo",
+            {},
+            r"blocks\[\d\]\.mixer = 'adr', must be one of pdr, pdr2, window_gqa, gla, ssd, attention",
+        ),
+        ("drm-104k", {}, r"blocks\[\d\]\.mixer = 'drm'"),
+        ("rwkv7-tiny", {}, r"blocks\[\d\]\.mixer = 'rwkv7'"),
+        ("perspective-tiny", {}, r"blocks\[\d\]\.ffn = 'routed', must be without experts"),
+        ("perspective-tiny-dense", {"renorm_every": 4}, r"renorm_every = 4, must be 0"),
+    ],
+)
+def test_what_is_not_exported_is_named(
+    name: str, sizes: dict[str, int], message: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = build(presets.get(name, vocab_size=280, **sizes), 0)
+    with pytest.raises(ConfigError, match=message):
+        onnx.export(model, tokenizer, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_whose_tokens_differ_is_not_written(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx, "_write", lambda step, tokenizer, path: path.write_bytes(b"a program"))
+    monkeypatch.setattr(onnx, "_greedy", lambda path, step, count: ([1] * count, 1.0))
+    ours = [1] * 7 + [2] * 193
+    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [0.01] * count, 1.0))
+    with pytest.raises(ArtifactError, match="token 7 is 1 in onnxruntime, 2 in PyTorch; not written"):
+        onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(onnx, "_greedy_torch", lambda step, count: (ours, [1.0] * 7 + [1e-6] * 193, 1.0))
+    report = onnx.export(build(small("gla-tiny"), 0), tokenizer, tmp_path / "model.onnx")
+    assert report.tokens == 7, "after a tie two texts go on"
+
+
+def test_the_command_says_what_was_checked(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "model.onnx"
+    model = build(small("gla-tiny"), 0)
+    config = RunConfig(model.config, TrainConfig(data="", dtype="float32", device="cpu"))
+    checkpoint.export(run, config, tokenizer, model, checkpoint.Progress())
+    assert open_model(run).model.config == model.config
+    assert main(["export", str(run), "--onnx", str(out), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["checked_tokens"] == 200 and said["bytes"] == out.stat().st_size and said["ms_per_step"] > 0
+    for arguments, message in (
+        (["--onnx", str(out)], "must be a new file"),
+        ([], "hf, onnx = None, must be one of them: what to write"),
+        (["--onnx", "a", "--hf", "b"], "hf, onnx = 'both', must be one of them"),
+    ):
+        assert main(["export", str(run), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("perspectron.cli.options.find_spec", lambda name: None)
+    assert main(["export", str(run), "--onnx", str(tmp_path / "b.onnx")]) == 2
+    assert "onnx is not installed: pip install 'perspectron[onnx]'" in capsys.readouterr().err

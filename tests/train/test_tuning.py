@@ -1,0 +1,400 @@
+"""Fine-tuning: adapters by PEFT, and completions of prompts with a chat template."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from perspectron import presets
+from perspectron.cli.main import main
+from perspectron.cli.serve import Serve
+from perspectron.config import load
+from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corpus, open_shards, windows
+from perspectron.data.template import FILE, Template
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError, DataError
+from perspectron.model import build
+from perspectron.opening import open_model
+from perspectron.train import checkpoint, lora
+from perspectron.train.config import TrainConfig
+from perspectron.train.loop import read_metrics
+from perspectron.train.lora import LoraConfig
+
+PAIRS = [(f"What is {a} and {b}?", f"It is {a + b}.") for a in range(9) for b in range(9)]
+SMALL = [
+    "--preset",
+    "transformer-tiny",
+    "--set",
+    "d_model=32",
+    "layers=2",
+    "heads=2",
+    "hidden=32",
+    "vocab_size=300",
+]
+QUICK = [
+    "--seq-len",
+    "32",
+    "--batch-size",
+    "2",
+    "--dtype",
+    "float32",
+    "--eval-tokens",
+    "256",
+    "--schedule",
+    "constant",
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in PAIRS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "text.txt").write_text("What is this and that? It is what it is, and 12 and 7.\n" * 80)
+    base = ["train", "--data", str(folder / "text.txt"), "--out", str(folder / "run"), *SMALL, *QUICK]
+    assert main([*base, "--steps", "4"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tuned(run: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, with adapters that were trained to answer."""
+    out = tmp_path_factory.mktemp("tuned") / "answers"
+    said = ["--lora", "rank=4,targets=qkv_proj+o_proj", "--template", "plain", "--data", str(pairs)]
+    assert main(["train", "--init", str(run), *said, *QUICK, "--steps", "6", "--out", str(out)]) == 0
+    return out
+
+
+# Completions
+
+
+@pytest.fixture(scope="module")
+def shards(pairs: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory):
+    corpus = open_corpus(str(pairs), 0.2, template=Template.named("plain"))
+    return encode(corpus, tokenizer, tmp_path_factory.mktemp("encoded") / "shards", shard_tokens=500)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([f"{p}\n{c}\n" for p, c in PAIRS], 280)
+
+
+def test_only_completions_and_what_ends_them_are_targets(shards, tokenizer: Tokenizer) -> None:
+    plain = Template.named("plain")
+    asked = dict(PAIRS)
+    for name in ("train", "heldout"):
+        split, learned = shards.split(name), list[str]()
+        for batch in windows(split, seq_len=24, batch_size=4):
+            chosen = batch.targets_BT[batch.targets_BT != IGNORE]
+            learned += ["|" if id == 0 else tokenizer.decode([id]) for id in chosen.tolist()]
+            assert batch.targets == len(chosen)
+        whole = [tokenizer.decode(split.document(i)) for i in range(split.documents)]
+        for text in whole:
+            prompt = text[len("### user\n") : text.index("\n\n### assistant")]
+            assert text == plain.question(prompt) + asked[prompt]
+        # The last document has no separator after it.
+        assert "".join(learned) == "|".join(text.rpartition("\n")[2] for text in whole)
+
+
+def test_a_shuffled_batch_has_the_same_targets_as_the_text_in_order(shards) -> None:
+    split = shards.split("train")
+    loader = Loader(split, batch_size=loader_rows(split), seq_len=24, seed=1)
+    shuffled = loader.next_batch()
+    ordered = next(windows(split, seq_len=24, batch_size=loader.windows))
+    rows = {
+        tuple(ids): targets
+        for ids, targets in zip(ordered.ids_BT.tolist(), ordered.targets_BT.tolist(), strict=True)
+    }
+    for ids, targets in zip(shuffled.ids_BT.tolist(), shuffled.targets_BT.tolist(), strict=True):
+        assert rows[tuple(ids)] == targets
+
+
+def loader_rows(split) -> int:
+    return (split.tokens - 1) // 24
+
+
+def test_records_without_prompt_and_completion_are_refused(tmp_path: Path, pairs: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "no pair"}\n' * 3)
+    (tmp_path / "text.txt").write_text("no records\n")
+    plain = Template.named("plain")
+    with pytest.raises(DataError, match=r"no record with text under 'prompt' and 'completion'"):
+        open_corpus(str(tmp_path / "text.jsonl"), template=plain)
+    for source in (str(tmp_path / "text.txt"), "stdlib"):
+        with pytest.raises(DataError, match=r"no records; prompts and completions stand in \.jsonl"):
+            open_corpus(source, template=plain)
+    other = Template("{{ messages[0].content }}", "other")
+    one, two = (open_corpus(str(pairs), template=template).fingerprint for template in (plain, other))
+    assert one != two
+
+
+def test_a_damaged_file_of_completions_is_refused(shards, tmp_path: Path) -> None:
+    shutil.copytree(shards.path, tmp_path / "copy")
+    path = tmp_path / "copy" / "train-00000.learned"
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(DataError, match=r"train-00000\.learned: SHA-256"):
+        open_shards(tmp_path / "copy")
+
+
+# Adapters
+
+
+def adapted(design: str, text: str, seed: int = 0):
+    model = build(presets.get(f"{design}-tiny", vocab_size=64), seed)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(seed)
+    lora.adapt(model, LoraConfig.parse(text), sample())
+    return model, before
+
+
+def sample():
+    ids = torch.arange(1, 33)[None]
+    return Batch(ids, ids, None, 32)
+
+
+@pytest.mark.parametrize("design", ["perspective", "perspective2", "transformer", "gla", "lens", "adr"])
+def test_adapters_change_nothing_at_first_and_merge_into_what_they_compute(design: str) -> None:
+    model, before = adapted(design, "rank=2")
+    ids = torch.arange(1, 20)[None]
+    plain = build(model.config, 0)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    merged = lora.merged(model)
+    assert merged.keys() == before.keys()
+    plain.load_state_dict(merged)
+    changed = (plain(ids).logits - build(model.config, 0)(ids).logits).abs().max()
+    assert changed > 1e-3
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_only_adapters_of_the_targets_learn() -> None:
+    model, _ = adapted("transformer", "rank=3,alpha=6,targets=qkv_proj+blocks.0.mixer.o_proj")
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    layers = {name.split(".lora_")[0] for name in learned}
+    assert all("lora_" in name for name in learned)
+    assert "blocks.0.mixer.o_proj" in layers and "blocks.1.mixer.o_proj" not in layers
+    assert {name for name in layers if name.endswith("qkv_proj")} == {
+        f"blocks.{i}.mixer.qkv_proj" for i in range(len(model.blocks))
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank=0", "rank = 0, must be ≥ 1"),
+        ("rank=x", "lora: rank = 'x', must be of type int"),
+        ("size=3", "lora = 'size', must be one of rank, alpha, targets"),
+        ("rank", "must be KEY=VALUE"),
+        ("targets=nope", "lora: targets = 'nope', must be of .*qkv_proj"),
+    ],
+)
+def test_adapters_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapted("transformer", text)
+
+
+def test_layers_whose_weights_are_read_past_them_are_no_targets() -> None:
+    model = build(presets.get("drm-104k", vocab_size=64), 0)
+    for text in ("rank=2,targets=token", "rank=2"):
+        with pytest.raises(
+            ConfigError, match=r"lora: targets = '.*', must be left out .*: .* calls no linear layer"
+        ):
+            lora.adapt(model, LoraConfig.parse(text), sample())
+
+
+def test_peft_on_the_model_of_transformers_computes_the_same(run: Path) -> None:
+    pytest.importorskip("transformers")
+    import peft
+
+    from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+
+    opened = open_model(run)
+    theirs = PerspectronForCausalLM(PerspectronConfig.of(opened.model.config))
+    theirs.model.load_state_dict(opened.model.state_dict())
+    made = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["qkv_proj"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(theirs, made)
+    lora.adapt(opened.model, LoraConfig.parse("rank=4,alpha=8,targets=qkv_proj"), sample())
+    own = dict(opened.model.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+            own[name.removeprefix("base_model.model.model.")].data.copy_(parameter.data)
+    ids = torch.arange(1, 30)[None]
+    torch.testing.assert_close(theirs(input_ids=ids).logits, opened.model(ids).logits)
+    whole = theirs.merge_and_unload()
+    torch.testing.assert_close(whole.model.state_dict()["blocks.0.mixer.qkv_proj.weight"],
+                               lora.merged(opened.model)["blocks.0.mixer.qkv_proj.weight"])  # fmt: skip
+
+
+# Runs
+
+
+def test_a_run_of_adapters_is_a_run_as_any_other(tuned: Path, run: Path) -> None:
+    base, after = open_model(run), open_model(tuned)
+    changed = {
+        name
+        for name, tensor in after.model.state_dict().items()
+        if not tensor.equal(base.model.state_dict()[name])
+    }
+    assert changed == {f"blocks.{i}.mixer.{name}.weight" for i in range(2) for name in ("qkv_proj", "o_proj")}
+    change = (
+        after.model.state_dict()["blocks.0.mixer.o_proj.weight"]
+        - base.model.state_dict()["blocks.0.mixer.o_proj.weight"]
+    )
+    assert torch.linalg.matrix_rank(change, rtol=1e-4) == 4
+    assert Template.of(tuned).text == Template.named("plain").text
+    assert Tokenizer.load(tuned / "tokenizer.json").fingerprint == base.tokenizer.fingerprint
+
+
+def test_adapters_that_were_stopped_go_on_bit_for_bit(
+    tuned: Path, run: Path, pairs: Path, tmp_path: Path
+) -> None:
+    said = ["--lora", "rank=4,targets=qkv_proj+o_proj", "--template", "plain", "--data", str(pairs)]
+    half, base = tmp_path / "half", tmp_path / "base"
+    shutil.copytree(run, base)
+    assert (
+        main(
+            [
+                "train",
+                "--init",
+                str(base),
+                *said,
+                *QUICK,
+                "--steps",
+                "3",
+                "--cooldown",
+                "0",
+                "--out",
+                str(half),
+            ]
+        )
+        == 0
+    )
+    shutil.rmtree(base)  # it goes on without the run that it began with
+    assert main(["train", "--resume", str(half), "--steps", "6"]) == 0
+    whole = tmp_path / "whole"
+    assert (
+        main(
+            [
+                "train",
+                "--init",
+                str(run),
+                *said,
+                *QUICK,
+                "--steps",
+                "6",
+                "--cooldown",
+                "0",
+                "--out",
+                str(whole),
+            ]
+        )
+        == 0
+    )
+    for name in ("model.safetensors", "training.safetensors"):
+        one, other = (checkpoint.path_of(folder, 6) / name for folder in (half, whole))
+        assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_what_was_tuned_answers_in_chat(tuned: Path, capsys, monkeypatch) -> None:
+    opened, template = open_model(tuned), Template.of(tuned)
+    model, tokenizer = opened.model, opened.tokenizer
+    lines = b"What is 1 and 2?\nWhat is 3 and 4?\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    capsys.readouterr()
+    assert main(["chat", str(tuned), "--max-tokens", "5", "--temperature", "0"]) == 0
+    said = capsys.readouterr().out
+    greedy = SamplingConfig(temperature=0)
+    asked = template.question("What is 1 and 2?")
+    first = generate(model, tokenizer, [asked], max_tokens=5, sampling=greedy)
+    messages = [
+        {"role": "user", "content": "What is 1 and 2?"},
+        {"role": "assistant", "content": first.texts[0]},
+        {"role": "user", "content": "What is 3 and 4?"},
+    ]
+    rest = template.prompt(messages)[len(asked) + len(first.texts[0]) :]
+    assert rest == "\n\n### user\nWhat is 3 and 4?\n\n### assistant\n"
+    assert first.finished == ["length"]
+    second = generate(
+        model, tokenizer, [rest], max_tokens=5, sampling=greedy, conversation=first.conversation
+    )
+    assert said == f"{first.texts[0]}\n{second.texts[0]}\n"
+
+
+def test_the_server_answers_by_the_template_of_the_run(tuned: Path, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    plain = Template.named("plain").text
+    newest = checkpoint.paths(tuned)[-1]
+    for folder, options, text in (
+        (tuned, {}, plain),
+        (newest, {}, plain),
+        (tuned, {"template": tmp_path / "own.jinja"}, "{{ messages[0].content }}"),
+    ):
+        served = Serve((folder,), **options)._served(folder, tmp_path)
+        served.engine.close()
+        assert served.template.text == text
+    served = Serve((run,))._served(run, tmp_path)
+    served.engine.close()
+    assert served.template is None
+
+
+def test_the_template_goes_where_the_model_goes(tuned: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert main(["export", str(tuned), "--hf", str(tmp_path / "hf")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    messages = [{"role": "user", "content": "What is 1 and 2?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == Template.of(tuned).question("What is 1 and 2?")
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / FILE).read_text() == (tuned / FILE).read_text()
+
+
+def test_an_update_of_prompts_alone_changes_nothing_much(run: Path, tmp_path: Path) -> None:
+    long = [{"prompt": "and so on " * 12, "completion": "."}] * 9
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(pair | {"prompt": f"{i} {pair['prompt']}"}) + "\n"
+                                                 for i, pair in enumerate(long)))  # fmt: skip
+    said = ["--init", str(run), "--template", "plain", "--data", str(tmp_path / "long.jsonl"), *QUICK]
+    said[said.index("--eval-tokens") + 1] = "0"
+    assert main(["train", *said, "--steps", "12", "--out", str(tmp_path / "run")]) == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert 0.0 in losses and max(losses) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora", "rank=4"], "lora = 'rank=4', must be beside init"),
+        (["--lora", "rank=4", "--init", "{run}", "--only", "*"], "left out with lora"),
+        (["--init", "{run}", "--template", "nowhere.jinja"], "nowhere.jinja: no chat template"),
+        (["--init", "{run}", "--template", "plain"], "no records; prompts and completions stand in"),
+        (
+            ["--init", "{run}", "--tokenizer", "bytes"],
+            "tokenizer = 'bytes', must be left out: the tokenizer is that",
+        ),
+        (["--init", "{run}", "--lora", "targets=nope"], "lora: targets = 'nope'"),
+    ],
+)
+def test_tuning_that_makes_no_sense_leaves_nothing_behind(
+    run: Path, tmp_path: Path, arguments: list[str], message: str, capsys
+) -> None:
+    filled = [word.format(run=run) for word in arguments]
+    assert main(["train", *filled, *QUICK, "--steps", "2", "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_names_what_is_wrong_with_its_adapters() -> None:
+    with pytest.raises(ConfigError, match="rank = -1, must be ≥ 1"):
+        load(TrainConfig, {"lora": "rank=-1", "init": "run"})
+    assert replace(TrainConfig(init="run"), lora="rank=2").lora == "rank=2"
