@@ -16,6 +16,7 @@ import common  # noqa: F401
 
 from perspectron import presets
 from perspectron.data import Corpus, Document, Shards, SplitName, Tokenizer, encode, open_corpus, open_shards
+from perspectron.data.corpus import Place, Shares
 from perspectron.opening import Opened, open_model
 from perspectron.train.checkpoint import path_of
 from perspectron.train.config import RunConfig, TrainConfig
@@ -112,9 +113,11 @@ class Mixed(Corpus):
 
     def __init__(self, source: str, *, few: bool = False) -> None:
         self._ordinary, self._few = open_corpus(source, 0.2 if few else 0.05), few
-        super().__init__(source, f"{self._ordinary.fingerprint}+facts-1{few}", ("train", "heldout"))
+        super().__init__(
+            source, f"{self._ordinary.fingerprint}+facts-1{few}", Shares(0.2 if few else 0.05, 0.0)
+        )
 
-    def _stream(self, split: SplitName) -> Iterator[Document]:
+    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
         if split != "train":
             yield from self._ordinary.documents(split)
             return

@@ -11,6 +11,7 @@ import torch
 
 from perspectron.config import ModelConfig, require
 from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
+from perspectron.data.template import Template
 from perspectron.errors import DataError
 from perspectron.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
@@ -82,7 +83,8 @@ class Opened:
                     f"that of {self.folder.path} is {self.tokenizer.fingerprint[:12]}"
                 )
             return shards
-        return encode(open_corpus(trained.data, trained.heldout), self.tokenizer, scratch)
+        corpus = open_corpus(trained.data, trained.heldout, template=Template.of(self.folder.path))
+        return encode(corpus, self.tokenizer, scratch)
 
 
 def describe(path: Path) -> Folder:

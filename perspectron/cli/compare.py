@@ -137,7 +137,7 @@ class Compare:
             else "with --out DIR and no other option: nothing is trained"
         )
         given = " ".join(map(str, self.report))
-        require(alone and (one or out is not None), "report", given, f"{bound}: nothing is trained")
+        require(alone and (one or out is not None), "report", given, bound)
         if out is None:
             return results.write_page_of(self.report[0])
         whole = results.merged(self.report)

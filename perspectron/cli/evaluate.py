@@ -11,6 +11,7 @@ from perspectron.cli.options import Sets, answer, assignments, open_model
 from perspectron.cli.progress import Work
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus
+from perspectron.data.template import Template
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
 from perspectron.files import plain
@@ -102,5 +103,5 @@ class Eval:
         """The text to measure on: that of --data, else what training held out."""
         if self.data is None:
             return opened.shards(scratch).split("heldout")
-        corpus = open_corpus(self.data, self.heldout or HELDOUT)
+        corpus = open_corpus(self.data, self.heldout or HELDOUT, template=Template.of(opened.folder.path))
         return encode(corpus, opened.tokenizer, scratch).split("heldout")

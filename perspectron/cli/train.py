@@ -17,7 +17,7 @@ from perspectron.cli.fit import CLOSING, fit
 from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
 from perspectron.config import ModelConfig, load, one_of, require
-from perspectron.data import Shards, Tokenizer, absolute, label, open_corpus, open_shards
+from perspectron.data import Shards, Tokenizer, absolute, is_encoded, label, open_corpus, open_shards
 from perspectron.data.template import PLAIN, Template
 from perspectron.data.vocabulary import KINDS, made
 from perspectron.errors import ConfigError
@@ -55,8 +55,7 @@ class Train:
 
     From the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
 
-    Adapters alone, on pairs of prompt and completion: perspectron train --init runs/letters --lora rank=8 --template
-    plain --data pairs.jsonl --out runs/answers
+    Adapters: perspectron train --init runs/letters --lora rank=8 --template plain --data pairs.jsonl --out runs/pairs
 
     By stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
@@ -204,7 +203,7 @@ class Train:
         require(
             type(vocab_size) is int and (not sizes or vocab_size >= 257), "vocab_size", vocab_size, "≥ 257"
         )
-        if (Path(train.data) / "manifest.json").is_file():
+        if is_encoded(train.data):
             vocab_size = Tokenizer.load(Path(train.data) / "tokenizer.json").vocab_size
             unique: float = open_shards(Path(train.data)).split("train").tokens
         else:

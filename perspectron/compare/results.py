@@ -131,13 +131,15 @@ EQUAL = (
     "batch_size",
     "vocab_size",
     "seeds",
+    "rate_share",
     "text_digest",
+    "train_tokens",
     "curve_on",
 )
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """The results of several comparisons as one: all their designs, by loss, under the conditions of each. ConfigError
+    """The results of several comparisons as one: all their designs under the conditions of each. ConfigError
     where they differ in text, budget or seeds, or share a design."""
     parts = [read_json(path, ConfigError) for path in paths]
     designs, owner = dict[str, Any](), dict[str, Path]()
@@ -147,12 +149,8 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
                 isinstance(part, dict) and isinstance(part.get(kind), dict), f"{path}: {kind}", None, "there"
             )
         for name in ("version", "kind"):
-            require(
-                part[name] == parts[0][name],
-                f"{path}: {name}",
-                part[name],
-                f"{parts[0][name]}, as in {paths[0]}",
-            )
+            value, wanted = part.get(name), parts[0].get(name)
+            require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
         for name in EQUAL:
             value, wanted = part["plan"].get(name), parts[0]["plan"].get(name)
             require(value == wanted, f"{path}: {name}", value, f"{wanted}, as in {paths[0]}")
@@ -161,16 +159,26 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
                 name not in owner, f"{path}: design", name, f"in one of them; it is in {owner.get(name)} too"
             )
             owner[name], designs[name] = path, design
+    require(bool(designs), "report", "no designs", "results with designs")
     conditions = {
         key: "; ".join(dict.fromkeys(str(part["conditions"].get(key, "")) for part in parts))
         for key in parts[0]["conditions"]
     }
     everyone = {
         **parts[0]["plan"],
-        "rates": sorted({rate for part in parts for rate in part["plan"]["rates"]}),
+        "rates": sorted({rate for part in parts for rate in part["plan"].get("rates", ())}),
     }
     everyone["reference"] = REFERENCE if REFERENCE in designs else next(iter(designs))
-    return {**parts[0], "conditions": conditions, "plan": everyone, "designs": designs}
+    compressors: dict[str, float] = next(
+        (part["compressors"] for part in parts if part.get("compressors")), {}
+    )
+    return {
+        **parts[0],
+        "compressors": compressors,
+        "conditions": conditions,
+        "plan": everyone,
+        "designs": designs,
+    }
 
 
 def _arm(

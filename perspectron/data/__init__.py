@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from perspectron.data.loader import IGNORE, Batch, Loader, windows
     from perspectron.data.named import NAMED
     from perspectron.data.shards import Shards, Split, open_shards
-    from perspectron.data.sources import absolute, label, open_corpus
+    from perspectron.data.sources import absolute, is_encoded, label, open_corpus
     from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
     from perspectron.data.vocabulary import made_in
 
@@ -29,6 +29,7 @@ __all__ = [
     "absolute",
     "cores",
     "encode",
+    "is_encoded",
     "label",
     "made_in",
     "open_corpus",
@@ -42,7 +43,7 @@ _MODULES = {
     "loader": ("IGNORE", "Batch", "Loader", "windows"),
     "named": ("NAMED",),
     "shards": ("Shards", "Split", "open_shards"),
-    "sources": ("absolute", "label", "open_corpus"),
+    "sources": ("absolute", "is_encoded", "label", "open_corpus"),
     "tokenizer": ("END_OF_TEXT", "Tokenizer"),
     "vocabulary": ("made_in",),
 }

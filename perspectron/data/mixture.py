@@ -10,7 +10,7 @@ from perspectron.errors import DataError
 MOST_SOURCES = 64
 FINEST = 10**6
 """Weights are multiples of its inverse."""
-_SOURCE = re.compile(r"(?:^|\s+)([A-Za-z0-9_][\w.-]*)=([^:\s]*):(?=\S)")
+_SOURCE = re.compile(r"(?:^|\s+)([A-Za-z0-9_][\w-]{0,63})=([^:\s]*):(?=\S)")
 
 
 class Part(NamedTuple):

@@ -19,6 +19,10 @@ ROWS = 256
 """Rows of a table that are decoded at once."""
 
 
+LONGEST = 1 << 26
+"""Bytes of a line of JSON."""
+
+
 @dataclass(frozen=True)
 class Fields:
     """What of a record is its text: the string under `text`, or with a template those under `prompt`, which becomes a
@@ -83,14 +87,14 @@ class Records(Corpus):
         self.completions = fields.template is not None
         self._tables = tables
         self._fields = fields
-        self._moved: dict[tuple[int, int], SplitName] = {}
+        self._moved: dict[float, SplitName] = {}
 
     def settle(self) -> "Records":
         """Make sure every split has a record: read until all are seen, or move those nearest in hash. DataError: there
-        are fewer records than splits."""
-        seen: list[tuple[float, tuple[int, int]]] = []
+        are fewer different records than splits."""
+        seen: list[float] = []  # shares, of which equal texts have equal ones
         need, found = len(self.splits), set[SplitName]()
-        for i, table in enumerate(self._tables):
+        for table in self._tables:
             for row in table.rows(None):
                 if not row.text:
                     continue
@@ -98,8 +102,8 @@ class Records(Corpus):
                 found.add(self.shares.of(share))
                 if len(found) == need:
                     return self
-                seen = sorted([*seen, (share, (i, row.number))])
-                trained = [one for one in seen if self.shares.of(one[0]) == "train"]
+                seen = sorted({*seen, share})
+                trained = [one for one in seen if self.shares.of(one) == "train"]
                 kept = {*seen[: need - 1], *trained[:1], seen[-1]}  # the first to train on may have to be dev
                 seen = [one for one in seen if one in kept]
         if not seen:
@@ -107,10 +111,10 @@ class Records(Corpus):
         if len(seen) < need:
             counted = f"{len(seen)} record{'s' * (len(seen) > 1)} with text, need at least {need}"
             raise DataError(f"{self.source}: {counted}, one for each of {', '.join(self.splits)}")
-        self._moved = {seen[0][1]: "heldout", seen[-1][1]: "train"}
+        self._moved = {seen[0]: "heldout", seen[-1]: "train"}
         if "dev" in self.splits and "dev" not in found:
-            rest = [one for one in seen[1:-1] if self.shares.of(one[0]) == "train"]
-            self._moved[(rest or seen[1:])[0][1]] = "dev"
+            rest = [one for one in seen[1:-1] if self.shares.of(one) == "train"]
+            self._moved[(rest or seen[1:])[0]] = "dev"
         return self
 
     def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
@@ -119,14 +123,15 @@ class Records(Corpus):
         before = sum(table.size for table in self._tables[:first])
         for i, table in enumerate(self._tables[first:], first):
             for row in table.rows(inner):
-                if self._moved.get((i, row.number), self.shares.of(share_of(row.key))) != split:
+                share = share_of(row.key)
+                if self._moved.get(share, self.shares.of(share)) != split:
                     continue
                 name = f"{table.name}:{row.number}"
                 if row.text is None:
                     self._skip(split, name)
                 elif row.text:
-                    share = min((before + row.at) / whole, 1.0)
-                    yield Document(name, row.text, row.prompt, [i, row.place], share)
+                    read = min((before + row.at) / whole, 1.0)
+                    yield Document(name, row.text, row.prompt, [i, row.place], read)
             before, inner = before + table.size, None
 
 
@@ -159,8 +164,12 @@ class JsonLines:
         offset, number = after or (0, 0)
         with reading(self._path) as file:
             file.seek(offset)
-            for line in file:
+            while line := file.readline(LONGEST + 1):
                 number += 1
+                if len(line) > LONGEST:
+                    raise DataError(
+                        f"{self._path}: line {number} is longer than {LONGEST >> 20} MiB, a record's most"
+                    )
                 offset += len(line)
                 if not line.strip():
                     continue

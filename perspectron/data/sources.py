@@ -9,7 +9,7 @@ from perspectron.data.mixture import Mixture, parts_of
 from perspectron.data.named import NAMED, open_named
 from perspectron.data.records import Fields, Records, is_table, open_table, table_of
 from perspectron.data.template import Template
-from perspectron.data.texts import HIDDEN, Files, divide, open_file, walk
+from perspectron.data.texts import HIDDEN, Files, NoText, divide, open_file, walk
 from perspectron.errors import DataError
 
 _PATTERN = frozenset("*?[")
@@ -36,15 +36,28 @@ def open_corpus(
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
     shares = Shares(heldout, dev)
-    if parts := parts_of(source):
-        return Mixture(source, [(part, _named(part.name, part.source, shares, template)) for part in parts])
-    return _open(source, shares, template)
+    try:
+        if parts := parts_of(source):
+            return Mixture(
+                source, [(part, _named(part.name, part.source, shares, template)) for part in parts]
+            )
+        return _open(source, shares, template)
+    except OSError as error:  # of a name that is too long, say
+        raise DataError(f"{source[:200]}: cannot be opened ({error.strerror})") from None
+
+
+def is_encoded(source: str) -> bool:
+    """Whether it is a folder that `tokenize` wrote."""
+    try:
+        return (Path(source) / "manifest.json").is_file()
+    except (OSError, ValueError):  # too long for a name: several sources, say
+        return False
 
 
 def _named(name: str, source: str, shares: Shares, template: Template | None) -> Corpus:
     """One of several sources; what is wrong with it is said with its name."""
     try:
-        if (Path(source) / "manifest.json").is_file():
+        if is_encoded(source):
             raise DataError(f"{source}: encoded already; only texts can be mixed")
         return _open(source, shares, template)
     except DataError as error:
@@ -100,7 +113,7 @@ def _open_files(
     )
     try:
         divided = divide(source, texts, shares)
-    except DataError:  # none of them is text
+    except NoText:
         return records.settle()
     return Joined(source, identity, [Files(source, identity, shares, divided), records])
 

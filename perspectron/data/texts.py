@@ -89,16 +89,20 @@ def walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
     return sorted(files)
 
 
+class NoText(DataError):
+    """None of the files is text."""
+
+
 def divide(source: str, files: list[tuple[str, Path]], shares: Shares) -> dict[SplitName, list[Part]]:
     """Files to splits by the hash of their name. A split without a readable file gets the one whose hash is nearest;
-    fewer such files than splits are cut themselves. DataError where none is readable."""
+    fewer such files than splits are cut themselves. NoText where none is readable."""
     ranked = sorted(files, key=lambda file: (share_of(_key(file[0])), file[0]))
     split_of = {name: shares.of(share_of(_key(name))) for name, _ in ranked}
     readable = (file for file in ranked if text_size(file[1]))
     first = list(itertools.islice(readable, len(shares.splits) - 1))
     last = next((file for file in reversed(ranked) if text_size(file[1])), None)
     if last is None:
-        raise DataError(f"{source}: no text in it ({len(files)} files, none of them non-empty UTF-8)")
+        raise NoText(f"{source}: no text in it ({len(files)} files, none of them non-empty UTF-8)")
     parts: dict[SplitName, list[Part]] = {split: [] for split in shares.splits}
     cut = dict[SplitName, list[Part]]()
     if last in first:

@@ -1,7 +1,8 @@
-"""Kernels of a training on a CPU: the loss, norms, gated products and short convolutions, forward and backward.
+"""Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, short convolutions,
+attention's softmax and recurrences.
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
-depend neither on them nor on the instruction set.
+depend neither on them nor on the instruction set, unless `torch.set_flush_denormal` is called after the first of them.
 
 Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank.
 """
@@ -30,8 +31,11 @@ def entropy(logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     Both 0 where the target is negative. ValueError for a target ≥ V."""
     brief, (N, V) = _brief(logits_NV), logits_NV.shape
     _check(target_N, torch.int64, (N,))
-    if N > 0 and int(target_N.max()) >= V:
-        raise ValueError(f"target = {int(target_N.max())}, must be < {V}, the size of the vocabulary")
+    if N > 0:
+        read_N = target_N[target_N != -100]
+        for worst in (int(read_N.min()), int(read_N.max())) if len(read_N) else ():
+            if not 0 <= worst < V:
+                raise ValueError(f"target = {worst}, must be < {V}, the vocabulary's size, and ≥ 0, or −100")
     loss_N, total_N2 = (logits_NV.new_empty(shape, dtype=torch.float32) for shape in ((N,), (N, 2)))
     _library().pspx_entropy(
         logits_NV.data_ptr(),
@@ -172,6 +176,8 @@ def scan_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, γ and the first state of `native.pdr_scan`, from those of outputs and last state."""
     (B, T, R), D = q_BTR.shape, v_BTD.shape[2]
+    if min(T, R) < 1:
+        raise ValueError(f"T = {T}, R = {R}, must be ≥ 1")
     for tensor, shape in (
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, do_BTD)),

@@ -124,7 +124,7 @@ def attend(
     if V != K and causal and q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64):
         o = tiled.attend(q_BHTK.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
         return o.unflatten(0, (B, H))
-    if V == K and 1 < T <= tiled.LONGEST and fits(q_BHTK, k, v, dtypes=(torch.bfloat16,)):
+    if V == K and 1 < T <= tiled.LONGEST and k.shape[2] > 0 and fits(q_BHTK, k, v, dtypes=(torch.bfloat16,)):
         k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
         return tiled.attend_brief(q_BHTK, k, v, mask_BTS, causal, scale)
     grouped = k.shape[1] != H

@@ -29,7 +29,7 @@ def convolve(
     """The swish of each token's sum with the Z tokens of its document before it, weighted by channel: (outputs [B,T,C],
     the window after them). Computes and returns in the window's dtype."""
     dtype, (B, Z, _), T = window_BZC.dtype, window_BZC.shape, u_BTC.shape[1]
-    weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype)
+    weights = weight_C1W[:, 0].T.to(dtype).contiguous(), bias_C.to(dtype).contiguous()
     if reset_BT is None and pad_BT is None:
         u_BSC = torch.cat([window_BZC, u_BTC.to(dtype)], 1)
         return _Convolution.apply(u_BSC, *weights, None), u_BSC[:, T:].clone()
@@ -75,9 +75,8 @@ def _taps(
 def _fast(*tensors: Tensor) -> bool:
     """Whether the native kernel computes these: float32 on a CPU, watched by nothing."""
     plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
-    return (
-        plain and tensors[0].numel() > 0 and not watched(*(x.detach() for x in tensors)) and native.wanted()
-    )
+    some = tensors[0].numel() > 0 and tensors[0].shape[1] >= len(tensors[1])
+    return plain and some and not watched(*(x.detach() for x in tensors)) and native.wanted()
 
 
 class _Convolution(torch.autograd.Function):

@@ -1,9 +1,9 @@
 """What a model does between its matrix products, in one pass over memory each: the loss of the logits, RMS norms, and
 silu(a) · b.
 
-With gradients on, float32 or bfloat16 on a CPU takes `native.training`; everything else takes PyTorch's operations: no
-gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second derivatives are there:
-where a gradient is recorded, it is PyTorch's.
+With gradients on, float32 on a CPU, and bfloat16 but for norms, takes `native.training`; everything else takes
+PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
+derivatives are there: where a gradient is recorded, it is PyTorch's.
 
 Shapes: N rows, V vocabulary, D width.
 """
@@ -24,7 +24,8 @@ IGNORE = -100
 
 
 def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether native kernels can train with these: one dtype, one of `dtypes`."""
+    """Whether native kernels can train with these: gradients are on, one of them needs one, and all have one dtype of
+    `dtypes`, on a CPU, outside of forward mode."""
     first = tensors[0]
     return (
         torch.is_grad_enabled()
@@ -40,18 +41,30 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
 
 def _recorded(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a function by PyTorch, to be differentiated again."""
-    wanted = [x for x in inputs if x.requires_grad]
-    gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
-    return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
+    with torch.enable_grad():
+        inputs = tuple(x.view_as(x) for x in inputs)  # one may be made of another
+        wanted = [x for x in inputs if x.requires_grad]
+        gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+        return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
+
+
+def _watches(dy: Tensor) -> bool:
+    """Whether a gradient is recorded, or batched."""
+    return torch.is_grad_enabled() or watched(dy)
 
 
 # ---------------------------------------------------------------- the loss
 
 
 def entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
-    """The sum of −log softmax(logits) at the targets, computed in float32 at least; a target of −100 is left out."""
-    if fits(logits_NV, dtypes=(torch.float32, torch.bfloat16)) and target_N.device.type == "cpu":
-        total: Tensor = _Entropy.apply(logits_NV.contiguous(), target_N.long().contiguous())
+    """The sum of −log softmax(logits) at the targets, computed in float32 at least; a target of −100 is left out. The
+    logits are kept for the backward pass and must not be overwritten before it."""
+    if (
+        fits(logits_NV, dtypes=(torch.float32, torch.bfloat16))
+        and target_N.device.type == "cpu"
+        and target_N.dtype is torch.int64
+    ):
+        total: Tensor = _Entropy.apply(logits_NV.contiguous(), target_N.contiguous())
         return total
     return _entropy(logits_NV, target_N)
 
@@ -71,7 +84,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         logits, target, total = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _watches(g):
             return _recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
         return training.entropy_backward(logits, target, total, float(g)), None
 
@@ -83,28 +96,28 @@ class RMSNorm(nn.RMSNorm):
     """x / √(mean x² + eps) · weight over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.eps is not None and self.weight is not None and fits(x, self.weight):
-            y: Tensor = _Norm.apply(x.contiguous(), self.weight, self.eps)
-            return y
+        rows = x.dim() > 1 and len(self.normalized_shape) == 1 and x.shape[-1:] == self.normalized_shape
+        if rows and self.eps is not None and self.weight is not None and fits(x, self.weight):
+            y: Tensor = _Norm.apply(x.flatten(0, -2).contiguous(), self.weight.contiguous(), self.eps)
+            return y.view(x.shape)
         return super().forward(x)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, r = training.norm(x.flatten(0, -2), weight, eps)
+        y, r = training.norm(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
         ctx.eps = eps
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _watches(dy):
             dx, dweight = _recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
             return dx, dweight, None
-        dx, dweight = training.norm_backward(x.flatten(0, -2), weight, r, dy.contiguous().flatten(0, -2))
-        return dx.view(x.shape), dweight, None
+        return *training.norm_backward(x, weight, r, dy.contiguous()), None
 
 
 # ---------------------------------------------------------------- gates
@@ -131,6 +144,6 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         a, b = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if _watches(dy):
             return _recorded(_gated, (a, b), dy)
         return training.gated_backward(a, b, dy.contiguous())

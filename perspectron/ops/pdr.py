@@ -79,7 +79,7 @@ def scan(
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:
             if dispatch.gradients_off():
                 return _native(q, k, v, gamma, dispatch.owned(state, consume_state))
-            o, last = _Native.apply(q, k, v, gamma, state)
+            o, last = _Native.apply(*(x.contiguous() for x in (q, k, v, gamma, state)))
             return o, last
         if backend == "native":
             raise BackendError(f"backend = 'native': {obstacle}")
@@ -96,7 +96,7 @@ def scan(
 
 def _obstacle(*tensors: Tensor) -> str | None:
     """The reason why the native kernel cannot run on these; None if it can."""
-    if dispatch.watched(*tensors):
+    if dispatch.watched(*(x.detach() for x in tensors)):
         return "not under a compiler, a trace or a functional transform"
     if forward_ad._current_level >= 0:
         return "it has no forward-mode derivative"
@@ -125,7 +125,6 @@ class _Native(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        q, k, v, gamma, state = (x.contiguous() for x in (q, k, v, gamma, state))
         ctx.save_for_backward(q, k, v, gamma, state)
         return _native(q, k, v, gamma, state.clone())
 

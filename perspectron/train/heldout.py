@@ -57,7 +57,7 @@ def heldout(
         )
         for batch, counts in ranks.shared(batches):
             ids, targets = (ranks.columns(x).to(device) for x in (batch.ids_BT, batch.targets_BT))
-            reset = (ids == tokenizer.end_of_text) & (targets != IGNORE) if carry else None
+            reset = ids == tokenizer.end_of_text if carry else None  # padding, too: nothing is read after it
             if not carry and batch.reset_BT is not None:
                 reset = ranks.columns(batch.reset_BT).to(device)
             output = model(ids, state, reset_BT=reset, consume_state=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from perspectron.config import require
-from perspectron.data import Corpus, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
+from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.encoding import Tell
 from perspectron.data.template import FILE, Template
 from perspectron.errors import ConfigError, DataError
@@ -19,15 +19,14 @@ def prepare(
 
     `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
     beside it). A run that starts from another, or learns from one, has its tokenizer. processes, tell: as `encode` has
-    them. The tokenizer is kept as
-    RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus is encoded into
-    RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and when shards
-    and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, and for a corpus
-    to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one already.
+    them. The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus
+    is encoded into RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and
+    when shards and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, for a
+    corpus to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one.
     """
     source, kept, encoded = config.train.data, run / "tokenizer.json", safe_join(run, "data", DataError)
     resumes = (run / "config.json").is_file()
-    origin, whole = config.train.init or config.train.teacher, (Path(source) / "manifest.json").is_file()
+    origin, whole = config.train.init or config.train.teacher, is_encoded(source)
     if origin or whole:
         bound = f"left out: the tokenizer is that of {origin or source}"
         require(config.train.tokenizer == "bpe", "tokenizer", config.train.tokenizer, bound)
@@ -64,7 +63,8 @@ def template_of(run: Path, config: RunConfig) -> Template | None:
     """The chat template of a run: kept in its folder, or named by its config where the run is new."""
     if not config.train.template:
         return None
-    return Template.of(run) or Template.named(config.train.template)
+    kept = Template.of(run) if (run / "config.json").is_file() else None
+    return kept or Template.named(config.train.template)
 
 
 def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> None:

@@ -3,6 +3,7 @@ in a folder that holds two texts and nothing else. (tests/cli/test_installed.py 
 
 import importlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -72,6 +73,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     Path("letters.toml").write_text(
         '[model]\npreset = "transformer-tiny"\n[train]\ndata = "letters.txt"\nsteps = 2\n[train.optim]\nlr = 4e-3\n'
     )
+    pairs = ({"prompt": f"What is {i}?", "completion": f"It is number {i}."} for i in range(60))
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return tmp_path
 
 

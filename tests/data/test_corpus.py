@@ -10,6 +10,7 @@ from perspectron.data import Corpus, SplitName, open_corpus
 from perspectron.data import corpus as corpus_module
 from perspectron.data import named as named_module
 from perspectron.data import reading as reading_module
+from perspectron.data import records as records_module
 from perspectron.errors import DataError
 
 
@@ -237,7 +238,7 @@ def test_few_records_leave_no_split_empty(tmp_path: Path, heldout: float) -> Non
 
 
 def test_jsonl_reads_the_field_it_is_told(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": "no", "body": f"yes {i}"}).encode() for i in range(5)]
+    lines = [json.dumps({"text": f"no {i}", "body": f"yes {i}"}).encode() for i in range(5)]
     path = str(write_records(tmp_path / "d.jsonl", lines))
     corpus = open_corpus(f"{path}#body")
     read = [*texts(corpus, "train").values(), *texts(corpus, "heldout").values()]
@@ -245,6 +246,30 @@ def test_jsonl_reads_the_field_it_is_told(tmp_path: Path) -> None:
     assert corpus.fingerprint != open_corpus(path).fingerprint
     with pytest.raises(DataError, match=r"d\.jsonl: no record with text under 'nope'"):
         open_corpus(f"{path}#nope")
+
+
+def test_equal_records_stand_in_one_split(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}).encode() for text in ("same", "same", "same", "other", "same")]
+    corpus = open_corpus(str(write_records(tmp_path / "d.jsonl", lines)))
+    train, heldout = (set(texts(corpus, split).values()) for split in ("train", "heldout"))
+    assert train | heldout == {"same", "other"} and not train & heldout
+    with pytest.raises(DataError, match="1 record with text, need at least 2"):
+        open_corpus(str(write_records(tmp_path / "e.jsonl", lines[:3])))
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(records_module, "LONGEST", 100)
+    lines = [b'{"text": "short"}', b'{"text": "' + b"x" * 200 + b'"}']
+    with pytest.raises(DataError, match=r"d\.jsonl: line 2 is longer than"):
+        open_corpus(str(write_records(tmp_path / "d.jsonl", lines)))
+
+
+def test_a_file_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    """Beside tables, too."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"text " * 1000)[:60])
+    with pytest.raises(DataError, match=r"c\.txt\.gz"):
+        open_corpus(str(tmp_path))
 
 
 # Refusals

@@ -149,6 +149,14 @@ def test_threads_do_not_change_a_bit_of_the_gradients():
         native.set_threads(None)
 
 
+def test_a_second_derivative_of_strided_gates_is_refused():
+    q, k, v, gamma, state = inputs(3)
+    gamma = gamma.mT.contiguous().mT.requires_grad_()
+    (first,) = torch.autograd.grad(pdr.scan(q, k, v, gamma, state)[0].sum(), gamma, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(first.square().sum() + gamma.sum(), gamma)
+
+
 def test_a_second_derivative_is_refused():
     tensors = [x.requires_grad_() for x in inputs(3)]
     (first, *_) = torch.autograd.grad(pdr.scan(*tensors)[0].sum(), tensors, create_graph=True)

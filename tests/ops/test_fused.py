@@ -91,3 +91,38 @@ def test_strides_and_shapes():
         dy = torch.randn(found.shape[::-1]).permute(2, 1, 0)
         one, other = (torch.autograd.grad(y, a, dy)[0] for y in (found, exact))
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_are_recorded_of_inputs_that_depend_on_each_other():
+    b = torch.randn(20, requires_grad=True)
+    module = fused.RMSNorm(20, 1e-5)
+    for function in (
+        lambda: fused.gated(b, b),
+        lambda: fused.gated(2 * b, b),
+        lambda: module(module(b[None]).tanh()),
+    ):
+        plain, recorded = (
+            torch.autograd.grad(function().sum(), b, create_graph=record)[0] for record in (False, True)
+        )
+        torch.testing.assert_close(plain, recorded, rtol=1e-5, atol=1e-5)
+
+
+def test_batched_gradients(operation):
+    function, exact, inputs, _ = operation
+    y = function(*inputs)
+    dy = torch.randn(3, *y.shape)
+    found = torch.autograd.grad(y, inputs, dy, is_grads_batched=True)
+    wanted = torch.autograd.grad(exact(*inputs), inputs, dy, is_grads_batched=True)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernels_do_not_take():
+    assert fused.RMSNorm(4, 1e-5)(torch.randn(4, requires_grad=True)).shape == (4,)
+    assert fused.RMSNorm((2, 4), 1e-5)(torch.randn(3, 2, 4, requires_grad=True)).shape == (3, 2, 4)
+    y = fused.RMSNorm(4, 1e-5)(torch.randn(3, 2, 4, requires_grad=True))
+    y.mul_(2)  # as PyTorch's may be
+    with pytest.raises(ValueError, match="target = -1"):
+        fused.entropy(torch.randn(2, 5, requires_grad=True), torch.tensor([-1, 2]))
+    far = fused.gated(torch.tensor([-1e38, -200.0], requires_grad=True), torch.ones(2))
+    assert far.abs().max() < 1e-30

@@ -13,7 +13,7 @@ void shared(int threads, int64_t total, int64_t grain, F&& f) {
   });
 }
 
-int64_t rows_of(int64_t width) { return 1 + (int64_t(1) << 15) / width; }  // that are worth a thread
+int64_t rows_of(int64_t width) { return 1 + (int64_t(1) << 15) / (width > 0 ? width : 1); }  // that are worth a thread
 
 }  // namespace
 

@@ -28,12 +28,14 @@ inline ALWAYS void sixteens(int64_t n, const F& f) {
 }
 
 inline Floats minus(Floats a, Floats b) { return add(a, mul(b, broadcast(-1.0f))); }
+// Of silu's arguments: below −87 its value is 0 to float's precision, and `exponential` goes no further.
+inline Floats bounded(Floats x) { return greatest(broadcast(-87.0f), x); }
 inline Floats sigmoid_of(Floats x) {
   return div(broadcast(1.0f), add(broadcast(1.0f), exponential(mul(x, broadcast(-1.0f)))));
 }
 
 // Σ e^x in two parts whose sum is its logarithm: max x, and the logarithm of Σ e^(x − max x). The second is NaN where any
-// x is NaN or infinite. (`exponential` knows none, `greatest` passes over them.)
+// x is NaN or infinite. (`greatest` passes over NaN; `exponential` takes −∞ for −87.)
 template <class T>
 void log_total(const T* x, int64_t n, float* parts) {
   Floats top = broadcast(-__FLT_MAX__), sum = broadcast(0), wrong = broadcast(0);
@@ -128,7 +130,7 @@ template <class T>
 void gated(const Gated& g, int64_t first, int64_t last) {
   const T *a = static_cast<const T*>(g.a) + first, *b = static_cast<const T*>(g.b) + first;
   T* y = static_cast<T*>(g.y) + first;
-  sixteens(last - first, [&](auto at, auto to) ALWAYS { to(y, mul(mul(at(a), sigmoid_of(at(a))), at(b))); });
+  sixteens(last - first, [&](auto at, auto to) ALWAYS { to(y, mul(mul(bounded(at(a)), sigmoid_of(at(a))), at(b))); });
 }
 
 // d silu(a) = s + a s (1 − s), with s = σ(a)
@@ -140,7 +142,7 @@ void gated_backward(const Gated& g, int64_t first, int64_t last) {
   const T* dy = static_cast<const T*>(g.dy) + first;
   T *da = static_cast<T*>(g.da) + first, *db = static_cast<T*>(g.db) + first;
   sixteens(last - first, [&](auto at, auto to) ALWAYS {
-    const Floats x = at(a), s = sigmoid_of(x), d = at(dy), other = at(b);
+    const Floats x = bounded(at(a)), s = sigmoid_of(x), d = at(dy), other = at(b);
     to(da, mul(mul(d, other), silu_slope(x, s)));
     to(db, mul(d, mul(x, s)));
   });
@@ -161,7 +163,7 @@ void convolve(const Conv& c, int64_t first, int64_t last) {
       const float* u = c.u + (b * (c.T + c.W - 1) + t) * c.C;
       const float* sees = c.sees == nullptr ? nullptr : c.sees + (b * c.T + t) * c.W;
       sixteens(c.C, [&](auto at, auto to) ALWAYS {
-        const Floats x = taps_of(c, u, sees, at);
+        const Floats x = bounded(taps_of(c, u, sees, at));
         to(c.y + (b * c.T + t) * c.C, mul(x, sigmoid_of(x)));
       });
     }
@@ -176,7 +178,7 @@ void convolve_backward(const Conv& c, int64_t first, int64_t last) {
       float* du = c.du + (b * (c.T + c.W - 1) + t) * c.C;
       const float* sees = c.sees == nullptr ? nullptr : c.sees + (b * c.T + t) * c.W;
       sixteens(c.C, [&](auto at, auto to) ALWAYS {
-        const Floats x = taps_of(c, u, sees, at);
+        const Floats x = bounded(taps_of(c, u, sees, at));
         const Floats d = mul(at(c.dy + (b * c.T + t) * c.C), silu_slope(x, sigmoid_of(x)));
         to(dbias, add(at(dbias), d));
         for (int64_t j = 0; j < c.W; j++)
