@@ -48,11 +48,6 @@ def _recorded(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: T
         return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
 
 
-def _watches(dy: Tensor) -> bool:
-    """Whether a gradient is recorded, or batched."""
-    return torch.is_grad_enabled() or watched(dy)
-
-
 # ---------------------------------------------------------------- the loss
 
 
@@ -84,7 +79,7 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         logits, target, total = ctx.saved_tensors
-        if _watches(g):
+        if torch.is_grad_enabled():
             return _recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
         return training.entropy_backward(logits, target, total, float(g)), None
 
@@ -114,7 +109,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        if _watches(dy):
+        if torch.is_grad_enabled():
             dx, dweight = _recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
             return dx, dweight, None
         return *training.norm_backward(x, weight, r, dy.contiguous()), None
@@ -144,6 +139,6 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         a, b = ctx.saved_tensors
-        if _watches(dy):
+        if torch.is_grad_enabled():
             return _recorded(_gated, (a, b), dy)
         return training.gated_backward(a, b, dy.contiguous())

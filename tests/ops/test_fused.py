@@ -107,16 +107,6 @@ def test_gradients_that_are_recorded_of_inputs_that_depend_on_each_other():
         torch.testing.assert_close(plain, recorded, rtol=1e-5, atol=1e-5)
 
 
-def test_batched_gradients(operation):
-    function, exact, inputs, _ = operation
-    y = function(*inputs)
-    dy = torch.randn(3, *y.shape)
-    found = torch.autograd.grad(y, inputs, dy, is_grads_batched=True)
-    wanted = torch.autograd.grad(exact(*inputs), inputs, dy, is_grads_batched=True)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 def test_what_the_kernels_do_not_take():
     assert fused.RMSNorm(4, 1e-5)(torch.randn(4, requires_grad=True)).shape == (4,)
     assert fused.RMSNorm((2, 4), 1e-5)(torch.randn(3, 2, 4, requires_grad=True)).shape == (3, 2, 4)
