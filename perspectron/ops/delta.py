@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch, memory
+from perspectron.ops.fused import fits
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
 from perspectron.ops.tree import Recurrence
 
@@ -67,7 +68,7 @@ def scan(
         return reference(q, k, e, v, alpha, state)
     if _one(backend, v):
         return _step_(q, k, e, v, alpha, dispatch.owned(state, consume_state))
-    if backend == "auto" and _trains(q, k, v, e, alpha, state):
+    if backend == "auto" and fits(q, k, v, e, alpha, state):
         return memory.scan(q, k, v, alpha * e, None, alpha, state)
     return _run(DECAY_FIRST, q, k, v, alpha * e, alpha, state)
 
@@ -96,7 +97,7 @@ def scan_rwkv7(
         return reference_rwkv7(q, k, v, a, b, alpha, state)
     if _one(backend, v):
         return _step_rwkv7_(q, k, v, a, b, alpha, dispatch.owned(state, consume_state))
-    if backend == "auto" and _trains(q, k, v, a, b, alpha, state):
+    if backend == "auto" and fits(q, k, v, a, b, alpha, state):
         return memory.scan(q, k, v, -a, b, alpha, state)
     return _run(READ_FIRST, q, k, v, -a, b, alpha, state)
 
@@ -142,10 +143,6 @@ def _one(backend: str, v: Tensor) -> bool:
             v.device.type,
         )
     return backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()
-
-
-def _trains(*tensors: Tensor) -> bool:
-    return tensors[2].numel() > 0 and memory.trains(*tensors)
 
 
 def _run(kind: Recurrence, *inputs_and_state: Tensor) -> Result:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch, memory
+from perspectron.ops.fused import fits
 from perspectron.ops.products import Saved, within, within_backward
 from perspectron.ops.tree import Recurrence
 
@@ -72,7 +73,7 @@ def scan(
         return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
     if T == 0 or B == 0:
         return v, state
-    if backend == "auto" and memory.trains(q, k, v, gate, state):
+    if backend == "auto" and fits(q, k, v, gate, state):
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
         return memory.scan(q, k, v, None, None, gate, state)
     if gate.shape[-1] == K:

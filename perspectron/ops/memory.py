@@ -15,12 +15,6 @@ from torch import Tensor
 
 from perspectron.native import training
 from perspectron.ops.dispatch import once, refuse
-from perspectron.ops.fused import fits
-
-
-def trains(*tensors: Tensor) -> bool:
-    """Whether the kernel computes these: float32 on a CPU with gradients on, outside of forward mode."""
-    return fits(*tensors)
 
 
 def scan(

@@ -58,15 +58,8 @@ def scan(
     dispatch.check_consumed(consume_state)
     if checked:
         dispatch.check_gates(gamma_BTD)
-    B, T, R = q_BTR.shape
-    D = v_BTD.shape[-1]
-    if k_BTR.shape != (B, T, R) or v_BTD.shape != (B, T, D) or gamma_BTD.shape != (B, T, D):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
-        raise ValueError(f"q, k, v, gamma have shapes {shapes}; want [B,T,R], [B,T,R], [B,T,D], [B,T,D]")
-    if R < 1:
-        raise ValueError(f"R = {R}, must be ≥ 1")
-    if state_BDR is not None and state_BDR.shape != (B, D, R):
-        raise ValueError(f"state has shape {tuple(state_BDR.shape)}, want {(B, D, R)}")
+    _check(q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR)
+    (B, T, R), D = q_BTR.shape, v_BTD.shape[-1]
     inputs = [q_BTR, k_BTR, v_BTD, gamma_BTD] + ([] if state_BDR is None else [state_BDR])
     dtype = dispatch.widest(*inputs)
     q, k, v, gamma = (x.to(dtype) for x in inputs[:4])
@@ -92,6 +85,19 @@ def scan(
     if T == 0 or B == 0:
         return v, state
     return TREE.run(q, k, v, gamma, state)
+
+
+def _check(q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor | None) -> None:
+    """ValueError unless the shapes fit."""
+    B, T, R = q_BTR.shape
+    D = v_BTD.shape[-1]
+    if k_BTR.shape != (B, T, R) or v_BTD.shape != (B, T, D) or gamma_BTD.shape != (B, T, D):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
+        raise ValueError(f"q, k, v, gamma have shapes {shapes}; want [B,T,R], [B,T,R], [B,T,D], [B,T,D]")
+    if R < 1:
+        raise ValueError(f"R = {R}, must be ≥ 1")
+    if state_BDR is not None and state_BDR.shape != (B, D, R):
+        raise ValueError(f"state has shape {tuple(state_BDR.shape)}, want {(B, D, R)}")
 
 
 def _obstacle(*tensors: Tensor) -> str | None:

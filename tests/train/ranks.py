@@ -146,7 +146,7 @@ class Cases:
     def apart(self, run: str, other: str) -> dict[str, float]:
         """How far two runs are from each other."""
         (one, mine), (two, its) = (
-            torch.load(self.out / f"{name}.pt", weights_only=False) for name in (run, other)
+            torch.load(self.out / f"{name}.pt", weights_only=True) for name in (run, other)
         )
         found = {"loss": 0.0, "grad_norm": 0.0, "aux": 0.0, "heldout_bits_per_byte": 0.0}
         assert len(one) == len(two)

@@ -62,7 +62,7 @@ def test_one_process_opens_what_ranks_wrote(out):
         "checkpoint.json",
         *(f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2, 3, 4)),
     ]
-    _, weights = torch.load(out / "fsdp4.pt", weights_only=False)
+    _, weights = torch.load(out / "fsdp4.pt", weights_only=True)
     torch.set_default_dtype(torch.float64)  # as the run was
     try:
         model, _ = checkpoint.load_run(out / "fsdp4")
