@@ -12,7 +12,7 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.decode.rows import WIDTH
+from perspectron.decode.batch import WIDTH
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState
 

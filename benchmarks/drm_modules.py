@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import ModelConfig
+from perspectron.heads import Emitter
 from perspectron.mixers.drm import DRMConfig
-from perspectron.model import Emitter, LanguageModel
+from perspectron.model import LanguageModel
 
 
 def trunk(S: int, H: int) -> nn.Sequential:

@@ -1,12 +1,13 @@
 """A step in onnxruntime beside PyTorch's, of the small presets whose mixers can be exported; each file's greedy tokens
 are compared before it is timed, one thread each.
 
-python -m benchmarks.in_onnx
+python benchmarks/in_onnx.py --json results/in_onnx.json
 """
 
 import tempfile
 from pathlib import Path
 
+import common
 import torch
 
 from perspectron import onnx, presets
@@ -21,19 +22,30 @@ PRESETS = (
     "transformer-tiny",
     "gpt2-tiny",
 )
+TESTS = ("tests/test_onnx.py",)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    args = common.parser(__doc__ or "", threads=1, repeats=1).parse_args()
+    torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     tokenizer = Tokenizer.train(["the quick brown fox jumps over the lazy dog. " * 9], 300)
-    print("| preset | greedy tokens that are equal | onnxruntime | PyTorch | file |\n|---|---|---|---|---|")
+    report = common.Report(
+        args, TESTS, dtype="float32", shapes="the presets' own, a vocabulary of 512, one row"
+    )
+    found: dict[str, onnx.Report] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in PRESETS:
+        for name in PRESETS[:1] if args.quick else PRESETS:
             model = build(presets.get(name, vocab_size=512), 0)
-            found = onnx.export(model, tokenizer, Path(folder) / "model.onnx")
-            times = f"{found.ms:.2f} | {found.torch_ms:.2f}"
-            print(f"| `{name}` | {found.tokens} | {times} | {found.bytes / 1e6:.1f} MB |", flush=True)
+            found[name] = onnx.export(model, tokenizer, Path(folder) / "model.onnx")
+    report.table(
+        ["preset", "greedy tokens that are equal", "ms in onnxruntime", "in PyTorch", "MB"],
+        [
+            [name, str(f.tokens), f"{f.ms:.2f}", f"{f.torch_ms:.2f}", f"{f.bytes / 1e6:.1f}"]
+            for name, f in found.items()
+        ],
+    )
+    report.finish(dict(found))
 
 
 if __name__ == "__main__":

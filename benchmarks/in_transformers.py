@@ -1,7 +1,7 @@
 """What works in transformers, of models with a state: ours, transformers' own Mamba-2, and those of fla if it is
 installed. Each row is one thing that people do; "ok", or the first line of what it said.
 
-python -m benchmarks.in_transformers
+python benchmarks/in_transformers.py --json results/in_transformers.json
 """
 
 import functools
@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import common
 import torch
+import transformers
 
 VOCAB, N = 128, 6
 
@@ -42,6 +44,14 @@ def fla() -> Any:
     return GatedDeltaNetForCausalLM(
         GatedDeltaNetConfig(vocab_size=VOCAB, hidden_size=32, num_heads=2, head_dim=16, num_hidden_layers=2)
     )
+
+
+def mamba_ssm() -> Any:
+    """Mamba-2 of its authors."""
+    from mamba_ssm.models.config_mamba import MambaConfig
+    from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+    return MambaLMHeadModel(MambaConfig(d_model=32, n_layer=2, vocab_size=VOCAB, ssm_cfg={"layer": "Mamba2"}))
 
 
 def greedy(model: Any, ids: Any = None, **options: Any) -> list[list[int]]:
@@ -92,15 +102,16 @@ def save_and_load(model: Any) -> None:
 
 def trainer(model: Any) -> None:
     from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
 
     row = {"input_ids": torch.arange(1, 13), "labels": torch.arange(1, 13)}
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(folder, max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
                                     gradient_checkpointing=True, log_level="error")  # fmt: skip
-        Trainer(model=model, args=options, train_dataset=[row] * 16).train()
-        Trainer(model=model, args=options, train_dataset=[row] * 16).train(
-            resume_from_checkpoint=f"{folder}/checkpoint-1"
-        )
+        for start in (None, f"{folder}/checkpoint-1"):
+            made = Trainer(model=model, args=options, train_dataset=[row] * 16)
+            made.remove_callback(PrinterCallback)
+            made.train(resume_from_checkpoint=start)
 
 
 ROWS: dict[str, Callable[[Any], None]] = {
@@ -113,7 +124,14 @@ ROWS: dict[str, Callable[[Any], None]] = {
     "save and load": save_and_load,
     "Trainer, checkpointing, resume": trainer,
 }
-MODELS = {"perspectron": ours, "mamba2 of transformers": mamba2, "fla": fla}
+MODELS = {
+    "perspectron": (ours, "perspectron"),
+    "mamba2 of transformers": (mamba2, "transformers"),
+    "fla": (fla, "fla"),
+    "mamba_ssm": (mamba_ssm, "mamba_ssm"),
+}
+"""Each with the package that it needs."""
+TESTS = ("tests/hf/test_contract.py",)
 
 
 def said(row: Callable[[], Any]) -> str:
@@ -124,34 +142,40 @@ def said(row: Callable[[], Any]) -> str:
     return "ok"
 
 
-def main() -> None:
-    import transformers
+def built(make: Callable[[], Any], package: str) -> Any:
+    """A model in inference, whose logits prefer some tokens to others; where there is none, why, in words."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    torch.manual_seed(1)
+    try:
+        model = make().eval()
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(8)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
+    return model
 
+
+def main() -> None:
+    args = common.parser(__doc__ or "", threads=1, repeats=1).parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print("| on a CPU |", " | ".join(MODELS), "|")
-    print("|---" * (len(MODELS) + 1) + "|")
-    made: dict[str, Any] = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(1)
-        there = name != "fla" or importlib.util.find_spec("fla")
-        made[name] = "not installed" if not there else None
-        if there:
-            try:
-                made[name] = make().eval()
-                with torch.no_grad():
-                    made[name].get_input_embeddings().weight.mul_(8)
-            except Exception as error:
-                made[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
-    print("| import and build |", " | ".join(m if isinstance(m, str) else "ok" for m in made.values()), "|")
-    for name, row in ROWS.items():
-        cells = [
-            "" if isinstance(m, str) else said(functools.partial(row, m if isinstance(m, str) else m.eval()))
-            for m in made.values()
-        ]
-        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+    torch.set_num_threads(args.threads)
+    report = common.Report(args, TESTS, dtype="float32", shapes="2 or 3 layers, 32 wide")
+    made = {name: built(make, package) for name, (make, package) in MODELS.items()}
+    rows = {"import and build": {name: m if isinstance(m, str) else "ok" for name, m in made.items()}}
+    for title, row in ROWS.items():
+        there = {name: m for name, m in made.items() if not isinstance(m, str)}
+        rows[title] = {name: said(functools.partial(row, m.eval())) for name, m in there.items()}
+    report.say(f"| on a CPU | {' | '.join(MODELS)} |", "|---" * (len(MODELS) + 1) + "|")
+    report.say(
+        *(
+            f"| {title} | {' | '.join(cells.get(name, '') for name in MODELS)} |"
+            for title, cells in rows.items()
+        )
+    )
+    report.finish({"transformers": transformers.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

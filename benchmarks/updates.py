@@ -25,6 +25,7 @@ TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/
 DESIGNS = (
     *("perspective", "perspective2", "adr", "adr2", "lens", "lens2", "drm", "drm2"),
     *("transformer", "gpt2", "gla", "ssd", "gdn", "kda", "gdn2", "rwkv7", "mamba3", "hgrn2", "mingru"),
+    *("transformer[shift=true,first_values=true]", "gdn[shift=true,first_values=true]"),
 )
 
 
@@ -82,7 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     designs: tuple[str, ...] = ("perspective2", "gdn", "transformer") if args.quick else tuple(args.designs)
-    T, tokens, params = (16, 2, 60_000) if args.quick else (args.length, 32, args.params)
+    T, tokens, params = (16, 2, 80_000) if args.quick else (args.length, 32, args.params)
     report = common.Report(args, TESTS, dtype=args.dtype, shapes=f"{params:,} parameters, 8 × {T} tokens")
     vocab = 300 if args.quick else presets.vocabulary(params)
     calls: dict[tuple[str, str], Callable[[], float]] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 from claims.claim import Claim, Evidence, of, untestable, worded
 from claims.measures import adr as tried
-from claims.measures import built, common, trained
+from claims.measures import built, common, documents, trained
 from claims.measures.built import blocks, counted, mixer_flops, model
 from claims.results import Results, command
 from perspectron.mixers.adr import ADRConfig, ADRState
@@ -102,9 +102,8 @@ PROPERTIES = (
           worded("gradients equal finite differences", 1, 1),
           of(lambda: Evidence((tried.gradients_right(),), "equal, of inputs, state and weights"))),
     Claim("adr-hierarchy", "§3.4", "Emergent: early layers short-term (low decay), deeper ones long-term",
-          worded("half-life grows with depth", 1.001),
-          untestable("γ is set by depth and not learned, so nothing can emerge",
-          "set to half-lives of " + ", ".join(f"{t:g}" for t in tried.halflives()) + " tokens")),
+          worded("learned half-lives grow with depth", 1e-9),
+          documents.emergent_halflives, command=command("documents")),
 )
 
 INTERPRETATION = (
@@ -130,6 +129,15 @@ HYPOTHESIS = (
     Claim("adr-coherence", "§5, our reading", "Improves coherence in long text",
           worded("lower loss than GPT-2 late in the context", *trained.LOWER),
           trained.at_positions("adr", "gpt2", _last), command=command("compare")),
+    Claim("adr-coherence-repeats", "§5, our reading", "Improves coherence in long text: it repeats itself less",
+          worded("fewer repeated 4-grams than GPT-2", *trained.LOWER),
+          documents.coherent("repeated_4grams", "of 4-grams"), command=command("documents")),
+    Claim("adr-coherence-names", "§5, our reading", "Improves coherence in long text: it comes back to its names",
+          worded("more names of the first half again in the second", 1e-9),
+          documents.coherent("names_again", "of names"), command=command("documents")),
+    Claim("adr-coherence-judged", "§5, our reading", "Improves coherence in long text: another model finds it likelier",
+          worded("lower loss of an independent model than GPT-2's text", *trained.LOWER),
+          documents.coherent("bits_per_byte", "bits per byte"), command=command("documents")),
     Claim("adr-loss", "§5, our reading", "whatever it reduces or improves, it models text better",
           worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2"),
           command=command("compare")),

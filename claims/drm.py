@@ -3,7 +3,7 @@
 import torch
 
 from claims.claim import Claim, Evidence, of, untestable, worded
-from claims.measures import built, common, trained
+from claims.measures import built, common, documents, trained
 from claims.measures import drm as tried
 from claims.measures.built import attention_calls, counted, model
 from claims.results import Results, command
@@ -175,10 +175,17 @@ LOSSES = (
           "7 regularizers", of(_terms)),
     Claim("drm-geodesic", "§Geodesic", "does not solve the boundary-value geodesic problem",
           worded("no such solver", 0), untestable("the document claims nothing that could fail", "no solver")),
+    Claim("drm-low-action", "§Geodesic, our reading", "low-action trajectories",
+          worded(f"at most {documents.NEAR} times the action of a relaxed path", 0, documents.NEAR),
+          documents.low_action, command=command("documents")),
     Claim("drm-torus", "§Toroidal", "circular coordinates as (cos θ, sin θ)", worded("on the circle", 0, 1e-5),
           of(_torus)),
-    Claim("drm-torus-convergence", "§Toroidal", "does not claim spontaneous toroidal convergence", worded("none", 0),
-          untestable("the document claims nothing that could fail", "not looked for")),
+    Claim("drm-torus-convergence", "§Toroidal", "does not claim spontaneous toroidal convergence",
+          worded("no sign of a torus", 0, 0),
+          documents.tori, command=command("documents")),
+    Claim("drm-stable", "§Toroidal, our reading", "structural stability, which a toroidal claim would need",
+          worded("a Lyapunov exponent ≤ 0 with weights 1% off", float("-inf"), 0), documents.stable,
+          command=command("documents")),
     Claim("drm-transformer", "docs/designs/drm.md#measured", "a transformer wins at equal tokens",
           worded("the transformer's loss is lower", *trained.LOWER), trained.versus("transformer", "drm"),
           command=command("compare")),

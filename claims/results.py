@@ -19,6 +19,7 @@ COMMANDS = {
     "recall": "python benchmarks/recall.py",
     "perspectives": "python benchmarks/perspectives.py",
     "safety": "python benchmarks/safety.py",
+    "documents": "python benchmarks/documents.py",
 }
 COMPARE = (
     "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "

@@ -4,7 +4,7 @@ from itertools import pairwise
 from math import prod
 
 from claims.claim import Claim, Evidence, Measure, at_most, digits, of, worded
-from claims.measures import built, common, trained
+from claims.measures import built, common, documents, trained
 from claims.measures import pdr as tried
 from claims.measures.built import FULL, HALF, blocks, counted, experts, needed, places, vectors
 from claims.results import Results, command
@@ -357,7 +357,11 @@ DECISIONS = (
           ("where 2% differ", of(lambda: tried.delta_bytes(0.02, needed().experts[0].parameters)))),
     Claim("topology-zeros", "docs/designs/perspective.md#ternary-weights",
           "≈50% of ternary weights are zero", "~50 %", of(tried.zeros_of, "normal"),
-          ("where weights are Laplace distributed", of(tried.zeros_of, "laplace"))),
+          ("where weights are Laplace distributed and the threshold is the document's, 0.7·mean|W|",
+          of(tried.zeros_of, "laplace", "twn"))),
+    Claim("topology-plan-gate", "docs/designs/perspective.md#training-the-experts",
+          "the training plan's four conditions before a larger model", "4 conditions", documents.gate,
+          command=command("documents")),
 )
 # fmt: on
 

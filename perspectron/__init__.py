@@ -53,8 +53,8 @@ _MODULES = {
     "opening": ("load",),
     "state": ("LMState", "load_extra", "load_state", "save_state"),
 }
-"""Where the other public names stand. They are imported when they are first used, so that `perspectron --help` does not
-wait for torch."""
+"""The other public names and their modules. Each is imported when it is first used, so that `perspectron --help` does
+not wait for torch."""
 
 if not TYPE_CHECKING:  # to mypy a module with __getattr__ has every name
 

@@ -10,6 +10,7 @@ from perspectron import presets
 from perspectron.census import active_parameters
 from perspectron.config import ModelConfig, require
 from perspectron.data import Corpus, Shards
+from perspectron.data.vocabulary import BYTES
 from perspectron.errors import ConfigError
 from perspectron.eval.training import Dtype, Setting, seconds_per_step
 from perspectron.machine import pick_device
@@ -28,6 +29,7 @@ MOST_ROOM = (
     0.25  # of the memory there is, for what is known before: what a layer keeps of its tokens comes on top
 )
 LEAST_UPDATES = 10
+LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Budget:
         least = "≥ 0.1: reading the text and timing this machine takes seconds"
         require(self.minutes is None or 0.1 <= self.minutes <= 1e6, "minutes", self.minutes, least)
         require(self.passes is None or 0 < self.passes <= 1e6, "epochs", self.passes, "> 0 and ≤ 1,000,000")
+
+
+def largest_vocabulary(train: TrainConfig) -> int:
+    """Tokens of a vocabulary that follows from the text alone: at most LARGEST_VOCABULARY, and half as many as there is
+    room for in memory, whose other half is the weights'."""
+    there = MOST_ROOM * room(pick_device(train.device)) / 2
+    each = PER_LOGIT * train.batch_size * train.seq_len
+    return max(BYTES, min(LARGEST_VOCABULARY, int(there / each)))
 
 
 def size_of(text: Corpus) -> int:

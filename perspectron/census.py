@@ -16,12 +16,13 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perspectron.block import Block
+from perspectron.block import Block, ShiftedState
 from perspectron.config import ModelConfig
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.ffn import TiedConfig
 from perspectron.mixers.drm import DRM
+from perspectron.mixers.parts import Shared
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import sizes
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
@@ -123,8 +124,10 @@ def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
         return {"lm_head": "head"}.get(room, room)
     _, index, room, *rest = name.split(".")
     block = blocks[int(index)]
-    if room == "mixer":
+    if room in ("mixer", "first_values"):
         return str(block.config.mixer.kind)
+    if room.endswith("_shift"):
+        return "norms and biases"
     if block.config.ffn.kind == "routed":
         return "router" if rest[0] in ("route_proj", "offset_EA") else "experts"
     return str(block.config.ffn.kind)
@@ -265,7 +268,7 @@ def _expert(model: LanguageModel, layer: int, hidden: int, *, as_it_is: bool) ->
 
 
 def is_cache(where: pytree.KeyPath) -> bool:
-    """Whether a leaf of a state holds keys or values, with a slot for each token."""
+    """True if a leaf of a state holds keys or values, with a slot for each token."""
     return pytree.keystr(where).rpartition(".")[2].startswith(("k_", "v_"))
 
 
@@ -303,17 +306,17 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
             "norms and biases": _count(partial(model.norm, x_11D)),
         }
     )
-    shared = dict[str, torch.Tensor]()
-    for config, count in Counter(model.config.blocks).items():
-        first = model.config.blocks.index(config)
+    shared = Shared()
+    for (config, *_), places in _alike(model).items():
+        count, first = len(places), places[0]
         block, layer = cast(Block, model.blocks[first]), state.layers[first]
         network = model.ffn_of(block)
         x_11D = torch.zeros(1, 1, model.config.d_token if first == 0 else model.config.d_model, device="meta")
         whole = _count(partial(block, x_11D, layer, network, None, None, False, shared))
         mixer = 0
         if config.mixer is not None:
-            handed = {"shared": shared} if getattr(block.mixer, "shares", False) else {}
-            mixer = _count(partial(block.mixer, x_11D, layer, **handed))
+            own = layer.mixer if isinstance(layer, ShiftedState) else layer
+            mixer = _count(partial(block.mixer, x_11D, own, **block.handed(shared)))
         ffn = 0 if network is None else _count(partial(network, x_11D, x_11D))
         if config.mixer is not None:
             flops[config.mixer.kind] += count * mixer
@@ -321,6 +324,15 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
             flops[config.ffn.kind] += count * ffn
         flops["norms and biases"] += count * (whole - mixer - ffn)
     return flops
+
+
+def _alike(model: LanguageModel) -> dict[tuple[Any, ...], list[int]]:
+    """Places of the blocks that compute the same: of equal config, and that lean on a mixer below or do not."""
+    alike = defaultdict[tuple[Any, ...], list[int]](list)
+    for place, block in enumerate(cast("list[Block]", model.blocks)):
+        lean = block.first_values
+        alike[block.config, lean is None, lean is not None and lean.gate is not None].append(place)
+    return alike
 
 
 def _count(function: Callable[[], object]) -> int:

@@ -100,6 +100,13 @@ class SequentialConfig(ResidualConfig):
 
 
 @dataclass(frozen=True)
+class ParallelConfig(ResidualConfig):
+    """y = x + mixer(norm(x)) + ffn(norm(x)), each with a norm of its own."""
+
+    kind = "parallel"
+
+
+@dataclass(frozen=True)
 class Law5Config(ResidualConfig):
     """h = norm(x + mixer(x)); y = h + ffn(norm(h)) (docs/designs/adr.md#residual)."""
 
@@ -130,7 +137,7 @@ class NoResidualConfig(ResidualConfig):
 
 
 class HeadConfig(Kind):
-    """Config of the part that gives the logits; the subclasses are in `perspectron.model`."""
+    """Config of the part that gives the logits; the subclasses are in `perspectron.heads`."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,10 @@ class ModelConfig:
     head: None uses the transposed embedding. embedding_std: standard deviation of the embedding at initialisation.
     embedding_norm: divide the embedding by its root mean square before the first block, so that it is comparable in
     size to what the mixers add. positions: length of a learned position table, which bounds the length of a document;
-    0 for none. norm: "rms", or "layer" with biases.
+    0 for none. norm: "rms", or "layer" with biases. dropout: share of the numbers that are zeroed in training, in the
+    embedding, in what mixers and networks add, and in the weights of attention. shift: mixers and networks read a
+    learned mix of each token and the one before (docs/designs/baselines.md#two-parts-for-every-design). first_values:
+    values of mixers lean on those of the first mixer with as many channels.
     """
 
     name: str
@@ -176,9 +186,13 @@ class ModelConfig:
     positions: int = 0
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
+    dropout: float = 0.0
+    shift: bool = False
+    first_values: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "vocab_size", "d_model")
+        require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         require(len(self.blocks) >= 1, "blocks", len(self.blocks), "at least one block")
         at_least(0, self, "positions")
         positive(self, "embedding_std", "norm_eps")

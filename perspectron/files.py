@@ -158,7 +158,7 @@ def sweep(folder: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether another process of this number runs; in a container a program has the same one each time."""
+    """True if another process of this number runs; in a container a program has the same one each time."""
     if pid == os.getpid():
         return False
     try:

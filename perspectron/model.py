@@ -15,73 +15,19 @@ from torch import Tensor, nn
 
 from perspectron import ranks
 from perspectron.block import NORMS, Block
-from perspectron.config import HeadConfig, ModelConfig, at_least, one_of, require
+from perspectron.config import ModelConfig, one_of, require
 from perspectron.errors import ConfigError, StateError
 from perspectron.experts.router import Views
 from perspectron.ffn import TiedConfig
+from perspectron.heads import HEADS, TokenEmbedding
 from perspectron.machine import memory
-from perspectron.ops import drm, fused
+from perspectron.mixers.parts import Dropout, FirstValues, Shared
+from perspectron.ops import fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import check_consumed, gradients_off
 from perspectron.state import LMState, fingerprint
 from perspectron.streams import stream
 from perspectron.terms import Term
-
-
-@dataclass(frozen=True)
-class LinearHeadConfig(HeadConfig):
-    """A separate output matrix."""
-
-    kind = "linear"
-
-
-@dataclass(frozen=True)
-class EmitterConfig(HeadConfig):
-    """hidden: width between the two layers. stability: weight in the loss of the change of logits from token to
-    token."""
-
-    kind = "emitter"
-    hidden: int
-    stability: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "hidden")
-        at_least(0, self, "stability")
-
-
-class LinearHead(nn.Linear):
-    """W x."""
-
-    def __init__(self, d_model: int, vocab_size: int, config: LinearHeadConfig) -> None:
-        super().__init__(d_model, vocab_size, bias=False)
-
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw the head as the embedding is drawn, so that all tokens are about as likely."""
-        self.weight.normal_(0, 0.02, generator=generator)
-
-
-class Emitter(nn.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂ (docs/designs/drm.md#head)."""
-
-    def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.up_proj = nn.Linear(d_model, config.hidden)
-        self.out_proj = nn.Linear(config.hidden, vocab_size)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.out_proj(F.gelu(self.up_proj(x_BTD)))
-
-    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
-        """Terms of the loss in the logits themselves."""
-        if self.config.stability == 0:
-            return {}
-        return {"stability": Term(drm.logit_change(logits_BTV, reset_BT, pad_BT), self.config.stability)}
-
-
-HEADS = {"linear": LinearHead, "emitter": Emitter}
-"""Heads with weights of their own, by kind."""
-
 
 _numbers = itertools.count()
 
@@ -103,19 +49,6 @@ class Output:
         return self.loss + sum(term.penalty() for term in self.aux.values())
 
 
-class TokenEmbedding(nn.Embedding):
-    """Rows to look up and, as a tied head, to multiply with."""
-
-    def reset_parameters(self) -> None:
-        """Draw the rows; not on the meta device, where torch would load its compiler for it and draw none."""
-        if not self.weight.is_meta:
-            super().reset_parameters()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] of [..., D]: the product with every row."""
-        return F.linear(hidden, self.weight)
-
-
 class LanguageModel(nn.Module):
     """A language model: token ids in, logits and state out. `recompute` trades time for memory in training by
     computing activations inside a block again in the backward pass."""
@@ -124,7 +57,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.number = next(_numbers)
-        """Of this model in this process; its states carry it."""
+        """Number of this model in this process; its states carry it."""
         self.recompute = False
         for index, block in enumerate(config.blocks):
             if isinstance(block.ffn, TiedConfig):
@@ -134,11 +67,27 @@ class LanguageModel(nn.Module):
         if config.positions > 0:
             self.positions = TokenEmbedding(config.positions, config.d_token)
         self.blocks = nn.ModuleList(
-            Block(config.d_model, config.norm, config.norm_eps, block) for block in config.blocks
+            Block(config.d_model, config.norm, config.norm_eps, block, config.dropout, shift=config.shift)
+            for block in config.blocks
         )
+        if config.first_values:
+            self._lean()
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
         if config.head is not None:
             self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
+        self.dropout = Dropout(config.dropout) if config.dropout else None
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                module.name = name
+
+    def _lean(self) -> None:
+        """Let the values of each mixer lean on those of the first with as many channels."""
+        seen = set[int]()
+        for block in cast("list[Block]", self.blocks):
+            width = getattr(getattr(block, "mixer", None), "value_channels", 0)
+            if width:
+                block.first_values = FirstValues(self.config.d_model, width, first=width not in seen)
+                seen.add(width)
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +180,12 @@ class LanguageModel(nn.Module):
         x_BTD, before_B = ranks.received(x_BTD, state.length_B)
         x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
         x_BTD = ranks.handed(x_BTD, length_B)
-        layers, aux, shared = [], dict[str, Term](), dict[str, Tensor]()
+        if self.dropout is not None:
+            for module in self.modules():
+                if isinstance(module, Dropout):
+                    module.passes += 1
+            x_BTD = self.dropout(x_BTD)
+        layers, aux, shared = [], dict[str, Term](), Shared()
         for index, (block, layer) in enumerate(
             zip(cast("list[Block]", self.blocks), state.layers, strict=True)
         ):

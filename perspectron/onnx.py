@@ -34,7 +34,7 @@ MOST_BYTES = 2**31 - 2**24
 CHECKED = 200
 """Greedy tokens that must be those of PyTorch."""
 TIE = 1e-4
-"""Of two logits that are nearer than this, rounding may choose either."""
+"""Difference of two logits below which rounding may choose either."""
 OPSET = 20
 
 
@@ -141,7 +141,7 @@ def _write(step: Step, tokenizer: Tokenizer, path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says of its own workings."""
+    """Silence what the exporter says about its own workings."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

@@ -46,7 +46,7 @@ Point = tuple[float, float]
 @dataclass(frozen=True)
 class Line:
     """Points joined by a line. style: number of its colour, dash and mark. spans: (low, high) at each point, drawn as a
-    band. thin: drawn faintly, as the raw values behind a smoothed line."""
+    band, or at a single point as a bar. thin: drawn faintly, as the raw values behind a smoothed line."""
 
     name: str
     points: Sequence[Point]
@@ -251,15 +251,8 @@ def _dots(axes: Any, plot: Dots) -> None:
         colour, _, mark = _style_of(dot.style)
         if dot.span:
             axes.plot(dot.span, (row, row), color=colour, linewidth=1.4, alpha=0.8, solid_capstyle="butt")
-        axes.plot(
-            dot.singles,
-            [row] * len(dot.singles),
-            color=colour,
-            linestyle="",
-            marker="|",
-            markersize=9,
-            alpha=0.7,
-        )
+        at = [row] * len(dot.singles)
+        axes.plot(dot.singles, at, color=colour, linestyle="", marker="|", markersize=9, alpha=0.7)
         axes.plot(
             dot.value, row, color=colour, linestyle="", marker=mark, markersize=7,
             markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, gid=_SAID + dot.name,
@@ -288,13 +281,16 @@ def _line(axes: Any, line: Line) -> None:
     xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
     if line.spans:
         low, high = zip(*line.spans, strict=True)
-        axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        if len(xs) > 1:
+            axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        else:
+            axes.vlines(xs, low, high, color=colour, linewidth=1.4, alpha=0.8)
     width, alpha = (0.8, 0.45) if line.thin else (1.8, 1)
     mark = mark if len(xs) <= MARKED and not line.thin else ""
+    dash = "" if len(xs) == 1 else "-" if line.thin else dash
     axes.plot(
-        xs, ys, color=colour, linestyle="-" if line.thin else dash, linewidth=width, alpha=alpha, marker=mark,
-        markersize=5, markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, label=line.name,
-        gid=_SAID + line.name,
+        xs, ys, color=colour, linestyle=dash, linewidth=width, alpha=alpha, marker=mark, markersize=5,
+        markeredgecolor=PALETTE["ground"][0], markeredgewidth=0.6, label=line.name, gid=_SAID + line.name,
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def columns(x_BT: Tensor) -> Tensor:
 
 
 def split() -> bool:
-    """Whether several ranks read one row."""
+    """True if several ranks read one row."""
     return bool(_here) and _here[-1].columns > 1
 
 

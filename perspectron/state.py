@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron import narrow
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
 from perspectron.files import atomic, load_tensors, parse_json, save_tensors
@@ -202,25 +203,21 @@ class Stateful(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class Frozen:
-    """A model whose weights stay as they are, for many states: its fingerprint, a digest of all of them, is taken
-    once."""
-
-    def __init__(self, model: Stateful) -> None:
-        self.config, self.init_state, self._digest = model.config, model.init_state, model.fingerprint()
-
-    def fingerprint(self) -> str:
-        return self._digest
-
-
 def save_state(
-    path: Path | str, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None
+    path: Path | str,
+    state: LMState,
+    model: Stateful,
+    *,
+    extra: dict[str, Any] | None = None,
+    dtype: narrow.Dtype = "full",
 ) -> None:
-    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON to store with it.
+    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON to store with it. dtype: of its
+    numbers; in fewer bits the state that is loaded is near it and not it.
 
-    The file is written atomically. StorageError if it cannot be written.
+    The file is written atomically. StorageError if it cannot be written, StateError for numbers that the dtype cannot
+    hold.
     """
-    tensors, header = _packed(path, state, model, extra)
+    tensors, header = _packed(path, state, model, extra, dtype)
     with atomic(Path(path)) as temporary:
         save_tensors(temporary, tensors, header)
 
@@ -231,7 +228,11 @@ def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str,
 
 
 def _packed(
-    path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None
+    path: Path | str,
+    state: LMState,
+    model: Stateful,
+    extra: dict[str, Any] | None,
+    dtype: narrow.Dtype = "full",
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
@@ -250,6 +251,8 @@ def _packed(
         parse_json(header["extra"])
     except ValueError as error:
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
+    if dtype != "full":
+        narrow.tensors(path, tensors, header, dtype)
     header["digest"] = digest_of(header, tensors)
     return tensors, header
 
@@ -367,6 +370,8 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     digest = header.pop("digest", None)
     if digest_of(header, tensors) != digest:
         raise StateError(f"{path}: damaged, its contents do not match its digest")
+    if narrow.STORED in header:
+        narrow.widened(path, tensors, header)
     return header, tensors
 
 

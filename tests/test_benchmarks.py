@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,10 +17,26 @@ import pytest
 from benchmarks import common
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def sources() -> str:
+    """A folder of Python files that never change, so that the same ones are held out."""
+    folder = Path(tempfile.mkdtemp(prefix="perspectron-sources-"))
+    loop = "    for number in range({}):\n        total += number if number else name({})\n"
+    for i in range(200):
+        body = "".join(loop.format(i + j, j) for j in range(20))
+        text = (
+            f"def name(total):\n    return total + {i}\n\n\ndef work(total):\n{body}    return [total, {i}]\n"
+        )
+        (folder / f"file{i}.py").write_text(text)
+    return str(folder)
+
+
 SCRIPTS = {
     "adapt": ["--arms", "none", "trace", "backprop, 64", "jvp, K = 8", "dynamic"],
     "pdr_scan": [],
     "decode": [],
+    "contexts": [],
     "train": ["--dtypes", "bfloat16"],
     "updates": [],
     "precision": [],
@@ -35,8 +52,12 @@ SCRIPTS = {
     "sessions": [],
     "determinism": [],
     "step": ["--rows", "4"],
+    "in_transformers": [],
+    "in_onnx": [],
+    "import_gpt2": [],
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
+    "documents": ["--seeds", "1", "--data", sources()],
 }
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -120,6 +141,35 @@ def test_decode(results):
     assert sizes == sorted(set(sizes))
     assert found["paired"]["ratio"]["count"] == found["paired"]["pairs"]
     assert set(found["longest_to_shortest"]) == set(found["models"])
+
+
+def test_in_transformers(results):
+    rows = results("in_transformers")["rows"]
+    assert len(rows) == 9 and {cells["perspectron"] for cells in rows.values()} == {"ok"}
+    assert rows["import and build"]["mamba2 of transformers"] == "ok"
+
+
+def test_in_onnx(results):
+    for found in results("in_onnx").values():
+        assert found["tokens"] == 200 and found["ms"] > 0 and found["torch_ms"] > 0
+
+
+def test_import_gpt2(results):
+    found = results("import_gpt2")
+    assert set(found) == {"gpt2", "lens"}
+    assert all(0 < its["largest_difference"] <= 1e-5 for its in found.values())
+
+
+def test_contexts(results):
+    found = results("contexts")
+    assert set(found) == {"perspective2", "transformer"}
+    for contexts in found.values():
+        for one in contexts.values():
+            assert (
+                0 < one["decode_seconds"]["low"] <= one["decode_seconds"]["median"] and one["state_bytes"] > 0
+            )
+    short, long = (one["state_bytes"] for one in found["transformer"].values())
+    assert long > short
 
 
 def test_train(results):
@@ -336,3 +386,16 @@ def test_spreads():
     assert common.ratios([4.0, 9.0], [2.0, 3.0]).median == 2.5
     middle = common.ratios([2.0, 9.0, 16.0], [2.0, 3.0, 2.0], common.Spread.middle)
     assert middle == common.Spread(3.0, 2.0, 5.5, 3)
+
+
+def test_documents(results):
+    found = results("documents")
+    assert [len(layer) for layer in found["halflives"]["layers"][0]] == [4] * 4
+    assert len(found["halflives"]["slope"]["values"]) == found["seeds"] == 1
+    for name in ("adr", "gpt2"):
+        (one,) = found["coherence"][name]
+        assert 0 <= one["repeated_4grams"] <= 1 and one["bits_per_byte"] > 0
+    assert found["geometry"][0]["model"] == "drm-104k" and 0 < found["depth"][0]["tokens"] <= 1600
+    states = found["states"]["1024"]
+    assert states["full"]["more"] == 0 and states["int8"]["bytes"] < states["float16"]["bytes"]
+    assert len(found["gate"]["conditions"]) == 4

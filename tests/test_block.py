@@ -30,9 +30,10 @@ from perspectron.config import (
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
 from perspectron.errors import ConfigError
 from perspectron.ffn import ContextMLPConfig, FFNConfig, MLPConfig, SwiGLUConfig, TiedConfig
+from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.lens import LensConfig
-from perspectron.model import EmitterConfig, LanguageModel, LinearHeadConfig, Output
+from perspectron.model import LanguageModel, Output
 from perspectron.state import LMState
 from perspectron.terms import Term
 from perspectron.train.config import RunConfig, TrainConfig
@@ -594,3 +595,16 @@ def test_biases_and_bounds_of_heads_do_not_decay(name, vectors):
     found = {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) not in decayed}
     assert vectors <= found
     assert not vectors & {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) in decayed}
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_parallel_parts_read_the_same(period):
+    config = presets.get("perspective", vocab_size=V, d_model=D, layers=2, hidden=24, rank=4, heads=2, kv_heads=1,
+                         window=8, period=period, residual="parallel")  # fmt: skip
+    model = perspectron.build(config).double()
+    x = torch.randn(2, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    block = model.blocks[0]
+    mixed, _, _ = block.mixer(block.mixer_norm(x), block.init_state(2, x.device, x.dtype))
+    expected = x + mixed + block.ffn(block.ffn_norm(x), mixed)[0]
+    found, _, _ = block(x, block.init_state(2, x.device, x.dtype), block.ffn, None, None)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

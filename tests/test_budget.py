@@ -55,6 +55,12 @@ def test_a_model_that_would_not_fit_is_halved_until_it_does(machine, monkeypatch
     assert 5e6 < active_parameters(made) < 2e9 / 16 / 2
 
 
+@pytest.mark.parametrize(("room", "most"), [(10**12, 65536), (2 * 10**9, 2543), (10**6, 257)])
+def test_characters_get_half_of_the_room(machine, monkeypatch, room, most):
+    monkeypatch.setattr(budget, "room", lambda device: room)
+    assert budget.largest_vocabulary(TrainConfig(batch_size=32, seq_len=256)) == most
+
+
 def test_a_given_vocabulary_is_kept_though_it_needs_a_larger_model(machine):
     made = sized("perspective2", Budget(tokens=1000), TrainConfig(), MANY, 0, 8192)
     assert made.vocab_size == 8192 and active_parameters(made) > 200_000
@@ -75,5 +81,5 @@ def test_rates_come_from_the_table_and_fall_with_the_size(monkeypatch):
     assert presets.rate("gla", 32_000_000) == pytest.approx(2e-3)
     assert presets.rate("gla", 500_000) == pytest.approx(1e-2)
     assert presets.rate("gla", 1) == 1.6e-2
-    assert presets.rate("perspective2", 2_000_000) == 8e-3 and presets.rate("transformer", 2_000_000) == 4e-3
+    assert presets.rate("perspective2", 2_000_000) == 4e-3 and presets.rate("transformer", 2_000_000) == 8e-3
     assert set(presets.rates.RATES) <= set(presets.DESIGNS)

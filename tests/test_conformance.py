@@ -17,9 +17,9 @@ from torch import Tensor
 
 import perspectron
 from perspectron.config import BlockConfig, ModelConfig, NoResidualConfig
+from perspectron.heads import EmitterConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.drm_terms import Losses
-from perspectron.model import EmitterConfig
 from perspectron.ops import drm
 
 OWN = Path(__file__).parent / "vectors"

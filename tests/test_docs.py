@@ -1,10 +1,13 @@
 """The documentation: blocks of code run, citations and links lead somewhere, and the site needs no network."""
 
+import functools
+import http.server
 import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import unicodedata
 from pathlib import Path
 
@@ -12,11 +15,13 @@ import pytest
 
 from perspectron.cli import compare
 from perspectron.cli.main import main
+from tests.browser import AA, CHROMIUM, browsing, look
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
 RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
@@ -116,6 +121,17 @@ def test_citations_name_a_page_and_a_heading_that_exist():
     assert lost == []
 
 
+def test_tests_that_pages_name_exist():
+    named = {match for page in pages() for match in TEST.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 30
+    lost = [
+        (path, name)
+        for path, name in sorted(named)
+        if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert lost == []
+
+
 def test_nothing_cites_what_a_user_cannot_open():
     hidden = re.compile(r"\bseeds/|\bdecisions(\.md| §)")
     sources = [*pages(), *(ROOT / "claims").rglob("*.py")]
@@ -162,3 +178,29 @@ def test_the_site_has_every_page_and_citations_in_the_reference_are_links(site):
     mixers = (site / "reference" / "mixers.html").read_text(encoding="utf-8")
     assert 'href="../designs/perspective.html#the-recurrence"' in mixers
     assert 'id="perspectron.mixers.pdr.PDRConfig"' in mixers
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address(site):
+    """The site behind a server, without which its search does not work."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("name", ["index.html", "guides/your-text.html", "results.html"])
+def test_the_site_can_be_read_by_everyone(address, name):
+    with browsing(f"{address}/{name}") as page:
+        assert look(page, AA) == []
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"

@@ -2,25 +2,12 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    BambaConfig,
-    BambaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import perspectron
 from perspectron import foreign
@@ -28,28 +15,9 @@ from perspectron.cli.main import main
 from perspectron.data.adopt import adopt
 from perspectron.data.tokenizer import blank
 from perspectron.errors import CheckpointError, DataError
+from tests.foreign_models import HEADS, MODELS, TEXT, V, saved
+from tests.foreign_models import tokenizer as made_tokenizer
 
-V, TEXT = 300, "The quick brown fox's 1,234 jumps, isn't it?\n\n    indented   = 5; " + "naïve 汉字 " * 3
-SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 299, "eos_token_id": 299}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=299, eos_token_id=299)
-    ),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**SMALL, **HEADS, attention_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    ),
-    "mistral": lambda: MistralForCausalLM(
-        MistralConfig(**SMALL, **HEADS, sliding_window=None, tie_word_embeddings=True)
-    ),
-    "mamba2": lambda: Mamba2ForCausalLM(
-        Mamba2Config(**SMALL, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8, pad_token_id=0)
-    ),
-    "bamba": lambda: BambaForCausalLM(
-        BambaConfig(**SMALL, **HEADS, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=8,
-                    pad_token_id=0)
-    ),
-}  # fmt: skip
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -57,25 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 @pytest.fixture
 def bpe() -> ByteLevelBPETokenizer:
-    """As GPT-2's, its separator last."""
-    inner = ByteLevelBPETokenizer()
-    inner.train_from_iterator([TEXT * 20], vocab_size=299, min_frequency=2, show_progress=False)
-    inner.add_special_tokens(["<|endoftext|>"])
-    return inner
-
-
-def saved(folder: Path, kind: str, bpe: ByteLevelBPETokenizer):
-    torch.manual_seed(5)
-    model = MODELS[kind]().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
-            else:
-                weight.add_(0.1 * torch.randn_like(weight))
-    model.save_pretrained(folder)
-    bpe.save(str(folder / "tokenizer.json"))
-    return model
+    return made_tokenizer()
 
 
 @pytest.mark.parametrize("kind", MODELS)

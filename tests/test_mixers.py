@@ -152,6 +152,7 @@ def test_the_table_entry_fits_together(name):
     y, after, aux = module(tokens(3, 5), state)
     assert y.shape == (3, 5, D) and type(after) is type(state) and isinstance(aux, dict)
     assert all(leaf.shape[0] == 3 for leaf in leaves(after)), "every state tensor has the batch first"
+    assert torch.equal(module(tokens(3, 5))[0], y), "without a state it starts from the empty one"
 
 
 # ---------------------------------------------------------------- time

@@ -247,7 +247,7 @@ def test_a_seed_gives_the_same_model_and_another_seed_another():
     drawn = [name for name in weights[0] if not torch.equal(weights[0][name], weights[2][name])]
     starts_fixed = ["gates_HL", "offset_EA"]  # how lenses mix, where experts stand
     starts_fixed += ["b_bias", "c_bias"]  # what is added to Mamba-3's keys and queries
-    starts_fixed += ["mix_6D", *(f"{name}_low.0.weight" for name in "wag")]  # RWKV-7's mixes and low ranks
+    starts_fixed += ["mix_ND", "mix_6D", *(f"{name}_low.0.weight" for name in "wag")]  # mixes and low ranks
     for i, mixer in enumerate(MIXERS):  # and its outputs
         last = {"rwkv7": "o_proj", "rwkv7_channel": "v_proj"}.get(mixer)
         starts_fixed += [f"blocks.{i}.mixer.{last}.weight"] if last else []

@@ -62,6 +62,6 @@ def test_an_old_run_goes_on(tmp_path):
                     found[key], value, rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}"
                 )
     progress = [json.loads((r / last / "checkpoint.json").read_text())["progress"] for r in (run, RUN)]
-    progress[1]["loader"]["order"] = 1  # not named then
+    progress[1]["loader"] |= {"order": 1, "sources": 0}  # not named then
     assert progress[0] | {"seconds": 0, "heldout": 0} == progress[1] | {"seconds": 0, "heldout": 0}
     assert progress[0]["heldout"] == pytest.approx(progress[1]["heldout"], rel=1e-6)

@@ -1,35 +1,26 @@
 """Pages that people open: no violation of axe's rules (contrast, names, order, what the keyboard reaches), in light and
-dark, on a wide screen and on a phone; nothing in the console, and nothing wider than the phone."""
+dark, on a wide screen and on a phone; nothing in the console, and nothing wider than the phone.
 
+    python -m tests.test_pages RUN docs/images
+
+takes pictures of the report and of a run's playground.
+"""
+
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page
 
 import perspectron
 from perspectron import presets
 from perspectron.cli import playground
 from perspectron.data import Tokenizer
 from perspectron.train import curve
-from tests.serve.test_page import CHROMIUM, browsing
+from tests.browser import CHROMIUM, browsing, look
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-
-
-def look(page: Page) -> list[str]:
-    """Each violated rule and where it is first, in both palettes and widths."""
-    found = []
-    for scheme in ("light", "dark"):
-        for width in (1300, 390):
-            page.emulate_media(color_scheme=scheme)
-            page.set_viewport_size({"width": width, "height": 900})
-            for rule in Axe().run(page).response["violations"]:
-                found.append(f"{scheme}, {width}: {rule['id']} at {rule['nodes'][0]['target']}")
-    if page.evaluate("document.documentElement.scrollWidth") > 390:
-        found.append("wider than a phone")
-    return found
 
 
 def test_rules_are_seen_to_be_broken(tmp_path):
@@ -65,3 +56,41 @@ def test_the_playground(tmp_path):
     playground.write(tmp_path / "page.html", model, tokenizer, tmp_path / "loss.svg", [("text", "stdlib")])
     with browsing((tmp_path / "page.html").as_uri()) as page:
         assert look(page) == []
+
+
+def test_the_demo_and_the_geometry(tmp_path):
+    from perspectron.cli import demo, geometry
+    from perspectron.eval.geometry import Options, measure
+    from tests.eval.test_geometry import FEW, TINY
+
+    model = {"parameters": 1000, "likeliest": [[" Rome", 0.8]] + [[" ,", 0.1]] * 4,
+             "asked": {"told": 3, "unseen": 2, "unknown": 1},
+             "right": {"told": 0.9, "unseen": 0.8, "unknown": 0.2}}  # fmt: skip
+    literal = {"text": " ba", "token": 3, "leak": 0.2, "again": 0.1}
+    results = {"prompt": demo.PROMPT, "steps": 6, "seconds": 5.0, "literal": literal,
+               "models": {"adr": model, "gpt2": model}}  # fmt: skip
+    drm = perspectron.build(presets.get("drm", **TINY)).requires_grad_(False)
+    found = measure(drm, [i * i % 40 for i in range(2400)], Options(**FEW))
+    for name, page_ in (("demo", demo.page(results)), ("geometry", geometry.page(found))):
+        (tmp_path / f"{name}.html").write_text(page_)
+        with browsing((tmp_path / f"{name}.html").as_uri()) as page:
+            assert look(page) == []
+
+
+def pictures(run: Path, folder: Path) -> None:
+    """The first screen of the report in both schemes and on a phone, and the gates of a run's playground."""
+    report = ROOT / "results" / "reference" / "results.html"
+    for kind, scheme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
+        size = {"width": width, "height": 800}
+        with browsing(report.as_uri(), color_scheme=scheme, viewport=size) as page:
+            page.screenshot(path=folder / f"report-{kind}.png")
+    model, tokenizer = perspectron.load(run)
+    path = Path(tempfile.mkdtemp()) / "page.html"
+    playground.write(path, model, tokenizer, run / "loss.svg", [("text", "a play")])
+    for scheme in ("light", "dark"):
+        with browsing(path.as_uri(), color_scheme=scheme, viewport={"width": 1100, "height": 500}) as page:
+            page.locator("svg").last.screenshot(path=folder / f"gates-{scheme}.png")
+
+
+if __name__ == "__main__":
+    pictures(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -145,6 +145,7 @@ def test_a_part_is_named_where_several_have_a_size():
 
 
 def test_titles_are_names_that_readers_know():
+    assert presets.title("transformer[shift=true,first_values=true]") == "Transformer[shift, first_values]"
     assert presets.title("ssd") == "Mamba-2" and presets.title("perspective") == "Perspective"
     assert presets.title("perspective[kda,rank=16]") == "Perspective[KDA, rank=16]"
     assert presets.title("without the gate") == "without the gate"

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import math
 import os
 import pickle
 import random
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import perspectron
 import perspectron.state as state_module
@@ -542,3 +543,51 @@ def test_a_state_made_under_autocast_loads(model, tmp_path):
 def test_a_pipe_is_refused_at_once(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", model)
+
+
+@pytest.mark.parametrize(("dtype", "size", "error"), [("float16", 0.55, 1e-3), ("int8", 0.5, 1e-2)])
+def test_fewer_bits_come_back_near(model, state, tmp_path, dtype, size, error):
+    full, small = tmp_path / "full.state", tmp_path / "small.state"
+    for path, kind in ((full, "full"), (small, dtype)):
+        perspectron.save_state(path, state, model, extra=EXTRA, dtype=kind)
+    held = {path: sum(t.nbytes for t in load_file(path).values()) for path in (full, small)}
+    assert held[small] < size * held[full] + 400
+    loaded = perspectron.load_state(small, model)
+    for a, b in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(state), strict=True):
+        if isinstance(a, torch.Tensor):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            if a.is_floating_point():
+                bound = error * b.abs().amax(-1, keepdim=True) if b.numel() else 0
+                assert ((a - b).abs() <= bound + 1e-7).all()
+            else:
+                assert torch.equal(a, b)
+    assert state_module.load_extra(small) == EXTRA
+    assert (continued(model, loaded) - continued(model, state)).abs().max() < 0.2
+    perspectron.save_state(full, state, model, extra=EXTRA)
+    assert torch.equal(continued(model, perspectron.load_state(full, model)), continued(model, state))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_numbers_that_do_not_fit(model, state, tmp_path, dtype):
+    value = 1e6 if dtype == "float16" else math.inf
+    leaves, spec = pytree.tree_flatten(state)
+    at = next(
+        i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel()
+    )
+    leaves[at] = torch.full_like(leaves[at], value)
+    with pytest.raises(StateError, match=f"numbers that {dtype} cannot hold; save it in full"):
+        perspectron.save_state(tmp_path / "x", pytree.tree_unflatten(leaves, spec), model, dtype=dtype)
+
+
+@pytest.mark.parametrize("stored", ["[]", '{"layers[0].none": "torch.float32"}', '{"length": 3}', "{"])
+def test_a_list_of_dtypes_that_does_not_fit(model, state, tmp_path, stored):
+    path = tmp_path / "small.state"
+    perspectron.save_state(path, state, model, dtype="int8")
+    with safe_open(path, "pt") as file:
+        header = dict(file.metadata())
+    tensors = load_file(path)
+    header["stored"] = stored
+    del header["digest"]
+    header["digest"] = state_module.digest_of(header, tensors)
+    save_file(tensors, path, header)
+    refused(path, model)

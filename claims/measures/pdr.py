@@ -28,7 +28,7 @@ from claims.measures.common import (
 from perspectron import presets
 from perspectron.decode.perspectives import Perspectives, PerspectivesConfig
 from perspectron.decode.reading import read
-from perspectron.experts.ternary import trits
+from perspectron.experts.ternary import Rule, trits
 from perspectron.mixers.pdr import PDR, PDRState
 from perspectron.model import build
 from perspectron.ops import pdr
@@ -149,7 +149,8 @@ def gradient_left(tokens: int) -> float:
 
 
 def direct_gradient(back: int) -> Evidence:
-    """Gradient of the last token's output by the embedding `back` tokens before, with and without GQA layers."""
+    """Gradient of the last token's output along one direction by the embedding `back` tokens before, with and without
+    GQA layers. Not of its square: a norm makes that the same number for every input."""
     norms = []
     for every in (4, 0):
         model = made("perspective-tiny-dense")
@@ -165,7 +166,8 @@ def direct_gradient(back: int) -> Evidence:
             inputs[0].retain_grad()
 
         hook = model.blocks[0].register_forward_pre_hook(keep)
-        model.hidden(text(tokens=256))[0][:, -1].square().sum().backward()
+        last_BD = model.hidden(text(tokens=256))[0][:, -1]
+        (last_BD * drawn(*last_BD.shape)).sum().backward()
         hook.remove()
         model.zero_grad()
         norms.append(cast(Tensor, kept[0].grad)[:, -1 - back].norm().item())
@@ -252,12 +254,12 @@ def gradient_flow(layers: int) -> Evidence:
     return Evidence((ratio,), shown + "the first RMSNorm divides by", "embeddings of unit size, untrained")
 
 
-def zeros_of(kind: str) -> float:
+def zeros_of(kind: str, rule: Rule = "absmean") -> float:
     """Share of zeros when weights of a distribution become ternary: "normal" or "laplace"."""
     weight = drawn(512, 512)
     if kind == "laplace":
         weight = torch.distributions.Laplace(0.0, 1.0).icdf(torch.special.ndtr(weight.double()))
-    return round((trits(weight)[0] == 0).double().mean().item(), 3)
+    return round((trits(weight, rule)[0] == 0).double().mean().item(), 3)
 
 
 def delta_bytes(share: float, weights: int) -> float:

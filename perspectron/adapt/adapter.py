@@ -55,6 +55,12 @@ def gates(model: LanguageModel) -> dict[int, nn.Linear]:
         raise ConfigError(
             "the model is packed in few bits, which have no derivative; adapt the run that it was made from"
         )
+    require(
+        not model.config.shift,
+        "shift",
+        model.config.shift,
+        "False: adapters are of PDR as the document has it",
+    )
     for index, block in enumerate(cast("list[Block]", model.blocks)):
         mixer = getattr(block, "mixer", None)
         if isinstance(mixer, PDR) and isinstance(mixer.p_proj, nn.Linear):

@@ -1,5 +1,7 @@
 """`perspectron ablate`."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,12 +10,13 @@ from rich.console import Console
 
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish
-from perspectron.cli.options import count
+from perspectron.cli.options import answer, count
 from perspectron.cli.progress import Work
-from perspectron.compare.ablations import ablate, ablations_of
+from perspectron.compare.ablations import Ablation, ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
-from perspectron.config import between_commas, one_of, require
+from perspectron.config import ModelConfig, between_commas, one_of, require
 from perspectron.data import absolute
+from perspectron.errors import ConfigError
 from perspectron.eval.suites import OF_TEXT
 from perspectron.files import locked
 from perspectron.opening import describe
@@ -27,7 +30,9 @@ class Ablate:
 
     All other optimizer settings are those of `compare`.
 
-    Example: perspectron ablate runs/letters --over no_conv,no_gqa --out runs/ablate
+    Example: perspectron ablate runs/letters --over no_first_values,no_gqa --out runs/ablate
+
+    List the ablations of a run: perspectron ablate runs/letters
 
     Every available ablation, with fewer tokens: perspectron ablate runs/letters --tokens 1M --out runs/parts
 
@@ -36,10 +41,10 @@ class Ablate:
 
     run: tyro.conf.Positional[Path]
     """Folder of a run of any design; baselines have fewer ablations than our own designs."""
-    out: Path
-    """Output folder; with the same options as before, the ablations resume there."""
+    out: Path | None = None
+    """Output folder, where the same command resumes; without it, the ablations of the run are listed."""
     over: str = "all"
-    """Ablations, separated by commas, or "all" (an unknown name lists them)."""
+    """Ablations, separated by commas, or "all"."""
     tokens: str | None = None
     """Tokens that each arm is trained on (default: as many as the run)."""
     seeds: int = 1
@@ -53,6 +58,8 @@ class Ablate:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
         config = describe(self.run).of_run()
         design, known = design_of(config.model), ablations_of(config.model)
+        if self.out is None:
+            return answer(False, {}, *_lines(config.model, known))
         names = list(known) if self.over == "all" else between_commas(self.over)
         made: Models = {
             design: (replace(config.model, name=design), "the whole design", DESIGNS[design].source)
@@ -77,3 +84,11 @@ class Ablate:
             (min(1.0, train.optim.warmup / train.steps),), dtype=train.dtype, device=train.device,
             suites=tuple(one_of(name, OF_TEXT, "suites") for name in between_commas(self.suites)),
         )  # fmt: skip
+
+
+def _lines(model: ModelConfig, known: Mapping[str, Ablation]) -> Iterator[str]:
+    """A line for each ablation that can be made of the model."""
+    for name, ablation in known.items():
+        with contextlib.suppress(ConfigError):
+            ablate(model, name)
+            yield f"{name:<18} {ablation.about}"

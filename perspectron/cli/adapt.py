@@ -28,33 +28,32 @@ from perspectron.train.config import RunConfig
 
 @dataclass(frozen=True)
 class Adapt:
-    """Learn from a text while reading it: a small adapter of the gates, which is saved in a file of its own.
+    """Learn from a text while reading it: train a small adapter of the gates and save it to a file.
 
-    Prints the text's bits per byte with and without it; every token counts before it is learned from.
+    Prints the text's bits per byte with and without the adapter; every token is scored before it is learned from.
 
     Example: perspectron adapt runs/routed --text other.txt
 
-    To go on: perspectron adapt runs/routed --text letters.txt --adapter runs/routed/adapter.safetensors
+    Continue learning: perspectron adapt runs/routed --text letters.txt --adapter runs/routed/adapter.safetensors
 
-    As a run of its own: perspectron adapt runs/routed --text other.txt --merge runs/adapted
+    As a new run: perspectron adapt runs/routed --text other.txt --merge runs/adapted
 
-    Expert positions instead: perspectron adapt runs/routed --text other.txt --positions --merge runs/moved
-    """
+    Positions of experts instead: perspectron adapt runs/routed --text other.txt --positions --merge runs/moved"""
 
     run: tyro.conf.Positional[Path]
     """Folder of a run with PDR layers, or of one of its checkpoints."""
     text: Path
     """Text to learn from."""
     adapter: Path | None = None
-    """Go on with this saved adapter; its rank, layers and seed count."""
+    """Continue with this saved adapter; its rank, layers and seed apply."""
     new: AdapterConfig = field(default_factory=AdapterConfig)
     learning: AdaptConfig = field(default_factory=AdaptConfig)
     out: Path | None = None
     """File of the adapter (default: RUN/adapter.safetensors)."""
     merge: Path | None = None
-    """Folder of a new run, the model with the adapter merged into its weights."""
+    """Folder for a new run: the model with the adapter merged into its weights."""
     positions: bool = False
-    """Move the positions of experts to the text, and learn no adapter; goes into --merge."""
+    """Move the positions of experts towards the text instead of learning an adapter; needs --merge."""
     tokens: int = 0
     """Number of tokens to read; 0 is all."""
     json: bool = False

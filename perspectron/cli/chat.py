@@ -25,38 +25,38 @@ from perspectron.train.guard import signals
 
 FENCE = '"""'
 HELP = f"""\
-What you type is read after all that stands there, on a line of its own, and the model goes on from it. An empty message
-lets it go on by itself. A model with a chat template answers what you type. Several lines: between two lines of {FENCE}
-  /save FILE   keep the memory in a file       /load FILE   go on from one
+Each message is appended to the text on a new line, and the model continues from there. An empty message lets the model
+continue by itself. A model with a chat template answers your message. Put {FENCE} before and after several lines.
+  /save FILE   save the memory to a file       /load FILE   load it from a file
   /fork        keep this point                 /back [N]    return to the last point kept, or the N-th last
-  /state       how large the memory is         /quit        or the end of the input
-A message that begins with / is typed with //. Ctrl-C ends an answer."""
+  /state       show the size of the memory     /quit        leave (or end the input)
+Type // for a message that begins with /. Ctrl-C stops an answer."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Write a text in turns with a model that remembers all of it.
+    """Write a text in turns with a model that keeps everything in its memory.
 
     Example: perspectron chat runs/letters
 
-    Go on from what /save or `generate --save-state` kept: perspectron chat runs/letters --load-state tree.state
+    Continue what /save or `generate --save-state` saved: perspectron chat runs/letters --load-state tree.state
 
-    Over a pipe, a line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
+    Over a pipe, each line is a message: perspectron chat runs/letters --max-tokens 40 < other.txt
     """
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     max_tokens: int = 100
-    """Tokens of an answer at most."""
+    """Maximum number of tokens in an answer."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends an answer and is not shown; may be given several times."""
     load_state: Path | None = None
-    """Go on after this saved conversation."""
+    """Continue this saved conversation."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
-    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
@@ -67,13 +67,13 @@ class Chat:
             talk.load(str(self.load_state))
         terminal = sys.stdin.isatty()
         if terminal:
-            print(f"{opened.model.config.name}; /help says what there is", file=sys.stderr)
+            print(f"{opened.model.config.name}; /help lists the commands", file=sys.stderr)
         for message in messages(terminal):
             try:
                 if not talk.take(message):
                     break
             except PerspectronError as error:
-                if not terminal:  # a script would go on from something else than it thinks
+                if not terminal:  # a script would continue from a state it does not expect
                     raise
                 print(f"perspectron: error: {error}", file=sys.stderr)
         return 0
@@ -107,21 +107,27 @@ def messages(terminal: bool) -> Iterator[str]:
 
 
 class Point(NamedTuple):
-    """A point of a talk: its memory and, with a chat template, the messages so far and their text."""
+    """A point of a talk: its memory and, with a chat template, the messages so far and their text. loaded: what was
+    read before the first of them, from a file."""
 
     memory: Conversation | None = None
     messages: tuple[dict[str, str], ...] = ()
     text: str = ""
+    loaded: Conversation | None = None
 
     def answered(self, memory: Conversation, said: str) -> "Point":
-        """The point after an answer, or after more of the last one."""
+        """The point after an answer, or after more of the last one, which may be of what was loaded."""
         before = self.messages
+        if not before:
+            return Point(memory, loaded=memory.fork())
         if before and before[-1]["role"] == "assistant":
             before, said = before[:-1], before[-1]["content"] + said
             text = self.text + said[len(self.messages[-1]["content"]) :]
         else:
             text = self.text + said
-        return Point(memory, (*before, {"role": "assistant", "content": said}), text)
+        return self._replace(
+            memory=memory, messages=(*before, {"role": "assistant", "content": said}), text=text
+        )
 
     def fork(self) -> "Point":
         return self._replace(memory=None if self.memory is None else self.memory.fork())
@@ -156,7 +162,9 @@ class Talk:
             return False
         if name not in self.commands:
             known = ", ".join(f"/{known}" for known in (*self.commands, "quit"))
-            raise ConfigError(f"/{name}: no such command; there are {known}, and // begins a message with /")
+            raise ConfigError(
+                f"/{name}: no such command; the commands are {known}; // begins a message with /"
+            )
         self.commands[name](rest.strip())
         return True
 
@@ -165,11 +173,11 @@ class Talk:
         options, rows = self.options, Rows(self.model, self.tokenizer, together=False)
         asked = self._asked(message)
         row = rows.add(
-            asked.text[len(self.now.text) :],
+            asked.text[len(self.now.text) if asked.memory is self.memory else 0 :],
             max_tokens=options.max_tokens,
             sampling=options.sampling,
             stop=options.stop,
-            conversation=None if self.memory is None else self.memory.fork(),
+            conversation=None if asked.memory is None else asked.memory.fork(),
         )
         ended, failed, said = False, False, ""
         with Work("reading") as work, signals() as caught:
@@ -190,33 +198,33 @@ class Talk:
         self.now = asked.answered(memory, said) if self.template else Point(memory)
 
     def _asked(self, message: str) -> Point:
-        """The talk as a message makes it: its text by the template, or the message on a line of its own."""
+        """The talk as a message makes it, with the memory after which it is read: its text by the template, or the
+        message on a line of its own. Where a template writes what was said before in another way (it trims answers,
+        say), all of it is read again."""
         if self.template is None:
             begins = self.memory is None or not message or self._ends_a_line()
-            return Point(text=message if begins else f"\n{message}")
+            return Point(self.memory, text=message if begins else f"\n{message}")
         if not message:
             goes_on = self.memory is not None and self.memory.pending != [[]]
-            require(goes_on, "message", message, "given: no answer goes on")
+            require(goes_on, "message", message, "given: there is no answer to continue")
             return self.now
         messages = (*self.now.messages, {"role": "user", "content": message})
         text = self.template.prompt(messages)
-        if not text.startswith(self.now.text):
-            raise ConfigError(
-                "the chat template changes what was said before, which is read already; begin anew"
-            )
-        return Point(messages=messages, text=text)
+        memory = self.memory if text.startswith(self.now.text) else self.now.loaded
+        return self.now._replace(memory=memory, messages=messages, text=text)
 
     def save(self, file: str) -> None:
         path = _path(file, "/save")
         if self.memory is None:
-            raise ConfigError("/save: nothing was said yet")
+            raise ConfigError("/save: there is nothing to save yet")
         self.memory.save(path, self.model)
         print(f"saved to {file}", file=sys.stderr)
 
     def load(self, file: str) -> None:
         memory = Conversation.load(_path(file, "/load"), self.model)
-        require(memory.rows == 1, "/load", file, f"a conversation of one text, not of {memory.rows}")
-        self.now = Point(replace(memory, state=memory.state.to(self.model.device)))
+        require(memory.rows == 1, "/load", file, f"a conversation of one text, not {memory.rows}")
+        memory = replace(memory, state=memory.state.to(self.model.device))
+        self.now = Point(memory, loaded=memory.fork() if self.template else None)
 
     def fork(self, _: str) -> None:
         self.kept.append(self.now.fork())
@@ -247,5 +255,5 @@ class Talk:
 
 def _path(file: str, command: str) -> Path:
     if not file:
-        raise ConfigError(f"{command}: give a file, as in {command} talk.state")
+        raise ConfigError(f"{command} needs a file, as in {command} talk.state")
     return Path(file)

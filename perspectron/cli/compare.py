@@ -75,8 +75,8 @@ class Compare:
     dev: float = Settings.dev
     """Share of the text that is used to choose learning rates and not for training."""
     match: Literal["tokens", "flops", "time", "state"] = Settings.match
-    """What is equal besides parameters: tokens, the transformer's FLOPs or time at --tokens, or the first design's
-    bytes of recurrent state, within 5%."""
+    """Budget that is equal besides parameters: tokens, the transformer's FLOPs or time at --tokens, or the first
+    design's bytes of recurrent state, within 5%."""
     state: int = Settings.state
     """With --match state: bytes of state; 0 takes the first design's."""
     vocab_size: int = Settings.vocab_size

@@ -11,7 +11,7 @@ from perspectron.cli.main import COMMANDS, about, command_of
 
 @dataclass(frozen=True)
 class Completion:
-    """Print what a shell needs to complete commands and options.
+    """Print a script for tab completion of commands and options.
 
     Example: perspectron completion bash > perspectron.bash
 
@@ -21,7 +21,7 @@ class Completion:
     """
 
     shell: tyro.conf.Positional[Literal["bash", "zsh", "tcsh"]]
-    """The shell."""
+    """The shell to complete in."""
 
     def __call__(self) -> int:
         found = {name: command_of(name) for name in COMMANDS}

@@ -36,7 +36,7 @@ class Eval:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     suite: str = "perplexity"
-    """perplexity, position, calibration, robustness, cost, recall or perspectives."""
+    """perplexity, position, calibration, robustness, cost, recall, perspectives or depth."""
     set: Sets = ()
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None
@@ -46,7 +46,7 @@ class Eval:
     seq_len: int | None = None
     """Tokens in a window (default: as in training)."""
     carry: bool = False
-    """In suite perplexity: carry the state from window to window and reset it only at the start of a document."""
+    """Carry the state from window to window in the suite perplexity, and reset it only at the start of a document."""
     tokens: int | None = None
     """Number of tokens to measure, from the start; 0 is all (default: all, or fewer in the other suites)."""
     cache: str | None = None

@@ -19,7 +19,7 @@ class Export:
 
     Example: perspectron export runs/letters --hf letters-hf
 
-    One step of the model with its state as input and output, checked against PyTorch over 200 tokens: perspectron
+    One step of the model, with the state as input and output, checked against PyTorch over 200 tokens: perspectron
     export runs/letters --onnx letters.onnx
     """
 
@@ -30,7 +30,7 @@ class Export:
     onnx: Path | None = None
     """New file for ONNX runtimes (PDR, GLA, Mamba-2 and attention, without experts)."""
     context: int = 1024
-    """With --onnx: tokens that full attention looks back on."""
+    """With --onnx: number of tokens that full attention looks back on."""
     json: bool = False
     """Print one JSON object."""
 

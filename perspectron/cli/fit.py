@@ -57,6 +57,8 @@ def fit(
         alone = "plain for several processes; leave torchrun out for the stages"
         require(not launched(), "recipe", "staged", alone)
         plan(run, config)  # what it cannot do, it says before the text is read
+    alone = "0 for several processes, which would not drop what one does"
+    require(config.model.dropout == 0 or not launched(), "dropout", config.model.dropout, alone)
     device = pick_device(config.train.device)
     require_room(config, device, layout.held(device.type))
     new = not run.is_dir()
@@ -95,7 +97,9 @@ def fit(
         else:
             code = _fit_plain(trainer, as_json, console, started, ends, log)
     if finished and code == 0:
-        console.print(f"the run was finished before: {config.train.steps} steps; {how_to_go_on(run, config)}")
+        console.print(
+            f"this run is already finished, at {config.train.steps:,} steps; {how_to_go_on(run, config)}"
+        )
     return code
 
 
@@ -109,12 +113,12 @@ def _fit_plain(
         rate, saved = trainer.config.train.optim.lr, checkpoint.found_in(run)
         kept = f"; {run} holds step {saved[-1].progress.step}" if saved else ""
         raise NonFiniteError(
-            f"{error}{kept}. Start again with a lower rate, in another folder: --lr {rate / 2:g} --out {run}-2"
+            f"{error}{kept}. Start again in another folder with a lower learning rate: --lr {rate / 2:g} --out {run}-2"
         ) from None
     if stopped is not None:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             console.print(
-                f"stopped and saved at step {trainer.progress.step}; go on with: perspectron train --resume {run}"
+                f"stopped and saved at step {trainer.progress.step}; resume with: perspectron train --resume {run}"
             )
         return 128 + stopped
     if trainer.progress.step > begun and trainer.best < math.inf:
@@ -130,13 +134,14 @@ def _ending(trainer: Trainer, seconds: float) -> list[str]:
     text = trainer.measured_text()
     others = ", ".join(f"{name} {bits:.3f}" for name, bits in compressors(text).items())
     lines = [
-        f"done in {duration(seconds)}: best {on} {trainer.best:.3f} bits per byte ({others}, of the same "
+        f"done in {duration(seconds)}: best {on} {trainer.best:.3f} bits per byte ({others} on the same "
         f"{len(text):,} bytes); curve: {run / CURVE}"
     ]
     course = [bits for line in read_metrics(run) if "loss" not in line for _, bits in [measured(line)]]
     if course[-1] > 1.01 * trainer.best:
         lines.append(
-            f"the loss rose to {course[-1]:.3f} at the end, the best was kept: fewer --epochs, or more text"
+            f"the loss rose to {course[-1]:.3f} towards the end, and the best checkpoint was kept: "
+            "train for less time, or on more text"
         )
     return [
         *lines,
@@ -169,7 +174,7 @@ def _fit_staged(
     stopped = staged(run, config, tokenizer, shards, fit=train, report=report, allow_changed=allow_changed)
     if stopped is not None:
         with contextlib.suppress(OSError):  # of a terminal that was closed
-            console.print(f"stopped and saved; go on with: perspectron train --resume {run}")
+            console.print(f"stopped and saved; resume with: perspectron train --resume {run}")
         return 128 + stopped
     console.print(f"stages: {run / ROWS}; curve: {run / CURVE}")
     return 0
@@ -211,7 +216,7 @@ def _fit(
     """Train to the end with a bar, or with JSON lines, each of which also says what is `beside`. ends: time to keep
     to."""
     if trainer.damaged is not None:
-        console.print(f"warning: {trainer.damaged}; going on from step {trainer.progress.step}")
+        console.print(f"warning: {trainer.damaged}; resuming from step {trainer.progress.step}")
     if trainer.progress.step < trainer.config.train.steps:
         with Work("a first pass"):
             estimate = trainer.estimate()
@@ -268,7 +273,7 @@ def _plan(trainer: Trainer, estimate: Estimate, ends: float | None) -> list[str]
     batch = train.batch_size * train.seq_len * train.accumulate
     passes = steps * batch / (trainer.loader.windows * train.seq_len)
     seconds = ends - time.monotonic() if ends is not None else estimate.whole(config, step)
-    begin = f"going on from step {step} of {steps}" if step else f"{steps:,} updates of {batch:,} tokens"
+    begin = f"resuming from step {step:,} of {steps:,}" if step else f"{steps:,} updates of {batch:,} tokens"
     return [
         f"{config.model.name}: {size / 1e6:.2f} M parameters, {train.dtype}, {trainer.device}, "
         f"learning rate {train.optim.lr:g}",
@@ -301,7 +306,7 @@ class Speed:
         return f"{head}  loss {line['loss']:.3f}  {line['tokens_per_second']:,.0f} tokens/s  {duration(left)} left"
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether a line is to be printed where lines are not written over."""
+        """True if a line is to be printed where lines are not written over."""
         now = time.monotonic()
         if now - self._said < self.EVERY and step < steps:
             return False

@@ -5,27 +5,32 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from rich.table import Table
 
 from perspectron import native
 from perspectron.adapt import Adapter, Learner
+from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
 from perspectron.cli.options import answer, open_model, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
+from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
 from perspectron.decode.perspectives import PerspectivesConfig, load_calibration
-from perspectron.decode.rows import Piece
 from perspectron.decode.safety import Action, Polytope, Safety
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, DataError
 from perspectron.eval.cost import Bench, bench
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
+from perspectron.narrow import Dtype
+from perspectron.opening import Opened
+from perspectron.stream.engine import StreamedModel
+from perspectron.stream.usage import FIRST, Usage
 
 UNDERLINED = "\033[4m{}\033[24m"
 PROMPT = "def read_lines(path):\n"  # of a measurement
@@ -33,64 +38,88 @@ PROMPT = "def read_lines(path):\n"  # of a measurement
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue one prompt or several, and conversations from where they stopped; without a prompt, begin a text.
+    """Continue one or more prompts, or a saved conversation; without a prompt, start a new text.
 
     Example: perspectron generate runs/letters "Dear Sir" --max-tokens 200
 
-    To go on later: perspectron generate runs/letters "Dear Sir" --save-state tree.state
+    Save the conversation: perspectron generate runs/letters "Dear Sir" --save-state tree.state
 
-    And then: perspectron generate runs/letters --load-state tree.state
+    Continue it later: perspectron generate runs/letters --load-state tree.state
 
-    A long text: perspectron generate runs/letters - < other.txt
+    Read a long prompt from standard input: perspectron generate runs/letters - < other.txt
 
-    Learning from the prompt while it is read: perspectron generate runs/routed "Dear Sir" --adapt
+    Save it with its adapter: perspectron generate runs/letters "Dear Sir" --keep talk
+
+    Continue from there: perspectron generate runs/letters --from talk --keep talk
+
+    Adapt to the prompt while reading it: perspectron generate runs/routed "Dear Sir" --adapt
     """
 
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Texts to continue, together in one batch, each drawing from its own stream of the seed; "-" reads standard input,
-    and without any a text begins."""
+    """Texts to continue, in one batch, each with its own random stream; "-" reads standard input; without a prompt a
+    new text starts."""
     max_tokens: int = 200
-    """Tokens to draw at most, for each prompt."""
+    """Maximum number of tokens to generate for each prompt."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends the text and is not shown; may be given several times."""
     load_state: Path | None = None
-    """Go on after this saved conversation; the prompt, if any, follows it."""
+    """Continue this saved conversation; a prompt is read after it."""
     save_state: Path | None = None
-    """Keep the conversation in this file."""
+    """Save the conversation to this file."""
+    state_dtype: Dtype = "full"
+    """Precision of the saved conversation: full resumes bit for bit; float16 and int8 are smaller and approximate."""
     adapt: bool = False
-    """Learn from each prompt while it is read, as `perspectron adapt` does, and write under what was learned."""
+    """Learn from each prompt while reading it, as `perspectron adapt` does, and generate with the result."""
     adapter: Path | None = None
-    """Write under this saved adapter; with --adapt, learn on from it."""
+    """Generate with this saved adapter; with --adapt, continue learning from it."""
     save_adapter: Path | None = None
-    """With --adapt and one prompt, keep the adapter in this file."""
+    """With --adapt and one prompt: save the adapter to this file."""
+    keep: Path | None = None
+    """Save everything to this folder: conversation, adapter, and with --warm the use of experts."""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Continue from a folder that --keep wrote."""
+    warm: bool = False
+    """Load the experts of an artifact first that this machine used most, and count their use in its usage.json."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
-    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
     verify: bool = False
-    """Check every file of an artifact before."""
+    """Check every file of an artifact first."""
     perspectives: bool = False
-    """Ask several views of the experts where the model is unsure; flagged tokens are underlined, and rates follow."""
+    """Ask several views of the experts where the model is unsure; tokens they disagree on are underlined, and rates are
+    printed at the end."""
     calibration: Path | None = None
-    """What `perspectives calibrate` wrote of this model (default: fixed thresholds)."""
+    """File that `perspectives calibrate` wrote for this model (default: fixed thresholds)."""
     safety: Path | None = None
-    """A safe set that `safety fit` wrote of this model."""
+    """Safe set that `safety fit` wrote for this model."""
     action: Action = "project"
-    """With --safety: project states into the set, flag tokens, stop, or mask the tokens that it names."""
+    """With --safety: project states into the set, flag tokens, stop, or mask the tokens that the set names."""
     bench: bool = False
-    """Measure instead: what a token costs, beside what it takes to read its bytes from memory. On the CPU, of one
-    prompt, greedily."""
+    """Measure the cost of a token instead, next to the time to read its bytes from memory (on the CPU, one prompt,
+    greedy)."""
     json: bool = False
-    """Print one JSON object instead of the text as it comes."""
+    """Print one JSON object instead of streaming the text."""
 
     def __call__(self) -> int:
         if self.bench:
             self._check_bench()
+        for name in ("load_state", "adapter") if self.from_ is not None else ():
+            value = getattr(self, name)
+            require(value is None, name, str(value), "left out with --from, whose folder has its own")
         opened = open_model(self.run, self.cache, verify=self.verify)
+        if self.from_ is not None:
+            files = kept(self.from_, opened.model)
+            own = replace(self, load_state=files[CONVERSATION], adapter=files.get(ADAPTER))
+            return own._write(opened)
+        return self._write(opened)
+
+    def _write(self, opened: Opened) -> int:
         model, tokenizer = opened.model, opened.tokenizer
+        usage = self._warm(opened)
         if self.bench:
             return _bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
         device = pick_device(self.device)
@@ -103,6 +132,9 @@ class Generate:
         safe = None if self.safety is None else Safety(Polytope.load(self.safety, model), self.action)
         texts, start = self._texts(conversation), time.perf_counter()
         prompts, adapter = texts, None
+        saves = self.save_state is not None or self.keep is not None
+        bound = "full without --save-state or --keep"
+        require(saves or self.state_dtype == "full", "state_dtype", self.state_dtype, bound)
         require(self.save_adapter is None or self.adapt, "save_adapter", self.save_adapter, "with --adapt")
         if self.adapt or self.adapter is not None:
             with Work("reading the prompt"):
@@ -130,18 +162,40 @@ class Generate:
                 perspectives=looks,
                 safety=safe,
             )
-        after = result.conversation
+        self._save(result.conversation, model, adapter, usage)
+        seconds = time.perf_counter() - start
+        self._print(texts, result, single, seconds)
+        if usage is not None and usage.asked:
+            share = usage.served / usage.asked
+            said = f"{share:.0%} of the experts of the first {FIRST} tokens were at hand"
+            print(f"perspectron: {said}", file=sys.stderr)
+        for line in _told(result, seconds) if looks is not None or safe is not None else ():
+            print(f"perspectron: {line}", file=sys.stderr)
+        return 0
+
+    def _save(
+        self, after: Conversation, model: LanguageModel, adapter: Adapter | None, usage: Usage | None
+    ) -> None:
+        """Keep what was asked to be kept."""
         if adapter is not None:
             after = replace(after, state=adapter.detach(after.state))
             if self.save_adapter is not None:
                 adapter.save(self.save_adapter)
         if self.save_state is not None:
-            after.save(self.save_state, model)
-        seconds = time.perf_counter() - start
-        self._print(texts, result, single, seconds)
-        for line in _told(result, seconds) if looks is not None or safe is not None else ():
-            print(f"perspectron: {line}", file=sys.stderr)
-        return 0
+            after.save(self.save_state, model, self.state_dtype)
+        if usage is not None:
+            usage.save()
+        if self.keep is not None:
+            keep(self.keep, after, model, adapter, None if usage is None else usage.path, self.state_dtype)
+
+    def _warm(self, opened: Opened) -> Usage | None:
+        """Begin with what was used most, and say so at the end."""
+        if not self.warm:
+            return None
+        model = opened.model
+        if not isinstance(model, StreamedModel):
+            raise ConfigError("warm = True, must be left out for a run: artifacts have experts on disk")
+        return model.warm(opened.folder.path / USAGE)
 
     def _perspectives(self, model: LanguageModel, tokenizer: Tokenizer) -> PerspectivesConfig | None:
         if not self.perspectives:
@@ -165,11 +219,14 @@ class Generate:
             "adapt",
             "adapter",
             "save_adapter",
+            "keep",
+            "from_",
+            "warm",
             "perspectives",
             "safety",
         ):
             value = getattr(self, name)
-            require(value in (None, (), False), name, value, "left out with --bench")
+            require(value in (None, (), False), name.strip("_"), value, "left out with --bench")
         for name, value in vars(self.sampling).items():
             require(value == getattr(SamplingConfig(), name), name, value, "left out with --bench")
 
@@ -177,8 +234,11 @@ class Generate:
         self, model: LanguageModel, tokenizer: Tokenizer, texts: list[str], talk: Conversation | None
     ) -> tuple[Conversation, Adapter]:
         """The conversation under an adapter for each row, and the last row's."""
-        alone = self.save_adapter is None or len(texts) == 1
-        require(alone, "save_adapter", self.save_adapter, "left out with several prompts")
+        saves = self.save_adapter is not None or self.keep is not None
+        name = "keep" if self.save_adapter is None else "save_adapter"
+        require(
+            not saves or len(texts) == 1, name, getattr(self, name), "left out with several adapted prompts"
+        )
         known = len(texts) if talk is None else talk.rows
         require(known == len(texts), "prompts", len(texts), f"{known}, as many as the conversation has rows")
         rows = list[Conversation]()
@@ -187,7 +247,7 @@ class Generate:
             learner = Learner(model, adapter, conversation=None if talk is None else talk.take(row))
             if self.adapt and (ids := tokenizer.encode(text)):
                 learner.read(ids)
-            rows.append(learner.conversation(traces=self.save_adapter is not None))
+            rows.append(learner.conversation(traces=saves))
         return Conversation.stack(rows), adapter
 
     def _texts(self, conversation: Conversation | None) -> list[str]:

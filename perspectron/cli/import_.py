@@ -12,9 +12,9 @@ from perspectron.config import require
 
 @dataclass(frozen=True)
 class Import:
-    """Read a model of transformers into a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
+    """Convert a transformers model to a run: one of ours, GPT-2, Llama, Mistral, Mamba-2 or Bamba.
 
-    The run holds weights alone: generate, eval, quantize and serve take it, and train --init goes on from it.
+    The run holds only weights: generate, eval, quantize and serve accept it, and train --init starts from it.
 
     Example: perspectron import letters-hf --out runs/letters-again
     """
@@ -24,7 +24,8 @@ class Import:
     out: Path
     """New folder of the run."""
     lens: bool = False
-    """Give a GPT-2 the parts of the lens design, at rest, so that it is the same function until it is trained on."""
+    """Add the parts of the lens design to a GPT-2, initialised so that its outputs stay the same until it is
+    trained."""
     json: bool = False
     """Print one JSON object."""
 

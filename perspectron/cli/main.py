@@ -7,6 +7,7 @@ import ast
 import contextlib
 import functools
 import io
+import os
 import sys
 import time
 import warnings
@@ -21,6 +22,7 @@ from perspectron.errors import ConfigError, PerspectronError
 
 COMMANDS = {
     "quickstart": "quickstart:Quickstart",
+    "demo": "demo:Demo",
     "train": "train:Train",
     "generate": "generate:Generate",
     "serve": "serve:Serve",
@@ -30,6 +32,8 @@ COMMANDS = {
     "adapt": "adapt:Adapt",
     "perspectives": "perspectives:PerspectivesOf",
     "safety": "safety:SafetyOf",
+    "geometry": "geometry:GeometryOf",
+    "gate": "gate:Gate",
     "inspect": "inspect:Inspect",
     "list": "list:List",
     "plan": "plan:Plan",
@@ -47,8 +51,8 @@ COMMANDS = {
     "lm-eval": "harness:run",
     "completion": "completion:Completion",
 }
-"""For each command, where in `perspectron.cli` it stands. A class is parsed from the arguments, and its instance called
-for the exit code; a function takes the arguments as they are."""
+"""The commands, and where in `perspectron.cli` each is defined. A class is parsed from the arguments, and its
+instance called for the exit code; a function takes the arguments as they are."""
 
 
 def console() -> int:
@@ -108,6 +112,7 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
         return functools.partial(command, rest)
     import tyro
 
+    tyro._experimental_options["ansi_codes"] = "NO_COLOR" not in os.environ
     default: Any = None
     if name == "train":
         from perspectron.cli.train import defaults

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POWERS = "KMGT"
 LARGEST = 2**62
 Sets = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-"""What every `--set KEY=VALUE …` says; it may be given several times."""
+"""The values of every `--set KEY=VALUE …`; the option may be given several times."""
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
 BOUND = "a size like 24G, 512M or 1.5GiB"
 

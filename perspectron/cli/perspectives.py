@@ -18,15 +18,15 @@ from perspectron.machine import pick_device
 
 @dataclass(frozen=True)
 class PerspectivesOf:
-    """Fit when several views of the experts disagree enough to matter, on held-out text.
+    """Fit, on held-out text, when a disagreement between views of the experts matters.
 
     Example: perspectron perspectives calibrate runs/routed --out calibration.json
 
-    And then: perspectron generate runs/routed "the" --perspectives --calibration calibration.json
+    Then: perspectron generate runs/routed "the" --perspectives --calibration calibration.json
     """
 
     action: tyro.conf.Positional[Literal["calibrate"]]
-    """What to do."""
+    """The action to take."""
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact, with routed experts."""
     out: Path
@@ -34,9 +34,10 @@ class PerspectivesOf:
     tokens: int = 8192
     """Tokens of the held-out text to read."""
     flag: float = 0.1
-    """Share of the unsure tokens that are above the threshold of disagreement."""
+    """Share of the unsure tokens that should exceed the threshold of disagreement."""
     trigger: float | None = None
-    """Share of tokens for which the views are asked (default: where the likeliest token has less than 0.6)."""
+    """Share of tokens for which the views are asked (default: those whose likeliest token has a probability below
+    0.6)."""
     from_layer: int = 0
     """First layer in which the views differ."""
     device: str = "auto"

@@ -44,7 +44,7 @@ class Plan:
     ram: str | None = None
     """Memory for the model and its state, not counting the program itself; required without --train."""
     vram: str | None = None
-    """GPU memory: it holds what every token uses and two experts; RAM holds the other experts."""
+    """GPU memory, which holds the weights that every token uses and two experts; RAM holds the other experts."""
     disk: str | None = None
     """Read rate of experts (default: measured in the folder of an artifact, otherwise ignored)."""
     bandwidth: str | None = None
@@ -62,17 +62,17 @@ class Plan:
     json: bool = False
     """Print one JSON object."""
     train: bool = False
-    """Predict a training in place of decoding: memory of each GPU, traffic and time of an update."""
+    """Predict a training instead of decoding: memory of each GPU, traffic and time of an update."""
     gpus: int = 1
-    """With --train: GPUs in all."""
+    """With --train: total number of GPUs."""
     local: int = 8
-    """With --train: GPUs of a machine."""
+    """With --train: GPUs per machine."""
     memory: str | None = None
-    """With --train: memory of a GPU, such as 80G."""
+    """With --train: memory of each GPU, such as 80G."""
     seq_len: int = 2048
-    """With --train: tokens of a window."""
+    """With --train: tokens in a window."""
     recompute: bool = False
-    """With --train: activations are computed again in the backward pass."""
+    """With --train: recompute activations in the backward pass."""
     layout: Layout = field(default_factory=Layout)
 
     def __call__(self) -> int:

@@ -1,4 +1,4 @@
-"""What `perspectron plan MODEL --train` prints: memory of each GPU, traffic and time of an update."""
+"""The output of `perspectron plan MODEL --train`: memory of each GPU, traffic and time of an update."""
 
 import math
 from dataclasses import asdict

@@ -63,7 +63,8 @@ class Quantize:
         folder = describe(self.run)
         config = folder.of_run()
         expert_files(folder.model)  # too many are refused now, not when all is packed
-        opened = open_model(self.run)
+        with Work(f"loading {self.run}"):
+            opened = open_model(self.run)
         model, tokenizer = opened.model, opened.tokenizer
         with tempfile.TemporaryDirectory() as scratch:
             shards = self._shards(opened, Path(scratch))
@@ -74,9 +75,10 @@ class Quantize:
                 before = None if held is None else self._measure(model, held, tokenizer, config.train)
             with Work(f"packing {config.model.name}"):
                 report = convert(model, self.linear, ids_nT)
-            save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
-            copy(opened.folder.path, self.out)
-            small, tokenizer = load(self.out)
+            with Work(f"writing {self.out}"):
+                save_artifact(model, tokenizer, self.out, trained=opened.folder.trained)
+                copy(opened.folder.path, self.out)
+                small, tokenizer = load(self.out)
             with Work("measuring the held-out loss again"):
                 after = None if held is None else self._measure(small, held, tokenizer, config.train)
         return self._answer(config.model.name, report, before, after)

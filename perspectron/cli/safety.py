@@ -20,31 +20,31 @@ from perspectron.model import LanguageModel
 
 @dataclass(frozen=True)
 class SafetyOf:
-    """Fit a safe set of what the head reads to allowed and blocked text, or test one.
+    """Fit a safe set of hidden states to allowed and blocked text, or test one.
 
     Example: perspectron safety fit runs/letters set.safe --allowed letters.txt --blocked verse=other.txt
 
-    How much is outside: perspectron safety test runs/letters set.safe --allowed letters.txt --blocked other.txt
+    Test it on texts: perspectron safety test runs/letters set.safe --allowed letters.txt --blocked other.txt
 
-    And then: perspectron generate runs/letters "The key" --safety set.safe
+    Then: perspectron generate runs/letters "The key" --safety set.safe
     """
 
     action: tyro.conf.Positional[Literal["fit", "test"]]
-    """ "fit" writes the file, "test" says what a file lets through."""
+    """ "fit" writes the file; "test" prints the share of each text that is outside."""
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     file: tyro.conf.Positional[Path]
-    """The set."""
+    """File of the safe set."""
     allowed: Path
-    """Text file of allowed sentences, one a line."""
+    """Text file of allowed sentences, one per line."""
     blocked: tuple[str, ...]
-    """Text files of blocked ones; NAME=FILE names their category."""
+    """Text files of blocked sentences; NAME=FILE names their category."""
     facets: int = 8
-    """Half-spaces of each category. fit alone"""
+    """Half-spaces for each category (fit only)."""
     alpha: float = 0.02
-    """Share of allowed text that may be outside. fit alone"""
+    """Share of allowed text that may lie outside (fit only)."""
     seed: int = 0
-    """Of the clusters, and of which half of the allowed text is for what. fit alone"""
+    """Seed of the clusters and of the split of the allowed text (fit only)."""
     json: bool = False
     """Print one JSON object."""
 

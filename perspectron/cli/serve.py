@@ -30,7 +30,7 @@ DRAIN = 60  # seconds for texts under way when the server is stopped
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve models over HTTP, with a page to try them: OpenAI's API, and states to save, fork and restore.
+    """Serve models over HTTP: an OpenAI-compatible API, saved states, and a page to try them on.
 
     Example: perspectron serve runs/quickstart/perspective
     then open http://127.0.0.1:8000, or point any OpenAI client at http://127.0.0.1:8000/v1
@@ -39,30 +39,31 @@ class Serve:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, of their checkpoints, or of artifacts; each is served under the name of its folder."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach needs a key."""
+    """Address to listen on; one that other machines can reach requires a key."""
     port: int = 8000
-    """0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """What clients must send (default: what the variable PERSPECTRON_API_KEY says, if anything)."""
+    """Key that clients must send (default: the value of PERSPECTRON_API_KEY, if it is set)."""
     template: Path | None = None
     """Chat template in Jinja, for /v1/chat/completions (default: that of the run, if it was trained with one)."""
     keep: Path | None = None
-    """Folder for states, slots and the prefixes that prompts share, which outlast the server (default: none does)."""
+    """Folder for states, slots and shared prompt prefixes, so that they outlive the server (default: nothing is
+    kept)."""
     rows: int = 16
-    """Texts that are read or drawn at once."""
+    """Maximum number of texts processed at once."""
     queue: int = 64
-    """Texts that may wait; more are told to ask again."""
+    """Maximum number of texts waiting; further requests are asked to retry."""
     max_tokens: int = 4096
-    """Tokens that one request may draw."""
+    """Maximum number of tokens that one request may generate."""
     memory: str = "256M"
-    """Memory of each model for the prefixes that prompts share."""
+    """Memory for shared prompt prefixes, for each model."""
     disk: str = "4G"
-    """The same on disk, with --keep."""
+    """With --keep: disk space for shared prompt prefixes."""
     deterministic: bool = False
-    """Let every row take a step of its own (default: where it costs at most a tenth more than all in one step). Bits
-    depend on no other row either way, as `perspectron verify` says of this machine."""
+    """Compute every text separately (default: only if that costs at most a tenth more than one batch). Either way the
+    other texts change no bit, which `perspectron verify` checks on this machine."""
     cache: str | None = None
-    """Memory for the experts of an artifact, as 512M or 2G (default: what the machine has free)."""
+    """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
     def __call__(self) -> int:
         self._check()

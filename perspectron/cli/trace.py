@@ -12,7 +12,7 @@ from perspectron.cli.options import answer, rate, table
 from perspectron.cli.progress import Work
 from perspectron.cli.routes import read_tokens
 from perspectron.config import require
-from perspectron.eval.routes import of_document
+from perspectron.eval.routes import Routes, of_document
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
@@ -54,16 +54,18 @@ class TraceRoutes:
         model, tokenizer = opened.model.to(pick_device(self.device)), opened.tokenizer
         ids = read_tokens(self.text, tokenizer, self.tokens)
         with opened.autocast(), Work("reading the text"):
-            trace = _trace(model, ids)
+            layers = of_document(model, ids)
+            trace = _trace(model, layers)
         out = opened.folder.path / "trace.json" if self.out is None else self.out
         save(out, trace)
-        report = _report(trace, needs(model.config, 1).experts, disk)
+        report = _report(trace, needs(model.config, 1).experts, disk) | {
+            "guessed_two_before": _further(layers)
+        }
         line = f"written to {out}: the expert of each token in each layer"
         return answer(self.json, report, _table(report), *_notes(report), line)
 
 
-def _trace(model: LanguageModel, ids: list[int]) -> Trace:
-    layers = of_document(model, ids)
+def _trace(model: LanguageModel, layers: list[Routes]) -> Trace:
     return Trace(
         model.config.name,
         tuple(layer.layer for layer in layers),
@@ -71,6 +73,17 @@ def _trace(model: LanguageModel, ids: list[int]) -> Trace:
         np.stack([layer.expert_BT[0].numpy() for layer in layers], 1),
         np.stack([layer.guess_BT[0].numpy() for layer in layers], 1),
     )
+
+
+def _further(layers: list[Routes]) -> dict[int, float]:
+    """Share of tokens, by layer, whose expert its router guesses right from the input of the routed layer two
+    before."""
+    pairs = [(layer, layer.further_BT) for layer in layers]
+    return {
+        layer.layer: (layer.expert_BT == guess_BT).double().mean().item()
+        for layer, guess_BT in pairs
+        if guess_BT is not None
+    }
 
 
 def _report(trace: Trace, experts: tuple[ExpertLayer, ...], disk: int | None) -> dict[str, Any]:
@@ -124,4 +137,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
             "experts guessed by each layer's router from the input of the routed layer before it: "
             f"{report['guessed_right']:.1%} right"
         )
+        pairs = zip(report["layers"][1:], report["guessed_right_by_layer"], strict=True)
+        notes.append("by layer: " + ", ".join(f"{layer}: {right:.1%}" for layer, right in pairs))
+    if further := report["guessed_two_before"]:
+        said = ", ".join(f"{layer}: {right:.1%}" for layer, right in further.items())
+        notes.append(f"from the input of the routed layer two before, by layer: {said}")
     return notes

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tyro
 
 from perspectron import presets
-from perspectron.budget import BYTES_PER_TOKEN, Budget, settled, size_of, sized
+from perspectron.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
 from perspectron.cli.fit import CLOSING, fit
 from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
@@ -33,76 +33,78 @@ from perspectron.train.loggers import Kind
 STAGED = "perspective-tiny"  # what the staged recipe trains where no preset is named
 MINUTES = 5.0  # where nothing says how long
 RUNS = Path("runs")
-LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model on your text, or go on with a run that was stopped.
+    """Train a model on your text, or resume a run that was stopped.
 
     Example: perspectron train --data letters.txt
 
-    It times this machine for a few seconds and chooses a size, a learning rate and a number of updates that take
-    5 minutes. Longer: perspectron train --data letters.txt --minutes 30 --out runs/letters
+    The command times this machine for a few seconds, then chooses a model size, a learning rate and a number of updates
+    that take 5 minutes. Longer: perspectron train --data letters.txt --minutes 30 --out runs/letters
 
-    Your own choice: perspectron train --data letters.txt --preset transformer-tiny --set layers=2 --lr 4e-3 --steps 20
+    Your own choices: perspectron train --data letters.txt --preset transformer-tiny --set layers=2 --lr 4e-3 --steps 20
 
-    Go on after a stop: perspectron train --resume runs/letters
+    Resume after an interruption: perspectron train --resume runs/letters
 
-    With updates that may grow: perspectron train --data letters.txt --schedule constant --steps 2000 --out runs/open
+    A run that can be extended: perspectron train --data letters.txt --schedule constant --steps 2000 --out runs/open
 
-    And later: perspectron train --resume runs/open --steps 4000
+    Then, later: perspectron train --resume runs/open --steps 4000
 
-    From the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
+    Starting from the weights of another run: perspectron train --init runs/letters --data other.txt --minutes 2
 
     Adapters: perspectron train --init runs/letters --lora rank=8 --template plain --data pairs.jsonl --out runs/pairs
 
-    By stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
+    In stages, from one network to ternary experts on a torus: perspectron train --recipe staged --data letters.txt
 
-    From a file: perspectron train --config letters.toml
+    With options from a file: perspectron train --config letters.toml
 
-    Its tables are [model] with preset = "transformer-tiny" and sizes of it, [train] with data = "letters.txt", steps =
-    20 and the like (options here, _ for -), and [train.optim] with lr = 4e-3, warmup and the like.
+    The file has the tables [model] (preset = "transformer-tiny" and its sizes), [train] (data = "letters.txt", steps =
+    20; the options below, with _ for -) and [train.optim] (lr = 4e-3, warmup and so on).
     """
 
     out: Path | None = None
-    """Folder of the run, made by this command (default: in runs/, called after the text)."""
+    """Folder of the new run (default: in runs/, named after the text)."""
     resume: Path | None = None
-    """Folder of a run to go on with; everything else comes from there, but --steps may be more."""
+    """Folder of a run to resume; all other options come from there, except that --steps may be larger."""
     minutes: float | None = None
-    """End after so many minutes: the size, unless it is given, and the number of updates are chosen for it (default: 5,
-    where --tokens, --epochs and --steps are left out too)."""
+    """End after this many minutes; the number of updates, and the size unless it is given, are chosen to fit
+    (default: 5 if --tokens, --epochs and --steps are not given either)."""
     tokens: str | None = None
-    """Train on so many tokens, such as 20M, in place of --steps."""
+    """Train on this many tokens, such as 20M, instead of --steps."""
     epochs: float | None = None
-    """Train on so many passes over the text, in place of --steps."""
+    """Train on this many passes over the text, instead of --steps."""
     preset: str = ""
-    """Which model (perspectron list shows them); without one, perspective2 of a size that fits the time or the tokens,
-    or with --init the model of that run."""
+    """Model to train; `perspectron list` shows the choices (default: perspective2 at a size that fits the time or the
+    tokens; with --init, the model of that run)."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE; vocab_size alone leaves the model's size open."""
     config: Path | None = None
     """TOML file with [model] (preset and sizes) and [train] tables; flags override it."""
     train: TrainConfig = field(default_factory=TrainConfig)
     recipe: Literal["plain", "staged"] = "plain"
-    """ "staged": dense, clone, differentiate, ternary, align, router; the steps are those of all stages."""
+    """ "staged" trains experts in stages: dense, clone, differentiate, ternary, align, router; --steps counts all
+    stages."""
     staged: StagedConfig = field(default_factory=StagedConfig)
     allow_changed: bool = False
-    """With --resume: go on though config.json was changed since the last checkpoint."""
+    """With --resume: continue although config.json has changed since the last checkpoint."""
     json: bool = False
     """Print metrics as JSON lines instead of a progress bar."""
     log: Kind = ""
-    """Log to TensorBoard (RUN/tensorboard), Weights & Biases or Trackio, too."""
+    """Log to TensorBoard (RUN/tensorboard), Weights & Biases or Trackio as well."""
     layout: Layout = field(default_factory=Layout)
     given: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Fields that were typed or stand in the TOML file; of a training, what is not among them is chosen."""
     began: tyro.conf.Suppress[float] = 0.0
-    """When the command was typed, by the monotonic clock; before torch was imported."""
+    """Time at which the command was typed, by the monotonic clock: before torch was imported."""
 
     def __call__(self) -> int:
         if not launched():
             for flag in differences(self.layout, Layout()):
-                raise ConfigError(f"{flag}: for several processes; start them with torchrun (docs/scale.md)")
+                raise ConfigError(
+                    f"{flag} is for several processes; start them with torchrun (docs/scale.md)"
+                )
             return self._run()
         from perspectron.cli.together import together  # torch.distributed takes long to import
 
@@ -123,11 +125,14 @@ class Train:
         recipe = self.staged if self.recipe == "staged" else None
         if recipe is None and self.staged != StagedConfig():
             (flag, *_) = differences(self.staged, StagedConfig())
-            raise ConfigError(f"{flag}: an option of the staged recipe; add --recipe staged")
+            raise ConfigError(f"{flag} is an option of the staged recipe; add --recipe staged")
         if recipe is not None:
             for name in ("minutes", "tokens", "epochs"):
                 require(
-                    getattr(self, name) is None, name, getattr(self, name), "left out of a recipe: --steps"
+                    getattr(self, name) is None,
+                    name,
+                    getattr(self, name),
+                    "left out with a recipe; use --steps",
                 )
             model = presets.get(self.preset or STAGED, **assignments(self.set))
             return fit(
@@ -179,7 +184,7 @@ class Train:
             asked["steps"] = train.steps
         if len(asked) > 1:
             one, other, *_ = (f"--{name}" for name in asked)
-            raise ConfigError(f"{one} and {other}: each says how long; leave one out")
+            raise ConfigError(f"{one} and {other} both set the length of the training; give only one of them")
         if "steps" in asked:
             return Budget(tokens=train.steps * train.batch_size * train.seq_len * train.accumulate)
         if self.tokens is not None:
@@ -194,7 +199,7 @@ class Train:
             if self.set:
                 typed = " ".join(text for texts in self.set for text in texts)
                 raise ConfigError(
-                    f"set: {typed} are sizes of a preset; name it with --preset, or leave them out"
+                    f"set: {typed} are sizes of a preset; name the preset with --preset, or leave the sizes out"
                 )
             return describe(Path(train.init)).model
         if self.preset or sizes.keys() - {"vocab_size"}:
@@ -210,10 +215,13 @@ class Train:
             with Work("reading the text"):
                 template = Template.named(train.template) if train.template else None
                 corpus = open_corpus(train.data, train.heldout, template=template)
-                unique = size_of(corpus) / (BYTES_PER_TOKEN if train.tokenizer != "bytes" else 1)
+                each = BYTES_PER_TOKEN
                 if train.tokenizer != "bpe":
-                    most = vocab_size or LARGEST_VOCABULARY
-                    vocab_size = made(train.tokenizer, corpus, most).vocab_size
+                    tokenizer = made(train.tokenizer, corpus, vocab_size or largest_vocabulary(train))
+                    vocab_size = tokenizer.vocab_size
+                    text = next(corpus.documents("train")).text
+                    each = len(text.encode()) / len(tokenizer.encode(text))
+                unique = size_of(corpus) / each
         with Work("timing this machine"), memory_kept():  # as in the training that is timed
             return sized(presets.DESIGN, budget, train, unique, _left(ends), vocab_size)
 
@@ -236,7 +244,7 @@ class Train:
         steps, _ = changed.pop("--steps", (saved.train.steps, 0))
         for flag in changed:
             raise ConfigError(
-                f"{flag} cannot stand beside --resume, where only --steps can change; "
+                f"{flag} cannot be changed with --resume, which takes only a new --steps; "
                 f"for a new run from its weights: --init {run} --out NEW"
             )
         return (saved, None) if steps == saved.train.steps else extend(run, steps)
@@ -255,9 +263,9 @@ def defaults(arguments: list[str]) -> Train:
 
 
 def resumed(run: Path) -> RunConfig:
-    """The config of a run to go on with. ConfigError for one of its checkpoints, and for an artifact."""
+    """The config of a run to resume. ConfigError for one of its checkpoints, and for an artifact."""
     whole = checkpoint.run_of(run)
-    bound = f"the run's folder, {whole}: it goes on from the last of its checkpoints"
+    bound = f"the run's folder, {whole}: it resumes from the latest of its checkpoints"
     require(whole == run, "resume", str(run), bound)
     return describe(run).of_run("resume")
 

@@ -31,11 +31,11 @@ TORCH = {
 
 @dataclass(frozen=True)
 class Verify:
-    """Say what a model's bits depend on, by drawing one text in many ways.
+    """Check what a model's bits depend on, by generating one text in many ways.
 
-    Alone and in batches of 1 to 64, with the prompt cut anywhere, on one thread and on two, with other instruction
-    sets, with experts in memory and streamed: a digest for each, and which of them differ. Batches, cuts and streaming
-    must change no bit; the exit code is 1 where they do.
+    The text is generated alone and in batches of 1 to 64, with the prompt split anywhere, on one thread and two, with
+    other instruction sets, and with experts in memory and streamed. Prints a digest for each and which differ. Batches,
+    splits and streaming must not change a bit; if they do, the exit code is 1.
 
     Example: perspectron verify runs/letters
     """
@@ -43,9 +43,10 @@ class Verify:
     run: tyro.conf.Positional[Path]
     """Folder of a run, of one of its checkpoints, or of an artifact."""
     cache: str | None = None
-    """Memory for the experts of an artifact that streams, as 512M: compared with what all the memory gives."""
+    """Memory for the experts of a streamed artifact, such as 512M; the result is compared with all experts in
+    memory."""
     here: bool = False
-    """Leave out the other instruction sets, which need a process each."""
+    """Skip the other instruction sets, each of which needs a process."""
     json: bool = False
     """Print one JSON object."""
 

@@ -11,9 +11,19 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from perspectron.census import active_parameters
-from perspectron.config import BlockConfig, MixerConfig, ModelConfig, SequentialConfig, one_of, require
+from perspectron.config import (
+    BlockConfig,
+    MixerConfig,
+    ModelConfig,
+    ParallelConfig,
+    SequentialConfig,
+    one_of,
+    require,
+)
 from perspectron.errors import ConfigError
+from perspectron.experts.router import RoutedConfig
 from perspectron.ffn import ContextMLPConfig, MLPConfig
+from perspectron.heads import EmitterConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.drm import DRMConfig
@@ -22,8 +32,8 @@ from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import EmitterConfig
 from perspectron.presets import TOLERANCE, design_of
+from perspectron.presets.designs import numbered
 
 GATE_RANK = 16  # as published for gated linear attention
 STEP = 4  # of a hidden width
@@ -111,12 +121,14 @@ def _of(kind: type[MixerConfig], **values: Any) -> Change:
 
 
 def _only(kind: type[MixerConfig]) -> Change:
-    """Change that puts the first mixer of a kind in the place of all others; each block keeps its network."""
+    """Change that puts mixers like the first of a kind in the place of all others; each block keeps its network."""
 
     def change(config: ModelConfig) -> ModelConfig:
         mixers = [block.mixer for block in config.blocks if isinstance(block.mixer, kind)]
         require(len(mixers) > 0, "model", config.name, f"one with a {kind.kind} layer")
-        return replace(config, blocks=tuple(replace(block, mixer=mixers[0]) for block in config.blocks))
+        blocks, layers = config.blocks, len(config.blocks)
+        placed = [replace(b, mixer=numbered(mixers[0], i, layers)) for i, b in enumerate(blocks)]
+        return replace(config, blocks=tuple(placed))
 
     return change
 
@@ -124,23 +136,26 @@ def _only(kind: type[MixerConfig]) -> Change:
 PERSPECTIVE = {
     "low_rank_gate": Ablation(
         _of(PDRConfig, gate_rank=GATE_RANK),
-        f"the decay gate's W_p of rank {GATE_RANK} and random at the start, not full and near the identity",
+        f"the decay gate's W_p has rank {GATE_RANK} and starts at random, not full rank and near the identity",
     ),
     "fixed_decay": Ablation(
         _of(PDRConfig, fixed_decay=True),
-        "no W_p: one learned decay for each channel, from 0.95, the same at every token",
+        "no W_p: each channel has one learned decay for all tokens, 0.95 at the start",
     ),
-    "no_gqa": Ablation(_only(PDRConfig), "every layer is PDR: no attention at all"),
+    "no_gqa": Ablation(_only(PDRConfig), "every layer is PDR; there is no attention"),
     "no_pdr": Ablation(
         _only(WindowGQAConfig), "every layer is windowed attention: no memory past the windows"
     ),
 }
 
 PERSPECTIVE2 = {
-    "no_conv": Ablation(_of(PDR2Config, conv=0), "no short convolution before the recurrence"),
+    "gated": Ablation(_of(PDR2Config, gated=True), "the output gated and normed"),
     "no_spread": Ablation(_of(PDR2Config, longest=0.0), "every row starts at γ = 0.95, as in PDR"),
-    "no_unit_input": Ablation(_of(PDR2Config, unit_input=False), "values are written as they are"),
-    "no_gqa": Ablation(_only(PDR2Config), "every layer is recurrent: no attention at all"),
+    "no_unit_input": Ablation(
+        _of(PDR2Config, unit_input=False),
+        "values are written without the factor √(1 − γ²), so that slow rows grow larger",
+    ),
+    "no_gqa": Ablation(_only(PDR2Config), "every layer is recurrent; there is no attention"),
     "no_pdr": Ablation(
         _only(WindowGQAConfig), "every layer is windowed attention: no memory past the windows"
     ),
@@ -174,20 +189,20 @@ def _lens(*parts: str, mlp: str = "plain", output_gate: bool = False) -> Change:
 LENSES = ("reciprocity", "discoverability", "gates")
 LENS = {
     "plain": Ablation(_lens(), "step 1: GPT-2"),
-    "reciprocity": Ablation(_lens(*LENSES[:1]), "step 2: and reciprocity, mixed in by 0.16"),
-    "discoverability": Ablation(_lens(*LENSES[:2]), "step 3: and discoverability, the mixture still fixed"),
-    "gates": Ablation(_lens(*LENSES), "step 4: and the mixture learned, per head"),
-    "route": Ablation(_lens(*LENSES, "route"), "step 5: and the route gate"),
+    "reciprocity": Ablation(_lens(*LENSES[:1]), "step 2: plus reciprocity, with a fixed weight of 0.16"),
+    "discoverability": Ablation(_lens(*LENSES[:2]), "step 3: plus discoverability, still with fixed weights"),
+    "gates": Ablation(_lens(*LENSES), "step 4: plus learned weights of the mixture, per head"),
+    "route": Ablation(_lens(*LENSES, "route"), "step 5: plus the route gate"),
     "gated_mlp": Ablation(
-        _lens(*LENSES, "route", mlp="gated"), "step 6: and networks with gates of their channels"
+        _lens(*LENSES, "route", mlp="gated"), "step 6: plus networks with gates on their channels"
     ),
     "detached": Ablation(
         _lens(*LENSES, "route", mlp="detached"),
-        "step 7: and networks that read the context without a gradient; step 8, with one, is the whole design",
+        "step 7: plus networks that read the context without a gradient; step 8, with one, is the whole design",
     ),
     "output_gate": Ablation(
         _lens(output_gate=True),
-        "control: GPT-2 with a sigmoid gate on what attention gives, and nothing else",
+        "control: GPT-2 with only a sigmoid gate on the output of attention",
     ),
 }
 
@@ -217,12 +232,12 @@ def _no_auxiliary(config: ModelConfig) -> ModelConfig:
 DRM = {
     "no_directions": Ablation(
         _of(DRMConfig, directions=0, direction_basis=0, gate_top_k=0, gate_renorm=False),
-        "no learned directions and gates: v = tanh(MLP[z; e]), along the axes, before the metric bends it",
+        "no learned directions or gates: v = tanh(MLP[z; e]) along the axes, before the metric bends it",
     ),
     "no_metric": Ablation(
-        _no_metric, "no metric: nothing bends the velocity, and no loss asks for its energy"
+        _no_metric, "no metric: nothing bends the velocity, and no loss term weighs its energy"
     ),
-    "no_auxiliary": Ablation(_no_auxiliary, "cross-entropy alone: every weight λ is 0"),
+    "no_auxiliary": Ablation(_no_auxiliary, "cross-entropy alone: the weights λ of all other terms are 0"),
 }
 
 # ---------------------------------------------------------------- ADR
@@ -236,7 +251,7 @@ def _no_law5(config: ModelConfig) -> ModelConfig:
 
 ADR = {
     "no_decay": Ablation(
-        _of(ADRConfig, gamma=0.0, cold_start=False), "γ = 0: memories are the GRU's own, h = ĥ"
+        _of(ADRConfig, gamma=0.0, cold_start=False), "γ = 0: memories are plain GRU states, h = ĥ"
     ),
     "no_law5": Ablation(
         _no_law5, "memories are not added to the residual, whose norm stands before attention, as in GPT-2"
@@ -261,14 +276,48 @@ def _half_as_deep(config: ModelConfig) -> ModelConfig:
     return replace(config, blocks=config.blocks[: (len(config.blocks) + 1) // 2])
 
 
+def _parallel(config: ModelConfig) -> ModelConfig:
+    """ConfigError for a model without a block that adds its parts one after another."""
+    found = [
+        isinstance(block.residual, SequentialConfig) and None not in (block.mixer, block.ffn)
+        for block in config.blocks
+    ]
+    require(any(found), "model", config.name, "one with sequential residuals")
+    pairs = zip(config.blocks, found, strict=True)
+    return replace(
+        config, blocks=tuple(replace(b, residual=ParallelConfig()) if on else b for b, on in pairs)
+    )
+
+
+def _read_mixers(config: ModelConfig) -> ModelConfig:
+    require(
+        any(isinstance(b.ffn, RoutedConfig) for b in config.blocks), "model", config.name, "one with experts"
+    )
+    blocks = (
+        replace(b, ffn=replace(b.ffn, reads="mixer")) if isinstance(b.ffn, RoutedConfig) else b
+        for b in config.blocks
+    )
+    return replace(config, blocks=tuple(blocks))
+
+
 GENERAL = {
-    "no_embedding_norm": Ablation(
-        lambda config: replace(config, embedding_norm=False), "embeddings are read as they are"
+    "no_shift": Ablation(
+        lambda config: replace(config, shift=False),
+        "mixers and networks read each token without the one before",
     ),
-    "no_rope": Ablation(_of(AttentionConfig, rope_base=None), "attention without rotary positions"),
-    "half_depth": Ablation(_half_as_deep, "the first half of the blocks, with wider networks"),
+    "no_first_values": Ablation(
+        lambda config: replace(config, first_values=False),
+        "values of mixers do not lean on the first mixer's",
+    ),
+    "no_embedding_norm": Ablation(
+        lambda config: replace(config, embedding_norm=False), "embeddings are not normalised"
+    ),
+    "no_rope": Ablation(_of(AttentionConfig, rope_base=None), "attention has no rotary positions"),
+    "half_depth": Ablation(_half_as_deep, "only the first half of the blocks, with wider networks"),
+    "parallel": Ablation(_parallel, "networks read what mixers read, not what these added"),
+    "mixer_router": Ablation(_read_mixers, "routers read what the layer's mixer gave, not the normed stream"),
 }
-"""Of what many designs have; those of a model are the ones that can be made of it."""
+"""Ablations of parts that many designs share; a model has those that change it."""
 
 ABLATIONS: dict[str, dict[str, Ablation]] = {
     "perspective": PERSPECTIVE, "perspective2": PERSPECTIVE2, "lens": LENS, "drm": DRM, "adr": ADR,

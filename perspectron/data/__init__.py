@@ -47,7 +47,7 @@ _MODULES = {
     "tokenizer": ("END_OF_TEXT", "Tokenizer"),
     "vocabulary": ("made_in",),
 }
-"""Where the public names stand. They are imported when they are first used: a process that encodes needs none of
+"""The public names and their modules. Each is imported when it is first used: a process that encodes needs none of
 them, and no torch."""
 
 if not TYPE_CHECKING:  # to mypy a module with __getattr__ has every name

@@ -1,4 +1,4 @@
-"""What a corpus is: documents of disjoint training, dev and held-out splits, streamed in a fixed order.
+"""Corpora: documents in disjoint training, dev and held-out splits, streamed in a fixed order.
 
 No corpus is held in memory. `perspectron.data.sources.open_corpus` opens one of those in `texts`, `records` and
 `mixture`.
@@ -21,7 +21,7 @@ SKIPPED_NAMES = 1000
 """Maximum number of names of skipped files or records kept per split; the count is always complete."""
 
 Place = Any
-"""Where a pass over a split goes on, as plain JSON values; None is its beginning."""
+"""A place in a pass over a split, as plain JSON values; None is its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Corpus(abc.ABC):
     """
 
     completions = False
-    """Whether each document has a prompt, which is not learned."""
+    """True if each document has a prompt, which is not learned."""
 
     def __init__(self, source: str, fingerprint: str, shares: "Shares") -> None:
         self.source = source
@@ -143,7 +143,7 @@ class Joined(Corpus):
 
 
 def facts(name: str, path: Path) -> str:
-    """What of a file a fingerprint follows: its name, size and time."""
+    """The facts about a file that a fingerprint depends on: its name, size and time."""
     stat = path.stat()
     return f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}"
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -89,7 +89,7 @@ def _encode_all(corpus: Mixture, encoder: "_Encoder", out: Path, shard_tokens: i
     """Every source into a folder of its name, and a manifest that names them."""
     mixed = Mixed(corpus.fingerprint, {part.name: part.weight for part, _ in corpus.named})
     if (out / MANIFEST).exists() and disk.load_mixture(out / MANIFEST) != mixed:
-        _clear(out)
+        _clear(out, kept=mixed.weights)
     done = 0
     for i, (part, source) in enumerate(corpus.named):
 
@@ -170,8 +170,8 @@ def _resume(out: Path, head: Head) -> Journal | None:
     return None
 
 
-def _clear(out: Path) -> None:
-    """Delete an encoding, whole or not, and those of several sources."""
+def _clear(out: Path, kept: Container[str] = ()) -> None:
+    """Delete an encoding, whole or not, and those of several sources, but for the sources `kept`."""
     mixed = disk.load_mixture(out / MANIFEST) if (out / MANIFEST).exists() else None
     shards = [f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}" for split in SPLITS for kind in get_args(disk.Kind)]
     try:
@@ -179,7 +179,8 @@ def _clear(out: Path) -> None:
             for old in out.glob(name):
                 remove(old)
         for name in mixed.weights if mixed is not None else ():
-            remove(disk.named(out, name))
+            if name not in kept:
+                remove(disk.named(out, name))
     except OSError as error:
         raise StorageError(f"{out}: old shards not deleted ({error.strerror})") from error
 
@@ -280,7 +281,7 @@ def _groups(batches: Iterable[_Done], shard_tokens: int) -> Iterator[list[_Piece
 
 
 def _documents(batches: Iterable[_Done]) -> Iterator[tuple[Ids, int, int, Place]]:
-    """Of each document its ids, the first that is learned, the bytes of its text, and the place after it."""
+    """Each document's ids, the first that is learned, the bytes of its text, and the place after it."""
     for encoded, places, _ in batches:
         ends = encoded.lengths.cumsum()
         facts = (encoded.lengths, ends, encoded.learned, encoded.bytes)

@@ -3,8 +3,9 @@
 Suffixes: B batch, T time.
 """
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.data.shards import Split
+from perspectron.data.shards import Source, Split
 from perspectron.data.shuffle import ORDER, shuffle
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError
@@ -49,7 +50,7 @@ class _Source:
         self._shuffled: tuple[int, Callable[..., NDArray[np.int64]]] = (-1, lambda i: i)
 
     def starts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the windows begin that are read at places `at`, counted from the first pass on."""
+        """Starts of the windows that are read at places `at`, counted from the first pass on."""
         passes, places = np.divmod(at, self.windows)
         starts = np.empty_like(at)
         for number in np.unique(passes).tolist():
@@ -114,6 +115,7 @@ class Loader:
             for first, source in zip(firsts, split.sources, strict=False)
         ]
         self._shares = _nested([source.weight for source in split.sources])
+        self.sources = _digest(split.sources) if len(split.sources) > 1 else 0
         self.windows = sum(source.windows for source in self._sources)
 
     def next_batch(self) -> Batch:
@@ -126,7 +128,7 @@ class Loader:
         return _whole(self._split, self._starts(at[self._rows]), self.seq_len)
 
     def _starts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the windows begin that are read at places `at`: each goes to the first of the texts that is behind its
+        """Starts of the windows that are read at places `at`: each goes to the first of the texts that is behind its
         share of what those before it left."""
         starts, mine = np.empty_like(at), np.arange(len(at))
         for source, share in zip(self._sources, self._shares, strict=True):
@@ -137,19 +139,26 @@ class Loader:
         return starts
 
     def state_dict(self) -> dict[str, int]:
-        """The loader's position, with the data and order it refers to."""
-        return {
-            name: getattr(self, name) for name in ("seed", "epoch", "cursor", "windows", "seq_len", "order")
-        }
+        """The loader's position, with the data and order it refers to. sources: a digest of the names, weights and
+        sizes of several texts, 0 for one."""
+        names = ("seed", "epoch", "cursor", "windows", "seq_len", "order", "sources")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`; the batch size and number of ranks may differ. A state from 0.1 names no order and
-        means the first. DataError for a state of other data, or an invalid one."""
+        """Continue from `state`; the batch size and number of ranks may differ. A state from 0.1 names neither order
+        nor sources and means the first and a single text. DataError for a state of other data, or an invalid one."""
         here = self.state_dict()
-        state = {"order": 1} | state
+        state = {"order": 1, "sources": 0} | state
         if set(state) != set(here):
             raise DataError(
                 f"loader state: keys are {', '.join(sorted(state))}, expected {', '.join(sorted(here))}"
+            )
+        if state["sources"] != here["sources"]:
+            texts = ", ".join(
+                f"{text.name} {float(text.weight):g}" for text in self._split.sources if text.name
+            )
+            raise DataError(
+                f"loader state: of other texts or weights than here, {texts or 'where there is one text'}"
             )
         for name in ("seed", "windows", "seq_len", "order"):
             if state[name] != here[name]:
@@ -163,6 +172,12 @@ class Loader:
 def _nested(weights: list[Fraction]) -> list[Fraction]:
     """Each weight as a share of those that are left from it on."""
     return [weight / sum(weights[i:]) for i, weight in enumerate(weights)]
+
+
+def _digest(sources: Sequence[Source]) -> int:
+    """A number for texts with these names, weights and sizes."""
+    lines = "\n".join(f"{text.name}={text.weight}:{text.tokens}" for text in sources)
+    return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=6).digest(), "big")
 
 
 def windows(

@@ -62,7 +62,7 @@ Records = dict[SplitName, list[Record]]
 
 @dataclass(frozen=True)
 class Journal:
-    """What a manifest holds; of an encoding that is not complete, also where each split goes on."""
+    """The contents of a manifest; while the encoding is incomplete, also the place where each split continues."""
 
     head: Head
     records: Records
@@ -131,7 +131,7 @@ def _records(value: Any, where: str) -> list[Record]:
 
 
 def load_mixture(path: Path) -> Mixed | None:
-    """What the manifest of several sources says; None for one of another format. DataError names the key."""
+    """The contents of a manifest of several sources; None for one of another format. DataError names the key."""
     value = read_json(path, DataError)
     if not isinstance(value, dict) or value.get("format") != MIXTURE:
         return None

@@ -56,16 +56,16 @@ def joined(sources: list[str]) -> str:
 
 
 def parts_of_one(source: str) -> bool:
-    """Whether a source begins with a name and a weight."""
+    """True if a source begins with a name and a weight."""
     return _SOURCE.match(source) is not None
 
 
 class Mixture(Joined):
     """Corpora, each with a weight; as a corpus they stand one after another. The weights tell a loader how often to
-    read from each."""
+    read from each, and change nothing of the text: the fingerprint is the same for all."""
 
     def __init__(self, source: str, named: list[tuple[Part, Corpus]]) -> None:
-        lines = [f"{part.name}={part.weight}:{corpus.fingerprint}" for part, corpus in named]
+        lines = [f"{part.name}={corpus.fingerprint}" for part, corpus in named]
         super().__init__(source, fingerprint("mixture", lines), [corpus for _, corpus in named])
         self.named = named
 

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, facts, fingerprint, share_of
+from perspectron.data.pages import widest
 from perspectron.data.reading import COMPRESSED, library, reading
 from perspectron.data.template import Template
 from perspectron.errors import DataError
@@ -15,18 +17,18 @@ from perspectron.files import open_file
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET = ".parquet"
-ROWS = 256
-"""Rows of a table that are decoded at once."""
-
-
+STRINGS = ("string", "large_string", "string_view", "null")
+"""Types of a column with texts, as pyarrow names them."""
+ROWS, AT_ONCE = 256, 1 << 26
+"""Rows of a table, and bytes of them, that are decoded at once."""
 LONGEST = 1 << 26
-"""Bytes of a line of JSON."""
+"""Bytes of a line of JSON, or of a page of a parquet file."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What of a record is its text: the string under `text`, or with a template those under `prompt`, which becomes a
-    user's message, and `completion`."""
+    """The fields of a record that are its text: the string under `text`, or with a template those under `prompt`,
+    which becomes a user's message, and `completion`."""
 
     text: str = "text"
     template: Template | None = None
@@ -37,7 +39,7 @@ class Fields:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What a fingerprint follows."""
+        """The facts that a fingerprint depends on."""
         return self.names if self.template is None else (*self.names, self.template.text)
 
     def __str__(self) -> str:
@@ -136,7 +138,7 @@ class Records(Corpus):
 
 
 def is_table(name: str) -> bool:
-    """Whether a file of this name has records."""
+    """True if a file of this name has records."""
     return name.endswith((*LINES, PARQUET))
 
 
@@ -185,29 +187,51 @@ class Parquet:
     def __init__(self, path: Path, name: str, fields: Fields) -> None:
         self.name, self.identity = name, facts(name, path)
         self._path, self._fields = path, fields
-        with self._opened() as file:
-            columns, metadata = file.schema_arrow.names, file.metadata
+        with self._opened() as (_, table):
+            kinds = {column.name: column.type for column in table.schema_arrow}
+            metadata = table.metadata
             self._sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         self.size = float(sum(self._sizes))
-        require_columns(str(path), columns, fields)
+        require_columns(str(path), list(kinds), fields)
+        for column in fields.names:
+            if (
+                str(getattr(kinds[column], "value_type", kinds[column])) not in STRINGS
+                or kinds[column].num_fields
+            ):
+                raise DataError(
+                    f"{path}: column {column!r} has values of type {kinds[column]}, must have strings"
+                )
 
     @contextmanager
-    def _opened(self) -> Iterator[Any]:
+    def _opened(self) -> Iterator[tuple[BufferedReader, Any]]:
+        """The file, and what pyarrow makes of it."""
         parquet, arrow = (library(name, self._path) for name in ("pyarrow.parquet", "pyarrow"))
         try:
             with open_file(self._path) as file:
-                yield parquet.ParquetFile(file)
+                yield file, parquet.ParquetFile(file)
         except (arrow.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{self._path}: cannot be read ({' '.join(str(error).split())})") from None
 
+    def _at_once(self, file: BufferedReader, group: Any) -> int:
+        """Rows of a group that are decoded at once. DataError for a page of more than LONGEST bytes: a value may be as
+        large, and be that of every row."""
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        width = sum(widest(file, chunk) for chunk in chunks if chunk.path_in_schema in self._fields.names)
+        if width > LONGEST:
+            raise DataError(
+                f"{self._path}: a page of {width >> 20} MiB, must be ≤ {LONGEST >> 20}; write it with smaller ones"
+            )
+        return max(1, min(ROWS, AT_ONCE // max(width, 1)))
+
     def rows(self, after: Place) -> Iterator[Row]:
         first, done, number = after or (0, 0, 0)
-        with self._opened() as file:
+        with self._opened() as (opened, file):
             for group in range(first, len(self._sizes)):
                 count = file.metadata.row_group(group).num_rows
+                at_once = self._at_once(opened, file.metadata.row_group(group))
                 before, i = sum(self._sizes[:group]), 0
                 for batch in file.iter_batches(
-                    ROWS, row_groups=[group], columns=list(self._fields.names), use_threads=False
+                    at_once, row_groups=[group], columns=list(self._fields.names), use_threads=False
                 ):
                     skip = min(max(done - i, 0), batch.num_rows)
                     i += skip
@@ -248,7 +272,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _valid(text: str) -> bool:
-    """Whether a string is text: without a NUL, and without half of a surrogate pair, which JSON can spell and UTF-8
+    """True if a string is text: without a NUL, and without half of a surrogate pair, which JSON can spell and UTF-8
     cannot."""
     try:
         text.encode()

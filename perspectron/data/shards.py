@@ -123,8 +123,8 @@ class Split:
         return self.read(int(self.starts[i]), stop)
 
     def is_learned(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which of the ids [start, stop) are targets of training: of a document with a prompt, those after it and the
-        separator that ends it."""
+        """A mask of the ids [start, stop) that are targets of training: of a document with a prompt, those after it
+        and the separator that ends it."""
         at = np.arange(start, stop)
         if self.learned is None:
             return np.ones(len(at), dtype=np.bool_)

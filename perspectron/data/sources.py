@@ -1,4 +1,4 @@
-"""What a user names as data, opened: a text, a table, a folder, a pattern, a dataset, or several with weights."""
+"""Opens what a user names as data: a text, a table, a folder, a pattern, a dataset, or several with weights."""
 
 import glob
 from pathlib import Path
@@ -47,7 +47,7 @@ def open_corpus(
 
 
 def is_encoded(source: str) -> bool:
-    """Whether it is a folder that `tokenize` wrote."""
+    """True if it is a folder that `tokenize` wrote."""
     try:
         return (Path(source) / "manifest.json").is_file()
     except (OSError, ValueError):  # too long for a name: several sources, say

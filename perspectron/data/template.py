@@ -12,7 +12,7 @@ from perspectron.files import atomic, read_text
 
 LONGEST = 16 << 20  # characters of a prompt
 FILE = "chat_template.jinja"
-"""Its name in the folder of a run, as in one of transformers."""
+"""Name of the template in the folder of a run, as in one of transformers."""
 PLAIN = "plain"
 _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
@@ -29,7 +29,7 @@ class Template:
     def __init__(self, text: str, source: object) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
-        self.text = text
+        self.text, self.name = text, str(source)
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
@@ -48,6 +48,11 @@ class Template:
         """The one that is called "plain", in which a line such as "### user" stands before each message; or that of a
         file."""
         return cls(_PLAIN, name) if name == PLAIN else cls.load(Path(name))
+
+    def save(self, folder: Path) -> None:
+        """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
+        with atomic(folder / FILE) as temporary:
+            temporary.write_text(self.text, encoding="utf-8")
 
     @classmethod
     def of(cls, folder: Path) -> "Template | None":
@@ -78,8 +83,7 @@ class Template:
 def copy(folder: Path, out: Path) -> None:
     """Give a model's template, if it has one, to a folder that is made of it."""
     if (template := Template.of(folder)) is not None:
-        with atomic(out / FILE) as temporary:
-            temporary.write_text(template.text, encoding="utf-8")
+        template.save(out)
 
 
 def _refuse(message: object) -> NoReturn:

@@ -8,11 +8,11 @@ from perspectron.data.adopt import adopt
 from perspectron.data.corpus import Corpus
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import DataError
-from perspectron.files import read_json, write_json
+from perspectron.files import read_json, sha256, write_json
 
 KINDS = ("bpe", "bytes", "characters")
 NOTE = "vocabulary.json"
-"""What a tokenizer in the same folder was made of."""
+"""Record of what the tokenizer in the same folder was made from."""
 BYTES = 257
 """Size of the smallest vocabulary: 256 bytes and the separator."""
 
@@ -32,9 +32,13 @@ def made(kind: str, corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 def adopted(path: str) -> Tokenizer:
     """The tokenizer of a file: one of ours, or byte-level BPE of others whose separator becomes id 0."""
+    return adopt(_file(path)).tokenizer
+
+
+def _file(path: str) -> Path:
     if not Path(path).is_file():
         raise DataError(f"tokenizer: {path!r} is no file, and not one of {', '.join(KINDS)}")
-    return adopt(Path(path)).tokenizer
+    return Path(path)
 
 
 def characters(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -61,6 +65,8 @@ def made_in(folder: Path, kind: str, corpus: Corpus, vocab_size: int) -> Tokeniz
     """`made`, kept in FOLDER/tokenizer.json: what is there for the same corpus, kind and size is not made again, so
     that an encoding that goes on need not read the text from its beginning."""
     asked = {"corpus": corpus.fingerprint, "kind": kind, "vocab_size": vocab_size}
+    if kind not in KINDS:
+        asked["file"] = sha256(_file(kind))
     path, note = folder / "tokenizer.json", folder / NOTE
     if path.is_file() and note.is_file():
         try:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 END_OF_TEXT_ID = 0
 
 Item = tuple[str, str]
-"""A prompt, which may be empty, and a text."""
+"""A prompt and a text, each of which may be empty."""
 
 
 class Encoded(NamedTuple):
@@ -32,10 +32,10 @@ def encode(inner: tokenizers.Tokenizer, items: Sequence[Item], dtype: str) -> En
     texts = [text for item in items for text in item if text]
     found = iter(inner.encode_batch_fast(texts))
     parts, lengths, learned = [], [], []
-    for prompt, _ in items:
+    for prompt, text in items:
         before = [END_OF_TEXT_ID, *(next(found).ids if prompt else ())]
-        after = next(found).ids
-        parts.append(np.array(before + after, dtype))
+        after = next(found).ids if text else ()
+        parts.append(np.array([*before, *after], dtype))
         lengths.append(len(parts[-1]))
         learned.append(len(before))
     sizes = [len(prompt.encode()) + len(text.encode()) for prompt, text in items]

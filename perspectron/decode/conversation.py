@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perspectron.errors import StateError
+from perspectron.narrow import Dtype
 from perspectron.state import LMState, Stateful, read_state, save_state
 
 
@@ -54,10 +55,10 @@ class Conversation:
         pending, recent = ([list(ids) for ids in rows] for rows in (self.pending, self.recent))
         return Conversation(self.state.fork(), pending, recent, list(self.drawn))
 
-    def save(self, path: Path | str, model: Stateful) -> None:
-        """Write to one file, atomically. StorageError if it cannot be written."""
+    def save(self, path: Path | str, model: Stateful, dtype: Dtype = "full") -> None:
+        """Write to one file, atomically; dtype: as `save_state` has it. StorageError if it cannot be written."""
         fields = {"pending": self.pending, "recent": self.recent, "drawn": self.drawn}
-        save_state(path, self.state, model, extra={"conversation": fields})
+        save_state(path, self.state, model, extra={"conversation": fields}, dtype=dtype)
 
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":

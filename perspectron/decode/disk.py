@@ -167,7 +167,7 @@ class Disk:
         return self.folder / f"{key}.state"
 
     def _write(self, path: Path, key: str, prefix: Prefix) -> int:
-        """Without waiting for the disk: after a loss of power a file may be damaged, which its digest shows."""
+        """Write a file without waiting for the disk: a loss of power may damage it, which its digest shows."""
         extra = {
             "key": key,
             "calls": prefix.calls,
@@ -247,7 +247,7 @@ def saved(seconds: float, before: float) -> float:
 
 
 def _kept(extra: object, key: str, state: LMState, width: int) -> Prefix | None:
-    """What a file says of itself; None unless it is of this key and one row."""
+    """The prefix that a file holds; None unless the file is of this key and one row."""
     if not isinstance(extra, dict) or extra.get("key") != key or state.batch_size != 1:
         return None
     last, seconds, calls = extra.get("last"), extra.get("seconds"), extra.get("calls")

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from perspectron.config import require
+from perspectron.decode.batch import Finish, Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.perspectives import PerspectivesConfig, Verdict
 from perspectron.decode.reading import CHUNK
-from perspectron.decode.rows import Finish, Piece, Rows, Vocabulary
+from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError

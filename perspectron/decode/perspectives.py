@@ -38,7 +38,7 @@ NOISE, WARM, MASKED = 0.5, 2.0, 0.1  # of the surrogates: of logits, times T, sh
 
 @dataclass(frozen=True)
 class PerspectivesConfig:
-    """Which perspectives there are, when they are asked, and what follows from their answers.
+    """The perspectives that there are, when they are asked, and what follows from their answers.
 
     kinds: "base" first; one that comes again draws by another seed. trigger_p, trigger_entropy, every: the perspectives
     are asked where the likeliest token has less probability, the entropy is above so many nats, or the position in the
@@ -76,7 +76,7 @@ class PerspectivesConfig:
 
 
 class Verdict(NamedTuple):
-    """What the perspectives said of one drawn token. confidence: probability that it is right. disagreement,
+    """The answer of the perspectives about one drawn token. confidence: probability that it is right. disagreement,
     information: in bits; votes: the likeliest token of each perspective; 0 and the base's alone if not triggered.
     flagged: they disagree, and no two agree on a token."""
 
@@ -211,7 +211,7 @@ class Perspectives:
         return torch.stack([noisy_NV, logits_NV.double() / WARM, masked_NV.double()], 1)
 
     def triggered(self, p_NV: Tensor, position_N: Sequence[int]) -> list[bool]:
-        """Whether the perspectives are asked."""
+        """True if the perspectives are asked."""
         config = self.config
         unsure_N = (p_NV.amax(1) < config.trigger_p) | (entropy(p_NV) > config.trigger_entropy)
         due = [config.every > 0 and at % config.every == 0 for at in position_N]

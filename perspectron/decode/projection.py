@@ -21,7 +21,7 @@ KKT = 1e-6  # times 1 + |h|: where Hildreth's sweeps stop
 
 
 class Report(NamedTuple):
-    """What projecting did to each point [N]: whether it was outside, how far it moved, rounds of pivoting (0: none;
+    """The effect of projecting each point [N]: whether it was outside, how far it moved, rounds of pivoting (0: none;
     negative: of Hildreth's sweeps)."""
 
     violated_N: Tensor

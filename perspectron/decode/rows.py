@@ -5,33 +5,26 @@ Shapes: B batch, D model width, V vocabulary.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from perspectron.config import require
 from perspectron.decode import reading
+from perspectron.decode.batch import Batch, Piece, Row
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.perspectives import PerspectivesConfig, Verdict
+from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
 from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
 from perspectron.decode.text import TextStream
-from perspectron.decode.watch import Mark, Read, Watch, Watched
+from perspectron.decode.watch import Mark, Read, Watch
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
-
-Finish = Literal["stop", "end", "length", "error", "unsafe"]
-"""At a stop string, at the end-of-text token, at `max_tokens`, because logits were not finite, or a state unsafe."""
-
-WIDTH = 8
-"""Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
-have another order; with 8, 16, … a row's sums are always the same."""
 
 
 class Vocabulary(Protocol):
@@ -41,154 +34,6 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def token_bytes(self, id: int) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
-    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
-    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
-    likely: the most likely tokens and their logprobs, as many as the row asked for. verdict: of the perspectives, if
-    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set."""
-
-    row: int
-    id: int | None
-    text: str
-    finished: Finish | None
-    logprob: float | None = None
-    likely: tuple[tuple[int, float], ...] = ()
-    verdict: Verdict | None = None
-    unsafe: bool = False
-
-
-@dataclass(eq=False)
-class _Row:
-    """One row, from `add` to `remove`."""
-
-    handle: int
-    unread: list[int]
-    """Tokens to read before the next draw: the prompt, later the last token drawn."""
-    fresh: bool
-    """It has read nothing yet, and goes on from nothing."""
-    recent: list[int]
-    drawn: int
-    left: int
-    """Tokens it may still draw."""
-    sampling: SamplingConfig
-    stream: int
-    text: TextStream
-    logprobs: int | None
-    state: LMState | None
-    """Of this row alone, while it stands in no batch; None before its first chunk where it begins."""
-    start: int = 0
-    """Tokens of `unread` that are read."""
-    finished: Finish | None = None
-    keys: list[bytes] | None = None
-    """Of the prefixes that its prompt is read in; None where they are not stored."""
-    seconds: float = 0.0
-    """What reading up to here took, or would have taken."""
-    spared: int = 0
-    """Tokens that the store had."""
-    watched: Watched = field(default_factory=Watched)
-
-    def rest(self) -> list[int]:
-        """Tokens that are not read."""
-        return self.unread[self.start :]
-
-    def take(
-        self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
-    ) -> Piece:
-        """Count a drawn token in."""
-        self.unread, self.start = [id], 0
-        self.drawn += 1
-        self.left -= 1
-        text = self.text.push(data)
-        if id == END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
-            self.finished = "end"
-        else:
-            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
-            if self.text.stopped:
-                self.finished = "stop"
-            elif self.left == 0:
-                self.finished = "length"
-        if self.finished is not None:
-            text += self.text.flush()
-        return Piece(self.handle, id, text, self.finished, logprob, likely)
-
-    def fail(self, finish: Finish = "error") -> Piece:
-        """End without a token."""
-        self.finished = finish
-        return Piece(self.handle, None, self.text.flush(), finish)
-
-
-@dataclass
-class _Batch:
-    """Rows that are drawn from. together: their states stand in one `LMState`, in their order, and after them rows of
-    no text up to a multiple of WIDTH; else each has one."""
-
-    model: LanguageModel
-    together: bool
-    rows: list[_Row] = field(default_factory=list)
-    state: LMState | None = None
-    before: LMState | None = None
-    """What `state` was before the last token, where that is kept."""
-
-    def join(self, rows: list[_Row]) -> None:
-        """Let rows in, with their states."""
-        if self.together and rows:
-            states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
-            for row in rows:
-                assert row.state is not None
-                states.append(row.state)
-                row.state = None
-            self.state = self._filled(states, len(self.rows) + len(rows))
-        self.rows += rows
-
-    def leave(self, rows: list[_Row]) -> None:
-        """Let rows out, each with its state."""
-        left, self.rows = self.rows, [row for row in self.rows if row not in rows]
-        if self.state is None or not rows:
-            return
-        for row in rows:
-            row.state = self.state.take(left.index(row))
-        stay = [left.index(row) for row in self.rows]
-        self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
-
-    def advance(self, *, keep: bool) -> list[Read]:
-        """Read the last token of each row, together or one by one. keep: the states before it, too."""
-        model, device, read = self.model, self.model.device, list[Read]()
-        if self.state is not None:
-            empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
-            ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
-            self.before = self.state.fork(self.before) if keep else None
-            hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
-            read = [Read(hidden_B1D[:, 0], len(self.rows))]
-        else:
-            for row in self.rows:
-                assert row.state is not None
-                ids_11 = torch.tensor([row.unread], device=device)
-                row.watched.before = row.state.fork(row.watched.before) if keep else None
-                hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
-                read.append(Read(hidden_11D[:, 0], 1))
-        for row in self.rows:
-            row.start = 1
-        return read
-
-    def _filled(self, states: list[LMState], count: int) -> LMState:
-        """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
-        a table of positions before a text does."""
-        if missing := -count % WIDTH:
-            empty, like = self.model.init_state(missing), states[0].layers
-            layers = [_empty(*pair, missing) for pair in zip(empty.layers, like, strict=True)]
-            states = [*states, replace(empty, layers=tuple(layers))]
-        return states[0] if len(states) == 1 else LMState.stack(states)
-
-
-def _empty(layer: Any, like: Any, rows: int) -> Any:
-    """A layer's empty state of so many rows; zeros where texts have another kind, such as one with adapters."""
-    if type(layer) is type(like):
-        return layer
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), like)
 
 
 class Rows:
@@ -223,9 +68,9 @@ class Rows:
         if store is not None:
             require(chunk == store.chunk, "chunk", chunk, f"that of the store, {store.chunk}")
         self.model, self.tokenizer, self.chunk, self.store = model, tokenizer, chunk, store
-        self._rows: dict[int, _Row] = {}
-        self._reading: list[_Row] = []
-        self._drawing = _Batch(model, together)
+        self._rows: dict[int, Row] = {}
+        self._reading: list[Row] = []
+        self._drawing = Batch(model, together)
         self._watch = None if perspectives is None and safety is None else Watch(model, perspectives, safety)
         if perspectives is not None:
             require(
@@ -290,7 +135,7 @@ class Rows:
         length = 0 if state is None or state.length_B is None else int(state.length_B[0])
         check_room(model.config.positions, length, unread, max_tokens, handle)
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
-        self._rows[handle] = row = _Row(
+        self._rows[handle] = row = Row(
             handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
             logprobs, state,
         )  # fmt: skip
@@ -339,20 +184,20 @@ class Rows:
         del self._rows[row]
         return _conversation(own, self._state_of(own))
 
-    def _own(self, row: int) -> _Row:
+    def _own(self, row: int) -> Row:
         if row not in self._rows:
             raise StateError(
                 f"row {row} is not there: the session has {len(self._rows)} rows, {list(self._rows)}"
             )
         return self._rows[row]
 
-    def _state_of(self, row: _Row) -> LMState:
+    def _state_of(self, row: Row) -> LMState:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
     def _read(self) -> list[Read]:
         """Read a chunk of each prompt: of each row that came to its end, which is drawn from now."""
-        read, done = list[Read](), list[_Row]()
+        read, done = list[Read](), list[Row]()
         for row in self._reading:
             last_1D = self._found(row) if row.start == 0 else None
             if row.start < len(row.unread):
@@ -366,7 +211,7 @@ class Rows:
             self._drawing.join(done)
         return read
 
-    def _found(self, row: _Row) -> Tensor | None:
+    def _found(self, row: Row) -> Tensor | None:
         """Begin a row at the longest prefix stored, if there is one: what the head reads after it."""
         found = None if self.store is None or row.keys is None else self.store.find(row.keys)
         if found is None:
@@ -376,7 +221,7 @@ class Rows:
         row.spared = row.start
         return found.last_1D.to(self.model.device)
 
-    def _read_chunk(self, row: _Row) -> Tensor:
+    def _read_chunk(self, row: Row) -> Tensor:
         """Read the next chunk of a row's prompt: what the head reads after it [1,D]."""
         part, begins = row.unread[row.start : row.start + self.chunk], row.fresh and row.start == 0
         state, start = self.model.init_state(1) if row.state is None else row.state, time.perf_counter()
@@ -418,5 +263,5 @@ class Rows:
         return pieces
 
 
-def _conversation(row: _Row, state: LMState) -> Conversation:
+def _conversation(row: Row, state: LMState) -> Conversation:
     return Conversation(state, [row.rest()], [list(row.recent)], [row.drawn])

@@ -75,7 +75,7 @@ class Polytope:
         return [int(label[6:]) for label in self.labels if label.startswith("token:")]
 
     def scores(self, h_ND: Tensor) -> Tensor:
-        """How far outside each state is [N]: the greatest n·h − b; ≤ 0 is inside."""
+        """The excess of each state over the half-spaces [N]: the greatest n·h − b; ≤ 0 is inside."""
         return (h_ND.double() @ self.faces.normal_HD.T - self.faces.offset_H).amax(1)
 
     def add(self, rows: "Polytope") -> "Polytope":
@@ -88,7 +88,7 @@ class Polytope:
         )  # fmt: skip
 
     def remove(self, label: str) -> "Polytope":
-        """Without the half-spaces of a label. ConfigError: there are none."""
+        """The polytope without the half-spaces of a label. ConfigError: there are none."""
         kept = [j for j, own in enumerate(self.labels) if own != label]
         require(len(kept) < len(self.labels), "label", label, f"one of {', '.join(sorted(set(self.labels)))}")
         normals, offsets = self.normals[kept], self.offsets[kept]
@@ -133,7 +133,7 @@ def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
 
 @torch.inference_mode()
 def states(model: LanguageModel, tokenizer: Any, texts: Sequence[str], rows: int = 32) -> Tensor:
-    """What the head reads after the last token of each text [N,D], float64."""
+    """The head's input after the last token of each text [N,D], float64."""
     found = []
     for start in range(0, len(texts), rows):
         ids = [[END_OF_TEXT_ID, *tokenizer.encode(text)] for text in texts[start : start + rows]]
@@ -303,7 +303,7 @@ class Safety:
             require(bool(self.polytope.tokens), "action", "mask", "another: the polytope names no tokens")
 
     def read(self, h_BD: Tensor) -> tuple[Tensor, Report]:
-        """What the head reads instead, and what projecting did or would do."""
+        """The head's input after the action, and what projecting did or would do."""
         x_BD, report = project(h_BD.cpu(), self.polytope.faces)
         return (x_BD.to(h_BD.device) if self.action == "project" else h_BD), report
 

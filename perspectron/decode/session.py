@@ -44,7 +44,7 @@ class Session:
         self._calls = list[int]()
         """Tokens that each call has read."""
         self._state: LMState | None = None
-        """After these calls; None before the first."""
+        """The state after these calls; None before the first."""
         self._marks = dict[int, LMState]()
         """States after so many calls, from which `at` goes on."""
         self._keys: list[bytes] | None = None if store is None else []

@@ -21,7 +21,7 @@ from perspectron import native
 from perspectron.config import require
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.reading import CHUNK
-from perspectron.state import Frozen, LMState, Stateful
+from perspectron.state import LMState, Stateful
 
 FORMAT = "perspectron-prefix-1"
 
@@ -31,8 +31,19 @@ class _Entry:
     prefix: Prefix
     size: int
     parent: bytes
-    """Of the entry from which it would be computed again; empty where that is nothing."""
+    """Key of the entry from which this one would be computed again; empty if there is none."""
     clock: float
+
+
+class Frozen:
+    """A model whose weights stay as they are, for many states: its fingerprint, a digest of all of them, is taken
+    once."""
+
+    def __init__(self, model: Stateful) -> None:
+        self.config, self.init_state, self._digest = model.config, model.init_state, model.fingerprint()
+
+    def fingerprint(self) -> str:
+        return self._digest
 
 
 class PrefixStore:
@@ -164,7 +175,8 @@ class PrefixStore:
 
 
 def _arithmetic() -> list[str | int | bool]:
-    """What bits depend on beside the weights and the tokens: kernels, instruction sets, threads, tiny numbers."""
+    """Everything that bits depend on besides the weights and the tokens: kernels, instruction sets, threads, tiny
+    numbers."""
     isa = native.isa() if native.available() else "none"
     tiny = bool((torch.tensor(1e-39) * 1.0) != 0)
     cpu = torch.backends.cpu.get_cpu_capability()

@@ -97,7 +97,7 @@ def digest(
 
 
 def bits() -> dict[str, str]:
-    """What else bits are made by, in words."""
+    """The software and hardware that bits depend on, in words."""
     isa = native.isa() if native.available() else "none"
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "native": isa}
 

@@ -1,4 +1,4 @@
-"""What `Rows` asks beside the model: the verdict of the perspectives and the safe set, row by row.
+"""The checks that `Rows` makes beside the model: the verdict of the perspectives and the safe set, row by row.
 
 Shapes: B rows, n of them asked about, P perspectives, D model width, V vocabulary.
 """
@@ -20,12 +20,12 @@ from perspectron.model import LanguageModel
 from perspectron.state import LMState
 
 if TYPE_CHECKING:
-    from perspectron.decode.rows import _Batch, _Row
+    from perspectron.decode.batch import Batch, Row
 
 
 @dataclass(eq=False)
 class Watched:
-    """What is kept of a row between its tokens.
+    """Data kept for a row between its tokens.
 
     before: its state before the last token, if it stands in no batch. chunk: the tokens of the prompt that were read
     last, the state before them, and whether they begin a text; until the first draw. views: states [P − 1] of
@@ -41,14 +41,14 @@ class Watched:
 
 
 class Read(NamedTuple):
-    """What the head reads after the last token of so many rows, and perhaps of rows of no text after them [B,D]."""
+    """The head's input after the last token of so many rows, and perhaps of rows of no text after them [B,D]."""
 
     hidden_BD: Tensor
     rows: int
 
 
 class Mark(NamedTuple):
-    """What is said of a token that is about to be drawn: verdict, outside the safe set, and whether the text ends."""
+    """The checks of a token that is about to be drawn: verdict, outside the safe set, and whether the text ends."""
 
     verdict: Verdict | None = None
     unsafe: bool = False
@@ -65,7 +65,7 @@ class Watch:
         self.perspectives = None if perspectives is None else Perspectives(model, perspectives)
         self.persistent = perspectives is not None and perspectives.persistent
         self.keeps = perspectives is not None and not (perspectives.persistent or perspectives.surrogate)
-        """Whether states before the last token are needed."""
+        """True if states before the last token are needed."""
         self._hidden_BD, self._report = torch.empty(0, 0), Report(*[torch.empty(0)] * 3)
 
     def follow(self, row: Watched, part: list[int], state: LMState, begins: bool, *, last: bool) -> None:
@@ -95,8 +95,8 @@ class Watch:
         logits = self.model.head(hidden)
         return logits if self.safety is None else self.safety.masked(logits)
 
-    def marks(self, batch: "_Batch", rows: list[int], ids: list[int], logits_BV: Tensor) -> list[Mark]:
-        """What is said of the tokens `ids` that were drawn for these rows of the batch. NonFiniteError: a
+    def marks(self, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor) -> list[Mark]:
+        """The marks of the tokens `ids` that were drawn for these rows of the batch. NonFiniteError: a
         perspective's logits are not finite."""
         verdicts: Sequence[Verdict | None] = [None] * len(rows)
         if self.perspectives is not None:
@@ -114,7 +114,7 @@ class Watch:
     # ------------------------------------------------------------ perspectives
 
     def _verdicts(
-        self, perspectives: Perspectives, batch: "_Batch", rows: list[int], ids: list[int], logits_BV: Tensor
+        self, perspectives: Perspectives, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor
     ) -> list[Verdict]:
         V = logits_BV.shape[1]
         if self.persistent:
@@ -141,7 +141,7 @@ class Watch:
 
         return perspectives.judge(logits_BV[rows], ids, position_n, look, mixed)
 
-    def _go_on(self, perspectives: Perspectives, row: "_Row") -> None:
+    def _go_on(self, perspectives: Perspectives, row: "Row") -> None:
         """Let persistent perspectives read the last token of a row, unless they did with its prompt."""
         own = row.watched
         if own.seen is None:
@@ -149,8 +149,8 @@ class Watch:
             hidden_1PD, own.views = perspectives.read([row.unread], own.views, fresh=[False])
             own.seen = hidden_1PD[0]
 
-    def _seen(self, perspectives: Perspectives, batch: "_Batch", at: int) -> Tensor:
-        """What the head reads of the other perspectives after the last token of a row [P − 1, D]."""
+    def _seen(self, perspectives: Perspectives, batch: "Batch", at: int) -> Tensor:
+        """The head's inputs from the other perspectives after the last token of a row [P − 1, D]."""
         row = batch.rows[at]
         if row.watched.seen is not None:
             return row.watched.seen
@@ -159,7 +159,7 @@ class Watch:
         fresh = length_1 is not None and not length_1.any()
         return perspectives.read([[row.unread[-1]]], perspectives.begin(state), fresh=[fresh])[0][0]
 
-    def _before(self, batch: "_Batch", at: int) -> LMState:
+    def _before(self, batch: "Batch", at: int) -> LMState:
         """The state of a row before its last token."""
         row = batch.rows[at]
         if row.watched.chunk is None:
@@ -172,7 +172,7 @@ class Watch:
             return state
         return reading.read(self.model, [part[:-1]], state.fork(), fresh=[begins])[1]
 
-    def _positions(self, batch: "_Batch", rows: list[int]) -> list[int]:
+    def _positions(self, batch: "Batch", rows: list[int]) -> list[int]:
         """The positions of each row's last token in its document; 0 where the state does not count."""
         found = []
         for at in rows:
@@ -186,7 +186,7 @@ class Watch:
     # ------------------------------------------------------------ the safe set
 
     def _unsafe(self, row: Watched, at: int) -> bool:
-        """Whether the state of a row, or the mean of a window that ends here, is outside."""
+        """True if the state of a row, or the mean of a window that ends here, is outside."""
         if self.safety is None:
             return False
         outside, size = bool(self._report.violated_N[at]), self.safety.window

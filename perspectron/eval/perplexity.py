@@ -30,7 +30,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         carry=options.carry,
         dtype=subject.opened.folder.dtype,
     )
-    others = compressors(text_of(subject.text, subject.tokenizer, result.tokens + 1))
+    others = compressors(text_of(subject.text, subject.tokenizer, options.tokens or subject.text.tokens))
     return asdict(result) | {"compressors": others}
 
 
@@ -42,8 +42,10 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:
-    """The bytes that the first `tokens` ids of a split stand for."""
-    return b"".join(map(tokenizer.token_bytes, split.read(0, tokens).tolist()))
+    """The bytes that the first `tokens` ids of a split stand for, or those of them that are learned."""
+    stop = min(tokens, split.tokens)
+    ids = split.read(0, stop)[split.is_learned(0, stop)]
+    return b"".join(map(tokenizer.token_bytes, ids.tolist()))
 
 
 def compressors(text: bytes) -> dict[str, float]:

@@ -60,7 +60,7 @@ class Options:
 
 @dataclass
 class Columns:
-    """What was found at N tokens. p: probabilities [N] of the target, of the base and of the mixture. wrong: the base's
+    """Measurements at N tokens. p: probabilities [N] of the target, of the base and of the mixture. wrong: the base's
     likeliest token is not the target. votes: likeliest token of each perspective [N,P]. scores: uncertainties [N] by
     name. log_base, log_mixture: [N,V], float32. window: the number of each token's."""
 

@@ -5,12 +5,13 @@ Shapes: B batch, T time, N tokens, E experts, A axes of the torus.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perspectron.block import Block
 from perspectron.data import Tokenizer
@@ -26,6 +27,7 @@ class Routes(NamedTuple):
     """Experts [B,T] that one routed layer chose, and where the queries fell [B,T,A], in [0, 1). A switch has no
     queries: the centres of the experts stand in for them, and hops are on the lattice of their ids. guess: the experts
     that this layer's router takes for the input of the routed layer before it; the first layer's are its own choices.
+    further: the same of the routed layer two before it, where there is one.
     """
 
     layer: int
@@ -34,6 +36,7 @@ class Routes(NamedTuple):
     expert_BT: Tensor
     query_BTA: Tensor
     guess_BT: Tensor
+    further_BT: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,17 @@ class Summary:
     chance: Rates | None
 
 
+def _source(block: Block, ffn: Routed) -> nn.Module:
+    """The module whose output, or the first of them, a layer's router reads."""
+    if ffn.config.reads == "mixer":
+        return cast(nn.Module, block.mixer)
+    return block.ffn_norm if block.ffn_shift is None else block.ffn_shift
+
+
+def _seen(look: Callable[[int, Tensor], None], place: int, _: nn.Module, __: object, out: Any) -> None:
+    look(place, out[0] if isinstance(out, tuple) else out)
+
+
 def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) -> list[Routes]:
     """Routes of these tokens in each routed layer, from an empty state. `reset_BT`: where a document starts.
     ConfigError for a model without routed layers."""
@@ -80,18 +94,20 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
         raise ConfigError(f"model = {model.config.name!r}, must be one with routed layers")
     chosen: list[list[Choice]] = [[] for _ in layers]
     guess: list[list[Tensor]] = [[] for _ in layers]
+    further: list[list[Tensor]] = [[] for _ in layers]
 
     def look(place: int, x_BTD: Tensor) -> None:
         chosen[place].append(layers[place][1].router.route(x_BTD.flatten(0, 1)))
         if place == 0:
             guess[0].append(chosen[0][-1].expert_N)
-        if place + 1 < len(layers):
-            guess[place + 1].append(layers[place + 1][1].router.route(x_BTD.flatten(0, 1)).expert_N)
+        for ahead, made in ((1, guess), (2, further)):
+            if place + ahead < len(layers):
+                router = layers[place + ahead][1].router
+                made[place + ahead].append(router.route(x_BTD.flatten(0, 1)).expert_N)
 
-    hooks = [
-        blocks[index].ffn_norm.register_forward_hook(lambda _, inputs, out, place=place: look(place, out))
-        for place, (index, _) in enumerate(layers)
-    ]
+    hooks = []
+    for place, (index, ffn) in enumerate(layers):  # a network may be that of several layers
+        hooks.append(_source(blocks[index], ffn).register_forward_hook(partial(_seen, look, place)))
     T, state = ids_BT.shape[1], None
     try:
         with torch.inference_mode():
@@ -110,13 +126,17 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     for place, (index, module) in enumerate(layers):
         own = chosen[place]
         expert_BT = torch.cat([c.expert_N.view(shape) for c in own], 1).cpu()
-        guess_BT = torch.cat([expert_N.view(shape) for expert_N in guess[place]], 1).cpu()
+        guess_BT, further_BT = (
+            torch.cat([expert_N.view(shape) for expert_N in made[place]], 1).cpu() if made[place] else None
+            for made in (guess, further)
+        )
+        assert guess_BT is not None
         torus, router = module.config.torus, module.config.router
         if router == "switch":
             query_BTA = lattice(torus)[expert_BT]
         else:
             query_BTA = torch.cat([c.query_NA.unflatten(0, shape) for c in own], 1).cpu() % 1
-        routes.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT))
+        routes.append(Routes(index, router, torus, expert_BT, query_BTA, guess_BT, further_BT))
     return routes
 
 
@@ -127,6 +147,7 @@ def of_document(model: LanguageModel, ids: Sequence[int]) -> list[Routes]:
             expert_BT=layer.expert_BT[:, 1:],
             query_BTA=layer.query_BTA[:, 1:],
             guess_BT=layer.guess_BT[:, 1:],
+            further_BT=None if layer.further_BT is None else layer.further_BT[:, 1:],
         )
         for layer in trace(model, torch.tensor([[Tokenizer.end_of_text, *ids]], device=model.device))
     ]

@@ -31,10 +31,11 @@ SUITES = {
     "calibration": Suite("calibration", draws=True),
     "robustness": Suite("robustness", draws=True),
     "perspectives": Suite("perspectives", draws=True),
+    "depth": Suite("depth", draws=True),
     "cost": Suite("cost_suite", reads_text=False),
     "recall": Suite("recall", reads_text=False, on_device=False),
 }
-BESIDE_LOSS = tuple(name for name in SUITES if name not in ("perplexity", "perspectives"))
-"""Of a comparison: those that every design has an answer to."""
+BESIDE_LOSS = tuple(name for name in SUITES if name not in ("perplexity", "perspectives", "depth"))
+"""Suites of a comparison: those that apply to every design."""
 OF_TEXT = tuple(name for name in BESIDE_LOSS if SUITES[name].reads_text)
 """Suites that measure a trained model; the others measure its design."""

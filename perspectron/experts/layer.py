@@ -55,7 +55,7 @@ class RoutedSwiGLU(Routed):
             self.register_buffer("ternary_share_1", torch.empty(1))
         self.turn = 0
         self.spread: Spread | None = None
-        """Where the experts are; None: all of them here."""
+        """The ranks that hold the experts; None: all of them are here."""
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Each expert starts as a dense SwiGLU, from a stream of its own; then the router."""
@@ -101,7 +101,8 @@ class RoutedSwiGLU(Routed):
                 base: Tensor = getattr(self, f"base_{name.replace('E', '')}")
                 weight = base + sparse(weight)
             if self.config.ternary:
-                weight = ternary(weight, self.ternary_share_1)
+                config = self.config
+                weight = ternary(weight, self.ternary_share_1, config.ternary_rule, config.ternary_schedule)
             used.append(weight)
         gate, up, down = used
         return gate, up, down
@@ -119,7 +120,7 @@ class RoutedSwiGLU(Routed):
         x_ND = x_BTD.flatten(0, 1)
         learns = torch.is_grad_enabled()
         with torch.set_grad_enabled(learns and self.config.gate != "none"):
-            choice = self.router.route(x_ND, views)
+            choice = self.router.route(self.read(x_BTD, context_BTD).flatten(0, 1), views)
         y_ND, sample = self._experts(x_ND, choice.expert_N)
         if self.config.gate == "soft":
             y_ND = y_ND * choice.gate_N.to(y_ND.dtype)[:, None]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from perspectron import native
 from perspectron.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.errors import ConfigError
+from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
 from perspectron.ops.dispatch import full_precision
 from perspectron.streams import gumbel
@@ -52,6 +53,8 @@ class RoutedConfig(FFNConfig):
     update moves the biases w of the power diagram (argmin d² − w), in terms of τ; 0: there are none. offsets: experts
     move from their cell's centre. base: the experts' weights are a shared part and few own differences.
     ternary: experts' matrices are −s, 0, s as far as the recipe has come. int8_activations: what they read, too.
+    ternary_rule, ternary_schedule: as `perspectron.experts.ternary` has them. reads: what the router reads, the normed
+    "stream", as the experts do, or what the "mixer" of the layer gave.
     """
 
     kind = "routed"
@@ -71,6 +74,9 @@ class RoutedConfig(FFNConfig):
     base: bool = False
     ternary: bool = False
     int8_activations: bool = False
+    ternary_rule: Rule = "absmean"
+    ternary_schedule: Schedule = "linear"
+    reads: Literal["stream", "mixer"] = "stream"
 
     def __post_init__(self) -> None:
         at_least(1, self, "hidden", "nearest")
@@ -303,6 +309,14 @@ class Routed(nn.Module):
             if start is not None:
                 start.zero_()
 
+    def read(self, x_BTD: Tensor, context_BTD: Tensor | None) -> Tensor:
+        """The router's input, from the normed stream and the mixer's output."""
+        if self.config.reads == "stream":
+            return x_BTD
+        require(context_BTD is not None, "reads", "mixer", "stream in a layer without a mixer")
+        assert context_BTD is not None
+        return context_BTD
+
     @property
     def router(self) -> Router:
         """The router as its parameters now are."""
@@ -314,7 +328,7 @@ class Routed(nn.Module):
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """At least float32."""
+    """The dtype, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -34,7 +34,7 @@ class Spread:
         units: slice = slice(0),
         rounded: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `ops.experts.swiglu` with the experts of all ranks, of which `weights` are this rank's [L,F,D]. All ranks
+        """`ops.experts.swiglu` with the experts of all ranks, of which `weights` are this rank's [L,F,D]. All ranks
         call it. The gradient of the sample, from which every rank computes the same, is not asked of the others."""
         here = len(weights[0])
         order_N = expert_N.argsort(stable=True)

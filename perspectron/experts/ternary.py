@@ -6,27 +6,51 @@ float weights keep learning. Nothing is saved for it. Source: docs/designs/persp
 Shapes: any leading dimensions, then O × I, a matrix.
 """
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 SHARE = "ternary_share_1"
 """Name of the buffers [1] that hold how far a module's matrices are converted."""
+Rule = Literal["absmean", "twn"]
+"""Rule for weights that become 0: below half the mean |W| ("absmean", BitNet b1.58), or below 0.7 of it ("twn", ternary
+weight networks)."""
+Schedule = Literal["linear", "quarters"]
+"""Meaning of a share of a conversion: of the way, for all weights ("linear"), or of the weights, the largest first, in
+quarters."""
+TWN = 0.7
+QUARTERS = 4
 
 
-def trits(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, s): T = clip(round(W / s), −1, 1), in W's dtype; s = mean |W| of each matrix [..., 1, 1]."""
+def trits(weight_OI: Tensor, rule: Rule = "absmean") -> tuple[Tensor, Tensor]:
+    """(T, s): T = clip(round(W / s), −1, 1), in W's dtype; s = mean |W| of each matrix [..., 1, 1]. By "twn" T is the
+    sign of what is above the threshold, and s the mean |W| of that."""
     scale_11 = _scale(weight_OI)
-    return torch.div(weight_OI, scale_11).round_().clamp(-1, 1), scale_11
+    if rule == "absmean":
+        return torch.div(weight_OI, scale_11).round_().clamp(-1, 1), scale_11
+    size_OI = weight_OI.abs()
+    kept_OI = size_OI > TWN * scale_11
+    total_11 = (size_OI * kept_OI).sum(
+        (-2, -1), keepdim=True, dtype=torch.promote_types(size_OI.dtype, torch.float32)
+    )
+    scale_11 = _not_zero((total_11 / kept_OI.sum((-2, -1), keepdim=True).clamp_min(1)).to(weight_OI.dtype))
+    return weight_OI.sign() * kept_OI, scale_11
 
 
-def ternary(weight_OI: Tensor, share: Tensor | float = 1.0) -> Tensor:
-    """(1 − share)·W + share·s·T of each matrix; exactly W at share 0 and s·T at share 1.
+def ternary(
+    weight_OI: Tensor,
+    share: Tensor | float = 1.0,
+    rule: Rule = "absmean",
+    schedule: Schedule = "linear",
+) -> Tensor:
+    """(1 − share)·W + share·s·T of each matrix; exactly W at share 0 and s·T at share 1. By "quarters", s·T in place of
+    the largest 25, 50 or 75% of the weights until then.
 
     share: one number in [0, 1], or a tensor of one. The gradient reaches W as it is, and the share not at all.
     """
-    result: Tensor = _Ternary.apply(weight_OI, share)
+    result: Tensor = _Ternary.apply(weight_OI, share, rule, schedule)
     return result
 
 
@@ -36,9 +60,9 @@ def int8(x_I: Tensor) -> Tensor:
     return result
 
 
-def stats(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+def stats(weight_OI: Tensor, rule: Rule = "absmean") -> tuple[Tensor, Tensor]:
     """(fraction of zeros, s) of each matrix, [...] each."""
-    trits_OI, scale_11 = trits(weight_OI.detach())
+    trits_OI, scale_11 = trits(weight_OI.detach(), rule)
     return (trits_OI == 0).float().mean((-2, -1)), scale_11.squeeze(-1).squeeze(-1)
 
 
@@ -56,7 +80,7 @@ def set_share(model: nn.Module, share: float) -> None:
 
 
 def converted(model: nn.Module) -> bool:
-    """Whether no conversion is under way: every share, if there is one, is 1."""
+    """True if no conversion is under way: every share, if there is one, is 1."""
     return all(bool(buffer == 1) for name, buffer in model.named_buffers() if name.endswith(SHARE))
 
 
@@ -93,13 +117,23 @@ class _StraightThrough(torch.autograd.Function):
 
 class _Ternary(_StraightThrough):
     @staticmethod
-    def forward(weight_OI: Tensor, share: Tensor | float) -> Tensor:
-        trits_OI, scale_11 = trits(weight_OI)
+    def forward(weight_OI: Tensor, share: Tensor | float, rule: Rule, schedule: Schedule) -> Tensor:
+        trits_OI, scale_11 = trits(weight_OI, rule)
         rounded_OI = trits_OI.mul_(scale_11)
+        if schedule == "quarters":
+            return torch.where(_largest(weight_OI, share), rounded_OI, weight_OI)
         if isinstance(share, Tensor):
             share = share.to(weight_OI.dtype)
         # lerp is exact at both ends: it counts from the nearer one.
         return torch.lerp(weight_OI, rounded_OI, share)
+
+
+def _largest(weight_OI: Tensor, share: Tensor | float) -> Tensor:
+    """True for the largest weights of a matrix, a `share` of them rounded up to quarters."""
+    size = weight_OI.abs().flatten(-2)
+    count = math.ceil(QUARTERS * float(share)) * size.shape[-1] // QUARTERS
+    chosen = torch.zeros_like(size, dtype=torch.bool)
+    return chosen.scatter_(-1, size.topk(count).indices, True).view_as(weight_OI)
 
 
 class _Int8(_StraightThrough):

@@ -37,7 +37,7 @@ KINDS = {
     "mamba2": Kind(decoders.mamba2_config, decoders.mamba2_weights),
     "bamba": Kind(decoders.bamba_config, decoders.bamba_weights),
 }
-"""By the `model_type` of config.json."""
+"""The kinds of models that can be read, by the `model_type` of config.json."""
 
 
 def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:

@@ -20,7 +20,7 @@ MAMBA2 = {
 OF_LLAMA = parts.Defaults(1e-6)
 OF_MISTRAL = parts.Defaults(1e-6, key_heads=8, sliding_window=4096)
 OF_BAMBA = parts.Defaults(1e-5, key_heads=8, rope_share=0.5)
-"""As the classes of transformers have them."""
+"""The defaults of these kinds, as the classes of transformers have them."""
 
 
 def llama_config(source: Source, defaults: parts.Defaults = OF_LLAMA) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What `perspectron export --hf` wrote, and what transformers saved of it since."""
+"""Reads the folders that `perspectron export --hf` wrote, also after transformers has saved them again."""
 
 from dataclasses import replace
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from perspectron.config import ModelConfig
 from perspectron.foreign.source import Source
+from perspectron.heads import LinearHeadConfig
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.ssd import SSDConfig
-from perspectron.model import LinearHeadConfig
 
 
 class Defaults(NamedTuple):
-    """What a kind of model takes where its config.json is silent. eps: of the norms. key_heads: heads of keys and
-    values; None is as many as of queries. rope_share: of a head's channels that turn; None if no config of that kind
-    can say it. sliding_window: what attention sees; None is everything."""
+    """Values that a kind of model takes where its config.json is silent. eps: of the norms. key_heads: heads of keys
+    and values; None is as many as of queries. rope_share: of a head's channels that turn; None if no config of that
+    kind can say it. sliding_window: what attention sees; None is everything."""
 
     eps: float
     key_heads: int | None = None

@@ -63,7 +63,7 @@ class Source:
         return value
 
     def error(self, message: str) -> CheckpointError:
-        """What is wrong with config.json."""
+        """An error that says what is wrong with config.json."""
         return CheckpointError(f"{self.folder / 'config.json'}: {message}")
 
     def open_weights(self) -> None:

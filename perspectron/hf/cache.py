@@ -14,14 +14,14 @@ from perspectron.state import LMState
 
 
 class Inputs(NamedTuple):
-    """What one call read: ids [B,T] or embeddings [B,T,·], and where documents begin and where no token is."""
+    """The input of one call: ids [B,T] or embeddings [B,T,·], and where documents begin and where no token is."""
 
     tokens: Tensor
     reset_BT: Tensor | None
     pad_BT: Tensor | None
 
     def first(self, count: int) -> "Inputs":
-        """Its first tokens."""
+        """The first `count` tokens of the input."""
         reset_BT, pad_BT = (
             None if mask is None else mask[:, :count] for mask in (self.reset_BT, self.pad_BT)
         )
@@ -134,13 +134,13 @@ class StateLayer(CacheLayerMixin):
         self.log = []
 
     def lazy_initialization(self, *_: Any, **__: Any) -> None:
-        """Nothing: the model makes its state."""
+        """Do nothing: the model makes its state."""
 
     def offload(self) -> None:
-        """Nothing: the state stays with the model."""
+        """Do nothing: the state stays with the model."""
 
     def prefetch(self) -> None:
-        """Nothing: the state stays with the model."""
+        """Do nothing: the state stays with the model."""
 
     def update(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("keys and values cannot be added: the model hands over its whole state")

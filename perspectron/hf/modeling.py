@@ -14,9 +14,10 @@ from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from perspectron.heads import LinearHead, LinearHeadConfig, TokenEmbedding
 from perspectron.hf.cache import Before, Inputs, StateCache, StateLayer, layer_of
 from perspectron.hf.configuration import PerspectronConfig
-from perspectron.model import LanguageModel, LinearHead, LinearHeadConfig, TokenEmbedding, build
+from perspectron.model import LanguageModel, build
 from perspectron.ops.dispatch import gradients_off
 from perspectron.terms import Term
 
@@ -40,18 +41,23 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     # ------------------------------------------------------------ weights
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Fill what a file did not have, from seed 0; a model that was not read from one is filled as it is built."""
-        if not isinstance(module, LanguageModel) or self._drawn:
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Fill what a file did not have, as a model that is built from seed 0 has it; one that was not read from a file
+        is filled as it is built. (transformers would call `_init_weights`, but not for a module whose tensors all stand
+        in its children.)"""
+        if self._drawn:
             return
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        missing = {name for name, tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)}
+        missing = {
+            name: tensor
+            for name, tensor in _tensors(self.model).items()
+            if not getattr(tensor, "_is_hf_initialized", False)
+        }
         if missing:
             with torch.device("cpu"):
-                drawn = build(module.config, 0).state_dict()
-            for name, tensor in tensors:
-                if name in missing:
-                    tensor.data.copy_(drawn[name])
+                drawn = _tensors(build(self.model.config, 0))
+            for name, tensor in missing.items():
+                tensor.copy_(drawn[name])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embedding
@@ -131,7 +137,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: [B,T] or longer, of which the last T count; where it is 0 there is no token, on any side, and
         the state is unchanged. labels: [B,T], the ids themselves, as transformers shifts them; -100 is ignored. In
         training the loss includes the model's own terms, of routers for example. ConfigError for neither or both of
-        ids and embeddings, ValueError for a mask of another shape.
+        ids and embeddings, ValueError for a mask of another shape, attention weights, and positions with gaps.
         """
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
@@ -143,6 +149,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = StateCache()
         layer = None if past_key_values is None else layer_of(past_key_values)
         now, skip = self._inputs(tokens, attention_mask, layer), 0
+        _refuse(more, now.pad_BT)
         if layer is not None and layer.unread is not None:
             skip = layer.unread.tokens.shape[1]
             now, layer.unread = self._joined(layer.unread, now), None
@@ -174,13 +181,15 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             if self.training:
                 aux = aux | self.model.terms(logits_BTV, now.reset_BT, now.pad_BT)
                 loss = loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
-        states = (*(x_BTD[:, skip:] for x_BTD in seen_BTD[:-1]), hidden_BTD) if keep_hidden else None
+        if skip:
+            seen_BTD = [x_BTD[:, skip:] for x_BTD in seen_BTD]
+        states = (*seen_BTD[:-1], hidden_BTD) if keep_hidden else None
         return CausalLMOutputWithPast(
             loss=loss, logits=logits_BTV, past_key_values=past_key_values, hidden_states=states
         )
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
-        """What the model is to read: documents begin at the separator, but not where nothing was read before."""
+        """The input for the model: documents begin at the separator, but not where nothing was read before."""
         T, pad_BT, reset_BT = tokens.shape[1], None, None
         if mask is not None:
             if mask.ndim != 2 or mask.shape[1] < T:
@@ -214,7 +223,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @contextmanager
     def _watched(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """What enters the first block and what leaves each, while the model reads; nothing unless it is wanted."""
+        """Record the input of the first block and the output of each while the model reads, if they are wanted."""
         seen: list[Tensor] = []
         hooks = []
         if wanted:
@@ -226,6 +235,23 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _refuse(more: dict[str, Any], pad_BT: Tensor | None) -> None:
+    """ValueError for what would otherwise be ignored in silence: attention weights, and positions by which several
+    texts share a row."""
+    if more.get("output_attentions"):
+        raise ValueError("output_attentions is True, must be False: a state has no attention weights")
+    if (at_BT := more.get("position_ids")) is not None:
+        odd_BT = at_BT.diff(dim=-1) != 1
+        if pad_BT is not None:
+            odd_BT = odd_BT & ~pad_BT[:, 1:] & ~pad_BT[:, :-1]
+        if bool(odd_BT.any()):
+            raise ValueError("position_ids have gaps, must rise by one: a text begins at the separator, id 0")
 
 
 def _penalty(aux: dict[str, Term]) -> Tensor | float:

@@ -10,8 +10,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def auto_map() -> dict[str, str]:
-    """Where AutoConfig and AutoModelForCausalLM find their classes: both in one file, as transformers loads the modules
-    that a file needs once for each file."""
+    """The places where AutoConfig and AutoModelForCausalLM find their classes: both in one file, as transformers
+    loads the modules that a file needs once for each file."""
     classes = {"AutoConfig": "PerspectronConfig", "AutoModelForCausalLM": "PerspectronForCausalLM"}
     return {auto: f"{_flat(ENTRY)}.{name}" for auto, name in classes.items()}
 

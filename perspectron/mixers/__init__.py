@@ -44,7 +44,7 @@ MIXERS = {
     "pdr2": Mixer(
         pdr2.PDR2,
         pdr2.PDR2Config(rank=3, groups=2),
-        "improved PDR: short convolution, spread half-lives, output norm and gate",
+        "improved PDR: groups of rows, spread half-lives, inputs scaled by the decay",
         "docs/designs/perspective.md#perspective2",
     ),
     "window_gqa": Mixer(

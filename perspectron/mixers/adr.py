@@ -14,6 +14,7 @@ from perspectron.config import MixerConfig, divides, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Dropout
 from perspectron.ops import attention, gru
 from perspectron.state import register
 from perspectron.terms import Term
@@ -29,7 +30,8 @@ class ADRConfig(MixerConfig):
     memories that are attended to by 1 − γᵗ, their bound after t tokens. couple: add the value memories to the output
     (law 5). solver: "newton" computes the memories of all tokens at once (`ops.gru.scan`), for GPUs. remember: which
     of keys and values have memories; attention reads the other directly. rope_base: of rotary
-    positions, applied to queries and to the keys that attention reads; None for no rotation."""
+    positions, applied to queries and to the keys that attention reads; None for no rotation. learned: a decay for the
+    layer, or one for each head, is learned; it starts at gamma."""
 
     kind = "adr"
     heads: int
@@ -41,6 +43,7 @@ class ADRConfig(MixerConfig):
     solver: Literal["sequential", "newton"] = "sequential"
     remember: Literal["both", "keys", "values"] = "both"
     rope_base: float | None = None
+    learned: Literal["none", "layer", "head"] = "none"
 
     @property
     def remembered(self) -> slice:
@@ -55,6 +58,8 @@ class ADRConfig(MixerConfig):
     def __post_init__(self) -> None:
         require(self.heads >= 1, "heads", self.heads, "≥ 1")
         require(0 <= self.gamma < 1, "gamma", self.gamma, "in [0, 1)")
+        one_of(self.learned, ("none", "layer", "head"), "learned")
+        require(self.learned == "none" or self.gamma > 0, "gamma", self.gamma, "> 0 where decays are learned")
         one_of(self.emit, ("state", "raw"), "emit")
         one_of(self.solver, ("sequential", "newton"), "solver")
         one_of(self.remember, ("both", "keys", "values"), "remember")
@@ -95,17 +100,35 @@ class ADR(nn.Module):
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
+        self.dropout: Dropout | None = None
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
         K, G = d_model // config.heads, config.streams * (1 if config.share_heads else config.heads)
         self.input_GKF, self.recurrent_GKF = (nn.Parameter(torch.empty(G, K, 3 * K)) for _ in range(2))
         self.input_bias, self.recurrent_bias = (nn.Parameter(torch.empty(G * 3 * K)) for _ in range(2))
+        if config.learned != "none":
+            self.decay = nn.Parameter(torch.empty(config.heads if config.learned == "head" else 1))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw the GRUs as torch.nn.GRUCell does: uniform within ±1/√K."""
+        """Draw the GRUs as torch.nn.GRUCell does: uniform within ±1/√K. Learned decays start at gamma."""
+        if self.config.learned != "none":
+            self.decay.fill_(math.log(self.config.gamma / (1 - self.config.gamma)))
         bound = self.input_GKF.shape[1] ** -0.5
         for parameter in (self.input_GKF, self.recurrent_GKF, self.input_bias, self.recurrent_bias):
             parameter.uniform_(-bound, bound, generator=generator)
+
+    def gamma(self) -> float | Tensor:
+        """The share of the memories that a token keeps: a number, or learned, one for each head [H]."""
+        if self.config.learned == "none":
+            return self.config.gamma
+        return torch.sigmoid(self.decay).expand(self.config.heads)
+
+    def _of_groups(self, gamma: float | Tensor) -> float | Tensor:
+        """The same, one for each group and row [G,R]."""
+        if not isinstance(gamma, Tensor):
+            return gamma
+        streams = self.config.streams
+        return gamma.repeat(streams, 1) if self.config.share_heads else gamma.repeat(streams)[:, None]
 
     def cells(self) -> gru.Cells:
         """The weights of the groups: keys, then values; in each, head by head unless they share."""
@@ -133,7 +156,15 @@ class ADR(nn.Module):
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         if self.config.rope_base is not None:
             q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, after = cache.attend(q, k, v, state.cache, at, consume_state=consume_state)
+        o, after = cache.attend(
+            q,
+            k,
+            v,
+            state.cache,
+            at,
+            consume_state=consume_state,
+            drop=self.dropout if self.training else None,
+        )
         y_BTD = self.o_proj(o.transpose(1, 2).reshape(B, T, D))
         if self.config.couple:
             y_BTD = y_BTD + memory[:, :, -1].reshape(B, T, D).to(y_BTD.dtype)
@@ -155,10 +186,11 @@ class ADR(nn.Module):
         kv = qkv_BT3HK[:, :, 1:]
         own, G = kv[:, :, of], len(self.input_GKF)
         B, T, kinds, H, K = own.shape
+        gamma = self.gamma()
         memory, raws, last = gru.scan(
             own.reshape(B, T, G, -1, K),
             self.cells(),
-            config.gamma,
+            self._of_groups(gamma),
             state.memory_B2HK.view(B, G, -1, K),
             reset_BT=reset_BT,
             pad_BT=pad_BT,
@@ -169,7 +201,8 @@ class ADR(nn.Module):
         seen = (memory if raws is None else raws).view(own.shape)
         if config.cold_start:
             t_BT = (at.position_BT + 1).to(seen.dtype)
-            seen = seen / -torch.expm1(t_BT * math.log(config.gamma))[:, :, None, None, None]
+            log_gamma = gamma.log() if isinstance(gamma, Tensor) else math.log(gamma)
+            seen = seen / -torch.expm1(t_BT[:, :, None] * log_gamma)[:, :, None, :, None]
         seen = seen.to(qkv_BT3HK.dtype)
         if config.remember != "both":
             seen = torch.cat([kv[:, :, : of.start], seen, kv[:, :, of.stop :]], 2)

@@ -13,6 +13,7 @@ from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Dropout, Lean
 from perspectron.ops import attention
 from perspectron.terms import Term
 
@@ -44,6 +45,8 @@ class Attention(nn.Module):
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
+        self.dropout: Dropout | None = None
+        self.value_channels = d_model
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.o_proj = nn.Linear(d_model, d_model, bias=config.bias)
 
@@ -57,14 +60,25 @@ class Attention(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: Cache, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: Cache,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
+        if lean is not None:
+            parts = (*parts[:2], lean(parts[2], x_BTD))
+        q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
             q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, state = cache.attend(q, k, v, state, at, consume_state=consume_state)
+        o, state = cache.attend(
+            q, k, v, state, at, consume_state=consume_state, drop=self.dropout if self.training else None
+        )
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}
 
     def _turned(self, x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:

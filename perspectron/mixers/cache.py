@@ -89,6 +89,7 @@ def attend(
     *,
     scale: float | None = None,
     consume_state: bool = False,
+    drop: attention.Drop = None,
 ) -> tuple[Tensor, Cache]:
     """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it).
 
@@ -100,10 +101,10 @@ def attend(
     counted = at.resets or (at.padded and q.shape[2] > 1)
     after = _remember(k, v, cache, at, fresh, counted, consume_state)
     if fresh:
-        return attention.attend(q, k, v, causal=True, scale=scale), after
+        return attention.attend(q, k, v, causal=True, scale=scale, drop=drop), after
     if q.shape[2] == 1:
         return attention.stepped(q, after.ring(), at, scale=scale), after
-    return attention.cached(q, k, v, cache.ring(), cache.length_B, at, scale=scale), after
+    return attention.cached(q, k, v, cache.ring(), cache.length_B, at, scale=scale, drop=drop), after
 
 
 def _remember(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps, unit
+from perspectron.mixers.parts import Lean, ShortConv, softplus, softplus_of_steps, unit
 from perspectron.ops import delta
 from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
@@ -49,6 +49,7 @@ class Delta(nn.Module, abc.ABC):
     ) -> None:
         super().__init__()
         self.shape, self.rates = (heads, K, V), rates
+        self.value_channels = heads * V
         self.qkv_proj = nn.Linear(d_model, heads * (2 * K + V), bias=False)
         self.conv1d = ShortConv(heads * (2 * K + V), conv, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads))
@@ -77,11 +78,19 @@ class Delta(nn.Module, abc.ABC):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: DeltaState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: DeltaState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
         u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
         H, K, V = self.shape
-        q, k, v = (x.unflatten(-1, (H, -1)) for x in u_BTC.split([H * K, H * K, H * V], -1))
+        q, k, v = u_BTC.split([H * K, H * K, H * V], -1)
+        v = v if lean is None else lean(v, x_BTD)
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in (q, k, v))
         f, beta, write, gate_BTV = self.gates(x_BTD)
         full = torch.promote_types(f.dtype, torch.float32)
         step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))

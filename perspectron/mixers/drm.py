@@ -127,7 +127,7 @@ class DRM(nn.Module):
     strength: Tensor
 
     learned_start = True
-    """Whether the state before any token depends on parameters."""
+    """True if the state before any token depends on parameters."""
 
     def __init__(self, d_model: int, norm_eps: float, config: DRMConfig) -> None:
         super().__init__()
@@ -193,14 +193,15 @@ class DRM(nn.Module):
     def forward(
         self,
         x_BTE: Tensor,
-        state: DRMState,
+        state: DRMState | None = None,
         *,
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
     ) -> tuple[Tensor, DRMState, dict[str, Term]]:
-        """The states after each token. Terms are left out in inference mode. The state handed in is never written
-        into."""
+        """The states after each token; `state` is the empty one by default. Terms are left out in inference mode. The
+        state handed in is never written into."""
+        state = self.init_state(len(x_BTE), x_BTE.device, x_BTE.dtype) if state is None else state
         bptt = self.config.bptt if self.training and torch.is_grad_enabled() else 0
         before = State(state.z_BD, state.geometry_BF, state.length_B)
         z_BTD, after, trace = drm.scan(
@@ -232,7 +233,7 @@ class DRM(nn.Module):
 
     @property
     def _caches(self) -> bool:
-        """Whether the risk stands from one refresh of the geometry to the next."""
+        """True if the risk stands from one refresh of the geometry to the next."""
         return self.config.risk is not None and self.config.risk.cached and self.config.geometry_interval > 1
 
     def _met(self, z_BD: Tensor, z_BTD: Tensor, reset_BT: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides, positive
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Lean, apart
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
@@ -46,10 +47,13 @@ class GLAState:
 class GLA(nn.Module):
     """S ← diag(α) S + k vᵀ with α = σ(W₂ W₁ x + b)^(1/temperature); y = W_o (norm(Sᵀ q / √K) ⊙ swish(W_g x))."""
 
+    bends = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
+
     def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=True)
         self.config = config
+        self.value_channels = d_model
         self.q_proj = nn.Linear(d_model, d_model // 2, bias=False)
         self.k_proj = nn.Linear(d_model, d_model // 2, bias=False)
         self.v_proj = nn.Linear(d_model, d_model, bias=False)
@@ -70,9 +74,16 @@ class GLA(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: GLAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: GLAState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
-        gate_BTK = self.gk_proj(x_BTD)
+        x_q, x_k, x_v, x_g = apart(x_BTD, len(self.bends))
+        gate_BTK = self.gk_proj(x_g)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
         gate_BTK = torch.exp(F.logsigmoid(gate_BTK) / self.config.gate_temperature)
@@ -80,11 +91,12 @@ class GLA(nn.Module):
             gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
         if reset_BT is not None:
             gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
-        inputs = (self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD), gate_BTK)
+        v_BTD = self.v_proj(x_v) if lean is None else lean(self.v_proj(x_v), x_v)
+        inputs = (self.q_proj(x_q), self.k_proj(x_k), v_BTD, gate_BTK)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTV, memory_BHKV = gla.scan(
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
-        y_BTD = self.o_proj(o_BTD * F.silu(self.g_proj(x_BTD)))
+        y_BTD = self.o_proj(o_BTD * F.silu(self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Shared
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
@@ -87,7 +88,7 @@ class HGRN2(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        shared: dict[str, Tensor] | None = None,
+        shared: Shared | None = None,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
@@ -97,7 +98,12 @@ class HGRN2(nn.Module):
                 share_ND = self.gamma_ND.to(f_BTD.dtype).softmax(0)
                 shared[BOUNDS] = share_ND.cumsum(0) - share_ND
             else:
-                require(BOUNDS in shared, "layer", self.config.layer, "above layer 0 in the same model")
+                require(
+                    shared.get(BOUNDS) is not None,
+                    "layer",
+                    self.config.layer,
+                    "above layer 0 in the same model",
+                )
                 k_BTD = k_BTD * (1 - shared[BOUNDS][self.config.layer])
         if pad_BT is not None:
             k_BTD = k_BTD.masked_fill(pad_BT[:, :, None], 0)

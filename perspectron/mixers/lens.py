@@ -12,6 +12,7 @@ from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Dropout
 from perspectron.ops import attention, lens
 from perspectron.terms import Term
 
@@ -54,6 +55,7 @@ class Lens(nn.Module):
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
+        self.dropout: Dropout | None = None
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
@@ -107,7 +109,16 @@ class Lens(nn.Module):
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
             q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
-        o, state = cache.attend(q, k, v, state, at, scale=scale, consume_state=consume_state)
+        o, state = cache.attend(
+            q,
+            k,
+            v,
+            state,
+            at,
+            scale=scale,
+            consume_state=consume_state,
+            drop=self.dropout if self.training else None,
+        )
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
             o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))

@@ -4,7 +4,7 @@ at a reset.
 A gate of 0 forgets a number and a mask hides it, but 0·NaN and 0·∞ are NaN: neither forgets what is not finite. So
 where a reset follows, a mixer never sees it, and the tokens before that reset, which would have, get NaN afterwards.
 
-Shapes: B batch, T time, D model width.
+Shapes: B batch, T time, D model width; x is [B,T,D], or [N,B,T,D] where a mixer has N inputs.
 """
 
 import functools
@@ -24,9 +24,9 @@ Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
 def masked(forward: Forward) -> Forward:
-    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state): it reads zeros at padding,
-    and no token from a reset on, and no state after it, depends on a state or a token before it that was not finite.
-    (Numbers that overflow inside the mixer are its own.)
+    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state). Without a state it starts
+    from the empty one. It reads zeros at padding, and no token from a reset on, and no state after it, depends on a
+    state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.)
 
     A reset costs a sum over state and input: all is finite, as a rule.
     """
@@ -35,13 +35,14 @@ def masked(forward: Forward) -> Forward:
     def run(
         self: Any,
         x_BTD: Tensor,
-        state: Any,
+        state: Any = None,
         *,
         reset_BT: Mask = None,
         pad_BT: Mask = None,
         consume_state: bool = False,
         **shared: Any,
     ) -> tuple[Tensor, Any, dict[str, Term]]:
+        state = self.init_state(x_BTD.shape[-3], x_BTD.device, x_BTD.dtype) if state is None else state
         lost_BT = None
         if pad_BT is not None:
             x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -59,7 +60,7 @@ def _floats(state: Any) -> list[Tensor]:
 
 
 def _finite(x_BTD: Tensor, state: Any) -> bool:
-    """Whether all sums are finite; False also for a sum that overflows; then there turns out to be nothing to
+    """True if all sums are finite; False also for a sum that overflows; then there turns out to be nothing to
     forget."""
     sums = [leaf.detach().sum(dtype=torch.float32) for leaf in (x_BTD, *_floats(state))]
     return bool(torch.stack(sums).isfinite().all())
@@ -72,7 +73,8 @@ def _forgotten(x_BTD: Tensor, state: Any, reset_BT: Tensor) -> tuple[Tensor, Any
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
     )  # of each token's document; -1 is the state's
-    bad_BT = ~x_BTD.isfinite().all(-1) & (time_T < begun_BT[:, -1:])
+    finite_BT = x_BTD.isfinite().all(-1).view(-1, *reset_BT.shape).all(0)
+    bad_BT = ~finite_BT & (time_T < begun_BT[:, -1:])
     bad_B = reset_BT.any(1)
     bad_B &= ~torch.stack([leaf.isfinite().flatten(1).all(1) for leaf in _floats(state)]).all(0)
     latest_BT = torch.where(bad_BT, time_T, torch.where(bad_B, -1, -2)[:, None]).cummax(1).values

@@ -1,11 +1,12 @@
-"""Parts shared by recurrent mixers: a short convolution, a shift by one token, unit keys, and initial values of decays
-and mixes.
+"""Parts shared by mixers and blocks: a short convolution, a shift by one token, values of the first layer, unit keys,
+initial values of decays and mixes, and dropout.
 
-Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window.
+Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window, N inputs of a mixer.
 """
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
 from perspectron.ops.dispatch import gradients_off
+from perspectron.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
 UNIT_EPS = 1e-6
+Lean = Callable[[Tensor, Tensor], Tensor]
+"""A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
+(`FirstValues`)."""
 VECTORS = 32  # numbers that torch computes at once
 
 
@@ -50,6 +55,27 @@ class ShortConv(nn.Module):
         return convolve(u_BTC, window_BZC, self.weight, bias_C, reset_BT, pad_BT)
 
 
+class Dropout(nn.Module):
+    """Zeros for a share of the numbers, in training alone; the others grow to keep the mean. What it zeroes depends on
+    torch's seed, on its name in the model and on which forward pass of which update it is, so that a run that goes on,
+    and a block that is computed again, have the same zeros."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.name, self.step, self.passes = share, "", 0, 0
+
+    def set_step(self, step: int) -> None:
+        """Count the passes of the update that follows `step` others."""
+        self.step, self.passes = step, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()) or x.is_meta:
+            return x
+        generator = stream(torch.initial_seed(), "dropout", self.name, self.step, self.passes)
+        kept = torch.rand(x.shape, generator=generator) >= self.share
+        return x * (kept.to(x.device) / (1 - self.share)).to(x.dtype)
+
+
 def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
     """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D], to start
     from next time. last_BD: the token before x, in the dtype of the outputs."""
@@ -80,9 +106,111 @@ def between(x_BTD: Tensor, before_BTD: Tensor, mix_D: Tensor) -> Tensor:
     return (x_full + (before_BTD - x_full) * mix_D).to(x_BTD.dtype)
 
 
+class TokenShift(nn.Module):
+    """Inputs that lie between a token and the one before it in its document, each by a learned mix for each channel
+    (Peng et al. 2023, arXiv 2305.13048). bends: of the initial mixes, one for each input."""
+
+    no_decay = ("mix_ND",)
+
+    def __init__(self, d_model: int, bends: tuple[float, ...]) -> None:
+        super().__init__()
+        self.bends = bends
+        self.mix_ND = nn.Parameter(torch.empty(len(bends), d_model))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.mix_ND.copy_(torch.stack([mixes(self.mix_ND.shape[1], bend) for bend in self.bends]))
+
+    def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
+        """The inputs [N,B,T,D], or [B,T,D] where there is one, and the last token [B,D]."""
+        before_BTD, last_BD = shift(x_BTD, last_BD, reset_BT, pad_BT)
+        mix = self.mix_ND[0] if len(self.bends) == 1 else self.mix_ND[:, None, None]
+        return between(x_BTD, before_BTD, mix), last_BD
+
+
+def apart(x: Tensor, inputs: int) -> tuple[Tensor, ...]:
+    """A mixer's inputs [B,T,D] of [N,B,T,D]; where it is given one, that for all."""
+    return x.unbind(0) if x.ndim == 4 else (x,) * inputs
+
+
 def mixes(d_model: int, bend: float) -> Tensor:
     """The initial mixes of RWKV-7: 1 − (c/D)^bend of channel c."""
     return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
+
+
+def low_rank(
+    d_model: int, size: float, activation: nn.Module, channels: int | None = None, *, bias: bool = True
+) -> nn.Sequential:
+    """W₂ f(W₁ x) + b of a rank near `size`: the nearest multiple of 32 above 0. channels: of the output; D where they
+    are not given."""
+    rank = max(32, round(size / 32) * 32)
+    return nn.Sequential(
+        nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, channels or d_model, bias=bias)
+    )
+
+
+def start_low_rank(low: nn.Sequential, generator: torch.Generator, bias_D: Tensor | None = None) -> None:
+    """Start a low rank such that it gives its bias alone."""
+    inner, outer = cast(nn.Linear, low[0]), cast(nn.Linear, low[2])
+    inner.weight.zero_()
+    nn.init.orthogonal_(outer.weight, 0.1, generator)
+    if bias_D is not None:
+        outer.bias.copy_(bias_D)
+
+
+class Shared:
+    """Tensors that mixers hand to those above them, of the same tokens, by name. It is no dict because FSDP and
+    accelerate copy dicts on the way to a module."""
+
+    def __init__(self) -> None:
+        self._kept = dict[str, Tensor]()
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._kept[name] = tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._kept[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self._kept.get(name)
+
+
+class FirstValues(nn.Module):
+    """A mixer's values, which lie between its own and those of the first mixer with as many channels, by
+    σ(W₂ W₁ x + b) (Zhou et al. 2024, arXiv 2410.17897). That first one has no gate, and hands its values on."""
+
+    def __init__(self, d_model: int, channels: int, *, first: bool) -> None:
+        super().__init__()
+        self.key = f"values of {channels} channels"
+        self.gate = None if first else first_value_gate(d_model, channels)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        if self.gate is not None:
+            start_first_value_gate(self.gate, generator)
+
+    def forward(self, values_BTC: Tensor, x_BTD: Tensor, shared: Shared) -> Tensor:
+        """shared: of these tokens, from the blocks below."""
+        if self.gate is None:
+            shared[self.key] = values_BTC
+            return values_BTC
+        return toward(shared[self.key], values_BTC, self.gate(x_BTD))
+
+
+def toward(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
+    """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
+    share_BTC = torch.sigmoid(gate_BTC).to(values_BTC.dtype)
+    return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
+
+
+def first_value_gate(d_model: int, channels: int) -> nn.Sequential:
+    """A gate for each channel, before its σ."""
+    return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels)
+
+
+def start_first_value_gate(gate: nn.Sequential, generator: torch.Generator) -> None:
+    """Start as RWKV-7 does, with gates from 0.72 in the first channel to 0.63 in the last."""
+    C = cast(nn.Linear, gate[2]).out_features
+    line = torch.arange(C, dtype=torch.float64) / max(1, C - 1)
+    start_low_rank(gate, generator, 0.73 - 0.4 * (line - 0.5))
 
 
 def unit(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Improved Perspective Decay Recurrence: `pdr` with a short convolution, initial half-lives from one token to a
-thousand, inputs scaled by the decay, and a norm and a gate on the output (docs/designs/perspective.md#perspective2).
+"""Improved Perspective Decay Recurrence: `pdr` with groups of rows that have their own queries and keys, initial
+half-lives from one token to a thousand, and inputs scaled by the decay; a norm and a gate on the output are an option
+(docs/designs/perspective.md#perspective2).
 
-Shapes: B batch, T time, D model width, G groups, R state rank, C = D + 2GR channels of the convolution, Z tokens of its
-window.
+Shapes: B batch, T time, D model width, G groups, R state rank.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import ShortConv, logits_of_halflives
+from perspectron.mixers.parts import Lean, apart, logits_of_halflives
 from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm
@@ -26,90 +26,84 @@ class PDR2Config(MixerConfig):
     """The options of PDR2.
 
     rank: R, columns of the state. groups: G, groups of state rows with their own queries and keys; must divide the
-    model width. conv: taps of the convolution of queries, keys and values; 0 for none. gated: multiply the output by
-    swish(W_z x) and norm it. longest: initial half-life of the slowest rows in tokens (the fastest have 1); 0 starts
-    all rows at γ = 0.95, as PDR does. unit_input: scale values by √(1 − γ²), so that slow rows do not grow larger than
-    fast ones."""
+    model width. gated: multiply the output by swish(W_z x) and norm it. longest: initial half-life of the slowest rows
+    in tokens (the fastest have 1); 0 starts all rows at γ = 0.95, as PDR does. unit_input: scale values by √(1 − γ²),
+    so that slow rows do not grow larger than fast ones."""
 
     kind = "pdr2"
     rank: int
     groups: int = 1
-    conv: int = 4
-    gated: bool = True
+    gated: bool = False
     longest: float = 1000.0
     unit_input: bool = True
 
     def __post_init__(self) -> None:
         at_least(1, self, "rank", "groups")
-        at_least(0, self, "conv")
         require(self.longest == 0 or self.longest >= 1, "longest", self.longest, "≥ 1, or 0")
 
 
 @register
 @dataclass(frozen=True)
 class PDR2State:
-    """The state of PDR2. memory: S [B,D,R]; window: the last inputs of the convolution [B,Z,C], of which there are none
-    without one. Both float32 or float64."""
+    """The state of PDR2. memory: S [B,D,R], float32 or float64."""
 
     memory_BDR: Tensor
-    window_BZC: Tensor
 
 
 class PDR2(nn.Module):
-    """γ = σ(W_p x + b_p); q, k, v = swish(conv(W x)); S ← diag(γ) S + (√(1 − γ²) ⊙ v) kᵀ;
-    y = W_o norm(S q / √R ⊙ swish(W_z x))."""
+    """γ = σ(W_p x + b_p); S ← diag(γ) S + (√(1 − γ²) ⊙ W_v x)(W_k x)ᵀ; y = W_o S W_q x / √R, in each group of rows;
+    gated, y = W_o norm(S W_q x / √R ⊙ swish(W_z x))."""
+
+    bends = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
 
     def __init__(self, d_model: int, norm_eps: float, config: PDR2Config) -> None:
         super().__init__()
         bound = f"a divisor of d_model = {d_model}"
         require(d_model % config.groups == 0, "groups", config.groups, bound)
         self.config = config
-        GR = config.groups * config.rank
-        self.split = [GR, GR, d_model]
-        self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
+        self.value_channels = d_model
+        widths = (config.groups * config.rank, config.groups * config.rank, d_model)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, n, bias=False) for n in widths)
         self.p_proj = nn.Linear(d_model, d_model)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
-        self.conv1d = ShortConv(sum(self.split), config.conv) if config.conv else None
         if config.gated:
             self.z_proj = nn.Linear(d_model, d_model, bias=False)
             self.norm = RMSNorm(d_model, norm_eps)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """W_p = I + (0.01/√D) N(0,1), as PDR; half-lives log-uniform from 1 to `longest` tokens; the convolution as
-        torch draws it."""
+        """W_p = I + (0.01/√D) N(0,1), as PDR; half-lives log-uniform from 1 to `longest` tokens."""
         D = self.p_proj.in_features
         self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
         if self.config.longest:
             logits_of_halflives(self.p_proj.bias, 1, self.config.longest, generator)
         else:
             self.p_proj.bias.fill_(GATE_BIAS)
-        if self.conv1d is not None:
-            self.conv1d.draw(generator)
 
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDR2State:
         """The empty state, at least float32; its size does not depend on `capacity`."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(batch_size, self.split[-1], self.config.rank, device=device, dtype=dtype)
-        if self.conv1d is None:
-            return PDR2State(memory, memory.new_zeros(batch_size, 0, sum(self.split)))
-        return PDR2State(memory, self.conv1d.window(batch_size, device, dtype))
+        D, dtype = self.value_channels, torch.promote_types(dtype, torch.float32)
+        return PDR2State(torch.zeros(batch_size, D, self.config.rank, device=device, dtype=dtype))
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: PDR2State, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: PDR2State,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, PDR2State, dict[str, Term]]:
-        u_BTC, window_BZC = self.in_proj(x_BTD), state.window_BZC
-        if self.conv1d is not None:
-            u_BTC, window_BZC = self.conv1d(u_BTC, window_BZC, reset_BT, pad_BT)
-        q, k, v_BTD = u_BTC.split(self.split, -1)
-        p_BTD = self.p_proj(x_BTD)
+        x_q, x_k, x_v, x_p = apart(x_BTD, len(self.bends))
+        q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
+        v_BTD = v_BTD if lean is None else lean(v_BTD, x_v)
+        p_BTD = self.p_proj(x_p)
         p_BTD = p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32))
         gamma_BTD = torch.sigmoid(p_BTD)
-        if (
-            self.config.unit_input
-        ):  # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
+        if self.config.unit_input:
+            # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
             v_BTD = v_BTD * (torch.exp(0.5 * F.logsigmoid(-p_BTD)) * torch.sqrt(1 + gamma_BTD))
         if pad_BT is not None:
             v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -119,11 +113,11 @@ class PDR2(nn.Module):
         q, k, v, gamma = (self._groups(x) for x in (q, k, v_BTD, gamma_BTD))
         memory = state.memory_BDR.reshape(len(v), -1, self.config.rank)
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
-        o_BTD = o.unflatten(0, (len(x_BTD), -1)).transpose(1, 2).flatten(2)
+        o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
         if self.config.gated:
-            o_BTD = self.norm((o_BTD * F.silu(self.z_proj(x_BTD))).to(x_BTD.dtype))
-        memory_BDR = memory.reshape(len(x_BTD), -1, self.config.rank)
-        return self.o_proj(o_BTD.to(x_BTD.dtype)), PDR2State(memory_BDR, window_BZC), {}
+            o_BTD = self.norm((o_BTD * F.silu(self.z_proj(x_q))).to(x_BTD.dtype))
+        memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
+        return self.o_proj(o_BTD.to(x_BTD.dtype)), PDR2State(memory_BDR), {}
 
     def _groups(self, x_BTC: Tensor) -> Tensor:
         """The groups [B·G,T,C/G] of [B,T,C]."""

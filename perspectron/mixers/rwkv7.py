@@ -6,7 +6,6 @@ Shapes: B batch, T time, D model width, H heads, K = D/H head width.
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,18 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import between, mixes, shift, unit
+from perspectron.mixers.parts import (
+    Shared,
+    between,
+    first_value_gate,
+    low_rank,
+    mixes,
+    shift,
+    start_first_value_gate,
+    start_low_rank,
+    toward,
+    unit,
+)
 from perspectron.ops import delta
 from perspectron.state import register
 from perspectron.terms import Term
@@ -56,7 +66,7 @@ class RWKV7(nn.Module):
     length 1 in each head, k ← k ⊙ (1 + (η − 1) ⊙ k_a);  S ← diag(α) S − (κ ⊙ η) (Sᵀ κ)ᵀ + k vᵀ;
     y = W_o ((norm(Sᵀ r) + (Σ r ⊙ r_k ⊙ k) v) ⊙ g₂ σ(g₁ x_g))."""
 
-    shares = True
+    shares = shifts = True
     no_decay = ("mix_6D",)
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7Config) -> None:
@@ -66,11 +76,10 @@ class RWKV7(nn.Module):
         self.config = config
         self.mix_6D = nn.Parameter(torch.empty(6, D))
         self.r_proj, self.k_proj, self.v_proj = (nn.Linear(D, D, bias=False) for _ in range(3))
-        self.w_low = _low(D, _rank(2.5 * D**0.5 * K / 64), nn.Tanh())
-        self.a_low = _low(D, _rank(2.5 * D**0.5 * K / 64), nn.Identity())
-        self.g_low = _low(D, _rank(5 * D**0.5), nn.Sigmoid(), bias=False)
-        if config.layer > 0:
-            self.v_low = _low(D, _rank(1.7 * D**0.5), nn.Identity())
+        self.w_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Tanh())
+        self.a_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Identity())
+        self.g_low = low_rank(D, 5 * D**0.5, nn.Sigmoid(), bias=False)
+        self.v_low = first_value_gate(D, D) if config.layer > 0 else None
         self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(D)) for _ in range(3))
         self.norm_weight, self.norm_bias = (nn.Parameter(torch.empty(D)) for _ in range(2))
         self.o_proj = nn.Linear(D, D, bias=False)
@@ -83,11 +92,11 @@ class RWKV7(nn.Module):
         zigzag = zigzag * zigzag.abs()
         self.mix_6D.copy_(torch.stack([mixes(D, bend * (1 - layer / layers)) for bend in BENDS]))
         slope = 1 + (layer / max(1, layers - 1)) ** 0.3
-        _start(self.w_low, generator, 6 * line**slope - 5.5 + 2.5 * zigzag)
-        _start(self.a_low, generator, 0.4 * (line - 0.5) - 0.19 + 0.3 * zigzag)
-        _start(self.g_low, generator)
-        if self.config.layer > 0:
-            _start(self.v_low, generator, 0.73 - 0.4 * (line - 0.5))
+        start_low_rank(self.w_low, generator, 6 * line**slope - 5.5 + 2.5 * zigzag)
+        start_low_rank(self.a_low, generator, 0.4 * (line - 0.5) - 0.19 + 0.3 * zigzag)
+        start_low_rank(self.g_low, generator)
+        if self.v_low is not None:
+            start_first_value_gate(self.v_low, generator)
         for linear, gain in ((self.r_proj, 1.0), (self.k_proj, 0.1), (self.v_proj, 1.0)):
             nn.init.orthogonal_(linear.weight, gain, generator)
         self.k_k.copy_(0.71 - 0.1 * (line - 0.5))
@@ -113,21 +122,13 @@ class RWKV7(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        shared: dict[str, Tensor] | None = None,
+        shared: Shared | None = None,
     ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
         """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
         before_BTD, last_BD = shift(x_BTD, state.last_BD, reset_BT, pad_BT)
         x_r, x_w, x_k, x_v, x_a, x_g = (between(x_BTD, before_BTD, mix_D) for mix_D in self.mix_6D)
         full = before_BTD.dtype
-        v_BTD = self.v_proj(x_v)
-        if self.config.layer > 0:
-            first_BTD = (shared or {}).get("v_first")
-            bound = "0 where no layer before it hands its values on"
-            require(first_BTD is not None, "layer", self.config.layer, bound)
-            assert first_BTD is not None
-            v_BTD = torch.lerp(v_BTD, first_BTD, torch.sigmoid(self.v_low(x_v)))
-        elif shared is not None:
-            shared["v_first"] = v_BTD
+        v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
         eta_BTD = torch.sigmoid(self.a_low(x_a).to(full))
         alpha_BTD = torch.exp(-math.exp(-0.5) * torch.sigmoid(self.w_low(x_w).to(full)))
         k_BTD = self.k_proj(x_k).to(full)
@@ -151,22 +152,13 @@ class RWKV7(nn.Module):
         o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
         return self.o_proj(o_BTD * self.g_low(x_g)), RWKV7State(memory_BHKK, last_BD), {}
 
-
-def _rank(size: float) -> int:
-    """The nearest multiple of 32 above 0."""
-    return max(32, round(size / 32) * 32)
-
-
-def _low(d_model: int, rank: int, activation: nn.Module, *, bias: bool = True) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, d_model, bias=bias)
-    )
-
-
-def _start(low: nn.Sequential, generator: torch.Generator, bias_D: Tensor | None = None) -> None:
-    """A low rank that gives 0 at first, beside its bias."""
-    inner, outer = cast(nn.Linear, low[0]), cast(nn.Linear, low[2])
-    inner.weight.zero_()
-    nn.init.orthogonal_(outer.weight, 0.1, generator)
-    if bias_D is not None:
-        outer.bias.copy_(bias_D)
+    def _with_first(self, v_BTD: Tensor, x_BTD: Tensor, shared: Shared | None) -> Tensor:
+        if self.v_low is None:
+            if shared is not None:
+                shared["v_first"] = v_BTD
+            return v_BTD
+        first_BTD = None if shared is None else shared.get("v_first")
+        layer = self.config.layer
+        require(first_BTD is not None, "layer", layer, "0 where no layer before it hands its values on")
+        assert first_BTD is not None
+        return toward(first_BTD, v_BTD, self.v_low(x_BTD))

@@ -44,6 +44,8 @@ class RWKV7ChannelState:
 class RWKV7Channel(nn.Module):
     """x_k lies between x and the token before; y = W_v relu(W_k x_k)²."""
 
+    shifts = True
+
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7ChannelConfig) -> None:
         super().__init__()
         self.config = config

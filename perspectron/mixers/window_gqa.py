@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.errors import StateError
 from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.parts import Dropout, Lean, apart
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
 from perspectron.terms import Term
@@ -70,11 +71,15 @@ class WindowGQAState(Ragged):
 class WindowGQA(nn.Module):
     """softmax(q kᵀ / √K) v over the last W tokens."""
 
+    bends = (0.2, 0.7)  # of queries; of keys and values
+
     def __init__(self, d_model: int, norm_eps: float, config: WindowGQAConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=True)
         self.config = config
+        self.dropout: Dropout | None = None
         self.width = d_model // config.heads
+        self.value_channels = config.kv_heads * self.width
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.kv_proj = nn.Linear(d_model, 2 * config.kv_heads * self.width, bias=False)
         self.o_proj = nn.Linear(d_model, d_model, bias=False)
@@ -89,12 +94,22 @@ class WindowGQA(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: WindowGQAState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: WindowGQAState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
-        B, T, D = x_BTD.shape
+        x_q, x_kv = apart(x_BTD, len(self.bends))
+        B, T, D = x_q.shape
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
-        q = self.q_proj(x_BTD).view(B, T, config.heads, self.width).transpose(1, 2)
-        k, v = self.kv_proj(x_BTD).view(B, T, 2, config.kv_heads, self.width).permute(2, 0, 3, 1, 4)
+        k_BTC, v_BTC = self.kv_proj(x_kv).chunk(2, -1)
+        if lean is not None:
+            v_BTC = lean(v_BTC, x_kv)
+        inputs = (self.q_proj(x_q), k_BTC, v_BTC)
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in inputs)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         q, k = (attention.rope(x, at.position_BT, config.rope_base) for x in (q, k))
         ring = (state.k_BGWK, state.v_BGWK)
@@ -106,9 +121,11 @@ class WindowGQA(nn.Module):
             attention.write(ring[1], v, state.length_B, at, consume_state=consume_state),
         )
         if fresh and not at.resets and not at.padded and config.window >= T:
-            o = attention.attend(q, k, v, causal=True)
+            o = attention.attend(q, k, v, causal=True, drop=self.dropout if self.training else None)
         elif T == 1:
             o = attention.stepped(q, written, at)
         else:
-            o = attention.windowed(q, k, v, ring, state.length_B, at)
+            o = attention.windowed(
+                q, k, v, ring, state.length_B, at, drop=self.dropout if self.training else None
+            )
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}

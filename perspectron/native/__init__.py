@@ -43,7 +43,7 @@ _threads: int | None = None
 
 
 def available() -> bool:
-    """Whether the library is there and was built from these sources."""
+    """True if the library is there and was built from these sources."""
     return load().library is not None
 
 

@@ -20,7 +20,7 @@ SLAB = 64
 
 
 def _brief(x: Tensor) -> bool:
-    """Whether x is bfloat16; ValueError for anything else than that and float32, and for what is not contiguous."""
+    """True if x is bfloat16; ValueError for anything else than that and float32, and for what is not contiguous."""
     dtype = torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32
     _check(x, dtype)
     return dtype is torch.bfloat16

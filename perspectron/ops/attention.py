@@ -7,6 +7,7 @@ is never let run full.
 Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head width, V value width.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from perspectron.ops import tiled
 from perspectron.ops.dispatch import gradients_off, owned
 from perspectron.ops.fused import fits
+
+Drop = Callable[[Tensor], Tensor] | None
+"""A function of the weights of attention, such as dropout; None takes the fused kernels."""
 
 
 class Places(NamedTuple):
@@ -104,9 +108,10 @@ def attend(
     *,
     causal: bool = False,
     scale: float | None = None,
+    drop: Drop = None,
 ) -> Tensor:
     """Attention softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is
-    K^-½ when not given.
+    K^-½ when not given. drop: gets the weights where gradients are on.
 
     Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
     would copy the cache for every token), and so does causal float32 on a CPU (`tiled`).
@@ -115,6 +120,15 @@ def attend(
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
     (B, H, T, K), V = q_BHTK.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else scale
+    if drop is not None and not gradients_off():
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+        scores = (q_BHTK * scale) @ k.mT
+        if causal:
+            scores = scores.masked_fill(
+                scores.new_ones(T, k.shape[2], dtype=torch.bool).triu(1), float("-inf")
+            )
+        scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+        return drop(scores.softmax(-1)) @ v
     if V != K and k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if V != K and T == 1:
@@ -157,6 +171,7 @@ def cached(
     at: Places,
     *,
     scale: float | None = None,
+    drop: Drop = None,
 ) -> Tensor:
     """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself."""
     old_BS = slots(before_B, ring[0].shape[2])
@@ -166,7 +181,7 @@ def cached(
     mask_BTS = visible(at, position_BS, segment_BS, None)
     mask_BTS.diagonal(old_BS.shape[1], 1, 2).fill_(True)  # padding sees itself: no empty softmax
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(ring, (k_BGTK, v_BGTV), strict=True))
-    return attend(q_BHTK, k, v, mask_BTS, scale=scale)
+    return attend(q_BHTK, k, v, mask_BTS, scale=scale, drop=drop)
 
 
 def _columns(x_BHTK: Tensor, order_BT: Tensor) -> Tensor:
@@ -180,6 +195,8 @@ def windowed(
     ring: tuple[Tensor, Tensor],
     before_B: Tensor,
     at: Places,
+    *,
+    drop: Drop = None,
 ) -> Tensor:
     """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before.
 
@@ -192,7 +209,7 @@ def windowed(
         ordered = {name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]}
         tokens = at._replace(padded=False, **ordered)
         q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return _columns(windowed(q, k, v, ring, before_B, tokens), order_BT.argsort(1))
+        return _columns(windowed(q, k, v, ring, before_B, tokens, drop=drop), order_BT.argsort(1))
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T
@@ -214,7 +231,7 @@ def windowed(
         return whole.unfold(2, W + c, c).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
     q_NHcK = F.pad(q_BHTK, (0, 0, 0, tail)).unflatten(2, (n, c)).transpose(1, 2).flatten(0, 1)
-    o_NHcK = attend(q_NHcK, blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK), mask_NTS)
+    o_NHcK = attend(q_NHcK, blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK), mask_NTS, drop=drop)
     return o_NHcK.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 

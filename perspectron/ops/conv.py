@@ -73,7 +73,7 @@ def _taps(
 
 
 def _fast(*tensors: Tensor) -> bool:
-    """Whether the native kernel computes these: float32 on a CPU, watched by nothing."""
+    """True if the native kernel computes these: float32 on a CPU, watched by nothing."""
     plain = all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
     some = tensors[0].numel() > 0 and tensors[0].shape[1] >= len(tensors[1])
     return plain and some and not watched(*(x.detach() for x in tensors)) and native.wanted()

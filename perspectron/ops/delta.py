@@ -136,7 +136,7 @@ def _prepared(inputs: tuple[Tensor, ...], state: Tensor | None, scale: float) ->
 
 
 def _one(backend: str, v: Tensor) -> bool:
-    """Whether to take the step."""
+    """True if the step is to be taken."""
     if backend == "auto":
         dispatch.say(
             "delta.scan: auto runs the torch chunks on %s, the step for one token, the native kernel in training",

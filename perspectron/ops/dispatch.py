@@ -37,7 +37,7 @@ def _say(message: str, *args: str) -> None:
 
 
 def watched(*tensors: Tensor) -> bool:
-    """Whether something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
+    """True if something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
     functional transform), so that code that reads their memory cannot be used."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
@@ -86,7 +86,7 @@ def in_full_precision(op: Callable[Concatenate[Tensor, P], R]) -> Callable[Conca
 
 
 def gradients_off() -> bool:
-    """Whether nothing differentiates: no graph is recorded, and no forward mode is under way (which `no_grad` leaves
+    """True if nothing differentiates: no graph is recorded, and no forward mode is under way (which `no_grad` leaves
     on). Only then may an operation write into what it was given."""
     forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
     return not torch.is_grad_enabled() and not forward_mode

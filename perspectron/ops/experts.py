@@ -301,7 +301,7 @@ def _backward_grouped(
 
 
 def _can_group(x_ND: Tensor, gate_EFD: Tensor) -> bool:
-    """Whether a grouped product can run. Rows must be multiples of 16 bytes; the rest is tried once."""
+    """True if a grouped product can run. Rows must be multiples of 16 bytes; the rest is tried once."""
     if x_ND.device.type != "cuda" or x_ND.dtype != torch.bfloat16:
         return False
     aligned = all(width % 8 == 0 for width in gate_EFD.shape[1:])
@@ -310,7 +310,7 @@ def _can_group(x_ND: Tensor, gate_EFD: Tensor) -> bool:
 
 @functools.cache
 def _grouping_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether grouped products give what the loop gives, forward and backward, with an empty group and odd ones."""
+    """True if grouped products give what the loop gives, forward and backward, with an empty group and odd ones."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(21, 16), (21, 16), (4, 24, 16), (4, 24, 16), (4, 16, 24)]
     x, dy, *weights = (torch.randn(s, generator=draw).to(device, dtype) for s in shapes)

@@ -1,5 +1,5 @@
-"""What a model does between its matrix products, in one pass over memory each: the loss of the logits, RMS norms, and
-silu(a) · b.
+"""The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
+and silu(a) · b.
 
 With gradients on, float32 on a CPU, and bfloat16 but for norms, takes `native.training`; everything else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
@@ -24,7 +24,7 @@ IGNORE = -100
 
 
 def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
-    """Whether native kernels can train with these: gradients are on, one of them needs one, and all have one dtype of
+    """True if native kernels can train with these: gradients are on, one of them needs one, and all have one dtype of
     `dtypes`, on a CPU, outside of forward mode."""
     first = tensors[0]
     return (

@@ -34,7 +34,7 @@ Memories = tuple[Tensor, Tensor | None, Tensor]
 def scan(
     x_BTGRD: Tensor,
     cells: Cells,
-    gamma: float,
+    gamma: float | Tensor,
     state_BGRD: Tensor,
     *,
     reset_BT: Tensor | None = None,
@@ -45,10 +45,10 @@ def scan(
 ) -> Memories:
     """All h_t, all ĥ_t if `raw` (else None) [B,T,G,R,D], and the last h [B,G,R,D].
 
-    Any T, also 0 and 1; γ in [0, 1). At a token of `reset_BT` nothing before it is remembered; a token of `pad_BT`
-    leaves h as it is, whatever stands in x, and its ĥ is h. Computes and returns in float32 or, if any input is, in
-    float64; autocast does not reach inside. Differentiable once, in reverse mode, in all but γ; anything else is an
-    error, but for the reference.
+    Any T, also 0 and 1; γ in [0, 1), one for all, or one for each row [G,R]. At a token of `reset_BT` nothing before it
+    is remembered; a token of `pad_BT` leaves h as it is, whatever stands in x, and its ĥ is h. Computes and returns in
+    float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once, in reverse mode;
+    anything else is an error, but for the reference.
 
     `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
     iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
@@ -67,6 +67,8 @@ def scan(
     x, state, cells = x_BTGRD.to(dtype), state_BGRD.to(dtype), Cells(*(w.to(dtype) for w in cells))
     if pad_BT is not None:
         x = x.masked_fill(pad_BT[:, :, None, None, None], 0)
+    if isinstance(gamma, Tensor):
+        gamma = gamma.to(dtype)[..., None]
     if backend == "auto":
         dispatch.say("gru.scan: auto runs the torch loop on %s, and a step for one token", x.device.type)
     if x.shape[1] == 0:
@@ -77,11 +79,20 @@ def scan(
         return _step_(x, cells, gamma, dispatch.owned(state, consume_state), reset_BT, pad_BT, raw)
     keep_BT = None if reset_BT is None else (~reset_BT).to(dtype)
     keep, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (keep_BT, pad_BT))
-    return gru_loop.run(x, *cells, state, gru_loop.Plan(1 - gamma, raw, backend == "newton", keep, pad))
+    rate = 1 - gamma
+    if isinstance(rate, Tensor):
+        rate = rate.repeat(1, len(x), 1)
+    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", keep, pad))
 
 
 def reference(
-    x: Tensor, cells: Cells, gamma: float, h: Tensor, reset: Tensor | None, pad: Tensor | None, raw: bool
+    x: Tensor,
+    cells: Cells,
+    gamma: float | Tensor,
+    h: Tensor,
+    reset: Tensor | None,
+    pad: Tensor | None,
+    raw: bool,
 ) -> Memories:
     """The plain loop; the oracle of every other path."""
     wi, wh, bi, bh = cells
@@ -105,7 +116,7 @@ def reference(
 def _step_(
     x_B1GRD: Tensor,
     cells: Cells,
-    gamma: float,
+    gamma: float | Tensor,
     h_BGRD: Tensor,
     reset_B1: Tensor | None,
     pad_B1: Tensor | None,

@@ -24,10 +24,10 @@ ROUNDS = 16  # a sequence that has not settled by then gains nothing over the lo
 class Plan(NamedTuple):
     """The way to run the loop.
 
-    rate: 1 − γ. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0 where a reset empties the memory,
-    else 1. pad [T,1,N,1]: True where there is no token."""
+    rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0
+    where a reset empties the memory, else 1. pad [T,1,N,1]: True where there is no token."""
 
-    rate: float
+    rate: float | Tensor
     raw: bool
     newton: bool
     keep: Tensor | None
@@ -55,7 +55,10 @@ def run(
     if gradients_off():
         memories, raws, last, *_ = _forward(x, wi, wh, bi, bh, state, plan, train=False)
     else:
-        memories, raws, last, *_ = _Scan.apply(x, wi, wh, bi, bh, state, plan)
+        learned = plan.rate if isinstance(plan.rate, Tensor) else None
+        if learned is not None:
+            plan = plan._replace(rate=learned.detach())
+        memories, raws, last, *_ = _Scan.apply(x, wi, wh, bi, bh, state, learned, plan)
     return memories, raws, last
 
 
@@ -163,7 +166,10 @@ def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
         n_t.addcmul_(r, hn).tanh_()
         # h + (1 − γ) c (n − h), of which c and n are kept for the backward pass
         torch.sub(n_t, before, out=difference)
-        torch.addcmul(before, c, difference, value=plan.rate, out=hs[t + 1])
+        if isinstance(plan.rate, Tensor):
+            torch.addcmul(before, c, difference.mul_(plan.rate), out=hs[t + 1])
+        else:
+            torch.addcmul(before, c, difference, value=plan.rate, out=hs[t + 1])
 
 
 def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
@@ -194,7 +200,7 @@ def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
 
 
 def _settled(new: Tensor, old: Tensor) -> bool:
-    """Whether a round changed nothing, in three quarters of the digits; in the last quarter rounding goes on."""
+    """True if a round changed nothing, in three quarters of the digits; in the last quarter rounding goes on."""
     bound = torch.finfo(old.dtype).eps ** 0.75 * old.abs().amax()
     return new.is_meta or bool((new - old).abs().amax() <= bound)
 
@@ -222,7 +228,14 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, wi: Tensor, wh: Tensor, bi: Tensor, bh: Tensor, state: Tensor, plan: Plan
+        x: Tensor,
+        wi: Tensor,
+        wh: Tensor,
+        bi: Tensor,
+        bh: Tensor,
+        state: Tensor,
+        rate: Tensor | None,
+        plan: Plan,
     ) -> tuple[Tensor | None, ...]:
         return _forward(x, wi, wh, bi, bh, state, plan, train=True)
 
@@ -243,8 +256,8 @@ class _Scan(torch.autograd.Function):
 def _backward(
     x: Tensor, wi: Tensor, wh: Tensor, gates: Tensor, n: Tensor, h: Tensor,
     dmemories: Tensor | None, draws: Tensor | None, dlast: Tensor | None, plan: Plan,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of x, the weights, the biases and the first state: chunks from the last to the first.
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, the weights, the biases, the first state and a learned rate: chunks from the last to the first.
 
     Those of the gates lie in the order (W_hn h + b_hn, r, z, n): the recurrent product has a part in the first
     three, that of the input in the last three."""
@@ -257,6 +270,7 @@ def _backward(
         torch.zeros_like(wh),
         x.new_zeros(G, 4 * D),
     )
+    drate = torch.zeros_like(plan.rate) if isinstance(plan.rate, Tensor) else None
     # The gradient of h that the chunk after hands to the one before.
     carry = torch.zeros_like(h[0]) if dlast is None else _by_time(dlast[:, None])[0]
     for at, part in reversed(plan.chunks(T)):
@@ -283,11 +297,13 @@ def _backward(
         dwi.baddbmm_(_rows(_by_time(x[:, at])).mT, rows[..., D:])
         dbias += rows.sum(1)
         dx[:, at] = _by_batch(_tokens(torch.bmm(rows[..., D:], wi_T), L), B)
+        if drate is not None:  # h moves by (1 − γ) c (n − met)
+            drate += (dh[1:] * gates[at][..., D : 2 * D] * (n[at] - met)).sum((0, -1)).unsqueeze(-1)
     dbi, dbh = dbias[:, D:].clone(), dbias[:, : 3 * D].roll(-D, -1)
-    return dx, dwi, dwh.roll(-D, -1), dbi, dbh, _state(carry, B)
+    return dx, dwi, dwh.roll(-D, -1), dbi, dbh, _state(carry, B), drate
 
 
-def _slopes(gates: Tensor, n: Tensor, met: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+def _slopes(gates: Tensor, n: Tensor, met: Tensor, rate: float | Tensor) -> tuple[Tensor, Tensor]:
     """The factors that turn the gradient of h_t into that of the gates [L,G,N,4,D], and, past the gates, of what it
     met.
 

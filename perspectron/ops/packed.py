@@ -209,7 +209,7 @@ def _backend(x: Tensor, backend: str) -> str:
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether nothing watches: then the dispatcher, which takes longer than a small product, is left out."""
+    """True if nothing watches: then the dispatcher, which takes longer than a small product, is left out."""
     if torch.compiler.is_compiling():
         # The compiler would trace an autograd.Function's forward and leave out its jvp.
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
@@ -219,7 +219,7 @@ def _plain(x: Tensor) -> bool:
 
 
 def _traced() -> bool:
-    """Whether the op itself belongs into a graph."""
+    """True if the op itself belongs into a graph."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 

@@ -161,7 +161,7 @@ def check(packed: Packed, name: str = "matrix") -> None:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite."""
+    """True if all numbers are finite."""
     return all(bool(part.isfinite().all()) for part in tensor.flatten().split(CHECKED))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from perspectron.ops.tree import blocks, halves
 
 Saved = list[tuple[Tensor, ...]]
-"""What a backward pass needs, level by level."""
+"""The tensors that a backward pass needs, level by level."""
 
 
 def within(

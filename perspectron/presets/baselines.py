@@ -58,7 +58,8 @@ RECURRENCES: dict[str, Recurrence] = {
     "hgrn2": (HGRN2Config(heads=4), 448, "HGRN2: writes as much as it forgets", "arXiv 2404.07904"),
     "mingru": (MinGRUConfig(), 360, "minGRU: gated averages", "arXiv 2410.01201"),
 }
-"""By name: the mixer, the network's width at the size of perspective-tiny-dense, one line about it, its source."""
+"""The recurrences by name: the mixer, the network's width at the size of perspective-tiny-dense, a line about it, its
+source."""
 
 for kind, (mixer, hidden, about, source) in RECURRENCES.items():
     make = partial(layered, hidden=hidden, mixer=mixer)

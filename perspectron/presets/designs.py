@@ -12,6 +12,7 @@ from perspectron.config import (
     MixerConfig,
     ModelConfig,
     NoResidualConfig,
+    ParallelConfig,
     ResidualConfig,
     RouteGatedConfig,
     SequentialConfig,
@@ -19,14 +20,14 @@ from perspectron.config import (
 )
 from perspectron.experts.router import RoutedConfig
 from perspectron.ffn import ContextMLPConfig, MLPConfig, SwiGLUConfig, TiedConfig
+from perspectron.heads import EmitterConfig, LinearHeadConfig
 from perspectron.mixers.adr import ADRConfig
 from perspectron.mixers.drm import DRMConfig, Risk
 from perspectron.mixers.lens import LensConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.pdr2 import PDR2Config
 from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import EmitterConfig, LinearHeadConfig
-from perspectron.presets.table import DESIGNS, Shape, Sizes, design, preset
+from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Shape, Sizes, design, preset
 
 TOPOLOGY = "docs/designs/perspective.md"
 GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
@@ -62,13 +63,17 @@ def perspective(
     ffn: Literal["dense", "routed", "seed"] = "dense",
     routed: RoutedConfig = RoutedConfig(hidden=472, torus=(4, 2)),
     period: int = 4,
+    residual: Literal["sequential", "parallel"] = "sequential",
     embedding_norm: bool = True,
+    shift: bool = False,
+    first_values: bool = False,
 ) -> ModelConfig:
     """A recurrence, PDR, and in every fourth layer windowed GQA (docs/designs/perspective.md#stack).
 
     period: every so many layers, attention. ffn: "dense", a SwiGLU in every layer; "routed", experts on a torus in
     the recurrent layers, each as large; "seed", the recurrent layers use the network of the next GQA layer, which
-    leaves what the routed model shares. hidden: of every network, of experts too.
+    leaves what the routed model shares. hidden: of every network, of experts too. residual: whether a layer's network
+    reads what its mixer added.
     """
     for field in fields(routed):
         value, unused = getattr(routed, field.name), f"left out where ffn is {ffn!r}"
@@ -78,18 +83,27 @@ def perspective(
     for key, value in at.items():
         require(value >= 1, key, value, "≥ 1")
     dense, recurrent = SwiGLUConfig(hidden), layers - layers // period
+    around = ParallelConfig() if residual == "parallel" else SequentialConfig()
     blocks = list[BlockConfig]()
     for layer in range(layers):
         if layer % period == period - 1:
-            blocks.append(BlockConfig(gqa, dense))
+            blocks.append(BlockConfig(gqa, dense, around))
             continue
         networks = {
             "dense": dense,
             "routed": replace(routed, hidden=hidden),
             "seed": TiedConfig(layer // period * period + period - 1),
         }
-        blocks.append(BlockConfig(numbered(mixer, layer - layer // period, recurrent), networks[ffn]))
-    return ModelConfig(name, vocab_size, d_model, tuple(blocks), embedding_norm=embedding_norm)
+        blocks.append(BlockConfig(numbered(mixer, layer - layer // period, recurrent), networks[ffn], around))
+    return ModelConfig(
+        name,
+        vocab_size,
+        d_model,
+        tuple(blocks),
+        embedding_norm=embedding_norm,
+        shift=shift,
+        first_values=first_values,
+    )
 
 
 width_384 = partial(
@@ -141,7 +155,8 @@ def adr(
     heads: int = 4,
     hidden: int = 336,
     positions: int = 1024,
-    halflife: tuple[float, ...] = (4.0, 128.0),
+    halflife: tuple[float, ...] | None = None,
+    learned: Literal["none", "layer", "head"] = "none",
     emit: Literal["state", "raw"] = "state",
     share_heads: bool = False,
     cold_start: bool = False,
@@ -149,26 +164,29 @@ def adr(
     solver: Literal["sequential", "newton"] = "sequential",
     tied: bool = True,
     embedding_norm: bool = True,
+    dropout: float = 0.0,
 ) -> ModelConfig:
     """GPT-2 whose keys and values are memories (docs/designs/adr.md#memories).
 
-    halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors. norm:
-    "post", law 5 as written, or "pre", memories added to a residual that is normed where it is read.
+    halflife: of a memory in the first layer and in the last, in tokens; between them it grows by equal factors
+    (default: 4 and 128; 16 in every layer where they are learned). learned: half-lives are only where they start, of
+    each layer or head. norm: "post", law 5 as written, or "pre", memories added to a residual that is normed where it
+    is read.
     """
     residual = Law5Config() if norm == "post" else SequentialConfig()
     blocks = []
-    for gamma in _gammas(layers, halflife):
-        mixer = ADRConfig(heads, gamma, emit, share_heads, cold_start, solver=solver)
+    for gamma in _gammas(layers, halflife or ((4.0, 128.0) if learned == "none" else (16.0, 16.0))):
+        mixer = ADRConfig(heads, gamma, emit, share_heads, cold_start, solver=solver, learned=learned)
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),
-        positions=positions, embedding_norm=embedding_norm, **GPT2_NORM,
+        positions=positions, embedding_norm=embedding_norm, dropout=dropout, **GPT2_NORM,
     )  # fmt: skip
 
 
 preset(
     "adr-demo", "4 layers of width 256, as in the document", adr,
-    vocab_size=50257, d_model=256, hidden=1024, tied=False,
+    vocab_size=50257, d_model=256, hidden=1024, positions=64, halflife=(22.76, 22.76), tied=False, dropout=0.1,
 )  # fmt: skip
 preset("adr-tiny", "memories in attention, sized like perspective-tiny-dense", adr)
 preset(
@@ -274,8 +292,9 @@ preset(
 
 
 def _half_again(shape: Shape) -> Iterable[Sizes]:
-    """Half as many layers again as others have."""
-    return [{"layers": max(1, 3 * shape.layers // 2)}]
+    """Half as many layers again as others have, windows of a quarter of the sequence, keys and values for each head."""
+    window, heads = max(1, min(512, shape.seq_len // 4)), shape.d_model // HEAD_WIDTH
+    return [{"layers": max(1, 3 * shape.layers // 2), "window": window, "kv_heads": heads}]
 
 
 @design("attention to recurrent memories of keys", "docs/designs/adr.md#adr2")
@@ -326,9 +345,16 @@ DESIGNS["drm2"] = DESIGNS["drm"]._replace(
 
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     make=partial(
-        perspective, layers=6, hidden=264, mixer=PDR2Config(rank=32, gated=False, longest=100.0), period=3
+        perspective,
+        layers=6,
+        hidden=192,
+        mixer=PDR2Config(rank=32, groups=4, longest=100.0),
+        period=3,
+        gqa=WindowGQAConfig(heads=4, kv_heads=4, window=64),
+        shift=True,
+        first_values=True,
     ),
-    about="improved PDR, and windowed attention in every third layer",
+    about="improved PDR, windowed attention in every third layer, and both read the token before",
     source="docs/designs/perspective.md#perspective2",
     variants=_half_again,
 )

@@ -11,9 +11,8 @@ from types import MappingProxyType
 from perspectron.census import active_parameters, state_bytes
 from perspectron.config import ModelConfig, require
 from perspectron.errors import ConfigError
-from perspectron.presets.table import DESIGNS, Design, Shape, Sizes, made, sizes_of, variant
+from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Design, Shape, Sizes, made, sizes_of, variant
 
-HEAD_WIDTH = 32
 TOLERANCE = 0.02  # of the parameters
 DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters
 PER_LAYER = 14  # weights over d²: 3 in a PDR layer and 11 in a SwiGLU of 3.67 d

@@ -10,6 +10,8 @@ from perspectron.config import ModelConfig, assignment, between_commas, load, on
 from perspectron.errors import ConfigError
 
 Sizes = Mapping[str, Any]
+OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}
+"""Fields of a model's config that are sizes of every design."""
 Make = Callable[..., ModelConfig]
 """Takes the model's name, and sizes as keywords that all have a default. A keyword whose default is a config is a part
 of the model: each field of it is a size too."""
@@ -58,6 +60,7 @@ class Size(NamedTuple):
     paths: tuple[tuple[str, ...], ...]
 
 
+HEAD_WIDTH = 32  # of the designs in a comparison
 DESIGNS: dict[str, Design] = {}
 PRESETS: dict[str, Preset] = {}
 TITLES = {
@@ -67,7 +70,7 @@ TITLES = {
     "gla": "GLA", "gdn": "Gated DeltaNet", "gdn2": "Gated DeltaNet-2", "kda": "KDA", "rwkv7": "RWKV-7",
     "hgrn2": "HGRN2", "mingru": "minGRU", "pdr2": "PDR 2",
 }  # fmt: skip
-"""Of designs, and of recurrences in brackets, whose names are written otherwise."""
+"""Full names of designs, and of recurrences in brackets, that differ from their keys."""
 RENAMED = {
     "perspective-20m": ("perspective-166m", "20 M are active of 166 M"),
     "perspective-125m": ("perspective-1.9b", "125 M are active of 1.9 B"),
@@ -158,9 +161,11 @@ def _parts(name: str) -> tuple[str, dict[str, Any]]:
 
 def title(name: str) -> str:
     """A design's or a variant's name as people write it: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
-    perspective[kda,rank=16]. Other names are returned as they are."""
+    perspective[kda,rank=16], "Transformer[shift]" of transformer[shift=true]. Other names are returned as they are."""
     head, bracket, inside = name.partition("[")
-    items = [TITLES.get(item, item) for item in between_commas(inside.removesuffix("]"))]
+    items = [
+        TITLES.get(item, item.removesuffix("=true")) for item in between_commas(inside.removesuffix("]"))
+    ]
     return TITLES.get(head, head) + (f"[{', '.join(items)}]" if bracket else "")
 
 
@@ -187,7 +192,9 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
                 inside = inside.setdefault(part, {})
             inside[last] = load(size.hint, value, key)
     defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
-    return make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
+    fields = {key: changes.pop(key) for key in OF_EVERY_MODEL if key in changes and key not in defaults}
+    config = make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
+    return replace(config, **fields)
 
 
 @cache
@@ -205,6 +212,8 @@ def sizes_of(make: Make) -> dict[str, Size]:
                     found[key] = known._replace(paths=(*known.paths, *size.paths))
                     for one in (known, size):
                         found.setdefault(".".join(one.paths[0]), one._replace(paths=one.paths[:1]))
+    for key, value in OF_EVERY_MODEL.items():
+        found.setdefault(key, Size(value, type(value), ((key,),)))
     return found
 
 

@@ -36,6 +36,8 @@ def prune(model: LanguageModel, blocks: Collection[int]) -> LanguageModel:
     for index, block in enumerate(model.config.blocks):
         tied = isinstance(block.ffn, TiedConfig) and block.ffn.block in blocks
         require(not tied, f"blocks[{index}].ffn", "tied", "a network of its own where attention is removed")
+    leans = model.config.first_values and any(getattr(model.blocks[i], "first_values", None) for i in blocks)
+    require(not leans, "first_values", True, "False where attention is removed: values lean on each other")
     config = replace(
         model.config,
         blocks=tuple(

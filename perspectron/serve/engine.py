@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from perspectron.config import require
-from perspectron.decode.rows import WIDTH, Piece, Rows, Vocabulary
+from perspectron.decode.batch import WIDTH, Piece
+from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore

@@ -111,12 +111,12 @@ def old_layer_file(layer: int) -> str:
 
 
 def is_artifact(path: Path) -> bool:
-    """Whether a folder is an artifact, even a damaged one."""
+    """True if a folder is an artifact, even a damaged one."""
     return (path / SHARED).exists() or ((path / MANIFEST).exists() and (path / "experts").exists())
 
 
 def is_old(path: Path) -> bool:
-    """Whether an artifact's expert files are of version 0.1."""
+    """True if an artifact's expert files are of version 0.1."""
     return any(path.glob("experts/*.experts"))
 
 

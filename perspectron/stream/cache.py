@@ -23,6 +23,7 @@ from perspectron.stream.expert_file import Shard
 from perspectron.stream.reader import DEADLINE, ShardFile
 from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
 from perspectron.stream.tensors import HUGE, aligned
+from perspectron.stream.usage import Usage
 
 READERS = 2
 
@@ -39,7 +40,7 @@ class ExpertSource(Protocol):
         ...
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether the weights are at hand, without a read."""
+        """True if the weights are at hand, without a read."""
         ...
 
 
@@ -74,6 +75,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         if self.slots < 1:
             raise ConfigError(f"cache = {budget} bytes, must be at least {self.slot_bytes}, one expert")
         self.resident = self.slots == self.distinct
+        self.usage: Usage | None = None
         self._deadline, self._pid = deadline, os.getpid()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # readers without work wait here
@@ -101,6 +103,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         ShardError: it cannot be read. A later request tries again.
         """
         key = self._keys[layer, expert]
+        if self.usage is not None:
+            self.usage.count(layer, expert, ready=self.holds(layer, expert))
         if self.resident and not self._threads:  # nothing ever moves
             self._schedule.counters.hits += 1
             yield _shard(self._schedule.entries[key])
@@ -110,6 +114,17 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             yield _shard(entry)
         finally:
             self._release(entry)
+
+    def warm(self, usage: Usage) -> int:
+        """Read the experts that were used most until the cache is full, and count from now on; how many were read."""
+        self.usage = usage
+        chosen = list(dict.fromkeys(self._keys[pair] for pair in usage.most()))[: self.slots]
+        if not self.resident:
+            self._load(sorted(chosen))  # as they stand in the files
+            with self._lock:
+                for key in reversed(chosen):  # the most used is the last to go
+                    self._schedule.entries.move_to_end(key)
+        return len(chosen)
 
     def hint(self, layer: int, expert: int) -> None:
         """Read an expert when nothing else is to be read and a slot can be taken, unless hints are mostly wrong."""
@@ -126,7 +141,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
                 self._wake()
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether the weights are in memory now."""
+        """True if the weights are in memory now."""
         entry = self._schedule.entries.get(self._keys[layer, expert])
         return entry is not None and entry.state is State.READY
 
@@ -248,7 +263,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             return None
 
     def _stop(self, entry: Entry) -> bool:
-        """Whether to give up a read, asked before each piece: one that is awaited goes before one that is not."""
+        """True if a read is to be given up, asked before each piece: one that is awaited goes before one that is
+        not."""
         self._moved = entry.moved = time.monotonic()
         if self._schedule.asked and not entry.wanted:
             with self._lock:
@@ -264,15 +280,19 @@ class ShardCache(AbstractContextManager["ShardCache"]):
 
     # ------------------------------------------------------------ start and end
 
+    def _load(self, keys: Sequence[Key]) -> None:
+        """Read so many experts as there are slots for, and wait for all."""
+        with self._lock:
+            for key in keys:
+                self._schedule.request(self._add(key))
+            self._work.notify_all()
+            for entry in list(self._schedule.entries.values()):
+                self._wait(entry)
+            self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)
+
     def _load_all(self) -> None:
         try:
-            with self._lock:
-                for key in dict.fromkeys(self._keys.values()):
-                    self._schedule.request(self._add(key))
-                self._work.notify_all()
-                for entry in list(self._schedule.entries.values()):
-                    self._wait(entry)
-                self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)
+            self._load(list(dict.fromkeys(self._keys.values())))
         finally:
             self.close()  # the files too: nothing is read any more
 

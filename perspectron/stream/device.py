@@ -108,7 +108,7 @@ class DeviceExperts:
             self._cache.hint(layer, expert)
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether the expert is on the device."""
+        """True if the expert is on the device."""
         return self._find((layer, expert)) is not None
 
     def _find(self, key: tuple[int, int]) -> _Slot | None:

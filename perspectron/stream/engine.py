@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.block import Block
+from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError, DataError
 from perspectron.experts.layer import RoutedSwiGLU
@@ -30,6 +31,7 @@ from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import Disk, probe
 from perspectron.stream.step import Step, step_of
+from perspectron.stream.usage import Usage
 from perspectron.terms import Term
 
 AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk have work
@@ -91,7 +93,7 @@ class StreamedModel(LanguageModel):
         consume_state: bool = False,
         views: Views | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """What the head reads, as of any model; one token of each row takes the shorter way, where there is one."""
+        """The head's input, as for any model; one token of each row takes the shorter way, where there is one."""
         others = inputs_embeds is not None or reset_BT is not None or views is not None
         if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
             return super().hidden(
@@ -187,6 +189,14 @@ class StreamedModel(LanguageModel):
         else:
             self.plan += f"in {cache.slots} slots ({_size(budget)}), read from disk ({disk}), "
             self.plan += f"up to {_size(len(files) * self.header.experts.shard_bytes)} for a token"
+
+    def warm(self, path: Path) -> Usage:
+        """Begin with the experts that this machine used most, as the file has it, and count from now on."""
+        require(self.cache is not None, "warm", True, "left out for a model without experts on disk")
+        assert self.cache is not None
+        usage = Usage(path, {ffn.layer: math.prod(ffn.config.torus) for ffn in self.routed})
+        self.cache.warm(usage)
+        return usage
 
     def line(self) -> str:
         """One line on what is in memory, what streams, and what a token costs."""

@@ -60,7 +60,8 @@ class PackedExperts(Routed):
         require(not self.training, "training", True, "False: packed experts do not learn, call eval()")
         x_ND = x_BTD.flatten(0, 1)
         gate_N = None
-        distances = self.router.distances(x_ND)
+        read_ND = self.read(x_BTD, context_BTD).flatten(0, 1)
+        distances = self.router.distances(read_ND)
         expert_N = base_N = self.router.select(distances)
         if views is not None:
             expert_N = self.router.seen(distances, base_N, views)
@@ -74,7 +75,7 @@ class PackedExperts(Routed):
         if pad_BT is not None:
             expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
         y_ND = torch.zeros_like(x_ND)
-        for rows, shard in self.visit(expert_N.tolist(), lambda: self._guesses(x_ND)):
+        for rows, shard in self.visit(expert_N.tolist(), lambda: self._guesses(read_ND)):
             if len(rows) == len(x_ND):
                 y_ND = packed.swiglu(x_ND, shard.gate, shard.up, shard.down)
             else:

@@ -144,7 +144,7 @@ class Placement:
 
     @property
     def streams(self) -> bool:
-        """Whether experts are read from disk."""
+        """True if experts are read from disk."""
         return self.slots < self.shards
 
 
@@ -195,7 +195,8 @@ class Case:
         return {name: amount / known[name] for name, amount in pairs.items() if amount and known[name]}
 
     def tokens_per_second(self, rates: Rates) -> tuple[float, float] | None:
-        """At least, where nothing overlaps, and at most, where everything does; None where no rate is known."""
+        """The lowest speed, where nothing overlaps, and the highest, where everything does; None if no rate is
+        known."""
         seconds = self.seconds(rates).values()
         return (1 / sum(seconds), 1 / max(seconds)) if seconds else None
 
@@ -206,7 +207,7 @@ def case(needs: Needs, placement: Placement, name: str, miss_rate: float) -> Cas
 
 
 def bounds(needs: Needs, placement: Placement) -> list[Case]:
-    """Without knowing what the text asks for: every expert missed, and uniform random ones."""
+    """The cases that hold for any text: every expert missed, and uniform random ones."""
     if not placement.streams:
         return [case(needs, placement, "all in memory", 0.0)]
     hits = uniform_hit_rate([layer.distinct for layer in needs.experts], placement.slots)

@@ -46,10 +46,20 @@ def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
 SUITED: dict[type, dict[str, tuple[Any, ...] | None]] = {
     ModelConfig: {
         **_any(
-            "name", "vocab_size", "d_model", "blocks", "head", "embedding_std", "embedding_norm", "norm_eps"
+            "name",
+            "vocab_size",
+            "d_model",
+            "blocks",
+            "head",
+            "embedding_std",
+            "embedding_norm",
+            "norm_eps",
+            "dropout",
         ),
         "positions": (0,),
         "norm": ("rms",),
+        "shift": (False,),
+        "first_values": (False,),
     },
     BlockConfig: _any("mixer", "ffn", "residual"),
     SequentialConfig: {},
@@ -65,8 +75,10 @@ SUITED: dict[type, dict[str, tuple[Any, ...] | None]] = {
     RoutedConfig: {
         **_any("hidden", "torus", "experts", "nearest", "temperature", "router", "bias_rate", "offsets"),
         "gate": ("none", "straight_through"),
+        "reads": ("stream",),
         # What matters in training alone, or is packed into the experts.
         **_any("balance", "smooth", "delta", "diversity", "base", "ternary", "int8_activations"),
+        **_any("ternary_rule", "ternary_schedule"),
     },
 }
 """The values that each field of a config may have; None: any."""
@@ -143,7 +155,7 @@ class Step:
         self._shapes = [[tensor.shape[1:] for tensor in self._tensors(layer)] for layer in whole.layers]
 
     def takes(self, state: LMState) -> bool:
-        """Whether the library can write into a state: the shapes are this model's, its windows are there, and all is
+        """True if the library can write into a state: the shapes are this model's, its windows are there, and all is
         contiguous float32."""
         layers, B = [self._tensors(layer) for layer in state.layers], state.batch_size
         length_B = cast(PDRState, state.layers[0]).length_B

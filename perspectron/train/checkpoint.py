@@ -208,7 +208,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _of_ranks(files: Iterable[str]) -> bool:
-    """Whether these are shards that ranks wrote."""
+    """True if these are shards that ranks wrote."""
     return bool(files) and all(SHARD.fullmatch(name) for name in files)
 
 
@@ -309,7 +309,7 @@ def start_from(run: Path, model: LanguageModel, tokenizer: Tokenizer) -> None:
 
 
 def weights_from(run: Path, own: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """What a model that has these tensors takes from a run, and keeps; with the errors of `start_from`."""
+    """The tensors that a model with these takes from a run, and those it keeps; with the errors of `start_from`."""
     source, its = load_run(run)
     _check_tokenizer(run, its.fingerprint, tokenizer)
     weights = {name: value for name, value in source.state_dict().items() if not name.endswith(SHARE)}

@@ -25,7 +25,7 @@ class TrainConfig:
     """Split on which the loss is measured during training. "dev", if the text has one, keeps choices away from the
     held-out text."""
     steps: int = 1000
-    """Optimizer updates. `perspectron train` chooses them, unless they are given, and with them what is marked *."""
+    """Number of optimizer updates. `perspectron train` chooses it, and the options marked *, unless they are given."""
     batch_size: int = 8
     """Windows in a batch."""
     seq_len: int = 256
@@ -38,7 +38,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of the weights and of the order of the windows."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Autocast; "auto" takes bfloat16 where it measures faster on this model and machine."""
+    """Autocast; "auto" takes bfloat16 if it is measured to be faster for this model on this machine."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     recompute: bool = False
@@ -54,13 +54,13 @@ class TrainConfig:
     keep: int = 2
     """Number of newest checkpoints kept, besides the best and the last before a constant rate falls."""
     init: str = ""
-    """Folder of a run whose weights to start from."""
+    """Folder of a run to take the initial weights from."""
     lora: str = ""
-    """Train low-rank adapters beside the linear layers of the run named by `init`, in place of its weights, such as
-    "rank=8" or "rank=8,alpha=16,targets=q_proj+v_proj" (PEFT; default targets: every linear layer of the blocks). What
-    is saved is merged."""
+    """Train low-rank adapters of the linear layers of the run named by `init`, instead of its weights, such as
+    "rank=8" or "rank=8,alpha=16,targets=q_proj+v_proj" (PEFT; default targets: every linear layer of the blocks).
+    Checkpoints hold the merged weights."""
     template: str = ""
-    """For chat: "plain", or a file with a chat template in Jinja. Each record of the data then has a prompt and a
+    """Chat template: "plain", or a file with one in Jinja. Each record of the data then has a prompt and a
     completion, and only completions are learned."""
     only: tuple[str, ...] = ()
     """Train only parameters whose names match one of these patterns, such as "*.route_proj.*" (default: all)."""
@@ -72,6 +72,9 @@ class TrainConfig:
     """Folder of a run to distil from, in addition to the text (forward KL)."""
     teacher_weight: float = 1.0
     """Weight of the distillation term."""
+    teacher_mix: float = 0.0
+    """Share of the loss that is distillation's, that of the text being the rest; 0 adds distillation by
+    teacher_weight."""
     teacher_temperature: float = 1.0
     """Temperature at which teacher and student are compared."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -87,6 +90,9 @@ class TrainConfig:
         least = self.ternary_from
         require(least <= self.ternary_until <= 1, "ternary_until", self.ternary_until, f"in [{least}, 1]")
         positive(self, "teacher_temperature")
+        require(0 <= self.teacher_mix <= 1, "teacher_mix", self.teacher_mix, "in [0, 1]")
+        bound = "0 without teacher, a run to distil from"
+        require(not self.teacher_mix or self.teacher != "", "teacher_mix", self.teacher_mix, bound)
         if self.lora:
             LoraConfig.parse(self.lora)
             require(self.init != "", "lora", self.lora, "beside init, the run whose weights it adapts")
@@ -111,12 +117,18 @@ class StagedConfig:
     """Share of the steps in which they become ternary."""
     distill: float = 0.0
     """Weight of distillation from the float experts while they become ternary and while the router is trained."""
+    distill_mix: float = 0.0
+    """Share of the loss that this distillation is instead, that of the text being the rest."""
+    flat_first: bool = False
+    """Train experts behind a switch, and put them on the torus with a new router when they are ternary."""
 
     def __post_init__(self) -> None:
         positive(self, "dense_share", "differentiate_share", "ternary_share")
         total = self.dense_share + self.differentiate_share + self.ternary_share
         require(total < 1, "dense_share + differentiate_share + ternary_share", total, "< 1")
         at_least(0, self, "distill")
+        require(0 <= self.distill_mix <= 1, "distill_mix", self.distill_mix, "in [0, 1]")
+        require(not (self.distill and self.distill_mix), "distill", self.distill, "0 beside distill_mix")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ TERMS = {
     "dim_variance": "lack of spread of the gates",
     "active_fraction": "excess of directions in use",
 }
-"""What the quantities are that models report, by name: titles of their charts' axes."""
+"""Titles of the charts' axes, by the names of the quantities that models report."""
 
 
 def draw(metrics: list[dict[str, Any]], path: Path) -> None:

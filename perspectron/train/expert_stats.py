@@ -31,7 +31,7 @@ def loads(model: LanguageModel) -> Iterator[dict[str, Tensor]]:
     for name, ffn in layers.items():
 
         def count(module: RoutedSwiGLU, inputs: tuple[Tensor, ...], name: str = name) -> None:
-            expert_N = module.router.route(inputs[0].flatten(0, 1)).expert_N
+            expert_N = module.router.route(module.read(*inputs[:2]).flatten(0, 1)).expert_N
             found[name] += load(expert_N, len(found[name])).cpu()
 
         hooks.append(ffn.register_forward_pre_hook(count))
@@ -76,7 +76,7 @@ def matrices(model: LanguageModel) -> dict[str, dict[str, list[float]]]:
         share_1 = ffn.ternary_share_1.clone()
         ffn.ternary_share_1.zero_()  # the weights behind, of which zeros and scale are made
         for which, weight in zip(("gate", "up", "down"), ffn.weights(), strict=True):
-            zeros_E, scale_E = ternary.stats(weight)
+            zeros_E, scale_E = ternary.stats(weight, ffn.config.ternary_rule)
             found[f"{name}.{which}"] = {"zeros": zeros_E.tolist(), "scale": scale_E.tolist()}
         ffn.ternary_share_1.copy_(share_1)
     return found

@@ -14,7 +14,7 @@ def how_to_go_on(run: Path, config: RunConfig) -> str:
     the rate fell, which 0.1 did not keep."""
     if _ends(config) or not checkpoint.extendable(checkpoint.found_in(run), config.train):
         return f"start a new run from its weights: perspectron train --init {run} --out NEW"
-    return f"give it more steps: perspectron train --resume {run} --steps N, N above {config.train.steps}"
+    return f"give it more steps: perspectron train --resume {run} --steps N, N above {config.train.steps:,}"
 
 
 def extend(run: Path, steps: int) -> tuple[RunConfig, list[Path]]:

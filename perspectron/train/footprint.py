@@ -1,5 +1,5 @@
-"""What a training on several GPUs needs, from the shapes of the model alone: memory of each GPU by part, traffic of an
-update, and the time of both on given rates.
+"""The needs of a training on several GPUs, from the shapes of the model alone: memory of each GPU by part, traffic of
+an update, and the time of both on given rates.
 
 Activations are counted on the meta device: every tensor that autograd keeps for the backward pass.
 """
@@ -143,7 +143,8 @@ def memory(shape: Shape, layout: Layout, gpus: int, local: int, batch: Batch, re
 
 
 def traffic(shape: Shape, layout: Layout, gpus: int, local: int, batch: Batch) -> Traffic:
-    """What each GPU sends in an update: a gather and a reduction of S bytes over n ranks take (n − 1)/n · S each."""
+    """The bytes that each GPU sends in an update: a gather and a reduction of S bytes over n ranks take (n − 1)/n · S
+    each."""
     C, E = layout.context_parallel, layout.expert_parallel
     rows = gpus // C
     shards = {"ddp": 1, "fsdp": rows, "hsdp": min(local, rows)}[layout.shard]

@@ -1,4 +1,4 @@
-"""How the processes that torchrun or Slurm started share a training."""
+"""The layout by which processes that torchrun or Slurm started share a training."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Shard = Literal["ddp", "fsdp", "hsdp"]
 
 
 def launched() -> bool:
-    """Whether this process is one of several that train together."""
+    """True if this process is one of several that train together."""
     return processes() > 1
 
 
@@ -21,14 +21,14 @@ def processes() -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """For a command that torchrun starts on several processes."""
+    """Options for a command that torchrun starts on several processes."""
 
     shard: Shard = "fsdp"
-    """ "ddp" gives every process all weights, "fsdp" each a part, "hsdp" each a part of those of its machine."""
+    """ "ddp" gives every process all weights, "fsdp" a part to each, "hsdp" a part within each machine."""
     context_parallel: int = 1
     """Processes that share each window, so that windows can be longer."""
     expert_parallel: int = 1
-    """Processes that share the experts of each layer; tokens travel to theirs."""
+    """Processes that share the experts of each layer; tokens are sent to their experts."""
 
     def held(self, device: str) -> float:
         """The share of the weights that the processes with one memory hold together: those of a machine, or a GPU's

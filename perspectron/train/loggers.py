@@ -69,7 +69,7 @@ def values(line: dict[str, Any], bits: float) -> dict[str, float]:
 
 
 def _tensorboard(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
-    """Into RUN/tensorboard; what an earlier process logged after `step` is hidden."""
+    """Log into RUN/tensorboard; what an earlier process logged after `step` is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
@@ -82,7 +82,7 @@ def _tensorboard(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable
 
 
 def _wandb(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
-    """Into RUN/wandb; WANDB_MODE=offline keeps it there."""
+    """Log into RUN/wandb; WANDB_MODE=offline keeps it there."""
     import wandb
 
     begun = wandb.init(
@@ -92,7 +92,7 @@ def _wandb(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], o
 
 
 def _trackio(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
-    """Into Trackio's own folder on this machine (TRACKIO_DIR)."""
+    """Log into Trackio's own folder on this machine (TRACKIO_DIR)."""
     import trackio
 
     begun = trackio.init(

@@ -21,6 +21,7 @@ from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.files import locked, sweep, write_json
 from perspectron.machine import pick_device
+from perspectron.mixers.parts import Dropout
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint, lora
 from perspectron.train.checkpoint import RUN_LOCK, Progress
@@ -48,7 +49,7 @@ class Trainer:
     `settle` chooses their dtype by time, `start` fills them."""
 
     first = True
-    """Whether it writes the run's files: of several ranks that train together, one does."""
+    """True if it writes the run's files: of several ranks that train together, one does."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Trainer:
             lora.adapt(self.model, lora.LoraConfig.parse(train.lora), self.batches().next_batch())
         self.teacher = None
         if train.teacher:
-            weight, temperature = train.teacher_weight, train.teacher_temperature
+            weight, temperature = train.teacher_mix or train.teacher_weight, train.teacher_temperature
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
 
     def wrap(self) -> None:
@@ -284,6 +285,8 @@ class Trainer:
             if self.teacher is not None:
                 output.aux["distill"] = self.teacher.term(output.logits, ids, targets, reset)
         loss: Tensor = output.objective()
+        if self.config.train.teacher_mix:
+            loss = loss - self.config.train.teacher_mix * output.loss
         require(loss.requires_grad, "only", self.config.train.only, "of parameters that get a gradient")
         value = loss.item()
         if not math.isfinite(value):
@@ -379,7 +382,11 @@ def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_siz
 
 
 def compiled(model: LanguageModel) -> Callable[..., Any]:
-    """torch.compile around mixers and experts, which run as they are: unrolling time takes minutes."""
+    """torch.compile around mixers, experts and dropout, which run as they are: unrolling time takes minutes, and
+    dropout's generators cannot be traced."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     for block in cast("list[Block]", model.blocks):
         if block.config.mixer is not None:
             block.mixer.forward = torch.compiler.disable(block.mixer.forward)

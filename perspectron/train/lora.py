@@ -15,7 +15,7 @@ from perspectron.errors import CheckpointError, ConfigError
 from perspectron.model import LanguageModel
 
 KEPT = "lora."
-"""What the names of these tensors begin with in a training state."""
+"""Prefix of these tensors' names in a training state."""
 PROBE = 8  # tokens
 
 
@@ -65,6 +65,10 @@ def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
         )
         require(fits, "lora: targets", target, bound)
     chosen = [name for name in called if not wanted or any(_fits(name, target) for target in wanted)]
+    widths = {name: min(model.get_parameter(f"{name}.weight").shape) for name in chosen}
+    narrowest = min(widths, key=widths.__getitem__)
+    bound = f"≤ {widths[narrowest]}, the width of {narrowest}"
+    require(config.rank <= widths[narrowest], "lora: rank", config.rank, bound)
     made = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha or 2 * config.rank, target_modules=chosen, bias="none"
     )
@@ -93,7 +97,7 @@ def _called(model: LanguageModel, sample: Batch) -> list[str]:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether a model has adapters."""
+    """True if a model has adapters."""
     return any(_is_adapter(name) for name, _ in model.named_parameters())
 
 
@@ -118,7 +122,7 @@ def merged(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def kept(model: LanguageModel) -> dict[str, Tensor]:
-    """What the merged weights do not tell: the adapters, and the weights beside them."""
+    """The data that merged weights do not hold: the adapters, and the weights beside them."""
     names = [f"{name}.base_layer.weight" for name in _layers(model)]
     state = model.state_dict()
     return {KEPT + name: state[name] for name in state if _is_adapter(name) or name in names}

@@ -1,4 +1,4 @@
-"""What only training needs of a checkpoint: the optimizer's moments and the random state, by name."""
+"""The part of a checkpoint that only training needs: the optimizer's moments and the random state, by name."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from perspectron.model import LanguageModel
 from perspectron.train import lora
 
 OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "step.", "rng.")
-"""How the names begin; no tensor of a model is called like that."""
+"""Prefixes of the names, which no tensor of a model has."""
 
 
 def training_state(model: LanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

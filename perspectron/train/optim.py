@@ -1,6 +1,7 @@
 """AdamW with weight decay on matrices only, and learning-rate schedules."""
 
 import fnmatch
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +46,18 @@ class OptimConfig:
         require(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
 
 
-def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's own, without what wraps its methods for torch.compile. That loads the compiler, a second of every
+    training."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+
+
+def adamw(model: nn.Module, config: OptimConfig) -> AdamW:
     """One group of matrices, which decay, and one of vectors (norms, biases), which do not; none of what is frozen. A
     module names in `no_decay` those of its parameters that are vectors of a head each, stacked."""
     stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
@@ -56,7 +68,7 @@ def adamw(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
 def freeze(model: nn.Module, only: tuple[str, ...]) -> None:

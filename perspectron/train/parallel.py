@@ -54,7 +54,7 @@ class ParallelTrainer(Trainer):
     def __init__(
         self, team: Team, layout: Layout, run: Path, config: RunConfig, *given: Any, **options: Any
     ) -> None:
-        """As a `Trainer`, and how the ranks share it."""
+        """Make a `Trainer` that the ranks share by `layout`."""
         self.team, self.layout, self.first = team, layout, team.rank == 0
         require(not config.train.compile, "compile", True, "left out with more than one rank")
         for name in ("lora", "template"):
@@ -378,7 +378,7 @@ def copies(x: Tensor) -> int:
 
 
 def stored(path: Path, work: Callable[[], Any]) -> Any:
-    """What `work` returns. StorageError where something cannot be written, by this rank or, as torch tells it, by
+    """The result of `work`. StorageError where something cannot be written, by this rank or, as torch tells it, by
     another."""
     try:
         return work()

@@ -7,7 +7,7 @@ from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made
 from perspectron.data.encoding import Tell
 from perspectron.data.template import FILE, Template
 from perspectron.errors import ConfigError, DataError
-from perspectron.files import safe_join
+from perspectron.files import remove, safe_join
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
 
@@ -32,6 +32,7 @@ def prepare(
         require(config.train.tokenizer == "bpe", "tokenizer", config.train.tokenizer, bound)
     if whole:
         shards, tokenizer = open_shards(Path(source)), Tokenizer.load(Path(source) / "tokenizer.json")
+        _require_template(Path(source), shards, template_of(run, config))
         summary = source
     elif resumes and (encoded / "manifest.json").is_file():
         shards, tokenizer = open_shards(encoded), Tokenizer.load(kept)
@@ -48,14 +49,15 @@ def prepare(
         else:
             tokenizer = made_in(encoded, config.train.tokenizer, corpus, config.model.vocab_size)
         shards = encode(corpus, tokenizer, encoded, processes=processes, tell=tell)
+        remove(encoded / FILE)
+        if template is not None:
+            template.save(encoded)
         summary = _summary(corpus, shards)
     _check(run, config, tokenizer, shards)
     if not resumes:
         tokenizer.save(kept)
         if (template := template_of(run, config)) is not None:
-            pairs = f"left out: {source} was encoded without prompts and completions"
-            require(shards.split("train").learned is not None, "template", config.train.template, pairs)
-            (run / FILE).write_text(template.text, encoding="utf-8")
+            template.save(run)
     return tokenizer, shards, summary
 
 
@@ -65,6 +67,18 @@ def template_of(run: Path, config: RunConfig) -> Template | None:
         return None
     kept = Template.of(run) if (run / "config.json").is_file() else None
     return kept or Template.named(config.train.template)
+
+
+def _require_template(folder: Path, shards: Shards, template: Template | None) -> None:
+    """ConfigError unless encoded text has prompts and completions by this template, or neither."""
+    its = Template.of(folder)
+    said = "left out" if template is None else template.name
+    if shards.split("train").learned is None:
+        pairs = f"left out: {folder} was encoded without prompts and completions"
+        require(template is None, "template", said, pairs)
+    else:
+        same = its is not None and template is not None and its.text == template.text
+        require(same, "template", said, f"{folder / FILE}, with which its prompts were encoded")
 
 
 def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -> None:

@@ -69,18 +69,22 @@ def plan(run: Path, config: RunConfig) -> list[Stage]:
     dense, differentiate, ternary, router = (end - start for start, end in itertools.pairwise(ends))
     shortest = min(dense, differentiate, ternary, router)
     require(shortest >= 1, "steps", steps, "enough for each stage to have one")
-    float_model = with_experts(model, ternary=False, int8_activations=False)
+    flat: dict[str, Any] = {"router": "switch"} if recipe.flat_first else {}
+    float_model = with_experts(model, ternary=False, int8_activations=False, **flat)
     last = with_experts(model, ternary=True)
     teacher: dict[str, Any] = {}
-    if recipe.distill:
+    if recipe.distill or recipe.distill_mix:
         float_run = run / STAGES / "3-differentiate"
-        teacher = {"teacher": str(float_run.resolve()), "teacher_weight": recipe.distill}
+        teacher = {
+            "teacher": str(float_run.resolve()), "teacher_weight": recipe.distill,
+            "teacher_mix": recipe.distill_mix,
+        }  # fmt: skip
     only = ROUTER if all(ffn.offsets for ffn in layers) else ROUTER[:1]
     return [
         Stage(1, "dense", dense, seed_of(model), {}),
         Stage(2, "clone", 0, float_model, {}),
         Stage(3, "differentiate", differentiate, float_model, {}),
-        Stage(4, "ternary", ternary, last, teacher),
+        Stage(4, "ternary", ternary, with_experts(last, **flat), teacher),
         Stage(5, "align", 0, last, {}),
         Stage(6, "router", router, last, {"only": only, "ternary_from": 0.0, "ternary_until": 0.0} | teacher),
     ]
@@ -186,7 +190,17 @@ def transform(stage: Stage, before: Path, seed: int) -> LanguageModel:
         return clone(model, stage.model, seed)
     for ffn in experts_of(model).values():
         align(ffn)
-    return model
+    return model if model.config == stage.model else rerouted(model, stage.model, seed)
+
+
+@torch.no_grad()
+def rerouted(model: LanguageModel, config: ModelConfig, seed: int) -> LanguageModel:
+    """The model with the routers of a config, which are new."""
+    made = build(config, seed)
+    routing = ("route_proj.weight", "route_proj.bias", "offset_EA", "bias_E", "load_E")
+    kept = {name: value for name, value in model.state_dict().items() if not name.endswith(routing)}
+    made.load_state_dict(made.state_dict() | kept)
+    return made
 
 
 @torch.no_grad()

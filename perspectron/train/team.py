@@ -171,7 +171,7 @@ class Team:
         return found
 
     def agree(self, work: Callable[[], A], group: Any = None) -> A:
-        """What `work` returns, on every rank its own. The first error of a rank is raised by all."""
+        """The result of `work`, on every rank its own. The first error of a rank is raised by all."""
         error, result = None, None
         try:
             result = work()
@@ -183,7 +183,7 @@ class Team:
         return result  # type: ignore[return-value]
 
     def of_first(self, work: Callable[[], A], group: Any = None) -> A:
-        """What `work` returns on rank 0, which alone does it; its error is raised by all."""
+        """The result of `work` on rank 0, which alone does it; its error is raised by all."""
         value = self.agree(lambda: work() if self.rank == 0 else None, group)
         found: list[Any] = [value]
         dist.broadcast_object_list(found, 0, group)
@@ -221,12 +221,12 @@ class Team:
                 time.sleep(0.05)
 
     def _lost_now(self, key: str) -> bool:
-        """Whether the rank of a key is the one that has ended."""
+        """True if the rank of a key is the one that has ended."""
         assert self._ended is not None
         return self._ended[0].startswith(LOST.format(key.rpartition("/")[2]))
 
     def _told(self, seconds: float) -> bool:
-        """Whether another rank has ended, as is known within so many seconds."""
+        """True if another rank has ended, as is known within so many seconds."""
         until = time.monotonic() + seconds
         while self._ended is None and time.monotonic() < until:
             time.sleep(0.05)

@@ -43,10 +43,64 @@ def test_an_empty_state_has_no_norm_to_be_brought_to(row):
     assert judged.verdict == CONDITION and "nan of an empty state" in judged.measured
 
 
-def test_a_spread_over_all_tokens_says_nothing_of_alike_ones(row):
-    gates = {"pdr_gate_spread": [0.36] * 3}
-    cells = [cell(seed, 1.7, gates=gates) for seed in range(3)]
-    assert row("pdr-gate-used", compare=comparison({"perspective": cells})).verdict == UNTESTABLE
+def documents(**changes):
+    """Results of benchmarks/documents.py, made up: all that the documents say holds, where it can."""
+    slope = {"values": [0.1] * 3, "mean": 0.1, "low": 0.05, "high": 0.15}
+    text = {"repeated_4grams": 0.1, "names_again": 0.5, "bits_per_byte": 2.0}
+    paths = {name: {"median": 1.0} for name in ("model_over_relaxed", "model_over_straight")}
+    moved = {"paths": paths, "torus": {"verdict": "no sign"}, "lyapunov": {"exponent": -0.2, "noisy": -0.1}}
+    rank = {"brackets": -1.0, "block": -0.5, "call": -0.5, "name": 1.0}
+    states = {"1024": {name: {"more": 0.0, "bytes": 1} for name in ("full", "float16", "int8")}}
+    found = {
+        "seeds": 3,
+        "halflives": {"layers": [[[16.0], [20.0]]] * 3, "slope": slope},
+        "coherence": {"adr": [text] * 3, "gpt2": [{key: value + 0.1 for key, value in text.items()}] * 3},
+        "geometry": [moved] * 3,
+        "depth": [{"rank": rank, "layers": [{}] * 3, "contrast": [0.0, 0.2, 0.3]}] * 3,
+        "states": states,
+        "gate": {"conditions": [{"name": "a", "measured": "b", "holds": True}] * 4, "verdict": "proceed"},
+    }
+    return {"conditions": {"commit": "abc"}, "results": found | changes}
+
+
+ROWS = (
+    *("adr-hierarchy", "adr-coherence-repeats", "adr-coherence-judged", "drm-low-action", "drm-stable"),
+    *("drm-torus-convergence", "pdr-specialise", "pdr-gate-used", "pdr-state-fp16", "topology-plan-gate"),
+)
+
+
+@pytest.mark.parametrize("id", ROWS)
+def test_what_small_trained_models_say_holds_for_them(row, id):
+    judged = row(id, documents=documents())
+    assert judged.verdict == CONDITION and "seed" in judged.why
+
+
+def test_a_slope_whose_interval_has_zero_is_none(row):
+    slope = {"values": [0.0] * 3, "mean": 0.05, "low": -0.02, "high": 0.12}
+    found = documents(halflives={"layers": [[[16.0], [20.0]]] * 3, "slope": slope})
+    assert row("adr-hierarchy", documents=found).verdict == UNTESTABLE
+    down = documents(halflives={"layers": [[[16.0], [20.0]]] * 3, "slope": slope | {"high": -0.01}})
+    assert row("adr-hierarchy", documents=down).verdict == FAILS
+
+
+def test_paths_of_much_action_and_a_condition_that_fails(row):
+    good = documents()["results"]
+    far = {name: {"median": 69.0} for name in ("model_over_relaxed", "model_over_straight")}
+    assert (
+        row(
+            "drm-low-action", documents=documents(geometry=[good["geometry"][0] | {"paths": far}] * 3)
+        ).verdict
+        == FAILS
+    )
+    three = [good["gate"]["conditions"][0] | {"holds": on} for on in (True, True, True, False)]
+    judged = row(
+        "topology-plan-gate", documents=documents(gate={"conditions": three, "verdict": "do not proceed: a"})
+    )
+    assert judged.verdict == FAILS and "do not proceed" in judged.measured
+
+
+def test_names_that_come_again_are_more_of_the_better_text(row):
+    assert row("adr-coherence-names", documents=documents()).verdict == FAILS
 
 
 def test_a_half_life_is_that_of_the_product_of_gates(row):

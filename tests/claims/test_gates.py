@@ -58,7 +58,8 @@ WITHOUT = {("perspective", "no_pdr"), ("adr", "values_only")}
 @pytest.mark.parametrize(("design", "name"), [(d, name) for d, names in ABLATIONS.items() for name in names])
 def test_of_every_ablation(design, name):
     """A removed part takes its gates with it; those of the other parts are there, and finite."""
-    config = ablate(small(design, vocab_size=250, d_model=48, layers=4, seq_len=64), name)
+    wide = 96 if design == "perspective2" else 48  # its queries and keys weigh less there
+    config = ablate(small(design, vocab_size=250, d_model=wide, layers=4, seq_len=64), name)
     found = gates(build(config), IDS)
     assert found.keys() - {"route_gate"} == (set() if (design, name) in WITHOUT else KEPT[design])
     for values in found.values():

@@ -9,6 +9,7 @@ import pytest
 import perspectron
 from perspectron.cli import chat
 from perspectron.cli.main import main
+from perspectron.data.template import Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 
@@ -117,9 +118,12 @@ def test_state_and_help_and_quit(talk):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("/nope", "/nope: no such command; there are /save, /load, /fork, /back, /state, /help, /quit"),
-        ("/save", "/save: give a file, as in /save talk.state"),
-        ("/save {tmp}/a", "/save: nothing was said yet"),
+        (
+            "/nope",
+            "/nope: no such command; the commands are /save, /load, /fork, /back, /state, /help, /quit",
+        ),
+        ("/save", "/save needs a file, as in /save talk.state"),
+        ("/save {tmp}/a", "/save: there is nothing to save yet"),
         ("/load {tmp}/none", "none: no such file"),
         ("/back", "/back = '1', must be used after /fork, which keeps a point"),
         ("/back x", "/back = 'x', must be"),
@@ -166,3 +170,37 @@ def test_an_answer_is_ended_by_an_interrupt_and_the_talk_goes_on(run):
         finally:
             signal.signal(signal.SIGINT, before)
     assert talk.memory.drawn[0] <= 6 and signal.getsignal(signal.SIGINT) == handlers
+
+
+def test_a_template_that_trims_answers_is_read_again_from_the_start(run):
+    model, tokenizer = perspectron.load(run)
+    trims = Template("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}", "trims")
+    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=4), trims)
+    talk.now = chat.Point(messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": " b\n"}),
+                     text="<user>a<assistant> b\n")  # fmt: skip
+    talk.now = talk.now._replace(memory=spoken(model, tokenizer, talk.now.text))
+    asked = talk._asked("c")
+    assert asked.text == "<user>a<assistant>b<user>c" and asked.memory is None
+    talk.answer("c")
+    greedy = generate(model, tokenizer, [asked.text], max_tokens=4, sampling=SamplingConfig())
+    assert talk.now.messages[-1] == {"role": "assistant", "content": greedy.texts[0]}
+    talk.answer("d")
+    assert [m["content"] for m in talk.now.messages if m["role"] == "user"] == ["a", "c", "d"]
+
+
+def spoken(model, tokenizer, text):
+    return generate(model, tokenizer, [text], max_tokens=1).conversation
+
+
+def test_what_was_loaded_goes_on_with_and_without_a_message(run, tmp_path):
+    model, tokenizer = perspectron.load(run)
+    path, plain = tmp_path / "talk.state", Template.named("plain")
+    before = spoken(model, tokenizer, plain.question("What is 1 and 2?"))
+    before.fork().save(path, model)
+    talk = chat.Talk(model, tokenizer, chat.Chat(run, max_tokens=3), plain)
+    talk.load(str(path))
+    talk.answer("")  # the answer that was cut off goes on
+    assert talk.now.messages == () and talk.memory.drawn == [4]
+    talk.answer("What is 3 and 4?")
+    assert [m["role"] for m in talk.now.messages] == ["user", "assistant"]
+    assert talk.memory.drawn == [7]

@@ -232,12 +232,12 @@ MISTAKES = [
     (["generate", "{run}", "a", "--load-state", "{tmp}/empty.txt"], "not a saved state"),
     (["eval", "{tmp}/missing"], "missing/config.json: no such file"),
     (["train", "--resume", "{run}", "--steps", "50"], "a cosine schedule ends at the step it was planned for, 30;"),
-    (["train", "--resume", "{run}/checkpoints/step-00000030"], "must be the run's folder, {run}: it goes on from"),
-    (["train", "--resume", "{run}", "--lr", "0.1"], "--lr cannot stand beside --resume, where only --steps can change"),
-    (["train", "--resume", "{run}", "--batch-size", "9"], "--batch-size cannot stand beside --resume"),
-    (["train", "--resume", "{run}", "--preset", "adr-tiny"], "--preset cannot stand beside --resume"),
-    (["train", "--resume={run}", "--out", "{tmp}/o"], "--out cannot stand beside --resume"),
-    (["train", "--resume", "{run}", "--recipe", "staged"], "--recipe cannot stand beside --resume"),
+    (["train", "--resume", "{run}/checkpoints/step-00000030"], "must be the run's folder, {run}: it resumes from"),
+    (["train", "--resume", "{run}", "--lr", "0.1"], "--lr cannot be changed with --resume, which takes"),
+    (["train", "--resume", "{run}", "--batch-size", "9"], "--batch-size cannot be changed with --resume"),
+    (["train", "--resume", "{run}", "--preset", "adr-tiny"], "--preset cannot be changed with --resume"),
+    (["train", "--resume={run}", "--out", "{tmp}/o"], "--out cannot be changed with --resume"),
+    (["train", "--resume", "{run}", "--recipe", "staged"], "--recipe cannot be changed with --resume"),
     (["train", "--out", "{tmp}/o", "--data", "{tmp}/empty.txt"], "empty.txt: empty, there is no text in it"),
     (["train", "--out", "{tmp}/o", "--init", "{run}", "--set", "rank=4"], "set: rank=4 are sizes of a preset"),
     (["train", "--out", "{tmp}/o", "--seed", "18446744073709551616"], "seed = 18446744073709551616, must be in"),
@@ -348,7 +348,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(run, capsys):
     assert main(["train", "--resume", str(run)]) == 0
     said = capsys.readouterr().err.splitlines()[-1]
     advice = f"start a new run from its weights: perspectron train --init {run} --out NEW"
-    assert said == f"the run was finished before: 30 steps; {advice}"
+    assert said == f"this run is already finished, at 30 steps; {advice}"
     assert {path: path.read_bytes() for path in run.rglob("*.safetensors")} == before
 
 
@@ -453,7 +453,7 @@ def test_the_readme_runs(tmp_path, text, monkeypatch, capsys):
 def test_options_of_a_recipe_need_the_recipe(tmp_path, text, capsys):
     out = str(tmp_path / "run")
     assert main(["train", "--data", str(text), "--out", out, "--steps", "2", "--distill", "1", *TRAIN]) == 2
-    assert "--distill: an option of the staged recipe; add --recipe staged" in capsys.readouterr().err
+    assert "--distill is an option of the staged recipe; add --recipe staged" in capsys.readouterr().err
 
 
 def test_training_what_gets_no_gradient_is_one_line(tmp_path, text, capsys):

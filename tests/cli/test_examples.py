@@ -19,7 +19,9 @@ SHORTER = {
     r"--steps 4000": "--steps 9",
     r"--steps 20\b": "--steps 2",
     r"--max-tokens \d+": "--max-tokens 4",
+    r"--tokens 3000 --steps 500": "--tokens 3000 --steps 20",
     r"--out runs/letters$": "--out runs/longer",
+    r"--out runs/pairs$": "--out runs/pairs --steps 3",
     r"train --data letters.txt$": "train --data letters.txt --steps 3 --out runs/letters",
     r"--recipe staged --data letters.txt": "--recipe staged --data letters.txt --steps 9 --out runs/routed",
     r"prune-attention runs/lens": "prune-attention runs/lens --context 64",
@@ -30,16 +32,20 @@ QUICK = {
     "quantize": "--windows 4 --tokens 64",
     "plan": "--bandwidth 9G/s",
     "perspectives": "--tokens 64",
+    "geometry": "--text letters.txt --pairs 5 --rounds 3 --points 200",
 }
 BEFORE = [  # what the examples take for granted
     "perspectron train --data letters.txt --preset lens-tiny --set d_model=32 layers=3 heads=2 hidden=32 "
-    "vocab_size=300 --steps 2 --out runs/lens"
+    "vocab_size=300 --steps 2 --out runs/lens",
+    "perspectron train --data letters.txt --preset drm-104k --tokenizer bytes --set d_model=8 hidden=8 emitter=8 "
+    "--steps 2 --out runs/drm",
 ]
 ELSEWHERE = (
     "compare",
     "search",
     "ablate",
     "quickstart",
+    "demo",
     "synthesize",
     "lm-eval",
     "serve",

@@ -111,8 +111,8 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
 
 REFUSED = [
     (["--minutes", "0.01"], "minutes = 0.01, must be ≥ 0.1: reading the text and timing this machine takes seconds"),
-    (["--minutes", "1", "--epochs", "2"], "--minutes and --epochs: each says how long; leave one out"),
-    (["--steps", "1", "--tokens", "2M"], "--tokens and --steps: each says how long"),
+    (["--minutes", "1", "--epochs", "2"], "--minutes and --epochs both set the length of the training"),
+    (["--steps", "1", "--tokens", "2M"], "--tokens and --steps both set the length"),
     (["--tokens", "many"], "tokens = 'many', must be a number like 5M or 20M"),
     (["--epochs", "0"], "epochs = 0.0, must be > 0"),
     (["--preset", "perspective-1t", "--steps", "1"], "memory to train perspective-1t, 1,045,671.0 M parameters = "),
@@ -121,7 +121,7 @@ REFUSED = [
     (["--data", "short.txt"], ", or --seq-len "),
     (["--data", "empty.txt"], "empty.txt: empty, there is no text in it"),
     (["--data", "none"], "none: no text in it (1 files, none of them non-empty UTF-8)"),
-    (["--recipe", "staged", "--minutes", "1"], "minutes = 1.0, must be left out of a recipe"),
+    (["--recipe", "staged", "--minutes", "1"], "minutes = 1.0, must be left out with a recipe"),
     (["--set", "vocab_size=3"], "vocab_size = 3, must be ≥ 257"),
 ]  # fmt: skip
 
@@ -139,11 +139,15 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(options, words
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-def test_what_a_short_text_is_told_to_do_works(play, capsys):
-    Path("short.txt").write_text("Two hundred bytes of a play, in which a king says nothing of note.\n" * 3)
-    assert main(["train", "--data", "short.txt", "--steps", "1"]) == 2
-    advice = re.findall(r"--seq-len \d+", capsys.readouterr().err)[0].split()
-    assert main(["train", "--data", "short.txt", "--steps", "1", *advice]) == 0
+@pytest.mark.parametrize(("lines", "advice"), [(3, r"--seq-len \d+"), (9, r"--set vocab_size=\d+")])
+def test_what_a_short_text_is_told_to_do_works(lines, advice, play, capsys):
+    Path("short.txt").write_text(
+        "A few hundred bytes of a play, in which a king says nothing of note.\n" * lines
+    )
+    command = ["train", "--data", "short.txt", "--steps", "1", "--preset", "transformer-tiny"]
+    assert main(command) == 2
+    [told] = re.findall(advice, capsys.readouterr().err)
+    assert main([*command, *told.split()]) == 0
 
 
 def test_numbers_that_run_away_end_with_what_to_do(play, capsys):
@@ -151,7 +155,7 @@ def test_numbers_that_run_away_end_with_what_to_do(play, capsys):
     assert main([*command, *SMALL, *QUICK]) == 3
     said = capsys.readouterr().err.splitlines()[-1]
     assert "loss is" in said or "gradient is not finite" in said
-    assert "Start again with a lower rate, in another folder: --lr 5e+29 --out run-2" in said
+    assert "Start again in another folder with a lower learning rate: --lr 5e+29 --out run-2" in said
 
 
 def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatch):
@@ -172,7 +176,7 @@ def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatc
         patch.setattr(fit_room.Trainer, "fit", lambda self, **_: 15 if self.save() else None)
         assert main(command) == 128 + 15
     assert (
-        "stopped and saved at step 0; go on with: perspectron train --resume run" in capsys.readouterr().err
+        "stopped and saved at step 0; resume with: perspectron train --resume run" in capsys.readouterr().err
     )
     trainer_fit = fit_room.Trainer.fit
     with monkeypatch.context() as patch:
@@ -180,7 +184,7 @@ def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatc
         assert main(["train", "--resume", "run"]) == 130
     assert main(["train", "--resume", "run"]) == 0
     said = capsys.readouterr().err
-    assert "going on from step 4 of 6" in said and "done in" in said
+    assert "resuming from step 4 of 6" in said and "done in" in said
 
 
 def test_without_a_terminal_there_is_a_line_at_least_every_ten_seconds(monkeypatch):

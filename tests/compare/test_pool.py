@@ -69,11 +69,11 @@ def test_a_signal_lets_them_save_and_starts_no_other(tmp_path):
 
     def look(running: list[Job]) -> None:
         if (tmp_path / "a" / "began").exists():
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(StoppedBy) as stopped:
         pool.work(jobs, 1, 1, look=look)
-    assert stopped.value.number == signal.SIGINT
+    assert stopped.value.number == signal.SIGTERM
     assert (tmp_path / "a" / "saved").exists()
     assert not (tmp_path / "b").exists()
     with locked(tmp_path / "a"):

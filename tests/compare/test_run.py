@@ -358,7 +358,7 @@ def test_an_ablation_is_trained_beside_the_whole_design(whole, tmp_path, capsys)
 def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     cell = whole / "cells" / "transformer" / "0"
     assert main(["ablate", str(cell), "--over", "no_gate", "--out", str(tmp_path / "out")]) == 2
-    words = "ablation of transformer = 'no_gate', must be one of no_embedding_norm"
+    words = "ablation of transformer = 'no_gate', must be one of no_embedding_norm, no_rope, half_depth, "
     assert words in capsys.readouterr().err
 
 

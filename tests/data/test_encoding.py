@@ -203,6 +203,32 @@ def test_other_weights_and_other_sources_replace_a_mixture(
     } | {"manifest.json"}
 
 
+def test_other_weights_encode_nothing_again(
+    texts: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, other = tmp_path / "out", texts.replace("0.7", "0.4").replace("0.3", "0.6")
+    encode(open_corpus(texts), made_in(out, "bpe", open_corpus(texts), 300), out)
+    monkeypatch.setattr(Tokenizer, "encode_items", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr(Tokenizer, "train", lambda *_: pytest.fail("trained again"))
+    found = encode(open_corpus(other), made_in(out, "bpe", open_corpus(other), 300), out)
+    assert [float(source.weight) for source in found.split("train").sources] == [0.4, 0.6]
+
+
+def test_a_position_in_other_weights_is_refused(texts: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def loader(weights: str) -> Loader:
+        shards = encode(open_corpus(weights), tokenizer, tmp_path / "out")
+        return Loader(shards.split("train"), batch_size=2, seq_len=16, seed=0)
+
+    first = loader(texts).state_dict()
+    second = loader(texts.replace("0.7", "0.4").replace("0.3", "0.6"))
+    assert second.windows == first["windows"]
+    with pytest.raises(DataError, match=r"of other texts or weights than here, digits 0\.4, words 0\.6"):
+        second.load_state_dict(first)
+    alone = loader(texts.split("0.3:")[1])
+    with pytest.raises(DataError, match="weights than here, where there is one text"):
+        alone.load_state_dict(first)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -211,6 +237,11 @@ def test_other_weights_and_other_sources_replace_a_mixture(
         ("a=0.7:{0} b=x:{0}", "weight of b is 'x', must be above 0 and at most 1, to 6 decimals"),
         ("a=0.7:{0} b=:{0}", "weight of b is ''"),
         ("a=1.3:{0} b=-0.3:{0}", r"weight of a is '1\.3'"),
+        ("a=1:{0} b=0:{0}", "weight of b is '0', must be above 0"),
+        ("a=1:{0} b=-1:{0}", "weight of b is '-1', must be above 0"),
+        ("a=nan:{0} b=1:{0}", "weight of a is 'nan', must be above 0"),
+        ("a=inf:{0} b=1:{0}", "weight of a is 'inf', must be above 0"),
+        ("a=1/0:{0} b=1:{0}", "weight of a is '1/0', must be above 0"),
         ("a=0.7:{0} b=0.3:nowhere", "source b: nowhere: no such file or folder"),
         ("a=0.7:{0} b=0.3:{1}", "source b: .*encoded already; only texts can be mixed"),
     ],
@@ -278,6 +309,27 @@ def test_characters_are_tokens_as_far_as_the_vocabulary_reaches(tmp_path: Path) 
     assert Tokenizer.load(tmp_path / "tokenizer.json").fingerprint == tokenizer.fingerprint
     with pytest.raises(DataError, match="no text"):
         characters([], 300)
+
+
+def test_a_tokenizer_of_a_file_is_that_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(sentence(i) for i in range(99)))
+    corpus, file = open_corpus(str(tmp_path / "a.txt")), tmp_path / "own.json"
+    for size in (300, 290):
+        wanted = made("bpe", corpus, size)
+        wanted.save(file)
+        found = made_in(tmp_path / "out", str(file), corpus, 300)
+        assert found.vocab_size == size and found.fingerprint == wanted.fingerprint
+    file.unlink()
+    with pytest.raises(DataError, match=r"own\.json' is no file, and not one of bpe"):
+        made_in(tmp_path / "out", str(file), corpus, 300)
+
+
+def test_an_empty_text_is_a_separator(tokenizer: Tokenizer) -> None:
+    found = tokenizer.encode_items([("", ""), ("ask", ""), ("", "say")], "<u2")
+    asked, said = len(tokenizer.encode("ask")), len(tokenizer.encode("say"))
+    assert found.lengths.tolist() == [1, 1 + asked, 1 + said]
+    assert found.learned.tolist() == [1, 1 + asked, 1] and found.bytes.tolist() == [0, 3, 3]
+    assert found.ids.tolist() == [0, 0, *tokenizer.encode("ask"), 0, *tokenizer.encode("say")]
 
 
 def test_a_tokenizer_is_made_once_for_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

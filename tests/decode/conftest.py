@@ -8,7 +8,8 @@ from torch import Tensor
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.decode.rows import Piece, Rows
+from perspectron.decode.batch import Piece
+from perspectron.decode.rows import Rows
 from perspectron.model import LanguageModel, build, init
 from perspectron.state import LMState
 

@@ -15,7 +15,8 @@ from perspectron.decode.reading import prefill
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError, StateError
-from perspectron.model import LanguageModel, TokenEmbedding, init
+from perspectron.heads import TokenEmbedding
+from perspectron.model import LanguageModel, init
 from perspectron.state import save_state
 from tests.decode.conftest import SIZES, VOCAB, Scripted, drain, make
 

@@ -8,10 +8,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron.data import Tokenizer
+from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
-from perspectron.decode.rows import Piece, Rows
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, StateError
 from perspectron.model import LanguageModel

@@ -8,7 +8,7 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.decode import rows, verify
+from perspectron.decode import batch, verify
 from tests.decode.conftest import make
 from tests.decode.test_store import small
 
@@ -25,7 +25,7 @@ def test_what_differs_is_seen(tokenizer, monkeypatch) -> None:
     """Batches that are not filled up differ, and so does another text."""
     model = make("transformer-tiny")
     told = verify.digest(model, tokenizer, together=True)
-    monkeypatch.setattr(rows, "WIDTH", 1)
+    monkeypatch.setattr(batch, "WIDTH", 1)
     assert len({told, *(verify.digest(model, tokenizer, together=True, others=n) for n in (0, 2, 8))}) > 1
     monkeypatch.undo()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_the_command(capsys, monkeypatch) -> None:
     assert "all rows in one step:" in said and "batch of 1, batch of 3, pieces of 5" in said
     assert main(["verify", run, "--here", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"]
-    monkeypatch.setattr(rows, "WIDTH", 1)
+    monkeypatch.setattr(batch, "WIDTH", 1)
     code = main(["verify", run, "--here"])
     captured = capsys.readouterr()
     assert code == ("differ: batch of 3" in captured.out) and bool(captured.err) == bool(code)

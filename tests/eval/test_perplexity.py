@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 import lzma
 import math
 import random
@@ -12,8 +13,11 @@ import torch
 
 from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
+from perspectron.data.template import Template
 from perspectron.errors import DataError
-from perspectron.eval.perplexity import compressors
+from perspectron.eval.perplexity import Options, compressors, measure, text_of
+from perspectron.eval.subject import Subject
+from perspectron.opening import Folder, Opened
 from perspectron.train.heldout import Heldout, heldout
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -160,3 +164,22 @@ def test_compressors_equal_the_sizes_of_gzip_and_xz(text):
     }
     if len(text) == 1000:
         assert found["gzip -9"] < 0.5
+
+
+def test_compressors_read_what_is_predicted_and_no_prompts(tmp_path):
+    lines = [
+        json.dumps({"prompt": f"a long question {i} " * 9, "completion": f"Answer {i}.\n"}) for i in range(60)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    corpus = open_corpus(str(tmp_path / "pairs.jsonl"), heldout=0.3, template=Template.named("plain"))
+    tokenizer = Tokenizer.train((document.text for document in corpus.documents("train")), 300)
+    split = encode(corpus, tokenizer, tmp_path / "data").split("heldout")
+    whole = "".join(document.text for document in corpus.documents("heldout")).encode()
+    assert text_of(split, tokenizer, split.tokens) == whole
+    model = small("transformer-tiny")
+    subject = Subject(Opened(Folder(Path("run"), model.config), model, tokenizer), split, 64)
+    for tokens in (0, split.tokens // 2):
+        found = measure(subject, Options(tokens))
+        text = text_of(split, tokenizer, tokens or split.tokens)
+        assert len(text) == found["text_bytes"] and whole.startswith(text)
+        assert found["compressors"] == compressors(text)

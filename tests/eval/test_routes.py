@@ -151,6 +151,11 @@ def test_a_trace_is_what_the_experts_were_given(router, given):
     assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
 
 
+def test_routers_that_read_the_token_before_are_traced_as_they_route(given):
+    layers = trace(small(shift=True), IDS, RESET)
+    assert [layer.expert_BT.flatten().tolist() for layer in layers] == [e.tolist() for e in given]
+
+
 def test_queries_are_those_that_choose(monkeypatch):
     """Without biases and offsets the chosen expert's cell is the one that the query falls into."""
     model = small(bias_rate=0.0, offsets=False)

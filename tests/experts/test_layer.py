@@ -645,3 +645,20 @@ def test_a_second_derivative_through_the_gate_is_an_error():
     gradient = torch.autograd.grad((y**2).sum() + (x**3).sum() + (w**3).sum(), (x, w), create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(sum(part.sum() for part in gradient), (x, w))
+
+
+def test_a_router_that_reads_what_the_mixer_gave():
+    import perspectron
+    from perspectron import presets
+    from perspectron.eval.routes import trace
+
+    sizes = {"vocab_size": 60, "d_model": 32, "layers": 2, "hidden": 32, "rank": 4, "heads": 2, "kv_heads": 1,
+             "period": 3, "torus": [2, 2]}  # fmt: skip
+    model = perspectron.build(presets.get("perspective-tiny", **sizes, reads="mixer")).eval()
+    seen, ids = [], torch.arange(40)[None] % 60
+    block = model.blocks[1]
+    block.mixer.register_forward_hook(lambda _, inputs, out: seen.append(out[0]))
+    routes = trace(model, ids)[1]
+    expected = block.ffn.router.route(seen[0].clone().flatten(0, 1)).expert_N
+    assert torch.equal(routes.expert_BT.flatten(), expected)
+    assert model(ids).logits.shape == (1, 40, 60)

@@ -29,7 +29,8 @@ import torch
 
 from perspectron.cli.main import main
 from perspectron.errors import PerspectronError
-from tests.fuzz.formats import NAMES, Format, Samples
+from tests.fuzz.formats import IMPORTED, NAMES, Format, Samples
+from tests.fuzz.imported import imported
 from tests.fuzz.mutate import mutated
 
 HANG = 2.0  # seconds of a processor for one mutant
@@ -85,7 +86,10 @@ def whole(name: str, mutants: int, seed: int) -> Outcome:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
-        made = Samples(Path(place) / "base").make(NAMES.get(name, name))
+        if name.startswith(IMPORTED):
+            made = imported(name, Path(place) / "base")
+        else:
+            made = Samples(Path(place) / "base").make(NAMES.get(name, name))
         return fuzz(made, mutants, seed, Path(place))
 
 

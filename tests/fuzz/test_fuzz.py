@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = {
     10: ["results"],
     80: ["artifact"],
+    100: ["hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"],
     150: ["run-config", "checkpoint"],
     250: ["metrics", "trace", "experts", "packed-state", "state", "shards", "tokenizer"],
 }

@@ -1,62 +1,16 @@
 """What transformers' own generation tests (GenerationTesterMixin, which no wheel has) ask of a model, under the names
-that they have there, and what else its tools do with one. In a test a few designs pass through; `python -m
-tests.hf.contract` prints the share for every design at a small size, and for presets that are named."""
+that they have there, and what else its tools do with one."""
 
-import argparse
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments, pipeline
 from transformers.trainer_callback import PrinterCallback
 
-from perspectron import presets
-from perspectron.config import ModelConfig
-from perspectron.data import Tokenizer
-from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, Schedules, StateCache, fast_tokenizer
-
-N = 8
-PROMPTS = ["the quick brown", "fox", "the lazy dog jumps over"]
-SKIPPED = {
-    "test_greedy_generate_dict_outputs: attentions": "the designs have no attention weights in common",
-    "test_generate_with_static_cache": "the state has one form; a static cache is refused with a line",
-    "test_generate_from_inputs_embeds_with_static_cache": "as above",
-    "test_generate_with_quant_cache": "as above",
-    "test_generate_compile_model_forward": "needs a cache of fixed shapes; steps run native kernels",
-    "test_generate_methods_with_logits_to_keep: encoder": "decoders only",
-    "test_flash_attention_*, test_eager_matches_sdpa_*": "attention has one implementation here",
-    "test_custom_4d_attention_mask": "a state cannot see an arbitrary mask; a 4D mask is refused with a line",
-}
-
-
-class Subject(NamedTuple):
-    """A model in inference, its tokenizer in transformers, and the greedy continuation of the first prompt."""
-
-    model: Any
-    tokenizer: Any
-    own: Tokenizer
-    greedy: list[int]
-
-    def generate(self, prompts: Any = PROMPTS[0], **options: Any) -> Any:
-        """Ids after the prompt, N of them, by rows; or what `generate` returns as a dict."""
-        inputs = self.tokenizer(prompts, return_tensors="pt", padding=not isinstance(prompts, str))
-        options = {"do_sample": False, "max_new_tokens": N, "eos_token_id": None} | options
-        out = self.model.generate(**inputs, **options)
-        return out[:, inputs.input_ids.shape[1] :].tolist() if isinstance(out, torch.Tensor) else out
-
-
-def subject(config: ModelConfig, tokenizer: Tokenizer) -> Subject:
-    """Random weights, with logits that prefer some tokens to others, so that no tie is decided by a last bit."""
-    torch.manual_seed(3)
-    model = PerspectronForCausalLM(PerspectronConfig.of(config)).eval()
-    with torch.no_grad():
-        model.model.embedding.weight.mul_(8)
-    made = Subject(model, fast_tokenizer(tokenizer), tokenizer, [])
-    return made._replace(greedy=made.generate()[0])
+from perspectron.hf import PerspectronForCausalLM, Schedules, StateCache
+from tests.hf.subject import PROMPTS, N, Subject
 
 
 def same_as_our_own(s: Subject) -> None:
@@ -93,7 +47,13 @@ def test_beam_search_generate_dict_outputs_use_cache(s: Subject) -> None:
 
 
 def test_beam_sample_generate(s: Subject) -> None:
-    assert len(s.generate(do_sample=True, num_beams=2)) == 1
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        more = {"return_dict_in_generate": True, "output_scores": True}
+        found.append(s.generate(do_sample=True, num_beams=2, use_cache=use_cache, **more))
+    assert found[0].sequences.equal(found[1].sequences)
+    torch.testing.assert_close(found[0].sequences_scores, found[1].sequences_scores, atol=1e-4, rtol=1e-4)
 
 
 def test_generate_without_input_ids(s: Subject) -> None:
@@ -248,7 +208,7 @@ def trainer_resumes(s: Subject) -> None:
             assert torch.equal(a, b)
 
 
-CHECKS: list[Callable[[Subject], None]] = [
+CHECKS = [
     same_as_our_own,
     test_greedy_generate_dict_outputs_use_cache,
     test_sample_generate_dict_output,
@@ -269,49 +229,3 @@ CHECKS: list[Callable[[Subject], None]] = [
     pipelines,
     trainer_resumes,
 ]
-
-
-def main() -> None:
-    """Print, for each design or preset, the share of checks that pass, and what fails."""
-    import warnings
-
-    import transformers
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", help="presets at their own size (default: every design, small)")
-    names = parser.parse_args().names
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    text = [path.read_text() for path in sorted(Path(__file__).parents[1].glob("test_m*.py"))]
-    tokenizer = Tokenizer.train(text, 300)
-    for name in names or presets.DESIGNS:
-        started = time.perf_counter()
-        config = presets.get(name, vocab_size=300) if names else small(name)
-        s, failed = subject(config, tokenizer), []
-        for check in CHECKS:
-            try:
-                check(s)
-            except Exception as error:
-                failed.append(f"{check.__name__}: {type(error).__name__}: {str(error)[:160]}")
-        seconds = time.perf_counter() - started
-        print(
-            f"{name:28} {len(CHECKS) - len(failed)}/{len(CHECKS)} {seconds:5.1f} s",
-            *failed,
-            sep="\n  ",
-            flush=True,
-        )
-    for name, reason in SKIPPED.items():
-        print(f"skipped: {name}: {reason}")
-
-
-def small(design: str) -> ModelConfig:
-    """The design in two layers, 32 wide."""
-    sizes = {"vocab_size": 300, "d_model": 32, "layers": 2, "hidden": 32, "rank": 4, "window": 8, "positions": 64,
-             "heads": 2, "kv_heads": 1}  # fmt: skip
-    return presets.get(design, **{key: size for key, size in sizes.items() if key in presets.sizes(design)})
-
-
-if __name__ == "__main__":
-    main()

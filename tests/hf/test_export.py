@@ -21,7 +21,7 @@ from perspectron.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
-from tests.hf.contract import small
+from tests.hf.subject import small
 
 TEXT = "the fox <|endoftext|> counts\n"
 ALONE = """

@@ -26,6 +26,9 @@ CONFIGS += [
     ADRConfig(H, gamma=0.8, couple=False, remember="keys"),
     ADRConfig(H, gamma=0.8, couple=False, remember="keys", rope_base=50.0),
     ADRConfig(H, gamma=0.8, share_heads=True, remember="values"),
+    ADRConfig(H, gamma=0.8, learned="head", cold_start=True),
+    ADRConfig(H, gamma=0.8, learned="head", share_heads=True),
+    ADRConfig(H, gamma=0.8, learned="layer", emit="raw"),
 ]
 
 
@@ -37,6 +40,7 @@ def describe(config: ADRConfig) -> str:
             *flags,
             *(["no decay"] if config.gamma == 0 else []),
             *(["rotary"] if config.rope_base else []),
+            *([f"a decay for each {config.learned}"] if config.learned != "none" else []),
             config.remember,
         ]
     )
@@ -53,6 +57,8 @@ def build(config: ADRConfig, seed: int = 0) -> ADR:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, parameter.shape[-2] ** -0.5 if parameter.ndim > 1 else 0.5, generator=draw)
+        if config.learned != "none":
+            module.decay.add_(1.4)  # about gamma
     return module
 
 
@@ -109,11 +115,12 @@ def laws(module: ADR, x_BTD: Tensor, memory_B2HK: Tensor) -> tuple[Tensor, Tenso
                 which = int(kind == "values" and config.remember == "both")
                 cell, weights = cell_of(module, which, head)
                 h, seen, kept = memory_B2HK[b, which, head], [], []
+                gamma = config.gamma if config.learned == "none" else module.gamma()[head]
                 for t in range(T):
                     raw = torch.func.functional_call(cell, weights, (stream[b, t, part], h))  # law 2
-                    h = config.gamma * h + (1 - config.gamma) * raw  # law 3
+                    h = gamma * h + (1 - gamma) * raw  # law 3
                     emitted = raw if config.emit == "raw" else h
-                    seen.append(emitted / (1 - config.gamma ** (t + 1)) if config.cold_start else emitted)
+                    seen.append(emitted / (1 - gamma ** (t + 1)) if config.cold_start else emitted)
                     kept.append(h)
                 traces.append(torch.stack(seen))
                 last.append(h)
@@ -290,7 +297,8 @@ def test_memories_stand_in_for_keys_and_values_one_for_each_token(config):
     if config.emit == "state":
         last = torch.stack([state.cache.k_BHSK[:, :, -1], state.cache.v_BHSV[:, :, -1]], 1)
         last = last[:, config.remembered]
-        full = 1 - 0.8**9 if config.cold_start else 1
+        gamma = 0.8 if config.learned == "none" else module.gamma()[:, None]
+        full = 1 - gamma**9 if config.cold_start else 1
         memory_B2HK = state.memory_B2HK
         if config.rope_base:  # keys as attention reads them, turned
             nine = memory_B2HK.flatten(0, 2)[:, None].expand(-1, 9, -1)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import perspectron
 from perspectron.config import BlockConfig, ModelConfig, NoResidualConfig, dump, load
 from perspectron.errors import ConfigError
+from perspectron.heads import EmitterConfig
 from perspectron.mixers.drm import DRM, DRMConfig, DRMState, Risk
 from perspectron.mixers.drm_terms import Losses
-from perspectron.model import EmitterConfig
 from perspectron.ops import drm
 from perspectron.ops.drm_law import Geometry
 

@@ -113,6 +113,28 @@ def test_fast_equals_loop_in_outputs_state_and_gradients(T, masked, raw):
     close(everything(T, "torch", raw, masked), everything(T, "reference", raw, masked), 1e-12)
 
 
+@parallel
+@every_mask
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_decay_of_its_own_for_each_row_is_learned(backend, masked, raw):
+    found = []
+    for one in (backend, "reference"):
+        x, *cells, state = inputs(150, scale=0.5)
+        gamma_GR = torch.tensor([[0.0, 0.5], [0.9, 0.99]], dtype=x.dtype, requires_grad=True)
+        outputs = gru.scan(x, Cells(*cells), gamma_GR, state, backend=one, raw=raw, **masks(masked, 150))
+        loss = sum(((i + 1) * output).sin().sum() for i, output in enumerate(outputs) if output is not None)
+        found.append([*(o for o in outputs if o is not None), *torch.autograd.grad(loss, gamma_GR)])
+    close(*found, 1e-9)
+
+
+def test_a_step_takes_a_decay_of_its_own_for_each_row():
+    x, *cells, state = inputs(1)
+    gamma_GR = torch.tensor([[0.0, 0.5], [0.9, 0.99]], dtype=x.dtype)
+    with torch.inference_mode():
+        found = gru.scan(x, Cells(*cells), gamma_GR, state, raw=True)
+    close([*found], [*gru.scan(x, Cells(*cells), gamma_GR, state, raw=True, backend="reference")], 1e-14)
+
+
 @every_length
 @every_mask
 @pytest.mark.parametrize("raw", [False, True])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from perspectron.decode.batch import Piece
 from perspectron.decode.generate import generate
-from perspectron.decode.rows import Piece
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import ConfigError, PerspectronError

@@ -17,7 +17,8 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.decode.rows import Piece, Rows
+from perspectron.decode.batch import Piece
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore

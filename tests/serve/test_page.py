@@ -6,8 +6,6 @@ takes its pictures, with a run behind it.
 """
 
 import contextlib
-import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -17,17 +15,15 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from perspectron.decode.store import PrefixStore
 from perspectron.opening import open_model
 from perspectron.serve.engine import Engine
 from perspectron.serve.states import States
 from perspectron.serve.web.app import Served, create
+from tests.browser import CHROMIUM, browsing, look
 from tests.serve.conftest import served
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextlib.contextmanager
@@ -45,34 +41,10 @@ def serving(one: Served) -> Iterator[str]:
             thread.join()
 
 
-@contextlib.contextmanager
-def browsing(url: str, **options) -> Iterator[Page]:
-    """A page; what its console complains of, or what it fails to load, is an error."""
-    with sync_playwright() as driver:
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(**options)
-        wrong: list[str] = []
-        page.on("console", lambda message: wrong.append(message.text) if said_badly(message) else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.set_default_timeout(10_000)
-        page.goto(url)
-        try:
-            yield page
-        finally:
-            browser.close()
-        assert not wrong, wrong
-
-
-def said_badly(message: ConsoleMessage) -> bool:
-    """An error, but for an answer of 400, which the page shows."""
-    return message.type == "error" and "status of 400" not in message.text
-
-
 def go_on(page: Page, text: str, name: str) -> str:
-    page.get_by_label("Go on with").fill(text)
+    page.get_by_label("Continue with").fill(text)
     page.get_by_label("Name").fill(name)
-    page.get_by_label("Go on with").press("Control+Enter")
+    page.get_by_label("Continue with").press("Control+Enter")
     expect(page.get_by_role("status")).to_contain_text(f"kept as {name}", timeout=30_000)
     return page.locator("#text").text_content() or ""
 
@@ -111,10 +83,29 @@ def test_type_go_on_fork_and_return(tmp_path, tokenizer) -> None:
         page.get_by_label("Delete again").click()
         expect(page.get_by_role("button", name="again", exact=True)).to_have_count(0)
         page.get_by_label("Tokens").fill("9999")
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Continue").click()
         expect(page.get_by_role("status")).to_contain_text("max_tokens = 9999, must be ≤ 64")
         page.set_viewport_size({"width": 375, "height": 700})
         assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+def test_the_served_page(tmp_path, tokenizer):
+    with serving(served(tmp_path, tokenizer)) as url, browsing(url) as page:
+        assert look(page) == []
+        page.get_by_label("Tokens").fill("8")
+        go_on(page, "The cat sat", "one")
+        page.locator("#text").focus()
+        page.keyboard.press("ArrowRight")
+        assert page.locator("#chosen").text_content().startswith("Token "), "the keyboard chooses a token"
+        assert look(page) == []
+        reached = set()
+        for _ in range(30):
+            page.keyboard.press("Tab")
+            reached.add(
+                page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()")
+            )
+        assert {"more", "count", "temperature", "seed", "name", "go", "fresh", "one", "file"} <= reached
 
 
 def pictures(run: Path, folder: Path) -> None:
@@ -130,12 +121,12 @@ def pictures(run: Path, folder: Path) -> None:
         ):
             with browsing(url, color_scheme=scheme, viewport={"width": width, "height": 760}) as page:
                 if name == "light":
-                    go_on(page, "def read_lines(path):\n", "lines")
-                    go_on(page, "\n\nclass ", "class")
-                    page.get_by_role("button", name="lines", exact=True).click()
+                    go_on(page, "KING.\n", "king")
+                    go_on(page, "\nQUEEN.\n", "queen")
+                    page.get_by_role("button", name="king", exact=True).click()
                     expect(page.get_by_role("status")).to_contain_text("Returned")
-                    go_on(page, "\n\nimport ", "import")
-                page.get_by_role("button", name="import", exact=True).click()
+                    go_on(page, "\nFOOL.\n", "fool")
+                page.get_by_role("button", name="fool", exact=True).click()
                 expect(page.get_by_role("status")).to_contain_text("Returned")
                 page.screenshot(path=folder / f"page-{name}.png")
 

@@ -178,3 +178,27 @@ def test_configs_of_before_still_load(runs):
     for name in ("init", "only", "teacher", "teacher_weight", "ternary_from"):
         del plain["train"][name]
     assert load(RunConfig, plain) == config
+
+
+def test_a_convex_share_takes_from_the_text_what_it_gives_the_teacher(runs, tmp_path, teacher):
+    trainer = runs.trainer(tmp_path, teacher=str(teacher), teacher_mix=0.3, clip=0.0)
+    trainer.model.double()
+    trainer.teacher.model.double()
+    student, batch = copy.deepcopy(trainer.model), copy.deepcopy(trainer.loader).next_batch()
+    output = student(batch.ids_BT, targets=batch.targets_BT, reset_BT=batch.reset_BT)
+    term = trainer.teacher.term(output.logits, batch.ids_BT, batch.targets_BT, batch.reset_BT)
+    (0.7 * output.loss + 0.3 * term.mean()).backward()
+    trainer.optimizer.step = lambda: None
+    trainer.optimizer.zero_grad = lambda **_: None
+    trainer.step()
+    for (name, found), expected in zip(trainer.model.named_parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_share_without_a_teacher():
+    with pytest.raises(
+        ConfigError, match=r"teacher_mix = 0\.5, must be 0 without teacher, a run to distil from"
+    ):
+        TrainConfig(teacher_mix=0.5)
+    with pytest.raises(ConfigError, match=r"teacher_mix = 1.5, must be in \[0, 1\]"):
+        TrainConfig(teacher="run", teacher_mix=1.5)

@@ -4,6 +4,8 @@ import copy
 import json
 import math
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -16,7 +18,7 @@ from perspectron.train import checkpoint, loop
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
 from perspectron.train.metrics import read_metrics
-from perspectron.train.optim import OptimConfig, adamw, learning_rate
+from perspectron.train.optim import AdamW, OptimConfig, adamw, learning_rate
 from perspectron.train.prepare import prepare
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -124,6 +126,38 @@ def test_clip_bounds_the_gradient_and_reports_it_unclipped(runs, tmp_path, clip)
 
 
 # The optimizer
+
+
+def test_a_training_does_not_load_the_compiler(tmp_path):
+    """It takes a second, which is most of a short training."""
+    text = tmp_path / "text.txt"
+    text.write_text("Some text to train on, and more of it. " * 400)
+    code = (
+        "import sys; from perspectron.cli.main import main;"
+        f"main(['train', '--data', {str(text)!r}, '--out', {str(tmp_path / 'run')!r}, '--vocab-size', '300',"
+        "'--params', '40000', '--steps', '2', '--seq-len', '32']);"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_its_methods_are_those_of_torch():
+    """A step, its state, and a step after loading torch's."""
+    torch.manual_seed(0)
+    ours, plain = (nn.Linear(3, 2) for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    optimizers = [kind(m.parameters(), lr=0.1) for kind, m in ((AdamW, ours), (torch.optim.AdamW, plain))]
+    for _ in range(2):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a, b) and a.is_leaf
+        optimizers[0].load_state_dict(copy.deepcopy(states[1]))
 
 
 def test_only_matrices_decay(runs, tmp_path):

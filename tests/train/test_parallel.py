@@ -7,14 +7,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.errors import CheckpointError
+from perspectron.errors import CheckpointError, ConfigError
 from perspectron.ranks import Ranks, shared, together, total
 from perspectron.train import checkpoint
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.layout import Layout
+from perspectron.train.parallel import ParallelTrainer
 from tests.train.ranks import LAYOUTS
 
 HERE = Path(__file__).parents[2]
@@ -128,7 +133,16 @@ def test_ranks_end_when_one_is_killed_and_the_run_goes_on(out):
 def test_flags_for_several_processes_ask_for_torchrun(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("some text")
     assert main(["train", "--data", str(tmp_path / "text.txt"), "--expert-parallel", "2"]) == 2
-    assert "--expert-parallel: for several processes; start them with torchrun" in capsys.readouterr().err
+    assert "--expert-parallel is for several processes; start them with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fields", [{"lora": "rank=2", "init": "run"}, {"template": "plain"}])
+def test_adapters_and_templates_are_for_one_process(tmp_path, fields):
+    name, value = next(iter(fields.items()))
+    config = RunConfig(presets.get("transformer-tiny"), TrainConfig(**fields))
+    team = SimpleNamespace(rank=0)
+    with pytest.raises(ConfigError, match=f"{name} = '{value}', must be left out with more than one rank"):
+        ParallelTrainer(team, Layout(), tmp_path, config)
 
 
 def test_items_are_shared_so_that_every_rank_gets_as_many():

@@ -370,3 +370,25 @@ def test_the_command(runs, tmp_path, capsys):
     assert main(["train", "--resume", str(out)]) == 0
     assert main(["generate", str(out), "the", "--max-tokens", "3"]) == 0
     assert main(["eval", str(out), "--json"]) == 0
+
+
+def test_experts_behind_a_switch_first(runs, tmp_path):
+    """The torus's router is new in the last stage but one; the experts are those of the switch, rearranged."""
+    config = recipe_of(runs, StagedConfig(flat_first=True, distill_mix=0.5))
+    stages = plan(tmp_path / "run", config)
+    routers = [{ffn.router for ffn in routed_in(stage.model)} for stage in stages]
+    assert routers == [set(), {"switch"}, {"switch"}, {"switch"}, {"torus"}, {"torus"}]
+    assert stages[3].train["teacher_mix"] == stages[5].train["teacher_mix"] == 0.5
+    assert begin(runs, tmp_path / "run", config) is None
+    before, after = (checkpoint.load_run(stages[i].folder(tmp_path / "run"))[0] for i in (3, 4))
+    for name, ffn in experts_of(after).items():
+        assert ffn.route_proj.out_features == 2
+        own = experts_of(before)[name]
+        order = [int((own.up_EFD == expert).all((1, 2)).nonzero()) for expert in ffn.up_EFD]
+        assert sorted(order) == list(range(6))
+        assert torch.equal(own.down_EDF[order], ffn.down_EDF)
+
+
+def test_two_ways_to_weigh_distillation():
+    with pytest.raises(ConfigError, match=r"distill = 0\.5, must be 0 beside distill_mix"):
+        StagedConfig(distill=0.5, distill_mix=0.5)

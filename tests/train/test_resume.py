@@ -26,11 +26,23 @@ EXPERTS = presets.get(
     "perspective-tiny", vocab_size=300, d_model=32, hidden=32, rank=8, heads=2, kv_heads=1, window=16, torus=[3, 2],
     ternary=True, int8_activations=True, base=True, diversity=0.1,
 )  # fmt: skip
+DROPPED = presets.get(
+    "perspective-tiny-dense",
+    vocab_size=300,
+    d_model=32,
+    hidden=32,
+    rank=8,
+    heads=2,
+    kv_heads=1,
+    window=16,
+    dropout=0.2,
+)
 VARIANTS = [
     {},
     {"model": "perspective-tiny"},
     {"model": EXPERTS, "recompute": True, "accumulate": 2},
     {"model": "transformer-tiny"},
+    {"model": DROPPED, "recompute": True, "accumulate": 2},
     {"accumulate": 2, "recompute": True, "clip": 0.05},
     {"clip": 0.0, "batch_size": 3, "eval_every": 0, "save_every": 0},
     {"dtype": "bfloat16"},

@@ -27,27 +27,11 @@ from perspectron.train.lora import LoraConfig
 
 PAIRS = [(f"What is {a} and {b}?", f"It is {a + b}.") for a in range(9) for b in range(9)]
 SMALL = [
-    "--preset",
-    "transformer-tiny",
-    "--set",
-    "d_model=32",
-    "layers=2",
-    "heads=2",
-    "hidden=32",
-    "vocab_size=300",
-]
+    "--preset", "transformer-tiny", "--set", "d_model=32", "layers=2", "heads=2", "hidden=32", "vocab_size=300",
+]  # fmt: skip
 QUICK = [
-    "--seq-len",
-    "32",
-    "--batch-size",
-    "2",
-    "--dtype",
-    "float32",
-    "--eval-tokens",
-    "256",
-    "--schedule",
-    "constant",
-]
+    "--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--eval-tokens", "256", "--schedule", "constant",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +177,7 @@ def test_only_adapters_of_the_targets_learn() -> None:
     ("text", "message"),
     [
         ("rank=0", "rank = 0, must be ≥ 1"),
+        ("rank=10000", r"lora: rank = 10000, must be ≤ \d+, the width of blocks\.0\."),
         ("rank=x", "lora: rank = 'x', must be of type int"),
         ("size=3", "lora = 'size', must be one of rank, alpha, targets"),
         ("rank", "must be KEY=VALUE"),
@@ -261,47 +246,13 @@ def test_adapters_that_were_stopped_go_on_bit_for_bit(
     tuned: Path, run: Path, pairs: Path, tmp_path: Path
 ) -> None:
     said = ["--lora", "rank=4,targets=qkv_proj+o_proj", "--template", "plain", "--data", str(pairs)]
-    half, base = tmp_path / "half", tmp_path / "base"
+    said += [*QUICK, "--cooldown", "0"]
+    half, base, whole = tmp_path / "half", tmp_path / "base", tmp_path / "whole"
     shutil.copytree(run, base)
-    assert (
-        main(
-            [
-                "train",
-                "--init",
-                str(base),
-                *said,
-                *QUICK,
-                "--steps",
-                "3",
-                "--cooldown",
-                "0",
-                "--out",
-                str(half),
-            ]
-        )
-        == 0
-    )
+    assert main(["train", "--init", str(base), *said, "--steps", "3", "--out", str(half)]) == 0
     shutil.rmtree(base)  # it goes on without the run that it began with
     assert main(["train", "--resume", str(half), "--steps", "6"]) == 0
-    whole = tmp_path / "whole"
-    assert (
-        main(
-            [
-                "train",
-                "--init",
-                str(run),
-                *said,
-                *QUICK,
-                "--steps",
-                "6",
-                "--cooldown",
-                "0",
-                "--out",
-                str(whole),
-            ]
-        )
-        == 0
-    )
+    assert main(["train", "--init", str(run), *said, "--steps", "6", "--out", str(whole)]) == 0
     for name in ("model.safetensors", "training.safetensors"):
         one, other = (checkpoint.path_of(folder, 6) / name for folder in (half, whole))
         assert one.read_bytes() == other.read_bytes(), name
@@ -392,6 +343,30 @@ def test_tuning_that_makes_no_sense_leaves_nothing_behind(
     assert main(["train", *filled, *QUICK, "--steps", "2", "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_encoded_pairs_go_with_the_template_that_made_them(
+    tuned: Path, run: Path, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "other.jinja").write_text("{{ messages[0].content }}: ")
+    shutil.copy(tuned / FILE, tmp_path / "same.jinja")
+    encoded = shutil.copytree(tuned / "data", tmp_path / "encoded")
+    shutil.copy(tuned / "tokenizer.json", encoded)
+    train = ["train", "--init", str(run), *QUICK, "--steps", "2", "--out", str(tmp_path / "out"), "--data"]
+    for data, template, words in (
+        (
+            encoded,
+            [str(tmp_path / "other.jinja")],
+            f"must be {encoded / FILE}, with which its prompts were encoded",
+        ),
+        (encoded, [], f"template = 'left out', must be {encoded / FILE}"),
+        (run / "data", ["plain"], "was encoded without prompts and completions"),
+    ):
+        assert main([*train, str(data), *(["--template", *template] if template else [])]) == 2
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    assert main([*train, str(encoded), "--template", str(tmp_path / "same.jinja")]) == 0
+    assert Template.of(tmp_path / "out").text == Template.of(tuned).text
 
 
 def test_a_config_names_what_is_wrong_with_its_adapters() -> None:

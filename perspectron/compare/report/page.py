@@ -50,30 +50,29 @@ def html(results: dict[str, Any]) -> str:
 
     ConfigError for what is not the results of a comparison.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     parts = ("plan", "conditions", "designs")
     whole = isinstance(results, dict) and results.get("version") == VERSION and all(map(results.get, parts))
     if not whole:
         raise ConfigError(
             f"the results are not those of `compare` or `ablate` in version {VERSION}; use their results.json"
         )
-    loader = PackageLoader("perspectron.compare.report", ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     plan, rows, noun = results["plan"], ranked(results), _noun(results)
     heading = (
         f"Comparison of {len(rows)} {noun}{'s' * (len(rows) != 1)} at {short(plan['params'])} parameters"
     )
-    template = environment.get_template("page.html.j2")
-    return template.render(
-        title=heading,
-        lede=_lede(plan, rows, noun),
-        sections=sections(results),
-        light=variables(0),
-        dark=variables(1),
+    return rendered(heading, _lede(plan, rows, noun), sections(results))
+
+
+def rendered(title: str, lede: str, sections: Sequence[Section]) -> str:
+    """A page of such sections."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("perspectron.compare.report", ".")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    template = environment.get_template("page.html.j2")
+    return template.render(title=title, lede=lede, sections=sections, light=variables(0), dark=variables(1))
 
 
 def sections(results: dict[str, Any]) -> list[Section]:

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.config import require
+from perspectron.decode.batch import Piece
 from perspectron.decode.reading import check_ids
-from perspectron.decode.rows import Piece
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.errors import NonFiniteError, PerspectronError

@@ -1,0 +1,81 @@
+"""Decoding time and state of each reference design, at the size of its run, after 1,024 and 262,144 tokens.
+
+One step of one row in float32, head included, sampling not; weights are random. Caches are filled with random keys and
+values, since reading that far is quadratic for full attention. All designs take turns, at one context after the other.
+Seconds are processor time on one thread. README.md and its picture show the result: python benchmarks/contexts.py
+--json results/contexts.json && python docs/front.py
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+
+from perspectron import presets
+from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
+from perspectron.eval.timing import take_turns
+from perspectron.model import LanguageModel
+
+TESTS = ("tests/eval/test_contexts.py",)
+REFERENCE = common.ROOT / "results" / "reference" / "results.json"
+CONTEXTS = (1024, 262144)
+
+
+def turn(stepper: Stepper) -> Callable[[], float]:
+    """A call that decodes the last tokens of the context and says how many seconds of the processor one took."""
+
+    def seconds() -> float:
+        stepper.begin()
+        stepper.step()
+        start = time.process_time()
+        for _ in range(stepper.visit):
+            stepper.step()
+        return (time.process_time() - start) / stepper.visit
+
+    return seconds
+
+
+@torch.inference_mode()
+def measure(models: dict[str, LanguageModel], context: int, rounds: int, visit: int) -> dict[str, Any]:
+    """Every model at one context, in turns."""
+    states = {name: shapes(model, context) for name, model in models.items()}
+    pool = Pool(max(map(cache_bytes, states.values())), torch.device("cpu"))
+    turns = {name: turn(Stepper(model, context, visit, pool)) for name, model in models.items()}
+    taken = take_turns(turns, rounds)
+    return {
+        name: {"decode_seconds": common.Spread.of(seconds), "state_bytes": states[name].nbytes}
+        for name, seconds in taken.items()
+    }
+
+
+def main() -> int:
+    parser = common.parser(__doc__ or "", threads=1, repeats=7)
+    parser.add_argument(
+        "--designs", nargs="*", help="designs to measure (default: those of the reference runs)"
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
+    plan = reference["plan"]
+    designs = args.designs or (["perspective2", "transformer"] if args.quick else list(reference["designs"]))
+    params, contexts, visit = (80_000, (64, 256), 2) if args.quick else (plan["params"], CONTEXTS, 16)
+    report = common.Report(args, TESTS, dtype="float32", shapes=f"{params:,} parameters, batch 1")
+    sizes = {"vocab_size": 300 if args.quick else plan["vocab_size"], "seq_len": plan["seq_len"]}
+    configs = {name: presets.solve(name, params, **sizes) for name in designs}
+    models = {
+        name: decode_model(config, contexts[-1], torch.device("cpu")) for name, config in configs.items()
+    }
+    results: dict[str, Any] = {name: {} for name in designs}
+    for context in contexts:
+        for name, one in measure(models, context, args.repeats, visit).items():
+            results[name][str(context)] = one
+            report.say(f"{name} at {context:,}: {one['decode_seconds'].text(1e3)} ms")
+    report.finish(results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,146 @@
+"""The README's table and picture, from the committed results: python docs/front.py
+
+It rewrites the tables of README.md and results/README.md and draws docs/images/front.svg. A test compares them with
+what it would write.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from perspectron import plot  # noqa: E402
+from perspectron.compare.report.figures import REFERENCE, styles  # noqa: E402
+from perspectron.compare.report.numbers import fixed, signed, size  # noqa: E402
+from perspectron.compare.report.summary import Row, ranked  # noqa: E402
+from perspectron.presets import variant  # noqa: E402
+from perspectron.stats import interval  # noqa: E402
+
+RESULTS = ROOT / "results"
+PICTURE = ROOT / "docs" / "images" / "front.svg"
+SHORT, LONG = "1024", "262144"
+README_HEAD = (
+    "| design | bits per byte (95%) | training, tokens/s | ms per token at 1k, 256k | state at 1k, 256k |"
+)
+RESULTS_HEAD = (
+    "| 2 M parameters, 3 M tokens of `stdlib`, 3 seeds | bits per byte (95%) | against the transformer | "
+    "state at 1k, 256k |"
+)
+
+
+class Measured(NamedTuple):
+    """The committed results: designs of the reference runs, best first; speeds of training; decoding by context."""
+
+    rows: list[Row]
+    speeds: dict[str, Any]
+    contexts: dict[str, Any]
+
+
+def read() -> Measured:
+    """The results. SystemExit where a reference design has not been timed."""
+    rows = ranked(_json("reference/results.json"))
+    speeds, contexts = _json("updates.json")["results"], _json("contexts.json")["results"]
+    for name, script, known in (("updates", "updates", speeds), ("contexts", "contexts", contexts)):
+        if missing := [row.name for row in rows if row.name not in known]:
+            raise SystemExit(
+                f"results/{name}.json has no {', '.join(missing)}: measure them with "
+                f"python benchmarks/{script}.py --json results/{name}.json"
+            )
+    return Measured(rows, speeds, contexts)
+
+
+def readme_table(measured: Measured) -> str:
+    """The table of README.md: our designs in bold."""
+    lines = [README_HEAD, "|---|---|---|---|---|"]
+    for row in measured.rows:
+        speed = round(measured.speeds[row.name]["tokens_per_second"]["median"], -2)
+        decoded = [measured.contexts[row.name][context] for context in (SHORT, LONG)]
+        times = ", ".join(_milliseconds(one["decode_seconds"]) for one in decoded)
+        states = ", ".join(size(one["state_bytes"]) for one in decoded)
+        lines.append(f"| {_name(row)} | {_loss(row)} | {speed:,.0f} | {times} | {states} |")
+    return "\n".join(lines) + "\n"
+
+
+def results_table(measured: Measured) -> str:
+    """The table of results/README.md, with differences from the transformer over paired seeds."""
+    (reference,) = (row for row in measured.rows if row.name == REFERENCE)
+    lines = [RESULTS_HEAD, "|---|---|---|---|"]
+    for row in measured.rows:
+        pair = None if row is reference else row.against(reference)
+        against = f" {signed(pair.mean)} ({signed(pair.low)} to {signed(pair.high)})" if pair else ""
+        states = ", ".join(size(row.entry["state_bytes"][context]) for context in (SHORT, LONG))
+        lines.append(f"| {_name(row)} | {_loss(row)} |{against} | {states} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(measured: Measured) -> str:
+    """Loss against the time of a token at 256k, a mark for each design with its interval over seeds."""
+    style = styles([row.name for row in measured.rows], REFERENCE)
+    lines = []
+    for row in measured.rows:
+        taken = measured.contexts[row.name][LONG]["decode_seconds"]
+        span = interval(list(row.losses.values()))
+        if taken is not None and row.mean is not None:
+            at = (taken["median"] * 1e3, row.mean)
+            lines.append(plot.Line(row.title, [at], style[row.name], [span] if span else ()))
+    chart = plot.Chart(
+        "Loss against time per token after 262,144 tokens; lower left is better",
+        "milliseconds per token, one core",
+        "held-out bits per byte",
+        lines,
+        log_x=True,
+    )
+    return plot.draw([chart])
+
+
+def rewritten(text: str, table: str) -> str:
+    """A page with the rows under the table's first line replaced."""
+    head = table.partition("\n")[0] + "\n"
+    before, found, after = text.partition(head)
+    if not found:
+        raise SystemExit(f"no table begins with {head}")
+    rest = after.splitlines(keepends=True)
+    count = next((i for i, line in enumerate(rest) if not line.startswith("|")), len(rest))
+    return before + table + "".join(rest[count:])
+
+
+def pages(measured: Measured) -> dict[Path, str]:
+    """Every file that this script writes, with its text."""
+    readme, results = ROOT / "README.md", RESULTS / "README.md"
+    return {
+        readme: rewritten(readme.read_text(encoding="utf-8"), readme_table(measured)),
+        results: rewritten(results.read_text(encoding="utf-8"), results_table(measured)),
+        PICTURE: picture(measured),
+    }
+
+
+def _json(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _name(row: Row) -> str:
+    ours = "baselines.md" not in (source := variant(row.name)[0].source) and source.startswith(
+        "docs/designs/"
+    )
+    return f"**{row.title}**" if ours else row.title
+
+
+def _loss(row: Row) -> str:
+    span = interval(list(row.losses.values()))
+    return fixed(row.mean) + (f" ({fixed(span[0])}–{fixed(span[1])})" if span else "")
+
+
+def _milliseconds(taken: Any) -> str:
+    if taken is None:
+        return "–"
+    value = taken["median"] * 1e3
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+if __name__ == "__main__":
+    for path, text in pages(read()).items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))

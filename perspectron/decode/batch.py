@@ -1,0 +1,174 @@
+"""Rows of text under way, the batch that draws from them, and the result of a step: the parts of `Rows`.
+
+Shapes: B batch, D model width.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.decode.perspectives import Verdict
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.text import TextStream
+from perspectron.decode.watch import Read, Watched
+from perspectron.model import LanguageModel
+from perspectron.state import LMState
+
+Finish = Literal["stop", "end", "length", "error", "unsafe"]
+"""Reasons to end: a stop string, the end-of-text token, `max_tokens`, logits that are not finite, an unsafe state."""
+
+WIDTH = 8
+"""Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
+have another order; with 8, 16, … a row's sums are always the same."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
+    certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
+    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
+    likely: the most likely tokens and their logprobs, as many as the row asked for. verdict: of the perspectives, if
+    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set."""
+
+    row: int
+    id: int | None
+    text: str
+    finished: Finish | None
+    logprob: float | None = None
+    likely: tuple[tuple[int, float], ...] = ()
+    verdict: Verdict | None = None
+    unsafe: bool = False
+
+
+@dataclass(eq=False)
+class Row:
+    """One row, from `add` to `remove`."""
+
+    handle: int
+    unread: list[int]
+    """Tokens to read before the next draw: the prompt, later the last token drawn."""
+    fresh: bool
+    """True while the row has read nothing and has no state to continue from."""
+    recent: list[int]
+    drawn: int
+    left: int
+    """Tokens it may still draw."""
+    sampling: SamplingConfig
+    stream: int
+    text: TextStream
+    logprobs: int | None
+    state: LMState | None
+    """State of this row while it is in no batch; None before the first chunk of a new row."""
+    start: int = 0
+    """Tokens of `unread` that are read."""
+    finished: Finish | None = None
+    keys: list[bytes] | None = None
+    """Keys of the prefixes in which the prompt is read; None where they are not stored."""
+    seconds: float = 0.0
+    """Time that reading up to here took, or would have taken."""
+    spared: int = 0
+    """Tokens that the store had."""
+    watched: Watched = field(default_factory=Watched)
+
+    def rest(self) -> list[int]:
+        """Tokens that are not read."""
+        return self.unread[self.start :]
+
+    def take(
+        self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
+    ) -> Piece:
+        """Count a drawn token in."""
+        self.unread, self.start = [id], 0
+        self.drawn += 1
+        self.left -= 1
+        text = self.text.push(data)
+        if id == END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
+            self.finished = "end"
+        else:
+            self.recent = [*self.recent, id][-self.sampling.repetition_window :]
+            if self.text.stopped:
+                self.finished = "stop"
+            elif self.left == 0:
+                self.finished = "length"
+        if self.finished is not None:
+            text += self.text.flush()
+        return Piece(self.handle, id, text, self.finished, logprob, likely)
+
+    def fail(self, finish: Finish = "error") -> Piece:
+        """End without a token."""
+        self.finished = finish
+        return Piece(self.handle, None, self.text.flush(), finish)
+
+
+@dataclass
+class Batch:
+    """Rows that are drawn from. together: their states stand in one `LMState`, in their order, and after them rows of
+    no text up to a multiple of WIDTH; else each has one."""
+
+    model: LanguageModel
+    together: bool
+    rows: list[Row] = field(default_factory=list)
+    state: LMState | None = None
+    before: LMState | None = None
+    """The state before the last token, where it is kept."""
+
+    def join(self, rows: list[Row]) -> None:
+        """Let rows in, with their states."""
+        if self.together and rows:
+            states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
+            for row in rows:
+                assert row.state is not None
+                states.append(row.state)
+                row.state = None
+            self.state = self._filled(states, len(self.rows) + len(rows))
+        self.rows += rows
+
+    def leave(self, rows: list[Row]) -> None:
+        """Let rows out, each with its state."""
+        left, self.rows = self.rows, [row for row in self.rows if row not in rows]
+        if self.state is None or not rows:
+            return
+        for row in rows:
+            row.state = self.state.take(left.index(row))
+        stay = [left.index(row) for row in self.rows]
+        self.state = self._filled([self.state.select(stay)], len(stay)) if stay else None
+
+    def advance(self, *, keep: bool) -> list[Read]:
+        """Read the last token of each row, together or one by one. keep: the states before it, too."""
+        model, device, read = self.model, self.model.device, list[Read]()
+        if self.state is not None:
+            empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
+            ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
+            self.before = self.state.fork(self.before) if keep else None
+            hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
+            read = [Read(hidden_B1D[:, 0], len(self.rows))]
+        else:
+            for row in self.rows:
+                assert row.state is not None
+                ids_11 = torch.tensor([row.unread], device=device)
+                row.watched.before = row.state.fork(row.watched.before) if keep else None
+                hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
+                read.append(Read(hidden_11D[:, 0], 1))
+        for row in self.rows:
+            row.start = 1
+        return read
+
+    def _filled(self, states: list[LMState], count: int) -> LMState:
+        """One state of so many rows and those of no text. These begin anew each time, so that none comes to the end of
+        a table of positions before a text does."""
+        if missing := -count % WIDTH:
+            empty, like = self.model.init_state(missing), states[0].layers
+            layers = [_empty(*pair, missing) for pair in zip(empty.layers, like, strict=True)]
+            states = [*states, replace(empty, layers=tuple(layers))]
+        return states[0] if len(states) == 1 else LMState.stack(states)
+
+
+def _empty(layer: Any, like: Any, rows: int) -> Any:
+    """A layer's empty state of so many rows; zeros where texts have another kind, such as one with adapters."""
+    if type(layer) is type(like):
+        return layer
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), like)

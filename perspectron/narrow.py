@@ -1,0 +1,52 @@
+"""Saved states in fewer bits: half precision, or 8 bits with a scale for each row."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import StateError
+from perspectron.files import parse_json
+
+Dtype = Literal["full", "float16", "int8"]
+"""Precision of a saved state's numbers: as they are, in half precision, or in 8 bits, each row with a scale."""
+STORED, SCALE = "stored", "/scale"
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+MOST = 127
+
+
+def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], dtype: Dtype) -> None:
+    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit."""
+    stored = {}
+    for name, tensor in list(held.items()):
+        if not tensor.is_floating_point():
+            continue
+        stored[name] = str(tensor.dtype)
+        if dtype == "float16":
+            held[name] = tensor.to(torch.float16)
+            fits = bool(held[name].isfinite().all())
+        else:
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            scale = wide.abs().amax(-1, keepdim=True) / MOST if wide.numel() else wide[..., :1]
+            fits = bool(scale.isfinite().all())
+            codes = torch.where(scale > 0, wide / scale.where(scale > 0, 1), 0) if fits else wide
+            held[name], held[name + SCALE] = codes.round().to(torch.int8), scale.float()
+        if not fits:
+            raise StateError(f"{path}: {name} has numbers that {dtype} cannot hold; save it in full")
+    header[STORED] = json.dumps(stored)
+
+
+def widened(path: Path | str, held: dict[str, Tensor], header: dict[str, str]) -> None:
+    """Undo `tensors`, as far as it can be undone. StateError: the header does not fit what is held."""
+    try:
+        stored = parse_json(header.pop(STORED))
+        for name, was in stored.items():
+            dtype, tensor = DTYPES[was], held[name]
+            if tensor.dtype == torch.int8:
+                held[name] = (tensor * held.pop(name + SCALE)).to(dtype)
+            else:
+                held[name] = tensor.to(dtype)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(f"{path}: {STORED} does not fit its tensors ({type(error).__name__})") from None

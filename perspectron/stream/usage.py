@@ -1,0 +1,79 @@
+"""Counts of how often this machine uses each expert of an artifact: usage.json beside its files, and what to read
+first."""
+
+import contextlib
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from perspectron.errors import DataError, PerspectronError
+from perspectron.files import read_json, write_json
+
+FORMAT = "perspectron-usage-1"
+MEMORY = 0.001
+FIRST = 100  # tokens whose requests are counted
+
+
+class Usage:
+    """A moving average for each layer's experts of whether a token asks for it, f ← 0.999 f + 0.001 · [asked].
+
+    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew. asked, served: of
+    the first hundred tokens, how many experts were asked for and how many of them were at hand.
+    """
+
+    def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
+        self.path, self._machine = path, platform.node() or "here"
+        self._share = {layer: np.zeros(count) for layer, count in experts.items()}
+        self._turns = dict.fromkeys(experts, 0)
+        self.asked = self.served = 0
+        kept = self._read().get(self._machine, {})
+        for layer, share_E in self._share.items():
+            found = kept.get(str(layer)) if isinstance(kept, dict) else None
+            if _are_shares(found, len(share_E)):
+                self._share[layer] = np.array(found)
+
+    def count(self, layer: int, expert: int, *, ready: bool) -> None:
+        """A token asked for an expert, which was at hand or was not."""
+        share_E = self._share[layer]
+        share_E *= 1 - MEMORY
+        share_E[expert] += MEMORY
+        self._turns[layer] += 1
+        if self._turns[layer] <= FIRST:
+            self.asked, self.served = self.asked + 1, self.served + ready
+
+    def most(self) -> list[tuple[int, int]]:
+        """(layer, expert) of all that were asked for, the most used first."""
+        pairs = [
+            (-float(share), layer, int(expert))
+            for layer, share_E in self._share.items()
+            for expert, share in enumerate(share_E)
+            if share > 0
+        ]
+        return [(layer, expert) for _, layer, expert in sorted(pairs)]
+
+    def save(self) -> None:
+        """Write it, beside what other machines wrote; a folder that cannot be written keeps none."""
+        if any(self._turns.values()):
+            mine = {str(layer): share_E.tolist() for layer, share_E in self._share.items()}
+            with contextlib.suppress(PerspectronError):
+                write_json(self.path, {"format": FORMAT, "machines": self._read() | {self._machine: mine}})
+
+    def _read(self) -> dict[str, object]:
+        try:
+            found = read_json(self.path, DataError)
+        except DataError:
+            return {}
+        machines = (
+            found.get("machines") if isinstance(found, dict) and found.get("format") == FORMAT else None
+        )
+        return machines if isinstance(machines, dict) else {}
+
+
+def _are_shares(found: object, count: int) -> bool:
+    return (
+        isinstance(found, list)
+        and len(found) == count
+        and all(isinstance(share, int | float) and 0 <= share <= 1 for share in found)
+    )

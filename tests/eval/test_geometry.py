@@ -1,0 +1,141 @@
+"""The geometry of DRM: each number against one that is known beforehand."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import perspectron
+from perspectron import presets
+from perspectron.cli.geometry import findings, page
+from perspectron.errors import ConfigError, DataError
+from perspectron.eval import geometry
+from perspectron.eval.geometry import (
+    Options,
+    energy,
+    exponent,
+    measure,
+    mixer_of,
+    recurrence,
+    torus,
+    turns,
+    walk,
+)
+from perspectron.ops import drm
+from perspectron.ops.drm_law import State
+
+TINY = {"vocab_size": 40, "d_model": 8, "d_token": 6, "hidden": 8, "emitter": 8, "directions": 3, "rank": 2}
+FEW = {"tokens": 2300, "sampled": 8, "pairs": 6, "span": 4, "rounds": 5, "points": 300, "steps": 40}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return perspectron.build(presets.get("drm", **TINY)).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(40, (2400,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def results(model, ids):
+    return measure(model, ids, Options(**FEW))
+
+
+def around(turns_each: float, T: int = 3000) -> torch.Tensor:
+    angle = 2 * math.pi * turns_each * torch.arange(T) / 1000
+    return torch.stack([angle.cos(), angle.sin()], 1)
+
+
+def test_turns_are_counted():
+    found = turns(around(12.0))
+    assert abs(found["turns"] - 12) < 0.1 and found["low"] > 11 and found["ring"] > 0.99
+    assert abs(sum(found["histogram"]) - 1) < 1e-6
+
+
+def test_a_torus_is_seen_and_a_random_walk_is_none():
+    draw = torch.Generator().manual_seed(0)
+    axes_66 = torch.linalg.qr(torch.randn(6, 6, generator=draw)).Q
+    circles = torch.cat([3 * around(12.0), 2 * around(-7.3)], 1) @ axes_66[:4]
+    noise = torch.randn(3000, 6, generator=draw)
+    shuffled = circles[torch.randperm(3000, generator=draw)]
+    assert torus(circles + 1e-3 * noise, shuffled)["verdict"] == "consistent with"
+    assert torus(noise, noise.flip(0))["verdict"] == "no sign"
+    assert torus(noise.cumsum(0), noise)["verdict"] == "no sign"
+
+
+def test_what_goes_round_recurs_in_step_and_noise_does_not():
+    noise = torch.randn(400, 4, generator=torch.Generator().manual_seed(0))
+    ring, random = recurrence(around(20.0, 400)), recurrence(noise)
+    assert ring["determinism"] > 0.95 and random["determinism"] < 0.1
+    assert abs(random["rate"] - 0.05) < 1e-3
+
+
+def test_energy_is_the_sum_over_steps(model):
+    mixer = mixer_of(model)
+    path = 0.3 * torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(2))
+    for row, found in zip(path, energy(mixer, path), strict=True):
+        expected = 0.0
+        for a, b in itertools.pairwise(row):
+            now = geometry.field(mixer, ((a + b) / 2)[None])
+            expected += ((b - a) @ drm.metric(now)[0] @ (b - a)).item()
+        assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_exponent_is_the_growth_of_a_small_difference(model, ids):
+    """Without the metric's bend, whose solve is not for many rows at once, as two states drift apart in the loop."""
+    mixer = mixer_of(model).double()
+    inputs_TE = geometry._inputs(model, ids[:60])[0].double()
+    found = exponent(inputs_TE, mixer.weights(), mixer.law(), torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    tangent = torch.nn.functional.normalize(torch.randn(8, generator=draw, dtype=torch.float64), dim=0)
+    z, grown, left = mixer.z0.clone(), 0.0, 30
+    for t, x in enumerate(inputs_TE):
+        both = torch.stack([z, z + 1e-7 * tangent])
+        state = State(both, both.new_empty(2, 0), torch.full([2], t))
+        after, _, _ = drm.scan(x.expand(2, 1, -1), state, mixer.weights(), mixer.law(), backend="reference")
+        tangent = (after[1, 0] - after[0, 0]) / 1e-7
+        grown += math.log(tangent.norm()) if t >= left else 0.0
+        tangent, z = tangent / tangent.norm(), after[0, 0]
+    mixer.float()
+    assert found == pytest.approx(grown / 30, rel=1e-4)
+
+
+def test_the_walk_is_that_of_the_model(model, ids, monkeypatch):
+    monkeypatch.setattr(geometry, "CHUNK", 100)
+    here = walk(model, mixer_of(model), ids[:250])
+    with torch.inference_mode():
+        _, state, _ = model.hidden(torch.tensor([ids[:250]]))
+    torch.testing.assert_close(here.z_TS[-1], state.layers[0].z_BD[0], rtol=1e-4, atol=1e-5)
+    assert here.z_TS.shape == (251, 8) and here.v_TS.shape == (250, 8)
+
+
+def test_relaxed_paths_are_shorter_where_the_metric_bends(results):
+    paths = results["paths"]
+    assert 0 < paths["relaxed_over_straight"]["median"] <= 1
+    assert paths["model_over_relaxed"]["median"] >= paths["model_over_straight"]["median"] > 0
+    assert results["bounds"]["max"] <= 1 and results["local"]["outside"]["mean"] < 1
+    assert results["local"]["condition"]["mean"] <= results["local"]["condition_bound"]["mean"]
+
+
+def test_failures_come_first(results):
+    good = results | {
+        "paths": results["paths"] | {"model_over_relaxed": {"median": 1.0, "low": 1.0, "high": 1.05}},
+        "torus": results["torus"] | {"verdict": "consistent with"},
+    }
+    sides = [good for good, _ in findings(good)]
+    assert sides == sorted(sides) and False in sides and True in sides
+    assert any(side and line.startswith("Its paths are of low action") for side, line in findings(good))
+    assert "not of low action" in findings(results)[0][1]
+    assert "no sign of it" in page(results) and "consistent with a torus" in page(good)
+
+
+def test_what_cannot_be_measured(model, ids):
+    with pytest.raises(ConfigError, match="design = 'gpt2-tiny', must be drm or drm2"):
+        mixer_of(perspectron.build(presets.get("gpt2-tiny", d_model=16, layers=1, heads=2, hidden=16)))
+    with pytest.raises(ConfigError, match="geometry_interval = 3, must be 1"):
+        mixer_of(perspectron.build(presets.get("drm", **TINY, geometry_interval=3)))
+    with pytest.raises(DataError, match="100 tokens of text, need at least 2,256"):
+        measure(model, ids[:100])

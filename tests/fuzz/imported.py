@@ -1,0 +1,43 @@
+"""Folders of transformers, which `perspectron import` reads, as formats for the fuzzer."""
+
+from pathlib import Path
+
+import torch
+
+from perspectron import foreign, presets
+from perspectron.config import dump
+from perspectron.data import Tokenizer
+from tests.fuzz.formats import IMPORTED, SIZES, Format, digest
+
+
+def imported(name: str, folder: Path) -> Format:
+    """The format of this name in IMPORTED, with a sample in a new folder."""
+    kind = name.removeprefix(IMPORTED)
+    if kind == "perspectron":
+        _own(folder)
+    else:
+        from tests.foreign_models import saved, tokenizer
+
+        saved(folder, kind, tokenizer())
+
+    def read(path: Path) -> str:
+        model, tokenizer = foreign.read(path)
+        ids = tokenizer.encode("The quick brown fox's 1,234 naïve jumps")
+        with torch.inference_mode():
+            out = model(torch.tensor([ids[:7]]))
+            model.hidden(torch.tensor([ids[7:8]]), out.state, consume_state=True)
+        return digest(dump(model.config), model.state_dict(), out.logits, tokenizer.fingerprint, ids)
+
+    files = {"config.json": "json", "model.safetensors": "safetensors", "tokenizer.json": "json"}
+    return Format(name, folder, folder, files, False, read)
+
+
+def _own(folder: Path) -> None:
+    from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.train(["the quick brown fox jumps, and counts to 1234. " * 9], SIZES["vocab_size"])
+    sizes = SIZES | {"vocab_size": tokenizer.vocab_size}
+    model = PerspectronForCausalLM(PerspectronConfig.of(presets.get("perspective-tiny", **sizes)))
+    model.save_pretrained(folder)
+    tokenizer.save(folder / "tokenizer.json")

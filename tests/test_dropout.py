@@ -1,0 +1,70 @@
+"""Dropout: in training alone, by the seed and the update, in every place that the config says."""
+
+import pytest
+import torch
+
+import perspectron
+from perspectron import presets
+from perspectron.errors import ConfigError
+from perspectron.mixers.parts import Dropout
+
+TINY = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2}
+IDS = torch.arange(24).view(2, 12)
+
+
+def model(name: str, **more):
+    return perspectron.build(presets.get(name, **TINY | more))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "adr", "lens", "transformer"])
+def test_it_drops_in_training_alone_and_as_the_seed_and_the_update_say(name):
+    made, plain = model(name, dropout=0.3), model(name)
+    places = [place for place, module in made.named_modules() if isinstance(module, Dropout)]
+    assert len(places) == len(set(places)) == 1 + 2 * 3, "embedding; of each block mixer, network, attention"
+    with torch.no_grad():
+        assert torch.equal(made(IDS).logits, plain(IDS).logits)
+    assert torch.equal(made.eval()(IDS).logits, plain.eval()(IDS).logits)
+    made.train()
+
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        made.set_step(step)
+        return made(IDS).logits
+
+    first = drawn(1, 5)
+    assert torch.equal(drawn(1, 5), first)
+    assert all(not torch.equal(other, first) for other in (drawn(2, 5), drawn(1, 6), made(IDS).logits))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_weights_of_attention_are_dropped(reset):
+    made = model("perspective", rank=4, kv_heads=1, window=5, period=1, dropout=0.5)
+    seen = []
+    for block in made.blocks:
+        block.mixer.dropout.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+    reset_BT = torch.zeros(2, 12, dtype=torch.bool)
+    reset_BT[:, 7] = True
+    made(IDS, reset_BT=reset_BT if reset else None)
+    assert len(seen) == 2
+    for weights, kept in seen:
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+        gone = (kept == 0) & (weights > 0)
+        assert 0.3 < gone.sum() / (weights > 0).sum() < 0.7
+        torch.testing.assert_close(kept[~gone], 2 * weights[~gone])
+
+
+def test_without_dropping_any_explicit_attention_is_the_fused_kernel(monkeypatch):
+    monkeypatch.setattr(Dropout, "forward", lambda _, x: x)
+    for name, more in (
+        ("gpt2", {}),
+        ("perspective", {"rank": 4, "kv_heads": 1, "window": 5, "period": 1}),
+        ("lens", {}),
+    ):
+        found, expected = (model(name, **more, dropout=share)(IDS).logits for share in (0.5, 0.0))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_share_outside_of_what_there_is(share):
+    with pytest.raises(ConfigError, match=rf"dropout = {share}, must be in \[0, 1\)"):
+        presets.get("gpt2", dropout=share)

@@ -1,0 +1,266 @@
+"""Models whose mixers and networks read the token before (`shift`) and whose values lean on the first mixer's
+(`first_values`): every design keeps the contract of states.
+
+Shapes: B batch, T time, N parts of a block, D model width.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+import perspectron
+from perspectron import presets
+from perspectron.adapt.adapter import gates
+from perspectron.block import Block, ShiftedState
+from perspectron.census import census
+from perspectron.config import ModelConfig
+from perspectron.errors import ConfigError
+from perspectron.eval.geometry import mixer_of
+from perspectron.mixers.gdn import GDNConfig
+from perspectron.mixers.parts import TokenShift
+from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model import LanguageModel
+from perspectron.presets.fit import small
+from perspectron.quant.prune import prune
+from perspectron.state import load_state, save_state
+from perspectron.stream.step import Unsuited, check
+
+V, T = 40, 23
+BOTH = {"shift": True, "first_values": True}
+LEANING = {"attention", "window_gqa", "pdr2", "gla", "gdn", "kda", "gdn2"}
+
+
+def config(design: str) -> ModelConfig:
+    return replace(small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T), **BOTH)
+
+
+def build(design: str | ModelConfig, seed: int = 0) -> LanguageModel:
+    """In float64, with mixes and gates far from where they start."""
+    model = (
+        perspectron.build(config(design) if isinstance(design, str) else design, seed=seed).double().eval()
+    )
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "shift" in name or "first_values" in name:
+                noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+                parameter += 0.5 * noise
+    return model
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+every_design = pytest.mark.parametrize("design", presets.DESIGNS)
+
+
+@every_design
+@torch.no_grad()
+def test_pieces_give_what_the_whole_gives(design):
+    model, ids = build(design), tokens(2, T)
+    whole, state = model(ids), None
+    logits = []
+    for piece in ids.split([1, 7, 1, T - 9], 1):
+        out = model(piece, state)
+        state = out.state
+        logits.append(out.logits)
+    close(torch.cat(logits, 1), whole.logits)
+    close(
+        *(
+            [x for x in pytree.tree_leaves(s.select([0, 1])) if isinstance(x, Tensor)]
+            for s in (state, whole.state)
+        )
+    )
+
+
+@every_design
+@torch.no_grad()
+def test_documents_and_padding_are_read_as_if_alone(design):
+    """Row 0 has two documents, padding before, between and after; each is read alone, too."""
+    model, ids = build(design), tokens(2, T)
+    pad, reset = torch.zeros(2, T, dtype=torch.bool), torch.zeros(2, T, dtype=torch.bool)
+    pad[0, [0, 1, 5, 12, 13, T - 1]] = True
+    reset[0, 12] = reset[1, 4] = True  # one in padding
+    for cut in (T, 5, 13):
+        parts, state = [], None
+        for at in (slice(0, cut), slice(cut, T)):
+            if ids[:, at].numel():
+                out = model(ids[:, at], state, reset_BT=reset[:, at], pad_BT=pad[:, at])
+                parts.append(out.logits)
+                state = out.state
+        logits = torch.cat(parts, 1)
+        for row, documents in enumerate(([range(12), range(12, T)], [range(4), range(4, T)])):
+            for places in documents:
+                read = [t for t in places if not pad[row, t]]
+                alone = model(ids[row : row + 1, read])
+                close(logits[row, read], alone.logits[0])
+        close(*(model(ids[:1, :3], s.take(0)).logits for s in (state, alone_state(model, ids, pad))))
+
+
+def alone_state(model: LanguageModel, ids: Tensor, pad: Tensor):
+    """After the second document of row 0."""
+    return model(ids[:1, [t for t in range(12, ids.shape[1]) if not pad[0, t]]]).state
+
+
+@every_design
+@torch.no_grad()
+def test_what_is_not_finite_ends_at_a_reset(design):
+    model, ids = build(design), tokens(1, T)
+    state = model(ids).state
+
+    def spoiled(leaf):
+        return torch.full_like(leaf, torch.nan) if leaf.is_floating_point() else leaf
+
+    bad = replace(state, layers=pytree.tree_map_only(Tensor, spoiled, state.layers))
+    reset = torch.zeros(1, T, dtype=torch.bool)
+    reset[0, 5] = True
+    out = model(ids, bad, reset_BT=reset)
+    assert out.logits[0, :5].isnan().all()
+    close(out.logits[:, 5:], model(ids[:, 5:]).logits)
+
+
+@every_design
+def test_every_part_learns_and_recomputing_changes_nothing(design):
+    model, ids = build(design).train(), tokens(2, T)
+    grads = []
+    for recompute in (False, True):
+        again = copy.deepcopy(model)
+        again.recompute = recompute
+        torch.manual_seed(0)
+        again(ids[:, :-1], targets=ids[:, 1:]).objective().backward()
+        grads.append({name: p.grad for name, p in again.named_parameters()})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        if "shift" in name or "first_values" in name:
+            assert grad is not None and (grad != 0).any(), name
+        assert (grad is None) == (grads[1][name] is None)
+        if grad is not None:
+            close(grad, grads[1][name])
+
+
+@every_design
+@torch.no_grad()
+def test_a_state_is_saved_and_loaded(design, tmp_path):
+    model, ids = build(design), tokens(2, T)
+    state = model(ids[:, :9]).state
+    save_state(tmp_path / "state.safetensors", state, model)
+    loaded = load_state(tmp_path / "state.safetensors", model)
+    close(model(ids[:, 9:], loaded).logits, model(ids[:, 9:], state).logits)
+
+
+@every_design
+def test_what_reads_and_what_leans_is_there(design):
+    """Every mixer and network has a shift of its own or by design; of the mixers with values all but the first of a
+    width have a gate."""
+    model, seen = build(design), set()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        if block.config.mixer is not None:
+            assert (block.mixer_shift is None) == (block.config.mixer.kind in ("rwkv7", "rwkv7_channel"))
+        assert (block.ffn_shift is None) == (block.config.ffn is None)
+        leans = block.config.mixer is not None and block.config.mixer.kind in LEANING
+        assert (block.first_values is not None) == leans
+        if leans:
+            width = block.mixer.value_channels
+            assert (block.first_values.gate is None) == (width not in seen)
+            seen.add(width)
+    plain = perspectron.build(replace(model.config, shift=False, first_values=False))
+    assert all("shift" not in name and "first_values" not in name for name, _ in plain.named_parameters())
+    if design not in ("drm", "drm2"):
+        assert census(model.config).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_token_before_is_read_by_hand():
+    """Two inputs of a block, by their definition; the state has what mixer and network read last."""
+    model = build("perspective2")
+    block, x = model.blocks[2], torch.randn(1, 4, 32, dtype=torch.float64)
+    assert isinstance(block, Block) and isinstance(block.config.mixer, WindowGQAConfig)
+    seen = []
+    block.mixer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    block.ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    mixed = []
+    block.mixer.register_forward_hook(lambda _, args, out: mixed.append(out[0]))
+    state = block.init_state(1, x.device, x.dtype)
+    shared = {f"values of {block.mixer.value_channels} channels": torch.zeros(1, 4, 32, dtype=torch.float64)}
+    _, after, _ = block(x, state, block.ffn, None, None, False, shared)
+    read = [block.mixer_norm(x), block.ffn_norm(x + mixed[0])]
+    for part, given, shift in zip(read, seen, (block.mixer_shift, block.ffn_shift), strict=True):
+        before = torch.cat([torch.zeros_like(part[:, :1]), part[:, :-1]], 1)
+        inputs = [part + mix * (before - part) for mix in shift.mix_ND]
+        close(given, torch.stack(inputs) if len(inputs) > 1 else inputs[0])
+    assert isinstance(after, ShiftedState)
+    close(after.last_BND, torch.stack([part[:, -1] for part in read], 1))
+
+
+def test_values_lean_by_hand():
+    model = build("gla")
+    block, x = model.blocks[1], torch.randn(1, 4, 32, dtype=torch.float64)
+    own, first = torch.randn(2, 1, 4, 32, dtype=torch.float64)
+    share = torch.sigmoid(block.first_values.gate(x))
+    close(
+        block.first_values(own, x, {"values of 32 channels": first}),
+        (1 - share) * own + share * first,
+    )
+
+
+def test_mixes_start_spread_over_the_channels_and_do_not_decay():
+    """1 − (c/D)^bend: the first channel reads the token before, the last nearly none of it."""
+    shift = TokenShift(8, (0.2, 1.0))
+    with torch.no_grad():
+        shift.init_weights(torch.Generator())
+    assert shift.mix_ND[:, 0].tolist() == [1, 1]
+    assert shift.mix_ND[1].tolist() == pytest.approx([1 - c / 8 for c in range(8)])
+    assert (shift.mix_ND[0, 1:] < shift.mix_ND[1, 1:]).all()
+    assert TokenShift.no_decay == ("mix_ND",)
+
+
+def test_where_it_is_not_computed_it_is_refused():
+    model = build("perspective")
+    with pytest.raises(Unsuited, match=r"model\.shift = True"):
+        check(replace(model.config, first_values=False))
+    with pytest.raises(Unsuited, match=r"model\.first_values = True"):
+        check(replace(model.config, shift=False))
+    with pytest.raises(ConfigError, match="shift = True, must be False: adapters"):
+        gates(model)
+
+
+def test_what_is_handed_on_is_no_dict():
+    """FSDP and accelerate copy dicts on their way to a module: what a mixer writes into a copy is lost."""
+    model, seen = build("perspective[gdn]"), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[6]))
+    ids = tokens(1, 5)
+    model(ids)
+    assert len(set(map(id, seen))) == 1 and pytree.tree_leaves(seen[0]) == [seen[0]]
+    assert not isinstance(seen[0], Mapping | list | tuple)
+
+
+def test_what_follows_a_path_or_removes_a_mixer_refuses_it():
+    with pytest.raises(ConfigError, match="shift = True, must be False: a path"):
+        mixer_of(build("drm"))
+    attention = replace(config("transformer"), shift=False)
+    with pytest.raises(ConfigError, match="first_values = True, must be False where attention is removed"):
+        prune(perspectron.build(attention), [0])
+
+
+def test_mixers_of_unlike_widths_lean_apart():
+    """GDN's values are wider than attention's: each leans on the first of its own width."""
+    base = presets.get("perspective2", vocab_size=V, d_model=32, layers=4, period=2, hidden=32, window=8)
+    blocks = tuple(
+        replace(b, mixer=GDNConfig(heads=2)) if i % 2 == 0 else b for i, b in enumerate(base.blocks)
+    )
+    model = build(replace(base, blocks=blocks))
+    widths = [block.mixer.value_channels for block in model.blocks]
+    assert widths == [48, 32, 48, 32]
+    assert [block.first_values.gate is None for block in model.blocks] == [True, True, False, False]
+    assert model(tokens(1, 5)).logits.isfinite().all()
