@@ -147,27 +147,27 @@ class Block(nn.Module):
         """shared: what mixers pass to those above them, for these tokens only. views: from which a routed network
         chooses experts."""
         check_consumed(consume_state)
-        residual, last = self.config.residual, list[Tensor]()
+        residual = self.config.residual
         if not isinstance(state, NoState):
             x_BTD, state = ranks.received(x_BTD, state)
-        own, before = state, iter(tuple[Tensor, ...]())
-        if isinstance(state, ShiftedState):
-            own, before = state.mixer, iter(state.last_BND.unbind(1))
-
-        def shifted(shift: TokenShift | None, read_BTD: Tensor) -> Tensor:
-            if shift is not None:
-                read_BTD, last_BD = shift(read_BTD, next(before), reset_BT, pad_BT)
-                last.append(last_BD)
-            return read_BTD
-
+        own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
+        lasts: list[Tensor] = []
         if self.config.mixer is None:
             mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
         else:
             read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
+            if self.mixer_shift is not None:
+                assert before_BND is not None
+                read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
+                lasts.append(last_BD)
             mixed_BTD, own, aux = self.mixer(
-                shifted(self.mixer_shift, read_BTD), own, reset_BT=reset_BT, pad_BT=pad_BT,
-                consume_state=consume_state, **self.handed(shared),
-            )  # fmt: skip
+                read_BTD,
+                own,
+                reset_BT=reset_BT,
+                pad_BT=pad_BT,
+                consume_state=consume_state,
+                **self.handed(shared),
+            )
             if self.mixer_dropout is not None:
                 mixed_BTD = self.mixer_dropout(mixed_BTD)
         bare = isinstance(residual, NoResidualConfig)
@@ -176,8 +176,11 @@ class Block(nn.Module):
             h_BTD = self.mixer_norm(h_BTD)
         if ffn is not None:
             read_BTD = self.ffn_norm(x_BTD if isinstance(residual, ParallelConfig) else h_BTD)
-            read_BTD = shifted(self.ffn_shift, read_BTD)
-        state = ShiftedState(own, torch.stack(last, 1)) if last else own
+            if self.ffn_shift is not None:
+                assert before_BND is not None
+                read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
+                lasts.append(last_BD)
+        state = ShiftedState(own, torch.stack(lasts, 1)) if lasts else own
         if not isinstance(state, NoState):  # before all ranks meet, to count the load of experts
             if ffn is None:
                 h_BTD = ranks.handed(h_BTD, state)

@@ -7,17 +7,8 @@ import torch
 
 from perspectron.cli.main import main
 from perspectron.opening import load
+from tests.cli.small import SIZES
 
-SIZES = [
-    "d_model=32",
-    "layers=4",
-    "hidden=32",
-    "rank=8",
-    "heads=2",
-    "kv_heads=1",
-    "window=16",
-    "vocab_size=300",
-]
 STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
 
 

@@ -16,39 +16,10 @@ from perspectron.cli.options import assignments
 from perspectron.data import open_shards
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
+from tests.cli.small import SIZES, TRAIN
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "--set",
-    "d_model=32",
-    "layers=4",
-    "hidden=32",
-    "rank=8",
-    "heads=2",
-    "kv_heads=1",
-    "window=16",
-    "vocab_size=300",
-]
-TRAIN = [
-    "--batch-size",
-    "2",
-    "--seq-len",
-    "32",
-    "--eval-every",
-    "0",
-    "--save-every",
-    "0",
-    "--eval-tokens",
-    "64",
-]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(6):
-        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 60)
-    return folder
+SMALL = ["--set", *SIZES]
 
 
 @pytest.fixture(scope="module")

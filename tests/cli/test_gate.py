@@ -13,6 +13,7 @@ from perspectron.cli.gate import Condition, Run, conversion, perplexity, verdict
 from perspectron.cli.main import main
 from perspectron.errors import ConfigError
 from perspectron.eval.scans import scan_error
+from tests.cli.small import SIZES
 
 ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc")
 GLA = replace(ONE, path=Path("two"), design="gla", bits_per_byte=1.9)
@@ -70,19 +71,9 @@ def test_a_scan_that_is_another_is_seen(monkeypatch):
 def test_a_run_with_experts(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("Dear Sir, the cat sat on the mat.\n" * 200)
     torch.manual_seed(0)
-    sizes = [
-        "d_model=32",
-        "layers=4",
-        "hidden=32",
-        "rank=8",
-        "heads=2",
-        "kv_heads=1",
-        "window=16",
-        "vocab_size=300",
-    ]
     command = ["train", "--preset", "perspective-tiny", "--data", str(tmp_path / "text.txt"), "--steps", "2"]
     command += ["--batch-size", "2", "--seq-len", "32", "--eval-tokens", "64", "--dtype", "float32"]
-    assert main([*command, "--set", *sizes, "--out", str(tmp_path / "run")]) == 0
+    assert main([*command, "--set", *SIZES, "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()
     assert main(["gate", str(tmp_path / "run"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

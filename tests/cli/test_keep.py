@@ -6,17 +6,7 @@ import shutil
 import pytest
 
 from perspectron.cli.main import main
-
-SIZES = [
-    "d_model=32",
-    "layers=2",
-    "hidden=32",
-    "rank=8",
-    "heads=2",
-    "kv_heads=1",
-    "window=16",
-    "vocab_size=300",
-]
+from tests.cli.small import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +15,7 @@ def run(tmp_path_factory):
     (folder / "text.txt").write_text("Dear Sir, the cat sat on the mat.\n" * 200)
     command = ["train", "--preset", "perspective", "--data", str(folder / "text.txt"), "--steps", "2"]
     command += ["--batch-size", "2", "--seq-len", "32", "--eval-tokens", "64", "--dtype", "float32"]
-    assert main([*command, "--set", *SIZES, "--out", str(folder / "run")]) == 0
+    assert main([*command, "--set", *SIZES, "layers=2", "--out", str(folder / "run")]) == 0
     return folder / "run"
 
 

@@ -18,22 +18,9 @@ from perspectron.eval.routes import trace as follow
 from perspectron.stream import trace as traces
 from perspectron.stream.plan import needs
 from perspectron.stream.synthetic import synthesize
+from tests.cli.small import SIZES, TRAIN
 
 TEXT = "The tree stood by the river, and nobody had asked it why it stood there at all.\n\n12, 5, x = [1]\n"
-SIZES = [
-    "d_model=32",
-    "layers=4",
-    "hidden=32",
-    "rank=8",
-    "heads=2",
-    "kv_heads=1",
-    "window=16",
-    "vocab_size=300",
-]
-TRAIN = [
-    *("--batch-size", "2", "--seq-len", "32", "--steps", "2", "--eval-every", "0", "--save-every", "0"),
-    *("--eval-tokens", "64", "--dtype", "float32"),
-]
 FAST = ["--bandwidth", "40G/s"]
 
 
@@ -48,7 +35,24 @@ def text(tmp_path_factory) -> Path:
 def train(tmp_path_factory, text: Path, *options: str) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
     assert (
-        main(["train", "--data", str(text.parent), "--out", str(out), "--set", *SIZES, *options, *TRAIN]) == 0
+        main(
+            [
+                "train",
+                "--data",
+                str(text.parent),
+                "--out",
+                str(out),
+                "--set",
+                *SIZES,
+                *options,
+                *TRAIN,
+                "--steps",
+                "2",
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
     )
     return out
 

@@ -9,31 +9,12 @@ import pytest
 
 from perspectron.cli import quantize
 from perspectron.cli.main import main
+from tests.cli.small import TRAIN
 
 SMALL = [
     *("--set", "d_model=32", "layers=4", "hidden=40", "rank=8", "heads=2", "kv_heads=1", "window=16"),
     *("vocab_size=300", "torus=[2,2]", "ternary=true", "int8_activations=true"),
 ]
-TRAIN = [
-    "--batch-size",
-    "2",
-    "--seq-len",
-    "32",
-    "--eval-every",
-    "0",
-    "--save-every",
-    "0",
-    "--eval-tokens",
-    "64",
-]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(6):
-        (folder / f"{i}.txt").write_text(f"the cat sat on mat number {i}, and the dog sat on the log. " * 60)
-    return folder
 
 
 @pytest.fixture(scope="module")

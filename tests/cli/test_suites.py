@@ -13,20 +13,11 @@ from perspectron.cli.main import main
 from perspectron.data import Tokenizer
 from perspectron.eval import recall
 from perspectron.eval.suites import SUITES
+from tests.cli.small import SIZES
 
 OF_TEXT = ("perplexity", "position", "calibration", "robustness")
 
 
-SIZES = [
-    "d_model=32",
-    "layers=2",
-    "hidden=32",
-    "rank=8",
-    "heads=2",
-    "kv_heads=1",
-    "window=16",
-    "vocab_size=300",
-]
 TRAIN = ["--preset", "perspective-tiny-dense", "--steps", "2", "--batch-size", "2", "--seq-len", "32"]
 TRAIN += ["--eval-tokens", "64"]
 
@@ -42,7 +33,7 @@ def text(tmp_path_factory) -> Path:
 
 def trained(text: Path, name: str, dtype: str) -> Path:
     given = ["--data", str(text), "--out", str(text.with_name(name)), "--dtype", dtype]
-    assert main(["train", *TRAIN, *given, "--set", *SIZES]) == 0
+    assert main(["train", *TRAIN, *given, "--set", *SIZES, "layers=2"]) == 0
     return text.with_name(name)
 
 

@@ -3,10 +3,12 @@
 A format makes a good sample once, in a folder of its own; mutants of its files are then read in its place.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,21 +54,6 @@ SIZES = {
     "window": 8,
     "vocab_size": 270,
 }
-
-
-def _remembered(draw: Callable[..., str]) -> Callable[..., str]:
-    """The same function, which keeps its last 64 results by what its arguments print as."""
-    kept = dict[str, str]()
-
-    def again(*args: Any, **options: Any) -> str:
-        key = repr((args, options))
-        if key not in kept:
-            kept[key] = draw(*args, **options)
-            if len(kept) > 64:
-                del kept[next(iter(kept))]
-        return kept[key]
-
-    return again
 
 
 @dataclasses.dataclass
@@ -364,15 +351,16 @@ class Samples:
         )
 
     def results(self, folder: Path) -> Format:
-        """Two designs and one seed. Only charts that no earlier mutant had are drawn: a chart takes 50 to 100 ms, and
-        most mutants change one."""
-        drawn = {name: _remembered(getattr(figures, name)) for name in ("draw", "draw_dots")}
+        """Two designs and one seed. Every mutant's page is made; a chart takes 50 to 100 ms, so charts are drawn for
+        one file in thirty, chosen by its bytes."""
+        undrawn = dict.fromkeys(("draw", "draw_dots"), lambda *args, **options: "<svg></svg>")
         whole = made_up(seeds=(0,))
         whole["designs"] = {name: whole["designs"][name] for name in ("perspective", "transformer")}
         write_json(folder / "results.json", whole)
 
         def read(path: Path) -> str:
-            with patch.multiple(figures, **drawn):
+            drawn = zlib.crc32(path.read_bytes()) % 30 == 0
+            with contextlib.nullcontext() if drawn else patch.multiple(figures, **undrawn):
                 page = write_page_of(path).read_text()
             assert "<script" not in page
             return digest(json.loads(path.read_text()))
