@@ -34,26 +34,8 @@ def text(tmp_path_factory) -> Path:
 
 def train(tmp_path_factory, text: Path, *options: str) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
-    assert (
-        main(
-            [
-                "train",
-                "--data",
-                str(text.parent),
-                "--out",
-                str(out),
-                "--set",
-                *SIZES,
-                *options,
-                *TRAIN,
-                "--steps",
-                "2",
-                "--dtype",
-                "float32",
-            ]
-        )
-        == 0
-    )
+    command = ["train", "--data", str(text.parent), "--out", str(out), "--steps", "2", "--dtype", "float32"]
+    assert main([*command, "--set", *SIZES, *options, *TRAIN]) == 0
     return out
 
 
