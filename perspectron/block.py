@@ -17,8 +17,9 @@ from perspectron.config import (
     NoResidualConfig,
     ParallelConfig,
     RouteGatedConfig,
+    require,
 )
-from perspectron.experts.router import Routed, Views
+from perspectron.experts.router import Routed, RoutedConfig, Views
 from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.parts import Dropout, FirstValues, Shared, TokenShift
@@ -101,6 +102,9 @@ class Block(nn.Module):
             if shift and not getattr(self.mixer, "shifts", False):
                 d_read = getattr(config.mixer, "d_token", None) or d_model
                 self.mixer_shift = TokenShift(d_read, getattr(self.mixer, "bends", BENDS))
+        if isinstance(config.ffn, RoutedConfig):
+            mixed = config.mixer is not None or config.ffn.reads == "stream"
+            require(mixed, "reads", "mixer", "stream in a layer without a mixer")
         if config.ffn is not None:
             self.ffn_norm = NORMS[norm](d_model, norm_eps)
             if shift:
@@ -192,8 +196,15 @@ class Block(nn.Module):
         y_BTD, more = ffn(read_BTD, mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT, **seen)
         if self.ffn_dropout is not None:
             y_BTD = self.ffn_dropout(y_BTD)
-        if isinstance(residual, RouteGatedConfig):
-            g = self.route().to(x_BTD.dtype)
-            y_BTD = x_BTD + residual.scale * (g * mixed_BTD + (1 - g) * y_BTD)
-            return y_BTD, state, aux | more | {"route_gate": Term(g.detach()[0])}
-        return h_BTD + y_BTD, state, aux | more
+        out_BTD, gate = self._joined(x_BTD, h_BTD, mixed_BTD, y_BTD)
+        return out_BTD, state, aux | more | gate
+
+    def _joined(
+        self, x_BTD: Tensor, h_BTD: Tensor, mixed_BTD: Tensor, y_BTD: Tensor
+    ) -> tuple[Tensor, dict[str, Term]]:
+        """The block's output of its input x, h, the mixer's output and the network's."""
+        if not isinstance(self.config.residual, RouteGatedConfig):
+            return h_BTD + y_BTD, {}
+        g = self.route().to(x_BTD.dtype)
+        out_BTD = x_BTD + self.config.residual.scale * (g * mixed_BTD + (1 - g) * y_BTD)
+        return out_BTD, {"route_gate": Term(g.detach()[0])}

@@ -5,6 +5,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 
 import copy
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from perspectron.experts.router import Views
 from perspectron.ffn import TiedConfig
 from perspectron.heads import HEADS, TokenEmbedding
 from perspectron.machine import memory
-from perspectron.mixers.parts import Dropout, FirstValues, Shared
+from perspectron.mixers.parts import Dropout, FirstValues, SameZeros, Shared
 from perspectron.ops import fused
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import check_consumed, gradients_off
@@ -76,9 +77,11 @@ class LanguageModel(nn.Module):
         if config.head is not None:
             self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
         self.dropout = Dropout(config.dropout) if config.dropout else None
+        self._drops = list[Dropout]()
         for name, module in self.named_modules():
             if isinstance(module, Dropout):
                 module.name = name
+                self._drops.append(module)
 
     def _lean(self) -> None:
         """Let the values of each mixer lean on those of the first with as many channels."""
@@ -88,6 +91,12 @@ class LanguageModel(nn.Module):
             if width:
                 block.first_values = FirstValues(self.config.d_model, width, first=width not in seen)
                 seen.add(width)
+        require(
+            bool(seen),
+            "first_values",
+            True,
+            f"false in {self.config.name}: its mixers have no values that lean",
+        )
 
     @property
     def device(self) -> torch.device:
@@ -181,9 +190,8 @@ class LanguageModel(nn.Module):
         x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
         x_BTD = ranks.handed(x_BTD, length_B)
         if self.dropout is not None:
-            for module in self.modules():
-                if isinstance(module, Dropout):
-                    module.passes += 1
+            for drop in self._drops:
+                drop.passes += 1
             x_BTD = self.dropout(x_BTD)
         layers, aux, shared = [], dict[str, Term](), Shared()
         for index, (block, layer) in enumerate(
@@ -192,7 +200,12 @@ class LanguageModel(nn.Module):
             seen = None if views is None else views.at(index)
             if self.recompute and torch.is_grad_enabled():
                 given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared, seen)
-                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(block, *given, use_reentrant=False)
+                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
+                    block,
+                    *given,
+                    use_reentrant=False,
+                    context_fn=lambda: (nullcontext(), SameZeros(self._drops)),
+                )
             else:
                 given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared, seen)
                 x_BTD, layer, terms = block(*given)

@@ -30,9 +30,10 @@ def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], d
         else:
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             scale = wide.abs().amax(-1, keepdim=True) / MOST if wide.numel() else wide[..., :1]
-            fits = bool(scale.isfinite().all())
+            scale = scale.float()
+            fits = bool((MOST * scale).isfinite().all())
             codes = torch.where(scale > 0, wide / scale.where(scale > 0, 1), 0) if fits else wide
-            held[name], held[name + SCALE] = codes.round().to(torch.int8), scale.float()
+            held[name], held[name + SCALE] = codes.round().clamp(-MOST, MOST).to(torch.int8), scale
         if not fits:
             raise StateError(f"{path}: {name} has numbers that {dtype} cannot hold; save it in full")
     header[STORED] = json.dumps(stored)

@@ -68,3 +68,18 @@ def test_without_dropping_any_explicit_attention_is_the_fused_kernel(monkeypatch
 def test_a_share_outside_of_what_there_is(share):
     with pytest.raises(ConfigError, match=rf"dropout = {share}, must be in \[0, 1\)"):
         presets.get("gpt2", dropout=share)
+
+
+def test_a_block_computed_again_has_the_zeros_of_its_own_pass():
+    """Two forward passes before their backward passes."""
+    plain = model("gpt2", dropout=0.3).double().train()
+
+    def gradients(recompute: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        plain.recompute = recompute
+        plain.set_step(1)
+        loss = sum(plain(IDS, targets=(IDS + shift) % 40).loss for shift in (1, 2))
+        return list(torch.autograd.grad(loss, list(plain.parameters())))
+
+    for once, again in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(once, again, rtol=1e-12, atol=1e-12)

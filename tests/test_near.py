@@ -31,12 +31,14 @@ from perspectron.state import load_state, save_state
 from perspectron.stream.step import Unsuited, check
 
 V, T = 40, 23
-BOTH = {"shift": True, "first_values": True}
 LEANING = {"attention", "window_gqa", "pdr2", "gla", "gdn", "kda", "gdn2"}
 
 
 def config(design: str) -> ModelConfig:
-    return replace(small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T), **BOTH)
+    """With both parts, or with the shift alone where no mixer has values that lean."""
+    made = small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T)
+    leaning = any(block.mixer is not None and block.mixer.kind in LEANING for block in made.blocks)
+    return replace(made, shift=True, first_values=leaning)
 
 
 def build(design: str | ModelConfig, seed: int = 0) -> LanguageModel:

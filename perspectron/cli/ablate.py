@@ -59,6 +59,9 @@ class Ablate:
         config = describe(self.run).of_run()
         design, known = design_of(config.model), ablations_of(config.model)
         if self.out is None:
+            for name in ("over", "tokens", "seeds", "suites", "jobs"):
+                value, default = getattr(self, name), Ablate.__dataclass_fields__[name].default
+                require(value == default, name, value, "with --out DIR; without it, ablations are listed")
             return answer(False, {}, *_lines(config.model, known))
         names = list(known) if self.over == "all" else between_commas(self.over)
         made: Models = {

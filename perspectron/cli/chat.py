@@ -120,7 +120,7 @@ class Point(NamedTuple):
         before = self.messages
         if not before:
             return Point(memory, loaded=memory.fork())
-        if before and before[-1]["role"] == "assistant":
+        if before[-1]["role"] == "assistant":
             before, said = before[:-1], before[-1]["content"] + said
             text = self.text + said[len(self.messages[-1]["content"]) :]
         else:

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ def fit(
     new = not run.is_dir()
     with locked(run, checkpoint.RUN_LOCK), memory_kept():
         trainer: Trainer | None = None
-        before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
-        try:
+        with _nothing_left(run, new):
             with Work("reading and encoding the text") as work:
                 tokenizer, shards, summary = prepare(run, config, processes=cores(), tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size:
@@ -85,11 +84,6 @@ def fit(
                         trainer = together.trainer(run, config, tokenizer, shards, paced=paced, **options)
                     else:
                         trainer = Trainer(run, config, tokenizer, shards, **options)
-        except PerspectronError as error:
-            if not isinstance(error, StorageError) and not (run / "config.json").exists():
-                for path in [run] if new and not before else set(run.iterdir()) - before:
-                    remove(path)
-            raise
         console.print(summary)
         finished = checkpoint.path_of(run, config.train.steps).is_dir()
         if trainer is None:
@@ -101,6 +95,19 @@ def fit(
             f"this run is already finished, at {config.train.steps:,} steps; {how_to_go_on(run, config)}"
         )
     return code
+
+
+@contextlib.contextmanager
+def _nothing_left(run: Path, new: bool) -> Iterator[None]:
+    """Where the block fails before the run has a config, remove what it wrote; the folder too if it is new."""
+    before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
+    try:
+        yield
+    except PerspectronError as error:
+        if not isinstance(error, StorageError) and not (run / "config.json").exists():
+            for path in [run] if new and not before else set(run.iterdir()) - before:
+                remove(path)
+        raise
 
 
 def _fit_plain(

@@ -1,7 +1,7 @@
 """Generation of a batch of texts to their ends."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -76,29 +76,46 @@ def generate(
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
         rows.add(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row)
-    texts, ids, finished = [""] * B, [list[int]() for _ in range(B)], dict[int, Finish]()
-    verdicts, unsafe = [list[Verdict]() for _ in range(B)], [list[int]() for _ in range(B)]
+    told = [_Told() for _ in range(B)]
     while rows.active:
         pieces = rows.step()
         if on_read is not None and (all_read := rows.read)[1]:
             on_read(*all_read)
         for piece in pieces:
-            if piece.finished == "error":
-                raise NonFiniteError(
-                    f"logits of row {piece.row} after {len(ids[piece.row])} tokens: must be finite"
-                )
-            if piece.unsafe:
-                unsafe[piece.row].append(len(ids[piece.row]))
-            if piece.verdict is not None:
-                verdicts[piece.row].append(piece.verdict)
-            if piece.id is not None:
-                ids[piece.row].append(piece.id)
+            told[piece.row].take(piece)
             if on_piece is not None:
                 on_piece(piece)
-            texts[piece.row] += piece.text
             if piece.text and on_text is not None:
                 on_text(piece.row, piece.text)
-            if piece.finished is not None:
-                finished[piece.row] = piece.finished
-    after = Conversation.stack([rows.remove(row) for row in range(B)])
-    return Generation(texts, ids, [finished[row] for row in range(B)], after, verdicts, unsafe)
+    return Generation(
+        texts=[row.text for row in told],
+        ids=[row.ids for row in told],
+        finished=[row.finished for row in told],
+        conversation=Conversation.stack([rows.remove(row) for row in range(B)]),
+        verdicts=[row.verdicts for row in told],
+        unsafe=[row.unsafe for row in told],
+    )
+
+
+@dataclass
+class _Told:
+    """What the pieces of a row have told so far."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finished: Finish = "length"
+    verdicts: list[Verdict] = field(default_factory=list)
+    unsafe: list[int] = field(default_factory=list)
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece. NonFiniteError: its logits were not finite."""
+        if piece.finished == "error":
+            raise NonFiniteError(f"logits of row {piece.row} after {len(self.ids)} tokens: must be finite")
+        if piece.unsafe:
+            self.unsafe.append(len(self.ids))
+        if piece.verdict is not None:
+            self.verdicts.append(piece.verdict)
+        if piece.id is not None:
+            self.ids.append(piece.id)
+        self.text += piece.text
+        self.finished = piece.finished or self.finished

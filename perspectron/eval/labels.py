@@ -62,7 +62,7 @@ class _Places:
     """Byte places of lines and columns."""
 
     def __init__(self, text: str) -> None:
-        self._lines = text.splitlines(keepends=True) or [""]
+        self._lines = list(io.StringIO(text)) or [""]  # as `tokenize` and `ast` split it
         sizes = [len(line.encode()) for line in self._lines]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self._bytes = text.encode()

@@ -143,8 +143,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
             self.model.hidden(input_ids, inputs_embeds=inputs_embeds)  # says which
             raise AssertionError
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and use_cache:
             past_key_values = StateCache()
         layer = None if past_key_values is None else layer_of(past_key_values)
@@ -154,9 +153,8 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             skip = layer.unread.tokens.shape[1]
             now, layer.unread = self._joined(layer.unread, now), None
         state = None if layer is None else layer.state
-        keep_hidden = (
-            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        asked = output_hidden_states
+        keep_hidden = self.config.output_hidden_states if asked is None else asked
         recording = layer is not None and layer.record_past
         with self._watched(bool(keep_hidden)) as seen_BTD:
             ids, embeds = (None, now.tokens) if now.tokens.is_floating_point() else (now.tokens, None)
@@ -175,18 +173,23 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         hidden_BTD = hidden_BTD[:, skip:]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BTV = self.model.head(hidden_BTD[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits_BTV, labels, self.config.vocab_size, **more)
-            if self.training:
-                aux = aux | self.model.terms(logits_BTV, now.reset_BT, now.pad_BT)
-                loss = loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
+        loss = None if labels is None else self._loss(logits_BTV, labels, now, aux, more)
         if skip:
             seen_BTD = [x_BTD[:, skip:] for x_BTD in seen_BTD]
         states = (*seen_BTD[:-1], hidden_BTD) if keep_hidden else None
         return CausalLMOutputWithPast(
             loss=loss, logits=logits_BTV, past_key_values=past_key_values, hidden_states=states
         )
+
+    def _loss(
+        self, logits_BTV: Tensor, labels: Tensor, now: Inputs, aux: dict[str, Term], more: dict[str, Any]
+    ) -> Tensor:
+        """transformers' cross entropy; in training also the model's own terms."""
+        loss: Tensor = self.loss_function(logits_BTV, labels, self.config.vocab_size, **more)
+        if not self.training:
+            return loss
+        aux = aux | self.model.terms(logits_BTV, now.reset_BT, now.pad_BT)
+        return loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
         """The input for the model: documents begin at the separator, but not where nothing was read before."""

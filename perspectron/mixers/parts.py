@@ -5,7 +5,8 @@ Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a wi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -74,6 +75,24 @@ class Dropout(nn.Module):
         generator = stream(torch.initial_seed(), "dropout", self.name, self.step, self.passes)
         kept = torch.rand(x.shape, generator=generator) >= self.share
         return x * (kept.to(x.device) / (1 - self.share)).to(x.dtype)
+
+
+class SameZeros(AbstractContextManager[None]):
+    """In which a block is computed again in the backward pass: dropout draws the zeros of the forward pass in which
+    this was made, whichever came after it."""
+
+    def __init__(self, drops: Sequence[Dropout]) -> None:
+        self.drops, self.passes = drops, [drop.passes for drop in drops]
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        for i, drop in enumerate(self.drops):
+            drop.passes, self.passes[i] = self.passes[i], drop.passes
 
 
 def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
