@@ -145,7 +145,7 @@ def opened(args: Any) -> tuple[LanguageModel, Tokenizer, Opened | None]:
         one = open_model(args.run)
         return one.model, one.tokenizer, one
     tokenizer = Tokenizer.train([f"row {i} of {i * i}\n" for i in range(60)], 300)
-    sizes = {"vocab_size": 300, "d_model": 32, "hidden": 32, "rank": 4, "heads": 2, "kv_heads": 1}
+    sizes = {"vocab_size": 300, "d_model": 96, "hidden": 32, "rank": 4, "heads": 2, "kv_heads": 1}
     return build(presets.get("perspective-tiny-dense", **sizes), 1), tokenizer, None
 
 

@@ -174,8 +174,9 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
         name: common.child(
             {"name": name, "shape": asdict(shape), "threads": threads}, estimated_bytes(name, shape)
         )
-        for name in SCANS
+        for name in (["materialised"] if quick else SCANS)
     }
+    children |= {name: {"not_run": "quick"} for name in SCANS if name not in children}
     kernel, tree = (common.Spread.of(seconds[name]) for name in ("kernel", "tree"))
     flops = matmul_flops(shape)
     once = children["materialised"]

@@ -229,9 +229,13 @@ def test_mixes_start_spread_over_the_channels_and_do_not_decay():
 def test_where_it_is_not_computed_it_is_refused():
     model = build("perspective")
     with pytest.raises(Unsuited, match=r"model\.shift = True"):
-        check(replace(model.config, first_values=False))
+        check(model.config)
     with pytest.raises(Unsuited, match=r"model\.first_values = True"):
-        check(replace(model.config, shift=False))
+        check(replace(model.config, shift=False, first_values=True))
+    with pytest.raises(
+        ConfigError, match="first_values = True, must be false in ssd-tiny: its mixers have no values"
+    ):
+        build(replace(config("ssd"), name="ssd-tiny", first_values=True))
     with pytest.raises(ConfigError, match="shift = True, must be False: adapters"):
         gates(model)
 

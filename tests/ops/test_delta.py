@@ -199,7 +199,7 @@ def test_gradients_equal_those_of_the_loop(T, order, A, of):
 
 
 @every_kind
-@pytest.mark.parametrize("T", [1, 12])
+@pytest.mark.parametrize("T", [1, 5])
 def test_gradcheck_in_both_modes(T, order, A):
     *tensors, gate, state = (x[:1, :2] for x in inputs(T, order, A))
     inside = gate * 0.8 + 0.1  # so that finite differences stay valid
