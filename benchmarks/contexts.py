@@ -8,7 +8,6 @@ Seconds are processor time on one thread. README.md and its picture show the res
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import common
@@ -24,26 +23,14 @@ REFERENCE = common.ROOT / "results" / "reference" / "results.json"
 CONTEXTS = (1024, 262144)
 
 
-def turn(stepper: Stepper) -> Callable[[], float]:
-    """A call that decodes the last tokens of the context and says how many seconds of the processor one took."""
-
-    def seconds() -> float:
-        stepper.begin()
-        stepper.step()
-        start = time.process_time()
-        for _ in range(stepper.visit):
-            stepper.step()
-        return (time.process_time() - start) / stepper.visit
-
-    return seconds
-
-
 @torch.inference_mode()
 def measure(models: dict[str, LanguageModel], context: int, rounds: int, visit: int) -> dict[str, Any]:
     """Every model at one context, in turns."""
     states = {name: shapes(model, context) for name, model in models.items()}
     pool = Pool(max(map(cache_bytes, states.values())), torch.device("cpu"))
-    turns = {name: turn(Stepper(model, context, visit, pool)) for name, model in models.items()}
+    turns = {
+        name: Stepper(model, context, visit, pool, time.process_time).turn for name, model in models.items()
+    }
     taken = take_turns(turns, rounds)
     return {
         name: {"decode_seconds": common.Spread.of(seconds), "state_bytes": states[name].nbytes}

@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[list[str], list[str], int]] = {  # sizes, options, updat
 """Rates were not searched: what is asked here is not whose loss is lower."""
 CONTEXTS = (1024, 16384, 131072)
 STATES: tuple[Dtype, ...] = ("full", "float16", "int8")
-TEXTS, LONG, LATE = 200, 512, 256  # continuations, their tokens, and from where names are looked for again
+TEXTS, LONG = 200, 512  # continuations, and their tokens
 
 
 def trained(runs: Path, name: str, seed: int, *, quick: bool) -> Path:

@@ -250,10 +250,15 @@ def safe_join(folder: Path, name: object, error: type[PerspectronError] = Artifa
     return path
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, atomically. StorageError: it cannot be written."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, atomically. ValueError: a number in it is not finite, which no reader here would take."""
-    with atomic(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def plain(value: Any) -> Any:

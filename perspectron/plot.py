@@ -14,11 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-from perspectron.files import atomic
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
 ROW = 24  # height of a row of dots
@@ -119,12 +116,6 @@ class Torus:
 def variables(scheme: int) -> str:
     """CSS declarations of the palette: light (0) or dark (1)."""
     return ";".join(f"--{name}:{colours[scheme]}" for name, colours in PALETTE.items())
-
-
-def write(path: Path, svg: str) -> None:
-    """Write a picture as a file of its own, at once or not at all."""
-    with atomic(path) as temporary:
-        temporary.write_text(svg, encoding="utf-8")
 
 
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:

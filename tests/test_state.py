@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import perspectron
 import perspectron.state as state_module
+from perspectron import narrow
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import StateError, StorageError
 from perspectron.ffn import SwiGLUConfig
@@ -565,6 +566,15 @@ def test_fewer_bits_come_back_near(model, state, tmp_path, dtype, size, error):
     assert (continued(model, loaded) - continued(model, state)).abs().max() < 0.2
     perspectron.save_state(full, state, model, extra=EXTRA)
     assert torch.equal(continued(model, perspectron.load_state(full, model)), continued(model, state))
+
+
+def test_numbers_beyond_float32_are_refused_in_8_bits(tmp_path):
+    held = {"a": torch.tensor([[1.0, 1e38]], dtype=torch.float64)}
+    narrow.tensors(tmp_path / "x", held, header := {}, "int8")
+    narrow.widened(tmp_path / "x", held, header)
+    assert held["a"].tolist() == [[0, pytest.approx(1e38)]]
+    with pytest.raises(StateError, match="a has numbers that int8 cannot hold"):
+        narrow.tensors(tmp_path / "x", {"a": torch.tensor([[1e39]], dtype=torch.float64)}, {}, "int8")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

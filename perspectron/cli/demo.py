@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
@@ -27,10 +27,13 @@ from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.countries import ASKED, PHRASINGS, Fact, Sentences, facts
 from perspectron.eval.literal_adr import tried
-from perspectron.files import atomic, locked, write_json
+from perspectron.files import locked, write_json, write_text
 from perspectron.model import LanguageModel
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import OptimConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PRESET, TWIN, VOCABULARY, PAGE = "adr-demo", "gpt2", 1024, "demo.html"
 PROMPT = PHRASINGS[0].format(country=ASKED, capital="").removesuffix(" .")
@@ -73,16 +76,12 @@ class Demo:
             results["models"][name] = measured(model, tokenizer)
         results["seconds"] = time.perf_counter() - start
         write_json(self.out / "demo.json", results)
-        with atomic(self.out / PAGE) as path:
-            path.write_text(page(results), encoding="utf-8")
+        write_text(self.out / PAGE, page(results))
         if self.json:
             print(json.dumps(results))
             return 0
         for table_ in tables(results):
-            shown = table(
-                table_.caption, table_.head, [[in_line(cell) for cell in row] for row in table_.rows]
-            )
-            console.print(shown)
+            console.print(shown(table_))
         console.print(f"\n{told(results)}")
         console.print(f"done in {results['seconds']:.0f} s; the same as a page: {self.out / PAGE}")
         longer = f"perspectron demo adr --steps {4 * self.steps} --out {self.out}-longer"
@@ -136,9 +135,10 @@ class Demo:
         )
 
 
-def in_line(cell: Cell) -> str:
-    """A cell in one line."""
-    return printable(f"{cell.text}: {cell.note}" if cell.note else cell.text)
+def shown(made: PageTable) -> "Table":
+    """A page's table for a terminal: each cell with its note in one line."""
+    rows = [[printable(f"{c.text}: {c.note}" if c.note else c.text) for c in row] for row in made.rows]
+    return table(made.caption, made.head, rows)
 
 
 def faults(literal: dict[str, Any]) -> list[str]:
@@ -185,7 +185,7 @@ def told(results: dict[str, Any]) -> str:
         f"Of capitals that were told in one phrasing only, ADR names {adr['right']['unknown']:.0%} when asked in "
         f"another, GPT-2 {gpt2['right']['unknown']:.0%}. Of sentences told in five other phrasings ADR completes "
         f"{adr['right']['unseen']:.0%}, GPT-2 {gpt2['right']['unseen']:.0%}. One of these is “{PROMPT}”, which ADR "
-        f"goes on with “{printable(word).strip()}” ({chance:.0%})."
+        f"continues with “{printable(word).strip()}” ({chance:.0%})."
     )
 
 

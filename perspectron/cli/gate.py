@@ -20,7 +20,6 @@ from perspectron.presets import TOLERANCE, design_of
 from perspectron.train.expert_stats import experts_of, loads, mean, use
 from perspectron.train.heldout import heldout
 from perspectron.train.metrics import measured, read_metrics
-from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS
 
 PDR, RIVAL = ("perspective", "perspective2"), "gla"
@@ -53,7 +52,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Gate:
-    """Ask of trained runs what the training plan asks before a larger model: four conditions and a verdict.
+    """Check the four conditions that Perspective's document sets before a larger model is trained.
 
     Example: perspectron gate runs/letters runs/routed
 
@@ -109,7 +108,7 @@ def read(opened: Opened) -> Run:
         sum(parameter.numel() for parameter in opened.model.parameters()),
         train.steps * train.batch_size * train.seq_len * train.accumulate,
         bits[-1],
-        prepare(path, config)[1].tokenizer_fingerprint,
+        opened.shards(path).tokenizer_fingerprint,
     )
 
 
@@ -152,14 +151,13 @@ def scans(opened: Sequence[Opened]) -> Condition:
     errors = [error for one in opened if (error := scan_error(one.model, _ids(one))) is not None]
     name, bound = "the scan is the recurrence", f"≤ {SCAN:g}"
     if not errors:
-        return Condition(name, bound, "needs a run with PDR", None)
+        return Condition(name, bound, "needs a run of perspective", None)
     worst = max(errors)
     return Condition(name, bound, f"{worst:.1e} of the largest output, {len(errors)} runs", worst <= SCAN)
 
 
 def _ids(opened: Opened) -> list[int]:
-    assert opened.folder.run is not None
-    split = prepare(opened.folder.path, opened.folder.run)[1].split("train")
+    split = opened.shards(opened.folder.path).split("train")
     return [END_OF_TEXT_ID, *split.read(0, min(split.tokens, TOKENS // 8)).tolist()]
 
 
@@ -170,7 +168,7 @@ def experts(opened: Sequence[Opened]) -> Condition:
         if experts_of(one.model):
             assert one.folder.run is not None
             with loads(one.model) as by_layer:
-                shards = prepare(one.folder.path, one.folder.run)[1]
+                shards = one.shards(one.folder.path)
                 train = one.folder.run.train
                 heldout(one.model, shards.split("train"), one.tokenizer, seq_len=train.seq_len,
                         limit_tokens=TOKENS, spread=True)  # fmt: skip

@@ -1,6 +1,7 @@
 """`perspectron generate`."""
 
 import json
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -82,7 +83,7 @@ class Generate:
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """Continue from a folder that --keep wrote."""
     warm: bool = False
-    """Load the experts of an artifact first that this machine used most, and count their use in its usage.json."""
+    """First load the experts that this machine has used most; the artifact's usage.json counts them."""
     device: str = "auto"
     """ "auto" is CUDA where there is one."""
     cache: str | None = None
@@ -113,6 +114,8 @@ class Generate:
         opened = open_model(self.run, self.cache, verify=self.verify)
         if self.from_ is not None:
             files = kept(self.from_, opened.model)
+            if self.warm and USAGE in files and not (counted := opened.folder.path / USAGE).exists():
+                shutil.copyfile(files[USAGE], counted)  # the conversation was kept on another machine
             own = replace(self, load_state=files[CONVERSATION], adapter=files.get(ADAPTER))
             return own._write(opened)
         return self._write(opened)

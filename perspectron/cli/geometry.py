@@ -1,6 +1,5 @@
 """`perspectron geometry`."""
 
-import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +7,8 @@ from typing import Any
 
 import tyro
 
-from perspectron.cli.demo import in_line
-from perspectron.cli.options import open_model, table
+from perspectron.cli.demo import shown
+from perspectron.cli.options import answer, open_model
 from perspectron.cli.progress import Work
 from perspectron.cli.routes import read_tokens
 from perspectron.compare.report.page import Section, rendered
@@ -17,12 +16,12 @@ from perspectron.compare.report.tables import Cell
 from perspectron.compare.report.tables import Table as PageTable
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.eval.geometry import RING, Options, measure, mixer_of
-from perspectron.files import atomic, plain, write_json
+from perspectron.files import plain, write_json, write_text
 from perspectron.opening import Opened
 from perspectron.plot import Chart, Line, draw
 
 PAGE, RESULTS = "geometry.html", "geometry.json"
-SIDES = {False: "against", True: "for"}
+SIDES = {False: "contradicts the document", True: "supports it"}
 LOCAL = {
     "action": ("action", "vᵀGv of a token"),
     "speed": ("speed", "|v|"),
@@ -63,22 +62,9 @@ class GeometryOf:
             results = measure(opened.model, ids, self.options)
         out = self.out or opened.folder.path
         write_json(out / RESULTS, plain(results))
-        with atomic(out / PAGE) as path:
-            path.write_text(page(results), encoding="utf-8")
-        if self.json:
-            print(json.dumps(plain(results)))
-            return 0
-        from rich.console import Console
-
-        console = Console(highlight=False, soft_wrap=True, markup=False)
-        for good, line in findings(results):
-            console.print(f"{SIDES[good]}: {line}")
-        shown = numbers(results)
-        console.print(
-            table(shown.caption, shown.head, [[in_line(cell) for cell in row] for row in shown.rows])
-        )
-        console.print(f"page: {out / PAGE}")
-        return 0
+        write_text(out / PAGE, page(results))
+        said = [f"{SIDES[good]}: {line}" for good, line in findings(results)]
+        return answer(self.json, plain(results), *said, shown(numbers(results)), f"page: {out / PAGE}")
 
     def _ids(self, opened: Opened) -> list[int]:
         """The text as one document."""
@@ -103,6 +89,7 @@ def findings(results: dict[str, Any]) -> list[tuple[bool, str]]:
     low = relaxed["high"] <= 1.1
     signs = sum(plane["sign"] for plane in torus["planes"])
     more = near["determinism"] - mixed["determinism"]
+    wound = torus["verdict"] == "consistent with"
     steady = lyapunov["exponent"] < 0 and lyapunov["noisy"] < 0
     told = [
         (
@@ -112,11 +99,9 @@ def findings(results: dict[str, Any]) -> list[tuple[bool, str]]:
             f"{relaxed['median']:.3g} times that of a relaxed path.",
         ),
         (
-            torus["verdict"] != "no sign",
-            f"Torus: {torus['verdict']} a torus. {signs} of {len(torus['planes'])} planes turn more with the text than "
-            "with shuffled tokens, and keep away from their middle.".replace(
-                "no sign a torus", "no sign of it"
-            ),
+            wound,
+            f"{'Consistent with' if wound else 'No sign of'} a torus. {signs} of {len(torus['planes'])} planes turn "
+            "more with the text than with shuffled tokens, and keep away from their middle.",
         ),
         (
             more > 0.05,

@@ -49,7 +49,7 @@ def kept(folder: Path, model: LanguageModel) -> dict[str, Path]:
     if manifest.get("model") != model.fingerprint():
         raise StateError(
             f"{folder}: kept of model {str(manifest.get('model'))[:12]}, this model is {model.fingerprint()[:12]}; "
-            "go on with the model that wrote it"
+            "use the model that wrote it"
         )
     found = {}
     for name in (CONVERSATION, ADAPTER, USAGE):

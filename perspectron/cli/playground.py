@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perspectron.compare.report.page import template
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.gates import halflives
-from perspectron.files import atomic, read_text
+from perspectron.files import read_text, write_text
 from perspectron.model import LanguageModel
 from perspectron.plot import Heat, draw_heat, variables
 
@@ -31,14 +32,8 @@ def write(
 ) -> None:
     """Write the page. curve: the run's picture of its losses. facts: names and values of the table at its top.
     StorageError when it cannot be written."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("perspectron.cli", ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     ids = tokenizer.encode(TEXT)[:SHOWN]
-    page = environment.get_template("playground.html.j2").render(
+    page = template("perspectron.cli", "playground.html.j2").render(
         name=model.config.name,
         facts=facts,
         curve=_inline(read_text(curve, MOST_CURVE)) if curve.is_file() else "",
@@ -48,8 +43,7 @@ def write(
         light=variables(0),
         dark=variables(1),
     )
-    with atomic(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _inline(svg: str) -> str:

@@ -17,11 +17,11 @@ from perspectron.data import Tokenizer
 from perspectron.errors import DataError, StorageError
 from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, of_document, summary
 from perspectron.experts.torus import cells
-from perspectron.files import open_file, safe_join, write_json
+from perspectron.files import open_file, safe_join, write_json, write_text
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
 from perspectron.opening import open_model
-from perspectron.plot import Torus, draw_tori, write
+from perspectron.plot import Torus, draw_tori
 
 CHARACTERS = 100  # of a file are read for each token that is asked for; a token has at most 72
 
@@ -71,7 +71,7 @@ class ShowRoutes:
             routes = joined([of_document(model, text.ids) for text in texts], axis=1)
         report, measures, runs = _report(model, texts, routes, self.path)
         out = self.out or safe_join(opened.folder.path, "routes", StorageError)
-        write(out / "routes.svg", _picture(routes, measures, runs))
+        write_text(out / "routes.svg", _picture(routes, measures, runs))
         write_json(out / "routes.json", report)
         lines = [f"written to {out}: routes.svg, routes.json"]
         if report["router"] == "switch":

@@ -314,7 +314,7 @@ GENERAL = {
     ),
     "no_rope": Ablation(_of(AttentionConfig, rope_base=None), "attention has no rotary positions"),
     "half_depth": Ablation(_half_as_deep, "only the first half of the blocks, with wider networks"),
-    "parallel": Ablation(_parallel, "networks read what mixers read, not what these added"),
+    "parallel": Ablation(_parallel, "networks read the layer's input, without the mixer's output"),
     "mixer_router": Ablation(_read_mixers, "routers read what the layer's mixer gave, not the normed stream"),
 }
 """Ablations of parts that many designs share; a model has those that change it."""

@@ -19,7 +19,7 @@ from perspectron.compare.run import Cell
 from perspectron.config import dump, require
 from perspectron.data import NAMED, Shards
 from perspectron.errors import ConfigError
-from perspectron.files import atomic, plain, read_json, write_json
+from perspectron.files import plain, read_json, write_json, write_text
 
 CONDITIONS = "conditions.json"
 RESULTS, PAGE = "results.json", "results.html"
@@ -104,9 +104,7 @@ def write(out: Path, results: dict[str, Any]) -> None:
 
 def write_page(path: Path, results: dict[str, Any]) -> None:
     """Write the report of these results. ConfigError where they are not results of a comparison."""
-    page = report.html(results)
-    with atomic(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, report.html(results))
 
 
 def write_page_of(path: Path) -> Path:

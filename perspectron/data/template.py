@@ -8,7 +8,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from perspectron.errors import ConfigError
-from perspectron.files import atomic, read_text
+from perspectron.files import read_text, write_text
 
 LONGEST = 16 << 20  # characters of a prompt
 FILE = "chat_template.jinja"
@@ -51,8 +51,7 @@ class Template:
 
     def save(self, folder: Path) -> None:
         """Keep it in a folder with a model, or with text that it makes prompts of. StorageError if it cannot be."""
-        with atomic(folder / FILE) as temporary:
-            temporary.write_text(self.text, encoding="utf-8")
+        write_text(folder / FILE, self.text)
 
     @classmethod
     def of(cls, folder: Path) -> "Template | None":

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perspectron.data import worker
 from perspectron.errors import DataError
-from perspectron.files import atomic, parse_json, read_text
+from perspectron.files import parse_json, read_text, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 MOST_BYTES = 64 << 20
@@ -159,8 +159,7 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON, atomically. StorageError if it cannot be written."""
-        with atomic(path) as temporary:
-            temporary.write_text(self.to_str(), encoding="utf-8")
+        write_text(path, self.to_str())
 
     def to_str(self) -> str:
         """The tokenizer as JSON, as `save` writes it."""

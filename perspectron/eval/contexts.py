@@ -7,7 +7,8 @@ all models share the same memory, so that only the largest has to fit and models
 Shapes: B batch, P positions, D model width.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,11 +105,18 @@ class Stepper:
     """A model and its state just short of a context. A turn reads one token that warms the processor's caches and
     `visit` that count, the last of which is the context's last; the next turn begins where this one did."""
 
-    def __init__(self, model: LanguageModel, context: int, visit: int, pool: Pool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        context: int,
+        visit: int,
+        pool: Pool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.model, self.context, self.visit = model, context, visit
         self.start = self.state = filled(model, context, context - visit - 1, pool)
         self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
-        self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device)
+        self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device, clock)
 
     def begin(self) -> None:
         """Go back to the start, which steps must not write into: its memories and rings are copied. A cache of the

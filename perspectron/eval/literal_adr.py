@@ -54,10 +54,9 @@ class _Block(nn.Module):
 class LiteralADR(nn.Module):
     """Logits [B,T,V] of ids [B,T]; dropout is left out, as in evaluation."""
 
-    def __init__(
-        self, vocab_size: int, positions: int, width: int = 256, heads: int = 4, layers: int = 4
-    ) -> None:
+    def __init__(self, vocab_size: int, positions: int) -> None:
         super().__init__()
+        width, heads, layers = 256, 4, 4
         self.embed, self.positions = nn.Embedding(vocab_size, width), nn.Embedding(positions, width)
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size, bias=False)
@@ -69,11 +68,11 @@ class LiteralADR(nn.Module):
 
 
 @torch.no_grad()
-def tried(ids: list[int], vocab_size: int, positions: int, seed: int = 0) -> dict[str, float | int]:
+def tried(ids: list[int], vocab_size: int, positions: int) -> dict[str, float | int]:
     """Results of the demo with a prompt. token: its argmax. leak: how far the first token's logits move when the last
     token is another, 0 of a causal model. again: how far the same prompt's logits move when it is asked again."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = LiteralADR(vocab_size, positions)
     prompt = torch.tensor([ids])
 

@@ -201,9 +201,9 @@ class ADR(nn.Module):
         seen = (memory if raws is None else raws).view(own.shape)
         if config.cold_start:
             t_BT = (at.position_BT + 1).to(seen.dtype)
-            log_gamma = (
-                torch.as_tensor(gamma).log().clamp(max=-torch.finfo(seen.dtype).eps)
-            )  # γ may round to 1
+            log_gamma: Tensor | float = gamma.log() if isinstance(gamma, Tensor) else math.log(gamma)
+            if isinstance(log_gamma, Tensor):  # γ may round to 1
+                log_gamma = log_gamma.clamp(max=-torch.finfo(log_gamma.dtype).eps)
             seen = seen / -torch.expm1(t_BT[:, :, None] * log_gamma)[:, :, None, :, None]
         seen = seen.to(qkv_BT3HK.dtype)
         if config.remember != "both":

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from perspectron.plot import Chart, Line, Point, write
+from perspectron.files import write_text
+from perspectron.plot import Chart, Line, Point
 from perspectron.plot import draw as picture
 
 MOST = 1000  # points of a line
@@ -56,7 +57,7 @@ def draw(metrics: list[dict[str, Any]], path: Path) -> None:
         said = ", ".join(f"{line.name} {line.points[-1][1]:.3f}" for line in others)
         chart = _chart(f"loss: {said}", "bits per byte", [(step, loss * bits_of) for step, loss in losses])
         charts.append(Chart(chart.title, chart.x, chart.y, [*chart.lines, *others]))
-    write(path, picture(charts))
+    write_text(path, picture(charts))
 
 
 def _bits_per_nat(metrics: list[dict[str, Any]]) -> float | None:
@@ -78,7 +79,7 @@ def draw_terms(metrics: list[dict[str, Any]], path: Path) -> None:
             _chart(f"{name.replace('_', ' ')} {at[-1][1]:.3g}", TERMS.get(name, ""), at)
             for name, at in terms.items()
         ]
-        write(path, picture(charts))
+        write_text(path, picture(charts))
 
 
 def _points(lines: list[dict[str, Any]], name: str) -> list[Point]:

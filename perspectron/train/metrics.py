@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from perspectron.errors import CheckpointError, StorageError
-from perspectron.files import append_to, atomic, parse_json, plain, read_text
+from perspectron.files import append_to, parse_json, plain, read_text, write_text
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -45,8 +45,7 @@ def forget(run: Path, step: int) -> None:
     path = run / METRICS
     if path.is_file():
         kept = [line for line in read_metrics(run) if line["step"] <= step]
-        with atomic(path) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_metrics(run: Path) -> list[Metrics]:

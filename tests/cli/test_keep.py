@@ -47,7 +47,7 @@ def test_what_cannot_go_on(run, tmp_path, capsys):
         "damaged, it is not what manifest.json says": lambda folder: (
             folder / "conversation.state"
         ).write_text(""),
-        "go on with the model that wrote it": lambda folder: (folder / "manifest.json").write_text(
+        "use the model that wrote it": lambda folder: (folder / "manifest.json").write_text(
             (folder / "manifest.json").read_text().replace('"model": "', '"model": "0')
         ),
     }

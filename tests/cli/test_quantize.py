@@ -204,3 +204,15 @@ def test_links_do_not_lead_out_of_an_artifact(artifact, tmp_path, capsys, name):
     (folder / name).unlink()
     (folder / name).symlink_to("inside")
     said(capsys, "generate", folder, "x", "--max-tokens", 1)
+
+
+def test_the_use_of_experts_goes_with_a_conversation_to_another_machine(artifact, tmp_path, capsys):
+    here, talk = shutil.copytree(artifact, tmp_path / "here"), tmp_path / "talk"
+    said(capsys, "generate", here, "the cat", "--max-tokens", 8, "--warm", "--keep", talk)
+    assert (talk / "usage.json").read_bytes() == (here / "usage.json").read_bytes()
+    there = shutil.copytree(artifact, tmp_path / "there")
+    assert not (there / "usage.json").exists()
+    assert main(["generate", str(there), "--from", str(talk), "--max-tokens", "4", "--warm"]) == 0
+    assert "of the experts of the first 100 tokens were at hand" in capsys.readouterr().err
+    counted = [json.loads((folder / "usage.json").read_text()) for folder in (talk, there)]
+    assert counted[0].keys() == counted[1].keys() and counted[0] != counted[1]

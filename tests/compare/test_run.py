@@ -360,6 +360,10 @@ def test_mistakes_of_an_ablation_are_one_line(whole, tmp_path, capsys):
     assert main(["ablate", str(cell), "--over", "no_gate", "--out", str(tmp_path / "out")]) == 2
     words = "ablation of transformer = 'no_gate', must be one of no_embedding_norm, no_rope, half_depth, "
     assert words in capsys.readouterr().err
+    assert main(["ablate", str(cell), "--tokens", "1M"]) == 2
+    assert (
+        "tokens = '1M', must be with --out DIR; without it, ablations are listed" in capsys.readouterr().err
+    )
 
 
 def test_a_pause_does_not_slow_a_cell(tmp_path):

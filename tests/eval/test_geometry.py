@@ -129,7 +129,7 @@ def test_failures_come_first(results):
     assert sides == sorted(sides) and False in sides and True in sides
     assert any(side and line.startswith("Its paths are of low action") for side, line in findings(good))
     assert "not of low action" in findings(results)[0][1]
-    assert "no sign of it" in page(results) and "consistent with a torus" in page(good)
+    assert "No sign of a torus" in page(results) and "Consistent with a torus" in page(good)
 
 
 def test_what_cannot_be_measured(model, ids):

@@ -654,7 +654,11 @@ def test_a_router_that_reads_what_the_mixer_gave():
 
     sizes = {"vocab_size": 60, "d_model": 32, "layers": 2, "hidden": 32, "rank": 4, "heads": 2, "kv_heads": 1,
              "period": 3, "torus": [2, 2]}  # fmt: skip
-    model = perspectron.build(presets.get("perspective-tiny", **sizes, reads="mixer")).eval()
+    config = presets.get("perspective-tiny", **sizes, reads="mixer")
+    bare = (dataclasses.replace(config.blocks[0], mixer=None), *config.blocks[1:])
+    with pytest.raises(ConfigError, match="reads = 'mixer', must be stream in a layer without a mixer"):
+        perspectron.build(dataclasses.replace(config, blocks=bare))
+    model = perspectron.build(config).eval()
     seen, ids = [], torch.arange(40)[None] % 60
     block = model.blocks[1]
     block.mixer.register_forward_hook(lambda _, inputs, out: seen.append(out[0]))

@@ -309,6 +309,19 @@ def test_memories_stand_in_for_keys_and_values_one_for_each_token(config):
 # ---------------------------------------------------------------- config and weights
 
 
+def test_a_decay_that_rounds_to_1_remembers_nothing_after_a_cold_start():
+    module = build(ADRConfig(H, gamma=0.8, learned="head", cold_start=True)).float()
+    with torch.no_grad():
+        module.decay.fill_(20)
+    assert (module.gamma() == 1).all()
+    x_BTD = torch.randn(2, 5, D)
+    y_BTD, _, _ = module(x_BTD, module.init_state(2, x_BTD.device, x_BTD.dtype))
+    y_BTD.sum().backward()
+    assert y_BTD.isfinite().all() and all(
+        p.grad is None or p.grad.isfinite().all() for p in module.parameters()
+    )
+
+
 def test_a_cold_start_is_made_up_for():
     """With one candidate c at every token and an open gate, h_t = (1 − γᵗ) c: corrected, it is c at once."""
     module = build(ADRConfig(H, gamma=0.8, cold_start=True))
