@@ -99,7 +99,7 @@ def fit(
 
 @contextlib.contextmanager
 def _nothing_left(run: Path, new: bool) -> Iterator[None]:
-    """Where the block fails before the run has a config, remove what it wrote; the folder too if it is new."""
+    """Remove what the block wrote if it fails before the run has a config; the folder too if it is new."""
     before = {path for path in run.iterdir() if path.name != checkpoint.RUN_LOCK}
     try:
         yield

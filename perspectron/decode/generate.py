@@ -99,7 +99,7 @@ def generate(
 
 @dataclass
 class _Told:
-    """What the pieces of a row have told so far."""
+    """One row's part of a `Generation`, so far."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list)

@@ -78,8 +78,8 @@ class Dropout(nn.Module):
 
 
 class SameZeros(AbstractContextManager[None]):
-    """In which a block is computed again in the backward pass: dropout draws the zeros of the forward pass in which
-    this was made, whichever came after it."""
+    """Context for a block that is computed again in the backward pass: dropout draws the zeros of the forward pass in
+    which this was made, whichever came after it."""
 
     def __init__(self, drops: Sequence[Dropout]) -> None:
         self.drops, self.passes = drops, [drop.passes for drop in drops]
