@@ -14,14 +14,13 @@ from rich.table import Table
 from perspectron import native
 from perspectron.adapt import Adapter, Learner
 from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
-from perspectron.cli.options import answer, open_model, table
+from perspectron.cli.options import answer, open_model, perspectives_of, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
-from perspectron.decode.perspectives import PerspectivesConfig, load_calibration
 from perspectron.decode.safety import Action, Polytope, Safety
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, DataError
@@ -131,7 +130,7 @@ class Generate:
         if self.load_state is not None:
             conversation = Conversation.load(self.load_state, model)
             conversation = replace(conversation, state=conversation.state.to(device))
-        looks = self._perspectives(model, tokenizer)
+        looks = perspectives_of(self.perspectives, self.calibration, opened)
         safe = None if self.safety is None else Safety(Polytope.load(self.safety, model), self.action)
         texts, start = self._texts(conversation), time.perf_counter()
         prompts, adapter = texts, None
@@ -199,16 +198,6 @@ class Generate:
         if not isinstance(model, StreamedModel):
             raise ConfigError("warm = True, must be left out for a run: artifacts have experts on disk")
         return model.warm(opened.folder.path / USAGE)
-
-    def _perspectives(self, model: LanguageModel, tokenizer: Tokenizer) -> PerspectivesConfig | None:
-        if not self.perspectives:
-            require(
-                self.calibration is None, "calibration", self.calibration, "left out without --perspectives"
-            )
-            return None
-        if self.calibration is None:
-            return PerspectivesConfig()
-        return load_calibration(self.calibration, model, tokenizer.fingerprint)
 
     def _check_bench(self) -> None:
         """ConfigError for options that a measurement would ignore."""

@@ -20,6 +20,7 @@ from perspectron.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from perspectron.decode.perspectives import PerspectivesConfig
     from perspectron.opening import Folder, Opened
 
 POWERS = "KMGT"
@@ -113,6 +114,17 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
     return opened
+
+
+def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "PerspectivesConfig | None":
+    """The perspectives to ask, if any: with fixed thresholds, or calibrated for this model. ConfigError for a
+    calibration without them, or of another model."""
+    from perspectron.decode.perspectives import PerspectivesConfig, load_calibration
+
+    require(asked or calibration is None, "calibration", str(calibration), "left out without --perspectives")
+    if calibration is None:
+        return PerspectivesConfig() if asked else None
+    return load_calibration(calibration, opened.model, opened.tokenizer.fingerprint)
 
 
 def needs(package: str, extra: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import open_model, size
+from perspectron.cli.options import open_model, perspectives_of, size
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.ops.experts import FEW
@@ -62,6 +62,11 @@ class Serve:
     deterministic: bool = False
     """Compute every text separately (default: only if that costs at most a tenth more than one batch). Either way the
     other texts change no bit, which `perspectron verify` checks on this machine."""
+    perspectives: bool = False
+    """Ask several views of the experts where a model is unsure; each choice of an answer then says what they say of its
+    tokens. Prompt prefixes are not shared."""
+    calibration: Path | None = None
+    """File that `perspectives calibrate` wrote for the model (default: fixed thresholds)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
@@ -148,16 +153,19 @@ class Serve:
         from perspectron.serve.web.app import Served
 
         opened, name = open_model(run, self.cache), run.resolve().name
+        looks = perspectives_of(self.perspectives, self.calibration, opened)
         template = Template.of(opened.folder.path) if self.template is None else Template.load(self.template)
-        store = PrefixStore(
-            opened.model,
-            memory_bytes=size(self.memory, "memory"),
-            folder=None if self.keep is None else self.keep / "prefixes",
-            disk_bytes=size(self.disk, "disk"),
-        )
+        store = None
+        if looks is None:  # with perspectives, rows read their prompts themselves
+            store = PrefixStore(
+                opened.model,
+                memory_bytes=size(self.memory, "memory"),
+                folder=None if self.keep is None else self.keep / "prefixes",
+                disk_bytes=size(self.disk, "disk"),
+            )
         engine = Engine(
             opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
-            together=False if self.deterministic else None,
+            together=False if self.deterministic else None, perspectives=looks,
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
         return Served(name, engine, opened.tokenizer, kept, slots, self.max_tokens, template)

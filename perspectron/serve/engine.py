@@ -14,6 +14,7 @@ import torch
 
 from perspectron.config import require
 from perspectron.decode.batch import WIDTH, Piece
+from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
@@ -71,6 +72,7 @@ class Engine:
     While some are drawn from, one prompt at a time is read, a chunk between two steps. together: how rows are drawn
     from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
     When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
+    perspectives: of unsure tokens several views are asked, and pieces carry their verdicts; without a store.
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class Engine:
         rows: int = 16,
         queue: int = 64,
         together: bool | None = None,
+        perspectives: PerspectivesConfig | None = None,
     ) -> None:
         require(rows >= 1, "rows", rows, "≥ 1")
         require(queue >= 0, "queue", queue, "≥ 0")
-        self.model, self.tokenizer, self.store = model, tokenizer, store
+        self.model, self.tokenizer, self.store, self.perspectives = model, tokenizer, store, perspectives
         self.limit, self.queue = rows, queue
         self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
         self.together = self.cost > NEARLY if self.cost is not None else bool(together)
@@ -159,7 +162,14 @@ class Engine:
 
     def _fresh(self) -> Rows:
         chunk: dict[str, Any] = {} if self.store is None else {"chunk": self.store.chunk}
-        return Rows(self.model, self.tokenizer, together=self.together, store=self.store, **chunk)
+        return Rows(
+            self.model,
+            self.tokenizer,
+            together=self.together,
+            store=self.store,
+            perspectives=self.perspectives,
+            **chunk,
+        )
 
     def _loop(self) -> None:
         while self._next():

@@ -27,7 +27,7 @@ def served(
 ) -> Served:
     """A model of its own, its rows one by one."""
     model = make(design)
-    store = PrefixStore(model, folder=folder / "prefixes")
+    store = None if "perspectives" in options else PrefixStore(model, folder=folder / "prefixes")
     engine = Engine(model, tokenizer, store=store, **{"rows": 4, "queue": 4, "together": False} | options)
     return Served(
         name, engine, tokenizer, States(folder / "states" / name), States(folder / "slots" / name), 64

@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
+from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.serve.web.app import create
@@ -53,6 +54,27 @@ def test_a_completion_is_what_generate_says(client, tiny) -> None:
     again = complete(client, prompt=tiny.tokenizer.encode("The cat sat"))
     assert again["choices"] == answer["choices"]
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": read}
+
+
+def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> None:
+    """As `generate` has them, whole and streamed, in both routes; without them, no such field."""
+    looks = PerspectivesConfig(trigger_p=0, trigger_entropy=99, every=2, threshold=0.02)
+    one = served(tmp_path, tokenizer, perspectives=looks)
+    one.template = Template(TEMPLATE, "here")
+    sampling = SamplingConfig(temperature=1.0, seed=5)
+    made = generate(
+        one.engine.model, tokenizer, ["The cat sat"], max_tokens=12, sampling=sampling, perspectives=looks
+    )
+    expected = [verdict._asdict() | {"votes": list(verdict.votes)} for verdict in made.verdicts[0]]
+    assert len(expected) == 12 and {view["triggered"] for view in expected} == {False, True}
+    with TestClient(create([one])) as client:
+        (choice,) = complete(client)["choices"]
+        assert (choice["text"], choice["perspectives"]) == (made.texts[0], expected)
+        frames = streamed(client, "/v1/completions", PROMPT)
+        assert [view for f in frames for c in f["choices"] for view in c.get("perspectives", ())] == expected
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        (choice,) = client.post("/v1/chat/completions", json=chat).json()["choices"]
+        assert len(choice["perspectives"]) == 3 and 0 <= choice["perspectives"][0]["confidence"] <= 1
 
 
 def test_choices_stops_echo_and_logprobs(client, tiny) -> None:

@@ -187,7 +187,9 @@ class Answers:
                 try:
                     async for index, got in _chained(first, events):
                         marks = [got] if got.id is not None else []
-                        choice = piece(index, got.text, _finish(got), marks, index not in begun)
+                        choice = piece(index, got.text, _finish(got), marks, index not in begun) | _views(
+                            marks
+                        )
                         begun.add(index)
                         yield _event({**streamed, "choices": [choice]})
                     if asked:
@@ -220,7 +222,10 @@ class Answers:
             gone.cancel()
             task.cancel()
             self.served.engine.cancel(run.jobs)
-        parts = [whole(i, got.text, got.finish, got.marks, True) for i, got in enumerate(choices)]
+        parts = [
+            whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
+            for i, got in enumerate(choices)
+        ]
         return JSONResponse({**frame, "choices": parts, "usage": run.usage()})
 
     async def _collect(self, run: _Run, choices: Sequence[_Choice]) -> None:
@@ -308,6 +313,12 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 
 def _finish(piece: Piece) -> str | None:
     return "stop" if piece.finished == "end" else piece.finished
+
+
+def _views(marks: Sequence[Piece]) -> dict[str, Any]:
+    """Verdicts of the perspectives on each token, where they are asked."""
+    verdicts = [mark.verdict for mark in marks if mark.verdict is not None]
+    return {"perspectives": [verdict._asdict() for verdict in verdicts]} if verdicts else {}
 
 
 def _event(value: dict[str, Any]) -> ServerSentEvent:
