@@ -3,7 +3,7 @@
 Shapes: B batch, T time, D model width, N parts (mixer and network) that read the token before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,16 @@ class ShiftedState:
 
     mixer: Any
     last_BND: Tensor
+
+
+def of_mixer(state: Any) -> Any:
+    """The mixer's part of a block's state."""
+    return state.mixer if isinstance(state, ShiftedState) else state
+
+
+def with_mixer(state: Any, own: Any) -> Any:
+    """A block's state with another part of the mixer."""
+    return replace(state, mixer=own) if isinstance(state, ShiftedState) else own
 
 
 class RouteGate(nn.Module):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.adapt.adapter import gates
 from perspectron.block import Block, ShiftedState
 from perspectron.census import census
 from perspectron.config import ModelConfig
@@ -236,8 +235,6 @@ def test_where_it_is_not_computed_it_is_refused():
         ConfigError, match="first_values = True, must be false in ssd-tiny: its mixers have no values"
     ):
         build(replace(config("ssd"), name="ssd-tiny", first_values=True))
-    with pytest.raises(ConfigError, match="shift = True, must be False: adapters"):
-        gates(model)
 
 
 def test_what_is_handed_on_is_no_dict():

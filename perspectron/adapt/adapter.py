@@ -5,24 +5,26 @@ Shapes: D model width, r rank of the adapter, R state rank.
 
 import copy
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from perspectron.block import Block
+from perspectron.block import Block, of_mixer, with_mixer
 from perspectron.config import at_least, load, require
 from perspectron.errors import ConfigError, StateError
 from perspectron.files import atomic, load_tensors, parse_json, save_tensors
-from perspectron.mixers.pdr import PDR, AdaptedState, PDRState
+from perspectron.mixers.pdr import PDR, Adapted, AdaptedState, PDRState
+from perspectron.mixers.pdr2 import PDR2, AdaptedPDR2State, PDR2State
 from perspectron.model import LanguageModel
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState, digest_of
 from perspectron.streams import stream
 
 FORMAT = "perspectron-adapter-1"
+ADAPTED: dict[type[Any], type[Any]] = {PDRState: AdaptedState, PDR2State: AdaptedPDR2State}
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,9 @@ def gates(model: LanguageModel) -> dict[int, nn.Linear]:
         raise ConfigError(
             "the model is packed in few bits, which have no derivative; adapt the run that it was made from"
         )
-    require(
-        not model.config.shift,
-        "shift",
-        model.config.shift,
-        "False: adapters are of PDR as the document has it",
-    )
     for index, block in enumerate(cast("list[Block]", model.blocks)):
         mixer = getattr(block, "mixer", None)
-        if isinstance(mixer, PDR) and isinstance(mixer.p_proj, nn.Linear):
+        if isinstance(mixer, PDR | PDR2) and isinstance(mixer.p_proj, nn.Linear):
             found[index] = mixer.p_proj
     if not found:
         raise ConfigError(
@@ -108,24 +104,25 @@ class Adapter:
         """The state, every row of it under this adapter. traces: keep them, from those saved or from none."""
         layers = list(state.layers)
         for i, up in self.up.items():
-            layer = cast(PDRState, layers[i])
-            memory = layer.memory_BDR
+            own = _bare(of_mixer(layers[i]))
+            memory = own.memory_BDR
             B, D, R = memory.shape
             down_BrD, up_BDr = (x.to(memory.device).expand(B, *x.shape).clone() for x in (self.down[i], up))
             trace = memory.new_zeros(B, self.config.rank if traces else 0, D, R)
             if traces and i in self.trace:
                 trace = self.trace[i].to(memory).expand(B, *self.trace[i].shape).clone()
-            layers[i] = AdaptedState(memory, layer.length_B, down_BrD, up_BDr, trace)
+            adapted = ADAPTED[type(own)](**vars(own), down_BrD=down_BrD, up_BDr=up_BDr, trace_BrDR=trace)
+            layers[i] = with_mixer(layers[i], adapted)
         return replace(state, layers=tuple(layers))
 
     def detach(self, state: LMState) -> LMState:
         """The state as the model alone has it. The traces of its first row are kept here."""
         layers = list(state.layers)
         for i, layer in enumerate(layers):
-            if isinstance(layer, AdaptedState):
-                if layer.trace_BrDR.shape[1]:
-                    self.trace[i] = layer.trace_BrDR[0].detach().clone()
-                layers[i] = PDRState(layer.memory_BDR, layer.length_B)
+            if isinstance(own := of_mixer(layer), Adapted):
+                if own.traced:
+                    self.trace[i] = own.trace_BrDR[0].detach().clone()
+                layers[i] = with_mixer(layer, _bare(own))
         return replace(state, layers=tuple(layers))
 
     def save(self, path: Path | str) -> None:
@@ -171,8 +168,7 @@ class Adapter:
             index = int(number) if number.isdecimal() else -1
             if kind not in ("up", "first", "second", "trace") or index not in adapter.up:
                 raise StateError(f"{path}: has {name[:80]!r}, must hold what an adapter has")
-            layer = cast(AdaptedState, empty.layers[index])
-            wanted = layer.trace_BrDR[0] if kind == "trace" else adapter.up[index]
+            wanted = of_mixer(empty.layers[index]).trace_BrDR[0] if kind == "trace" else adapter.up[index]
             if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype or not tensor.isfinite().all():
                 raise StateError(
                     f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, must be finite {wanted.dtype} "
@@ -195,6 +191,14 @@ def merge(model: LanguageModel, adapter: Adapter) -> LanguageModel:
             if i in adapter.up:
                 weight.weight += (adapter.up[i] @ adapter.down[i]).to(weight.weight)
     return merged
+
+
+def _bare(own: Any) -> Any:
+    """A mixer's state without an adapter."""
+    for bare, adapted in ADAPTED.items():
+        if isinstance(own, adapted):
+            return bare(*(getattr(own, field.name) for field in fields(bare)))
+    return own
 
 
 def _down(seed: int, layer: int, rank: int, gate: nn.Linear) -> Tensor:

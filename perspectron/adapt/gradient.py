@@ -5,7 +5,6 @@ Shapes: T time, V vocabulary, D model width, r rank of the adapter, B rows, K di
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from perspectron.block import of_mixer, with_mixer
 from perspectron.config import require
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.mixers.pdr import AdaptedState
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 from perspectron.streams import stream
@@ -56,10 +55,10 @@ def with_weights(state: LMState, up: Weights, *, rows: int = 1, traces: bool = T
     state = state if rows == 1 else state.select([0] * rows)
     layers = list(state.layers)
     for i, weight in up.items():
-        layer = cast(AdaptedState, layers[i])
-        trace = layer.trace_BrDR if traces else layer.trace_BrDR[:, :0]
-        own = weight if weight.ndim == 3 else weight.expand(rows, *weight.shape)
-        layers[i] = replace(layer, up_BDr=own, trace_BrDR=trace)
+        own = of_mixer(layers[i])
+        trace = own.trace_BrDR if traces else own.trace_BrDR[:, :0]
+        up_BDr = weight if weight.ndim == 3 else weight.expand(rows, *weight.shape)
+        layers[i] = with_mixer(layers[i], replace(own, up_BDr=up_BDr, trace_BrDR=trace))
     return replace(state, layers=tuple(layers))
 
 

@@ -29,7 +29,6 @@ from perspectron.block import Block
 from perspectron.config import at_least, one_of, positive, require
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.reading import END_OF_TEXT_ID, check_ids
-from perspectron.mixers.pdr import PDR
 from perspectron.model import LanguageModel
 
 BETAS, EPS = (0.9, 0.99), 1e-8
@@ -100,7 +99,7 @@ class Learner:
     ) -> None:
         traced = config.estimator == "trace"
         for index in adapter.up if traced else ():
-            every = cast(PDR, cast(Block, model.blocks[index]).mixer).config.renorm_every
+            every = getattr(cast(Block, model.blocks[index]).mixer.config, "renorm_every", 0)
             require(every == 0, "estimator", "trace", "jvp or backprop where the memory is renormalised")
         self.model, self.adapter, self.config = model.requires_grad_(False), adapter, config
         adapter.to(model.device)

@@ -59,10 +59,9 @@ class PDRState:
     length_B: Tensor
 
 
-@register
 @dataclass(frozen=True)
-class AdaptedState(PDRState):
-    """The state of PDR whose gates each row adapts: p = W_p x + B A x + b_p (docs/designs/perspective.md#adaptation).
+class Adapted:
+    """Part of a state whose gates each row adapts: p = W_p x + B A x + b_p (docs/designs/perspective.md#adaptation).
 
     down: A [B,r,D], up: B [B,D,r]. trace: how the memory depends on B [B,r,D,R]; where none is kept, [B,0,D,R]. With
     traces, B has a gradient through all tokens before these, too, and these need no more than their own graph."""
@@ -72,6 +71,28 @@ class AdaptedState(PDRState):
     down_BrD: Tensor
     up_BDr: Tensor
     trace_BrDR: Tensor
+
+    @property
+    def traced(self) -> bool:
+        return self.trace_BrDR.shape[1] > 0
+
+    def gates(self, p_BTD: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of the gates with the adapter's part, without its gradient where traces give it; and u = A x."""
+        u_BTr = x_BTD @ self.down_BrD.mT.to(x_BTD.dtype)
+        up_BDr = self.up_BDr.detach() if self.traced else self.up_BDr
+        return p_BTD + u_BTr @ up_BDr.mT.to(u_BTr.dtype), u_BTr
+
+    def learned(self, derivative_BTrD: Tensor) -> Tensor | None:
+        """Zeros [B,T,D] whose gradient in B is that of outputs with these derivatives; None without gradients."""
+        if not torch.is_grad_enabled():
+            return None
+        return torch.einsum("btrd,bdr->btd", derivative_BTrD, self.up_BDr - self.up_BDr.detach())
+
+
+@register
+@dataclass(frozen=True)
+class AdaptedState(Adapted, PDRState):
+    """The state of PDR under an adapter."""
 
 
 class Constant(nn.Module):
@@ -121,9 +142,8 @@ class PDR(nn.Module):
     ) -> tuple[Tensor, PDRState, dict[str, Term]]:
         read_BTD = self.p_down(x_BTD)
         p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
-        if isinstance(state, AdaptedState):
-            u_BTr = read_BTD @ state.down_BrD.mT.to(read_BTD.dtype)
-            p_BTD = p_BTD + u_BTr @ _fixed(state).mT.to(u_BTr.dtype)
+        if isinstance(state, Adapted):
+            p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
         gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
@@ -132,12 +152,10 @@ class PDR(nn.Module):
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
         learned_BTD, more = None, dict[str, Tensor]()
-        if isinstance(state, AdaptedState) and state.trace_BrDR.shape[1]:  # before the memory is written into
+        if isinstance(state, AdaptedState) and state.traced:  # before the memory is written into
             given = (*inputs, u_BTr, state.memory_BDR, state.trace_BrDR)
             d_BTrD, more["trace_BrDR"] = eligibility.trace(*given, scale=self.config.scale)
-            if torch.is_grad_enabled():  # 0, and its gradient in B is the traces'
-                apart_BDr = state.up_BDr - state.up_BDr.detach()
-                learned_BTD = torch.einsum("btrd,bdr->btd", d_BTrD, apart_BDr)
+            learned_BTD = state.learned(d_BTrD)
         o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at, consume_state)
         if learned_BTD is not None:
             o_BTD = o_BTD + learned_BTD
@@ -162,8 +180,3 @@ class PDR(nn.Module):
             outputs.append(o)
             start = stop
         return torch.cat(outputs, 1), memory
-
-
-def _fixed(state: AdaptedState) -> Tensor:
-    """B as the gates use it: without a gradient where traces give it."""
-    return state.up_BDr.detach() if state.trace_BrDR.shape[1] else state.up_BDr

@@ -5,7 +5,7 @@ half-lives from one token to a thousand, and inputs scaled by the decay; a norm 
 Shapes: B batch, T time, D model width, G groups, R state rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Lean, apart, logits_of_halflives
-from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE
-from perspectron.ops import pdr
+from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
+from perspectron.ops import eligibility, pdr
 from perspectron.ops.fused import RMSNorm
 from perspectron.state import register
 from perspectron.terms import Term
@@ -48,6 +48,12 @@ class PDR2State:
     """The state of PDR2. memory: S [B,D,R], float32 or float64."""
 
     memory_BDR: Tensor
+
+
+@register
+@dataclass(frozen=True)
+class AdaptedPDR2State(Adapted, PDR2State):
+    """The state of PDR2 under an adapter."""
 
 
 class PDR2(nn.Module):
@@ -100,9 +106,13 @@ class PDR2(nn.Module):
         q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
         v_BTD = v_BTD if lean is None else lean(v_BTD, x_v)
         p_BTD = self.p_proj(x_p)
+        if isinstance(state, Adapted):
+            p_BTD, u_BTr = state.gates(p_BTD, x_p)
         p_BTD = p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32))
         gamma_BTD = torch.sigmoid(p_BTD)
+        slope_BTD = None
         if self.config.unit_input:
+            slope_BTD = -gamma_BTD.square() / (1 + gamma_BTD)  # of log √(1 − γ²) in p
             # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
             v_BTD = v_BTD * (torch.exp(0.5 * F.logsigmoid(-p_BTD)) * torch.sqrt(1 + gamma_BTD))
         if pad_BT is not None:
@@ -112,12 +122,22 @@ class PDR2(nn.Module):
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         q, k, v, gamma = (self._groups(x) for x in (q, k, v_BTD, gamma_BTD))
         memory = state.memory_BDR.reshape(len(v), -1, self.config.rank)
+        learned_BTD, more = None, dict[str, Tensor]()
+        if isinstance(state, AdaptedPDR2State) and state.traced:  # before the memory is written into
+            u = u_BTr.repeat_interleave(self.config.groups, 0)
+            trace = state.trace_BrDR.unflatten(2, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)
+            slope = None if slope_BTD is None else self._groups(slope_BTD)
+            d, trace = eligibility.trace(q, k, v, gamma, u, memory, trace, slope_BTD=slope)
+            more["trace_BrDR"] = trace.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2, 3)
+            learned_BTD = state.learned(d.unflatten(0, (len(x_q), -1)).movedim(1, 3).flatten(3))
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
         o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
+        if learned_BTD is not None:
+            o_BTD = o_BTD + learned_BTD
         if self.config.gated:
             o_BTD = self.norm((o_BTD * F.silu(self.z_proj(x_q))).to(x_BTD.dtype))
         memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
-        return self.o_proj(o_BTD.to(x_BTD.dtype)), PDR2State(memory_BDR), {}
+        return self.o_proj(o_BTD.to(x_BTD.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
 
     def _groups(self, x_BTC: Tensor) -> Tensor:
         """The groups [B·G,T,C/G] of [B,T,C]."""

@@ -26,6 +26,19 @@ def make(layers: int = 4, *, experts: bool = False, mixers: str = "all") -> Lang
     return model.requires_grad_(False)
 
 
+def make2(layers: int = 3, **options: bool) -> LanguageModel:
+    """The same of PDR 2, with attention in the third layer, the token before and first values."""
+    config = presets.get("perspective2-tiny", **SIZES | {"kv_heads": 4}, layers=layers, groups=2, **options)
+    model = build(config, seed=5).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.embedding.weight.mul_(4)
+        for name, parameter in model.named_parameters():
+            if "shift" in name or "first_values" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    return model.requires_grad_(False)
+
+
 def text(tokens: int, seed: int = 0) -> list[int]:
     """Ids of words that come again and again."""
     draw = torch.Generator().manual_seed(seed)
@@ -33,6 +46,7 @@ def text(tokens: int, seed: int = 0) -> list[int]:
     return word_WL[torch.randint(12, (tokens // 5 + 1,), generator=draw)].flatten()[:tokens].tolist()
 
 
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return make()
+@pytest.fixture(scope="module", params=[make, make2], ids=["pdr", "pdr2"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    made: LanguageModel = request.param()
+    return made

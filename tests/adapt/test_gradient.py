@@ -9,9 +9,10 @@ from torch import Tensor
 
 from perspectron.adapt.adapter import Adapter, AdapterConfig
 from perspectron.adapt.gradient import Piece, Subspace, Weights, by_backprop, by_jvp, by_traces
+from perspectron.block import of_mixer
 from perspectron.model import LanguageModel
 from perspectron.ops import eligibility, pdr
-from tests.adapt.conftest import make, text
+from tests.adapt.conftest import make, make2, text
 
 
 def started(model: LanguageModel, *, traces: bool = True, rank: int = 3) -> tuple[Adapter, Piece]:
@@ -39,7 +40,9 @@ def cosine(one: Weights, other: Weights) -> float:
     return float(torch.cosine_similarity(*flat, dim=0))
 
 
-def test_traces_are_the_derivative_of_outputs_and_memory_by_autograd():
+@pytest.mark.parametrize("scaled", [False, True], ids=["pdr", "pdr2"])
+def test_traces_are_the_derivative_of_outputs_and_memory_by_autograd(scaled):
+    """scaled: values times √(1 − γ²), by the gates before a reset."""
     B, T, D, R, r = 2, 150, 5, 3, 2  # longer than a chunk
     draw = torch.Generator().manual_seed(0)
     q, k, v, p, u = (torch.randn(B, T, n, generator=draw, dtype=torch.float64) for n in (R, R, D, D, r))
@@ -49,13 +52,18 @@ def test_traces_are_the_derivative_of_outputs_and_memory_by_autograd():
     v = v.masked_fill(pad_BT[:, :, None], 0)
 
     def run(up_BDr: Tensor) -> tuple[Tensor, Tensor]:
-        gamma = torch.sigmoid(p + u @ up_BDr.mT).masked_fill(pad_BT[:, :, None], 1)
-        gamma = gamma.masked_fill(reset_BT[:, :, None], 0)
-        return pdr.scan(q, k, v, gamma, memory, backend="reference")
+        return pdr.scan(*gated(up_BDr)[:4], memory, backend="reference")
 
-    gamma = torch.sigmoid(p + u @ up.mT).masked_fill(pad_BT[:, :, None], 1)
-    gamma = gamma.masked_fill(reset_BT[:, :, None], 0)
-    found, last = eligibility.trace(q, k, v, gamma, u, memory, torch.zeros(B, r, D, R, dtype=torch.float64))
+    def gated(up_BDr: Tensor) -> tuple[Tensor, ...]:
+        gamma = torch.sigmoid(p + u @ up_BDr.mT)
+        values = v * (1 - gamma.square()).sqrt() if scaled else v
+        slope = -gamma.square() / (1 + gamma)
+        gamma = gamma.masked_fill(pad_BT[:, :, None], 1).masked_fill(reset_BT[:, :, None], 0)
+        return q, k, values, gamma, slope
+
+    *given, slope = gated(up)
+    zeros = torch.zeros(B, r, D, R, dtype=torch.float64)
+    found, last = eligibility.trace(*given, u, memory, zeros, slope_BTD=slope if scaled else None)
     basis = torch.eye(r, dtype=torch.float64)[:, None, None, :].expand(r, B, D, r)
     for i in range(r):  # rows do not mix, so one direction in all of them gives each row's own
         o, S = torch.func.jvp(run, (up,), (basis[i].contiguous(),))[1]
@@ -63,8 +71,10 @@ def test_traces_are_the_derivative_of_outputs_and_memory_by_autograd():
         torch.testing.assert_close(last[:, i], S, rtol=0, atol=1e-10)
 
 
-def test_of_one_layer_the_gradient_by_traces_is_backpropagation_however_it_is_cut():
-    model = make(layers=1, mixers="pdr")
+@pytest.mark.parametrize("pdr2", [False, True])
+def test_of_one_layer_the_gradient_by_traces_is_backpropagation_however_it_is_cut(pdr2):
+    """Without the shift, by which the network reads what the memory gave one token before."""
+    model = make2(layers=1, shift=False) if pdr2 else make(layers=1, mixers="pdr")
     adapter, piece = started(model)
     whole = by_backprop(model, [piece], adapter.up)
     for cuts in ([], [1, 2, 3, 40, 41, 80], [33]):
@@ -91,7 +101,8 @@ def test_traces_do_not_touch_what_is_read(model):
     reset[:, 0] = False
     out = model(ids[:, :-1], plain, ids[:, 1:], reset_BT=reset)
     torch.testing.assert_close(nats.mean(), out.loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(state.layers[0].memory_BDR, out.state.layers[0].memory_BDR, rtol=0, atol=1e-12)
+    one, other = (of_mixer(made.layers[0]).memory_BDR for made in (state, out.state))
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_rows_with_their_own_adapters_are_as_alone(model):
@@ -106,7 +117,7 @@ def test_rows_with_their_own_adapters_are_as_alone(model):
         for row in range(2):
             alone = model(ids[row : row + 1], states[row])
             torch.testing.assert_close(both.logits[row], alone.logits[0], rtol=0, atol=1e-12)
-            one, other = both.state.take(row).layers[1], alone.state.layers[1]
+            one, other = (of_mixer(state.layers[1]) for state in (both.state.take(row), alone.state))
             torch.testing.assert_close(one.trace_BrDR, other.trace_BrDR, rtol=0, atol=1e-12)
 
 
