@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from perspectron import presets
 from perspectron.census import Census, FlopCounter, census
 from perspectron.config import BlockConfig, MixerConfig, RouteGatedConfig, SequentialConfig
+from perspectron.hooks import hooked
 from perspectron.mixers import MIXERS
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.model import LanguageModel
@@ -220,9 +221,8 @@ def activations() -> int:
         if isinstance(m, nn.Linear)
     ]
     hooks.append(layer.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel())))
-    layer(meta(1, 1, D), layer.init_state(1, META, torch.float32))
-    for hook in hooks:
-        hook.remove()
+    with hooked(hooks):
+        layer(meta(1, 1, D), layer.init_state(1, META, torch.float32))
     return sum(seen)
 
 

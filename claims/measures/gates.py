@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from perspectron.block import Block
+from perspectron.hooks import hooked
 from perspectron.mixers.adr import ADR, ADRState
 from perspectron.mixers.drm import DRM, DRMState
 from perspectron.mixers.lens import Lens
@@ -42,11 +43,8 @@ def gates(model: LanguageModel, ids_BT: Tensor) -> Gates:
         reads.append((arguments[0], arguments[1]))
 
     hooks = [block.mixer.register_forward_pre_hook(keep) for block in blocks]
-    try:
+    with hooked(hooks):
         model.hidden(ids_BT)
-    finally:
-        for hook in hooks:
-            hook.remove()
     for block, (x_BTD, state) in zip(blocks, reads, strict=True):
         for kind, measure in MEASURES.items():
             if isinstance(block.mixer, kind):

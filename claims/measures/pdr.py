@@ -29,6 +29,7 @@ from perspectron import presets
 from perspectron.decode.perspectives import Perspectives, PerspectivesConfig
 from perspectron.decode.reading import read
 from perspectron.experts.ternary import Rule, trits
+from perspectron.hooks import hooked
 from perspectron.mixers.pdr import PDR, PDRState
 from perspectron.model import build
 from perspectron.ops import pdr
@@ -165,10 +166,9 @@ def direct_gradient(back: int) -> Evidence:
             kept.append(inputs[0].requires_grad_())
             inputs[0].retain_grad()
 
-        hook = model.blocks[0].register_forward_pre_hook(keep)
-        last_BD = model.hidden(text(tokens=256))[0][:, -1]
+        with model.blocks[0].register_forward_pre_hook(keep):
+            last_BD = model.hidden(text(tokens=256))[0][:, -1]
         (last_BD * drawn(*last_BD.shape)).sum().backward()
-        hook.remove()
         model.zero_grad()
         norms.append(cast(Tensor, kept[0].grad)[:, -1 - back].norm().item())
     ratio = float(f"{norms[0] / norms[1]:.1g}")
@@ -202,10 +202,8 @@ def start_halflives() -> Evidence:
         lives.append(round(halflife_D.median().item(), 1))
 
     hooks = [m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, PDR)]
-    with torch.no_grad():
+    with hooked(hooks), torch.no_grad():
         model.hidden(text())
-    for hook in hooks:
-        hook.remove()
     return Evidence(tuple(lives), f"{min(lives):.1f} to {max(lives):.1f} tokens by layer, W_p included")
 
 
@@ -239,9 +237,8 @@ def gradient_through(layers: int, embedding_std: float) -> float:
         kept.append(inputs[0])
 
     hooks = [m.register_forward_pre_hook(keep) for m in (model.blocks[0], model.norm)]
-    model(ids, targets=ids).objective().backward()
-    for hook in hooks:
-        hook.remove()
+    with hooked(hooks):
+        model(ids, targets=ids).objective().backward()
     first_norm, last_norm = (cast(Tensor, x.grad).norm().item() for x in kept)
     return float(f"{first_norm / last_norm:.2g}")
 

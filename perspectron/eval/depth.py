@@ -9,7 +9,6 @@ Shapes: T tokens, D rows of a layer's state, C values of a label, Q bins.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +17,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.block import Block
 from perspectron.config import at_least, require
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.errors import DataError
+from perspectron.eval.gates import gates_of, recorded
 from perspectron.eval.labels import LABELS, labels, of_tokens
 from perspectron.eval.subject import Subject
+from perspectron.hooks import hooked
 from perspectron.model import LanguageModel
 from perspectron.stats import Floats
 from perspectron.streams import stream
@@ -55,11 +55,7 @@ class Source(NamedTuple):
 
 def layers_of(model: LanguageModel) -> dict[int, torch.nn.Module]:
     """The layers with a decay for each row, by their number: what gives its logit. ConfigError without one."""
-    found = {}
-    for number, block in enumerate(model.blocks):
-        gate = getattr(block.mixer, "p_proj", None) if isinstance(block, Block) else None
-        if isinstance(gate, torch.nn.Module):
-            found[number] = gate
+    found = gates_of(model)
     require(len(found) > 0, "model", model.config.name, "one with PDR layers, such as perspective")
     return found
 
@@ -151,27 +147,12 @@ def read(subject: Subject, options: Options) -> Iterator[Source]:
 @torch.no_grad()
 def _gates(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Floats], Floats]:
     """Decays [T,D] of each layer at the tokens of a file, and the nats of each token."""
-    found = dict[int, Floats]()
-    hooks = [
-        gate.register_forward_hook(partial(_keep, found, number)) for number, gate in layers_of(model).items()
-    ]
-    try:
-        nats = _nats(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found, nats
+    gates, logits_TV = recorded(model, ids)
+    return {number: p_TD.sigmoid().cpu().numpy() for number, p_TD in gates.items()}, _nats(logits_TV, ids)
 
 
-def _nats(model: LanguageModel, ids: list[int]) -> Floats:
-    read_BT = torch.tensor([[END_OF_TEXT_ID, *ids]], device=model.device)
-    logits_TV = model(read_BT).logits[0, :-1].double()
-    return F.cross_entropy(logits_TV, read_BT[0, 1:], reduction="none").cpu().numpy()
-
-
-def _keep(found: dict[int, Floats], number: int, _: object, __: object, p_BTD: Tensor) -> None:
-    """The first decay is the separator's."""
-    found[number] = torch.sigmoid(p_BTD[0, 1:].double()).cpu().numpy()
+def _nats(logits_TV: Tensor, ids: list[int]) -> Floats:
+    return F.cross_entropy(logits_TV[:-1].double().cpu(), torch.tensor(ids), reduction="none").numpy()
 
 
 @torch.no_grad()
@@ -179,11 +160,9 @@ def _frozen(model: LanguageModel, number: int, sources: list[Source], gamma_TD: 
     """The nats of each token with a layer's decays at their means."""
     mean_D = torch.from_numpy(gamma_TD.mean(0).clip(1e-9, 1 - 1e-9)).logit()
     gate = layers_of(model)[number]
-    hook = gate.register_forward_hook(lambda _, __, p_BTD: mean_D.to(p_BTD).expand_as(p_BTD))
-    try:
-        return np.concatenate([_nats(model, source.ids) for source in sources])
-    finally:
-        hook.remove()
+    with gate.register_forward_hook(lambda _, __, p_BTD: mean_D.to(p_BTD).expand_as(p_BTD)):
+        nats = [_nats(recorded(model, source.ids)[1], source.ids) for source in sources]
+    return np.concatenate(nats)
 
 
 def _joined(each: list[Labels]) -> Labels:
@@ -258,12 +237,8 @@ def contrast(model: LanguageModel, texts: list[list[int]], seed: int) -> list[fl
     def keep(number: int) -> Callable[..., None]:
         return lambda _, inputs, p_BTD: seen.setdefault(number, []).extend([inputs[0], torch.sigmoid(p_BTD)])
 
-    hooks = [gate.register_forward_hook(keep(number)) for number, gate in layers_of(model).items()]
-    try:
+    with hooked(gate.register_forward_hook(keep(number)) for number, gate in layers_of(model).items()):
         model.hidden(torch.tensor(windows, device=model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     ratios = []
     for h_BTD, gamma_BTD in (seen[number] for number in sorted(seen)):
         moved, read_ = (

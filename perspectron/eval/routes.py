@@ -18,6 +18,7 @@ from perspectron.data import Tokenizer
 from perspectron.errors import ConfigError
 from perspectron.experts.router import Choice, Routed
 from perspectron.experts.torus import Lengths, gini, hops, lattice
+from perspectron.hooks import hooked
 from perspectron.model import LanguageModel
 
 CHUNK = 1024  # tokens read at once
@@ -109,18 +110,14 @@ def trace(model: LanguageModel, ids_BT: Tensor, reset_BT: Tensor | None = None) 
     for place, (index, ffn) in enumerate(layers):  # a network may be that of several layers
         hooks.append(_source(blocks[index], ffn).register_forward_hook(partial(_seen, look, place)))
     T, state = ids_BT.shape[1], None
-    try:
-        with torch.inference_mode():
-            for start in range(0, T, CHUNK):
-                part = slice(start, start + CHUNK)
-                reset = None if reset_BT is None else reset_BT[:, part]
-                # LanguageModel's own pass: an artifact's shorter one for single tokens would bypass the hooks.
-                _, state, _ = LanguageModel.hidden(
-                    model, ids_BT[:, part], state, reset_BT=reset, consume_state=True
-                )
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(hooks), torch.inference_mode():
+        for start in range(0, T, CHUNK):
+            part = slice(start, start + CHUNK)
+            reset = None if reset_BT is None else reset_BT[:, part]
+            # LanguageModel's own pass: an artifact's shorter one for single tokens would bypass the hooks.
+            _, state, _ = LanguageModel.hidden(
+                model, ids_BT[:, part], state, reset_BT=reset, consume_state=True
+            )
     shape = (ids_BT.shape[0], -1)
     routes = []
     for place, (index, module) in enumerate(layers):

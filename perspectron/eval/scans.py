@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from perspectron.hooks import hooked
 from perspectron.mixers.pdr import PDR
 from perspectron.model import LanguageModel
 from perspectron.ops import pdr
@@ -25,9 +26,6 @@ def scan_error(model: LanguageModel, ids: list[int]) -> float | None:
     hooks = [
         module.register_forward_pre_hook(compare) for module in model.modules() if isinstance(module, PDR)
     ]
-    try:
+    with hooked(hooks):
         model.hidden(torch.tensor([ids], device=model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return max(errors, default=None)

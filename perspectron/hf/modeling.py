@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 from perspectron.heads import LinearHead, LinearHeadConfig, TokenEmbedding
 from perspectron.hf.cache import Before, Inputs, StateCache, StateLayer, layer_of
 from perspectron.hf.configuration import PerspectronConfig
+from perspectron.hooks import hooked
 from perspectron.model import LanguageModel, build
 from perspectron.ops.dispatch import gradients_off
 from perspectron.terms import Term
@@ -233,11 +234,8 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             blocks = list(self.model.blocks)
             hooks.append(blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])))
             hooks += [block.register_forward_hook(lambda _, __, out: seen.append(out[0])) for block in blocks]
-        try:
+        with hooked(hooks):
             yield seen
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

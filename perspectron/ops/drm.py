@@ -186,8 +186,3 @@ def on_torus(angle_n: Tensor) -> Tensor:
 def angles(point_n2: Tensor) -> Tensor:
     """The angles in (−π, π] of points [..., n, 2], which need not lie on the circle."""
     return torch.atan2(point_n2[..., 1], point_n2[..., 0])
-
-
-def circular_distance(a_n: Tensor, b_n: Tensor) -> Tensor:
-    """The shorter way from angle to angle, in [0, π]."""
-    return angles(on_torus(a_n - b_n)).abs()

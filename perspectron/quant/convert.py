@@ -16,6 +16,7 @@ from perspectron.block import Block
 from perspectron.config import one_of, require
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
+from perspectron.hooks import hooked
 from perspectron.mixers.drm import DRM
 from perspectron.model import LanguageModel
 from perspectron.ops.packing import Packed, dequantise
@@ -227,8 +228,5 @@ def _watch(linears: dict[str, nn.Linear], see: Callable[[str, Tensor], None]) ->
         linear.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0]))
         for name, linear in linears.items()
     ]
-    try:
+    with hooked(hooks):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

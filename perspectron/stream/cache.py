@@ -115,8 +115,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
         finally:
             self._release(entry)
 
-    def warm(self, usage: Usage) -> int:
-        """Read the experts that were used most until the cache is full, and count from now on; how many were read."""
+    def warm(self, usage: Usage) -> None:
+        """Read the experts that were used most until the cache is full, and count from now on."""
         self.usage = usage
         chosen = list(dict.fromkeys(self._keys[pair] for pair in usage.most()))[: self.slots]
         if not self.resident:
@@ -124,7 +124,6 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             with self._lock:
                 for key in reversed(chosen):  # the most used is the last to go
                     self._schedule.entries.move_to_end(key)
-        return len(chosen)
 
     def hint(self, layer: int, expert: int) -> None:
         """Read an expert when nothing else is to be read and a slot can be taken, unless hints are mostly wrong."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from perspectron.experts import ternary
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.torus import gini, neighbour_pairs
+from perspectron.hooks import hooked
 from perspectron.model import LanguageModel
 from perspectron.ops.experts import load
 
@@ -35,11 +36,8 @@ def loads(model: LanguageModel) -> Iterator[dict[str, Tensor]]:
             found[name] += load(expert_N, len(found[name])).cpu()
 
         hooks.append(ffn.register_forward_pre_hook(count))
-    try:
+    with hooked(hooks):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def numbers(ffn: RoutedSwiGLU) -> Tensor:

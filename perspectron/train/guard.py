@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perspectron.hooks import hooked
+
 
 def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:
     """The name of the innermost module that first gives a non-finite output, or "the loss itself"."""
@@ -23,12 +25,8 @@ def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:
         return hook
 
     hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with hooked(hooks), torch.no_grad():
+        forward()
     return names[0] if names else "the loss itself"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import assignment, at_least, one_of, require
 from perspectron.data.loader import Batch
 from perspectron.errors import CheckpointError, ConfigError
+from perspectron.hooks import hooked
 from perspectron.model import LanguageModel
 
 KEPT = "lora."
@@ -88,11 +89,8 @@ def _called(model: LanguageModel, sample: Batch) -> list[str]:
     for name, module in model.named_modules():
         if name.startswith("blocks.") and isinstance(module, nn.Linear):
             hooks.append(module.register_forward_hook(lambda *_, name=name: found.append(name)))
-    try:
+    with hooked(hooks):
         model(sample.ids_BT[:1, :PROBE].to(model.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return sorted(set(found))
 
 

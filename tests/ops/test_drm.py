@@ -427,19 +427,6 @@ def test_angles_on_the_torus_and_back():
     torch.testing.assert_close(drm.angles(drm.on_torus(angle + 6 * math.pi)), angle)
 
 
-def test_circular_distance_takes_the_shorter_way():
-    a, b, wanted = torch.tensor(
-        [
-            [0.0, 3.0, -3.0, 0.1, 0.0],
-            [1.0, -3.0, 3.0, 0.1 + 4 * math.pi, math.pi],
-            [1.0, 2 * math.pi - 6, 2 * math.pi - 6, 0.0, math.pi],
-        ],
-        dtype=torch.float64,
-    )
-    torch.testing.assert_close(drm.circular_distance(a, b), wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(drm.circular_distance(b, a), wanted, rtol=0, atol=1e-12)
-
-
 def test_bad_calls_say_what_is_wrong():
     w = weights()
     e, state = inputs(BASE, 2)
