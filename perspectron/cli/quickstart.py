@@ -42,7 +42,7 @@ class Quickstart:
     """Output folder."""
     data: str = "stdlib"
     """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
-    steps: int = 700
+    steps: int = 440
     """Number of updates for each model, of 8 × 128 tokens each."""
 
     def __call__(self) -> int:

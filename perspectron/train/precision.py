@@ -1,6 +1,7 @@
 """Choosing the precision of training by measurement."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -44,13 +45,11 @@ def training_pass(model: LanguageModel, batch: Batch, device: torch.device, dtyp
 
 
 def faster(model: LanguageModel, batch: Batch, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """ "bfloat16" if a training pass over `batch` was faster with it each time it was tried, else "float32".
-
-    One pass each to warm up, then three each in turn, so that a moment's load on the machine does not decide.
-    """
-    seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    """ "bfloat16" if a training pass over `batch` is faster with it, by the median of five pairs after one to warm up:
+    the passes of a pair follow each other, so that a machine that is busy for a while slows both. A difference below 2%
+    is none: float32."""
     with without_trace(model):
-        for _ in range(4):
-            for dtype in seconds:
-                seconds[dtype].append(training_pass(model, batch, device, dtype))
-    return "bfloat16" if max(seconds["bfloat16"][1:]) < min(seconds["float32"][1:]) else "float32"
+        pairs = [
+            [training_pass(model, batch, device, dtype) for dtype in ("float32", "bfloat16")] for _ in range(6)
+        ]
+    return "bfloat16" if statistics.median(full / half for full, half in pairs[1:]) > 1.02 else "float32"
