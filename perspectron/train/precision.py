@@ -50,6 +50,7 @@ def faster(model: LanguageModel, batch: Batch, device: torch.device) -> Literal[
     is none: float32."""
     with without_trace(model):
         pairs = [
-            [training_pass(model, batch, device, dtype) for dtype in ("float32", "bfloat16")] for _ in range(6)
+            [training_pass(model, batch, device, dtype) for dtype in ("float32", "bfloat16")]
+            for _ in range(6)
         ]
     return "bfloat16" if statistics.median(full / half for full, half in pairs[1:]) > 1.02 else "float32"
