@@ -17,9 +17,8 @@ from perspectron.config import (
     NoResidualConfig,
     ParallelConfig,
     RouteGatedConfig,
-    require,
 )
-from perspectron.experts.router import Routed, RoutedConfig, Views
+from perspectron.experts.router import Routed, Views
 from perspectron.ffn import FFNS, TiedConfig
 from perspectron.mixers import MIXERS
 from perspectron.mixers.parts import Dropout, FirstValues, Shared, TokenShift
@@ -112,9 +111,6 @@ class Block(nn.Module):
             if shift and not getattr(self.mixer, "shifts", False):
                 d_read = getattr(config.mixer, "d_token", None) or d_model
                 self.mixer_shift = TokenShift(d_read, getattr(self.mixer, "bends", BENDS))
-        if isinstance(config.ffn, RoutedConfig):
-            mixed = config.mixer is not None or config.ffn.reads == "stream"
-            require(mixed, "reads", "mixer", "stream in a layer without a mixer")
         if config.ffn is not None:
             self.ffn_norm = NORMS[norm](d_model, norm_eps)
             if shift:

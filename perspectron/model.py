@@ -71,6 +71,10 @@ class LanguageModel(nn.Module):
             Block(config.d_model, config.norm, config.norm_eps, block, config.dropout, shift=config.shift)
             for block in config.blocks
         )
+        for each in cast("list[Block]", self.blocks):
+            reads = getattr(getattr(self.ffn_of(each), "config", None), "reads", "stream")
+            mixed = reads == "stream" or each.config.mixer is not None
+            require(mixed, "reads", reads, "stream in a layer without a mixer")
         if config.first_values:
             self._lean()
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
@@ -91,12 +95,6 @@ class LanguageModel(nn.Module):
             if width:
                 block.first_values = FirstValues(self.config.d_model, width, first=width not in seen)
                 seen.add(width)
-        require(
-            bool(seen),
-            "first_values",
-            True,
-            f"false in {self.config.name}: its mixers have no values that lean",
-        )
 
     @property
     def device(self) -> torch.device:

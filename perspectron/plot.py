@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 WIDTH, HEIGHT, SIDE = 520, 330, 250  # of a chart and of a torus, in points, which are pixels of the SVG
 ROW = 24  # height of a row of dots
@@ -116,6 +119,17 @@ class Torus:
 def variables(scheme: int) -> str:
     """CSS declarations of the palette: light (0) or dark (1)."""
     return ";".join(f"--{name}:{colours[scheme]}" for name, colours in PALETTE.items())
+
+
+def page_template(package: str, name: str) -> "Template":
+    """A page's template, a file of a package; a name in it that is not given is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader(package, ".")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name)
 
 
 def draw(charts: Sequence[Chart], *, slug: str = "") -> str:

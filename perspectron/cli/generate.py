@@ -1,7 +1,6 @@
 """`perspectron generate`."""
 
 import json
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -113,15 +112,13 @@ class Generate:
         opened = open_model(self.run, self.cache, verify=self.verify)
         if self.from_ is not None:
             files = kept(self.from_, opened.model)
-            if self.warm and USAGE in files and not (counted := opened.folder.path / USAGE).exists():
-                shutil.copyfile(files[USAGE], counted)  # the conversation was kept on another machine
             own = replace(self, load_state=files[CONVERSATION], adapter=files.get(ADAPTER))
-            return own._write(opened)
+            return own._write(opened, files.get(USAGE))
         return self._write(opened)
 
-    def _write(self, opened: Opened) -> int:
+    def _write(self, opened: Opened, counted: Path | None = None) -> int:
         model, tokenizer = opened.model, opened.tokenizer
-        usage = self._warm(opened)
+        usage = self._warm(opened, counted)
         if self.bench:
             return _bench(model, tokenizer, "".join(self.prompts), self.max_tokens, json=self.json)
         device = pick_device(self.device)
@@ -190,14 +187,14 @@ class Generate:
         if self.keep is not None:
             keep(self.keep, after, model, adapter, None if usage is None else usage.path, self.state_dtype)
 
-    def _warm(self, opened: Opened) -> Usage | None:
-        """Begin with what was used most, and say so at the end."""
+    def _warm(self, opened: Opened, counted: Path | None) -> Usage | None:
+        """Begin with what was used most, here or where the conversation was kept, and say so at the end."""
         if not self.warm:
             return None
         model = opened.model
         if not isinstance(model, StreamedModel):
             raise ConfigError("warm = True, must be left out for a run: artifacts have experts on disk")
-        return model.warm(opened.folder.path / USAGE)
+        return model.warm(opened.folder.path / USAGE, counted)
 
     def _check_bench(self) -> None:
         """ConfigError for options that a measurement would ignore."""

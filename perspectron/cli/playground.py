@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.compare.report.page import template
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.gates import halflives
 from perspectron.files import read_text, write_text
 from perspectron.model import LanguageModel
-from perspectron.plot import Heat, draw_heat, variables
+from perspectron.plot import Heat, draw_heat, page_template, variables
 
 PAGE = "playground.html"
 PROMPTS = ("import ", "def main(", "class ")
@@ -33,7 +32,7 @@ def write(
     """Write the page. curve: the run's picture of its losses. facts: names and values of the table at its top.
     StorageError when it cannot be written."""
     ids = tokenizer.encode(TEXT)[:SHOWN]
-    page = template("perspectron.cli", "playground.html.j2").render(
+    page = page_template("perspectron.cli", "playground.html.j2").render(
         name=model.config.name,
         facts=facts,
         curve=_inline(read_text(curve, MOST_CURVE)) if curve.is_file() else "",

@@ -63,8 +63,8 @@ class Serve:
     """Compute every text separately (default: only if that costs at most a tenth more than one batch). Either way the
     other texts change no bit, which `perspectron verify` checks on this machine."""
     perspectives: bool = False
-    """Ask several views of the experts where a model is unsure; each choice of an answer then says what they say of its
-    tokens. Prompt prefixes are not shared."""
+    """Ask several views of the experts where a model is unsure; each choice of an answer then carries their verdict on
+    each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
     """File that `perspectives calibrate` wrote for the model (default: fixed thresholds)."""
     cache: str | None = None
@@ -114,6 +114,13 @@ class Serve:
         require(len(self.runs) >= 1, "runs", "none", "at least one folder")
         names = [run.resolve().name for run in self.runs]
         require(len(set(names)) == len(names), "runs", ", ".join(names), "folders of different names")
+        one = self.calibration is None or len(self.runs) == 1
+        require(one, "calibration", str(self.calibration), "left out with several models: it is of one")
+        for name in ("memory", "disk") if self.perspectives else ():
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            require(
+                value == default, name, value, "left out with --perspectives, which share no prompt prefixes"
+            )
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         require(

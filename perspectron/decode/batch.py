@@ -32,7 +32,8 @@ class Piece:
     certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
     while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
     likely: the most likely tokens and their logprobs, as many as the row asked for. verdict: of the perspectives, if
-    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set."""
+    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set. error: what was
+    not finite, if not the model's logits."""
 
     row: int
     id: int | None
@@ -42,6 +43,7 @@ class Piece:
     likely: tuple[tuple[int, float], ...] = ()
     verdict: Verdict | None = None
     unsafe: bool = False
+    error: str = ""
 
 
 @dataclass(eq=False)

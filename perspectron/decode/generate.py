@@ -110,7 +110,8 @@ class _Told:
     def take(self, piece: Piece) -> None:
         """Add a piece. NonFiniteError: its logits were not finite."""
         if piece.finished == "error":
-            raise NonFiniteError(f"logits of row {piece.row} after {len(self.ids)} tokens: must be finite")
+            said = f"logits of row {piece.row} after {len(self.ids)} tokens: must be finite"
+            raise NonFiniteError(piece.error or said)
         if piece.unsafe:
             self.unsafe.append(len(self.ids))
         if piece.verdict is not None:

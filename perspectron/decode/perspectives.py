@@ -243,8 +243,8 @@ class Perspectives:
             if not others_nPV[:, index].amax(-1).isfinite().all():
                 raise NonFiniteError(f"logits of the perspective {name!r}: must be finite")
         p_nPV = torch.cat([p_NV[at][:, None], probabilities(others_nPV)], 1)
-        apart_n, more_n = (part.tolist() for part in compared(p_nPV))
-        for row, p_PV, apart, more in zip(at, p_nPV, apart_n, more_n, strict=True):
+        for row, p_PV in zip(at, p_nPV, strict=True):
+            apart, more = (part.item() for part in compared(p_PV[None]))  # alone: no other row changes a bit
             votes, id, flagged = tuple(p_PV.argmax(1).tolist()), drawn[row], False
             mixture_V = p_PV.mean(0)
             if apart >= config.threshold:

@@ -253,6 +253,9 @@ class Rows:
         if self._watch is not None:
             marks = self._watch.marks(self._drawing, good, ids.tolist(), logits_BV)
         for row, at, id, mark in zip(drawn, good, ids.tolist(), marks, strict=True):
+            if mark.failed:
+                pieces.append(replace(row.fail(), error=mark.failed))
+                continue
             if mark.stops:
                 pieces.append(replace(row.fail("unsafe"), unsafe=True))
                 continue

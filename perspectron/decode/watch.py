@@ -16,6 +16,7 @@ from perspectron.decode.projection import Report
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import sample
+from perspectron.errors import NonFiniteError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 
@@ -48,11 +49,13 @@ class Read(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The checks of a token that is about to be drawn: verdict, outside the safe set, and whether the text ends."""
+    """The checks of a token that is about to be drawn: verdict, outside the safe set, whether the text ends, and why no
+    verdict can be had."""
 
     verdict: Verdict | None = None
     unsafe: bool = False
     stops: bool = False
+    failed: str = ""
 
 
 class Watch:
@@ -96,22 +99,39 @@ class Watch:
         return logits if self.safety is None else self.safety.masked(logits)
 
     def marks(self, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor) -> list[Mark]:
-        """The marks of the tokens `ids` that were drawn for these rows of the batch. NonFiniteError: a
-        perspective's logits are not finite."""
-        verdicts: Sequence[Verdict | None] = [None] * len(rows)
+        """The marks of the tokens `ids` that were drawn for these rows of the batch."""
+        judged: list[Verdict | str | None] = [None] * len(rows)
         if self.perspectives is not None:
-            verdicts = self._verdicts(self.perspectives, batch, rows, ids, logits_BV)
+            judged = self._judged(self.perspectives, batch, rows, ids, logits_BV)
         unsafe = [self._unsafe(batch.rows[at].watched, at) for at in rows]
         for row in batch.rows:
             row.watched.chunk = row.watched.seen = None
         marks = []
-        for at, verdict, outside in zip(rows, verdicts, unsafe, strict=True):
+        for at, said, outside in zip(rows, judged, unsafe, strict=True):
+            if isinstance(said, str):
+                marks.append(Mark(failed=said))
+                continue
+            verdict = said
             both = verdict is not None and verdict.flagged and self._far(at)
             stops = both or (outside and self.safety is not None and self.safety.action == "stop")
             marks.append(Mark(verdict, outside, stops))
         return marks
 
     # ------------------------------------------------------------ perspectives
+
+    def _judged(
+        self, perspectives: Perspectives, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor
+    ) -> list[Verdict | str | None]:
+        """The verdicts; for a row of which a perspective's logits are not finite, what is wrong with them."""
+        try:
+            return list(self._verdicts(perspectives, batch, rows, ids, logits_BV))
+        except NonFiniteError as error:
+            if len(rows) == 1:
+                return [str(error)]
+        each = (
+            self._judged(perspectives, batch, [at], [id], logits_BV) for at, id in zip(rows, ids, strict=True)
+        )
+        return [said for one in each for said in one]
 
     def _verdicts(
         self, perspectives: Perspectives, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor

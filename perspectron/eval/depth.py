@@ -148,7 +148,7 @@ def read(subject: Subject, options: Options) -> Iterator[Source]:
 def _gates(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Floats], Floats]:
     """Decays [T,D] of each layer at the tokens of a file, and the nats of each token."""
     gates, logits_TV = recorded(model, ids)
-    return {number: p_TD.sigmoid().cpu().numpy() for number, p_TD in gates.items()}, _nats(logits_TV, ids)
+    return {number: p_TD.sigmoid().numpy() for number, p_TD in gates.items()}, _nats(logits_TV, ids)
 
 
 def _nats(logits_TV: Tensor, ids: list[int]) -> Floats:

@@ -35,7 +35,7 @@ def recorded(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Tensor], T
     found = dict[int, Tensor]()
 
     def keep(number: int, p_BTD: Tensor) -> None:
-        found[number] = p_BTD[0, 1:].double()  # the first is the separator's
+        found[number] = p_BTD[0, 1:].double().cpu()  # the first is the separator's
 
     gates = gates_of(model).items()
     with hooked(gate.register_forward_hook(lambda _, __, p, n=number: keep(n, p)) for number, gate in gates):
@@ -48,4 +48,4 @@ def halflives(model: LanguageModel, ids: list[int]) -> dict[int, Tensor]:
     """Half-lives [T,D] in tokens, log ½ / log γ, at each token of a text, by the number of the block; empty for models
     without such decays."""
     logits, _ = recorded(model, ids)
-    return {n: (-math.log(2) / F.logsigmoid(p)).clamp_max(LONGEST).cpu() for n, p in logits.items()}
+    return {n: (-math.log(2) / F.logsigmoid(p)).clamp_max(LONGEST) for n, p in logits.items()}

@@ -32,7 +32,10 @@ _STRINGS = {
 
 
 def labels(text: str) -> dict[str, Bytes] | None:
-    """The labels of each byte of a text; None where it is no Python that this version reads."""
+    """The labels of each byte of a text; None where it is no Python that this version reads, or where a line ends in a
+    carriage return alone, which `ast` counts and `tokenize` does not."""
+    if "\r" in text.replace("\r\n", ""):
+        return None
     try:
         tree = ast.parse(text)
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
@@ -62,7 +65,7 @@ class _Places:
     """Byte places of lines and columns."""
 
     def __init__(self, text: str) -> None:
-        self._lines = list(io.StringIO(text)) or [""]  # as `tokenize` and `ast` split it
+        self._lines = list(io.StringIO(text)) or [""]
         sizes = [len(line.encode()) for line in self._lines]
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self._bytes = text.encode()

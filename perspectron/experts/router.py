@@ -311,7 +311,11 @@ class Routed(nn.Module):
 
     def read(self, x_BTD: Tensor, context_BTD: Tensor | None) -> Tensor:
         """The router's input, from the normed stream and the mixer's output."""
-        return x_BTD if context_BTD is None or self.config.reads == "stream" else context_BTD
+        if self.config.reads == "stream":
+            return x_BTD
+        require(context_BTD is not None, "reads", "mixer", "stream in a layer without a mixer")
+        assert context_BTD is not None
+        return context_BTD
 
     @property
     def router(self) -> Router:

@@ -203,7 +203,7 @@ class ADR(nn.Module):
             t_BT = (at.position_BT + 1).to(seen.dtype)
             log_gamma: Tensor | float = gamma.log() if isinstance(gamma, Tensor) else math.log(gamma)
             if isinstance(log_gamma, Tensor):  # γ may round to 1
-                log_gamma = log_gamma.clamp(max=-torch.finfo(log_gamma.dtype).eps)
+                log_gamma = log_gamma.clamp(max=-torch.finfo(log_gamma.dtype).eps / 2)
             seen = seen / -torch.expm1(t_BT[:, :, None] * log_gamma)[:, :, None, :, None]
         seen = seen.to(qkv_BT3HK.dtype)
         if config.remember != "both":

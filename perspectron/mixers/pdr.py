@@ -86,7 +86,8 @@ class Adapted:
         """Zeros [B,T,D] whose gradient in B is that of outputs with these derivatives; None without gradients."""
         if not torch.is_grad_enabled():
             return None
-        return torch.einsum("btrd,bdr->btd", derivative_BTrD, self.up_BDr - self.up_BDr.detach())
+        zeros_BDr = (self.up_BDr - self.up_BDr.detach()).to(derivative_BTrD.dtype)
+        return torch.einsum("btrd,bdr->btd", derivative_BTrD, zeros_BDr)
 
 
 @register

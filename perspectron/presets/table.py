@@ -6,8 +6,11 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
+import torch
+
 from perspectron.config import ModelConfig, assignment, between_commas, load, one_of, require
 from perspectron.errors import ConfigError
+from perspectron.model import LanguageModel
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}
@@ -194,7 +197,16 @@ def made(make: Make, name: str, overrides: Sizes) -> ModelConfig:
     defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
     fields = {key: changes.pop(key) for key in OF_EVERY_MODEL if key in changes and key not in defaults}
     config = make(name, **{key: _changed(defaults[key], value) for key, value in changes.items()})
-    return replace(config, **fields)
+    config = replace(config, **fields)
+    if overrides.get("first_values"):
+        require(_leans(config), "first_values", True, f"false in {name}: its mixers have no values that lean")
+    return config
+
+
+def _leans(config: ModelConfig) -> bool:
+    """True if values of some mixer lean on the first one's."""
+    with torch.device("meta"):
+        return any(block.first_values is not None for block in LanguageModel(config).blocks)
 
 
 @cache

@@ -90,6 +90,10 @@ class Engine:
         require(queue >= 0, "queue", queue, "≥ 0")
         self.model, self.tokenizer, self.store, self.perspectives = model, tokenizer, store, perspectives
         self.limit, self.queue = rows, queue
+        if perspectives is not None:
+            Rows(
+                model, tokenizer, perspectives=perspectives
+            )  # what cannot be asked is said before anything is timed
         self.cost = row_by_row_cost(model, min(rows, 4)) if together is None else None
         self.together = self.cost > NEARLY if self.cost is not None else bool(together)
         self.counters = Counters()

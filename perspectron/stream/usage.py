@@ -19,20 +19,23 @@ FIRST = 100  # tokens whose requests are counted
 class Usage:
     """A moving average for each layer's experts of whether a token asks for it, f ← 0.999 f + 0.001 · [asked].
 
-    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew. asked, served: of
-    the first hundred tokens, how many experts were asked for and how many of them were at hand.
+    experts: how many each layer has. A file that is missing, damaged or of other layers begins anew. start: another
+    such file, whose machines' mean this machine begins with where it has counted nothing. asked, served: of the first
+    hundred tokens, how many experts were asked for and how many of them were at hand.
     """
 
-    def __init__(self, path: Path, experts: Mapping[int, int]) -> None:
+    def __init__(self, path: Path, experts: Mapping[int, int], start: Path | None = None) -> None:
         self.path, self._machine = path, platform.node() or "here"
         self._share = {layer: np.zeros(count) for layer, count in experts.items()}
         self._turns = dict.fromkeys(experts, 0)
         self.asked = self.served = 0
-        kept = self._read().get(self._machine, {})
+        known = self._read(path)
+        others = {} if start is None else self._read(start)
+        each = [known[self._machine]] if self._machine in known else list(others.values())
         for layer, share_E in self._share.items():
-            found = kept.get(str(layer)) if isinstance(kept, dict) else None
-            if _are_shares(found, len(share_E)):
-                self._share[layer] = np.array(found)
+            found = [kept.get(str(layer)) for kept in each if isinstance(kept, dict)]
+            if shares := [np.array(share) for share in found if _are_shares(share, len(share_E))]:
+                self._share[layer] = np.mean(shares, 0)
 
     def count(self, layer: int, expert: int, *, ready: bool) -> None:
         """A token asked for an expert, which was at hand or was not."""
@@ -58,11 +61,14 @@ class Usage:
         if any(self._turns.values()):
             mine = {str(layer): share_E.tolist() for layer, share_E in self._share.items()}
             with contextlib.suppress(PerspectronError):
-                write_json(self.path, {"format": FORMAT, "machines": self._read() | {self._machine: mine}})
+                write_json(
+                    self.path, {"format": FORMAT, "machines": self._read(self.path) | {self._machine: mine}}
+                )
 
-    def _read(self) -> dict[str, object]:
+    @staticmethod
+    def _read(path: Path) -> dict[str, object]:
         try:
-            found = read_json(self.path, DataError)
+            found = read_json(path, DataError)
         except DataError:
             return {}
         machines = (

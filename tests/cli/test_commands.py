@@ -191,7 +191,10 @@ def test_quickstart_is_whole_and_ends_at_once_the_second_time(tour):
     command, out = tour
     for words in ("perspective2-tiny", "transformer-tiny", "gzip -9", "xz -9", "without the stop: yes"):
         assert words in out, words
+    folder = Path(command[2])
+    written = {path: path.stat().st_mtime_ns for path in folder.glob("*/checkpoints/*/*")}
     assert main(command) == 0
+    assert written and written == {path: path.stat().st_mtime_ns for path in folder.glob("*/checkpoints/*/*")}
 
 
 def test_a_second_quickstart_with_other_steps_is_refused(tour, capsys):

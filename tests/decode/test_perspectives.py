@@ -21,9 +21,11 @@ from perspectron.decode.perspectives import (
     save_calibration,
 )
 from perspectron.decode.reading import read
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.experts.router import RoutedConfig, Views
+from tests.decode.conftest import drain
 
 GREEDY, WARM = SamplingConfig(temperature=0), SamplingConfig(temperature=1.0, seed=3)
 ALWAYS = PerspectivesConfig(every=1, threshold=0.02)
@@ -258,3 +260,35 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     bad[0, 1, 5] = math.nan
     with pytest.raises(NonFiniteError, match="perspective 'antipode'"):
         looked.judge(good, [0], [0], lambda _: bad, lambda *_: 0)
+
+
+def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective, tokenizer, monkeypatch):
+    rows = Rows(perspective, tokenizer, perspectives=ALWAYS)
+    for prompt in PROMPTS[:3]:
+        rows.add(prompt, max_tokens=4, sampling=GREEDY)
+    expected = generate(
+        perspective, tokenizer, PROMPTS[:3], max_tokens=4, sampling=GREEDY, perspectives=ALWAYS
+    )
+    judge = Perspectives.judge
+
+    def spoiled(self, logits_NV, drawn, position_N, look, mixed):
+        """The antipode's logits for whom it is the second token that follows "Row 7 of"."""
+
+        def bad(of: list[int]) -> torch.Tensor:
+            found = look(of).clone()
+            for index, at in enumerate(of):
+                if drawn[at] == expected.ids[2][1] and position_N[at] == position:
+                    found[index, 1, 0] = math.nan
+            return found
+
+        return judge(self, logits_NV, drawn, position_N, bad, mixed)
+
+    position = len(tokenizer.encode(PROMPTS[2])) + 1
+    monkeypatch.setattr(Perspectives, "judge", spoiled)
+    pieces = drain(rows)
+    (failed,) = [piece for piece in pieces if piece.finished == "error"]
+    assert failed.row == 2 and failed.error == "logits of the perspective 'antipode': must be finite"
+    for row in (0, 1):
+        own = [piece for piece in pieces if piece.row == row]
+        assert [piece.id for piece in own] == expected.ids[row]
+        assert [piece.verdict for piece in own] == expected.verdicts[row]

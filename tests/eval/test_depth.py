@@ -136,3 +136,12 @@ def test_a_text_without_python():
     split = SimpleNamespace(tokens=80, read=lambda start, count: np.arange(1, 81))
     subject = SimpleNamespace(text=split, tokenizer=tokenizer)
     assert list(depth.read(subject, depth.Options())) == []
+
+
+def test_lines_end_where_both_readers_of_python_end_them():
+    """A form feed ends none; a carriage return alone ends one for `ast` and none for `tokenize`."""
+    call = labels("x = 1\n\x0cdef f(a):\n    return g(a)\n")
+    place = "x = 1\n\x0cdef f(a):\n    return g(a".index("g(a") + 2
+    assert call is not None and call["call"][place] == 1
+    assert labels("# a\rb\nx = f(1)\n") is None and labels("s = 'a'\ry = f(1)\rz = g(2)\n") is None
+    assert labels("x = f(1)\r\ny = f(2)\r\n") is not None

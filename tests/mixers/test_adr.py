@@ -309,7 +309,7 @@ def test_memories_stand_in_for_keys_and_values_one_for_each_token(config):
 # ---------------------------------------------------------------- config and weights
 
 
-def test_a_decay_that_rounds_to_1_remembers_nothing_after_a_cold_start():
+def test_a_decay_that_rounds_to_1_gives_numbers_after_a_cold_start():
     module = build(ADRConfig(H, gamma=0.8, learned="head", cold_start=True)).float()
     with torch.no_grad():
         module.decay.fill_(20)

@@ -72,6 +72,11 @@ def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> No
         assert (choice["text"], choice["perspectives"]) == (made.texts[0], expected)
         frames = streamed(client, "/v1/completions", PROMPT)
         assert [view for f in frames for c in f["choices"] for view in c.get("perspectives", ())] == expected
+        two = complete(client, n=2, prompt=["The cat sat", "Row 3"])["choices"]
+        assert two[0]["perspectives"] == expected and all(len(c["perspectives"]) == 12 for c in two)
+        begun = complete(client, max_tokens=5, save="five")["choices"][0]
+        on = complete(client, prompt="", max_tokens=7, state="five")["choices"][0]
+        assert begun["perspectives"] + on["perspectives"] == expected
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
         (choice,) = client.post("/v1/chat/completions", json=chat).json()["choices"]
         assert len(choice["perspectives"]) == 3 and 0 <= choice["perspectives"][0]["confidence"] <= 1

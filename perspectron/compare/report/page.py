@@ -5,19 +5,16 @@ Whether a claim holds is not said here; `python -m claims` judges it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perspectron.compare.report import figures, tables
 from perspectron.compare.report.numbers import context, fixed, grouped, short
 from perspectron.compare.report.summary import Row, leader, ranked
 from perspectron.compare.report.tables import Table
 from perspectron.errors import ConfigError
-from perspectron.plot import variables
+from perspectron.plot import page_template, variables
 from perspectron.presets import title
 from perspectron.stats import LEVEL, interval
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 VERSION = 1
 """Version of results.json."""
@@ -68,19 +65,8 @@ def html(results: dict[str, Any]) -> str:
 
 def rendered(title: str, lede: str, sections: Sequence[Section]) -> str:
     """A page of such sections."""
-    page = template("perspectron.compare.report", "page.html.j2")
+    page = page_template("perspectron.compare.report", "page.html.j2")
     return page.render(title=title, lede=lede, sections=sections, light=variables(0), dark=variables(1))
-
-
-def template(package: str, name: str) -> "Template":
-    """A page's template, a file of a package; a name in it that is not given is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader(package, ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template(name)
 
 
 def sections(results: dict[str, Any]) -> list[Section]:

@@ -246,7 +246,8 @@ class Answers:
                 if isinstance(event, PerspectronError):
                     raise event
                 if event.finished == "error":
-                    raise NonFiniteError("the logits are not finite; the model cannot go on with this text")
+                    said = "the logits are not finite; the model cannot continue this text"
+                    raise NonFiniteError(event.error or said)
                 if not begun:
                     begun = True
                     self.metrics.first_token.labels(self.served.name).observe(time.perf_counter() - start)
