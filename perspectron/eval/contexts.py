@@ -7,7 +7,6 @@ all models share the same memory, so that only the largest has to fit and models
 Shapes: B batch, P positions, D model width.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -111,7 +110,7 @@ class Stepper:
         context: int,
         visit: int,
         pool: Pool,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.model, self.context, self.visit = model, context, visit
         self.start = self.state = filled(model, context, context - visit - 1, pool)
