@@ -75,13 +75,17 @@ def test_it_trains_measures_and_reports(whole):
 
 
 def test_the_page_is_made_of_the_results_alone(whole, tmp_path, capsys):
-    alone = shutil.copy(whole / "results.json", tmp_path / "mine.json")
+    alone = Path(shutil.copy(whole / "results.json", tmp_path / "mine.json"))
     assert main(["compare", "--report", str(alone)]) == 0
     assert (tmp_path / "mine.html").read_bytes() == (whole / "results.html").read_bytes()
     capsys.readouterr()
     other = tmp_path / "other.json"
     other.write_text('{"version": 1}')
+    found = json.loads(alone.read_text())
+    found["plan"]["reference"] = "nobody"
+    (lost := tmp_path / "lost.json").write_text(json.dumps(found))
     for arguments, words in (
+        (["--report", str(lost)], "not the results of a comparison, or damaged (KeyError: 'nobody')"),
         (["--report", str(tmp_path / "none.json")], "none.json"),
         (["--report", str(other)], "the results are not those of `compare` or `ablate`"),
         (["--report", str(alone), "--tokens", "1M"], "must be the only option"),

@@ -65,7 +65,7 @@ def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
 
 def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], noun: str) -> Table:
     """Every arm by rank, then the compressors, which have a loss and nothing else."""
-    best, other = leader(rows), next(row for row in rows if row.name == reference)
+    best, other = leader(rows), {row.name: row for row in rows}[reference]
     # as the cost suite measured them, else as they are counted
     states = {
         row.title: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
