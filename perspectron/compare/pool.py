@@ -16,7 +16,7 @@ from perspectron.train.guard import signals
 
 LOG = "log.txt"
 TAIL = 1 << 16  # bytes of a log that hold its last line
-PAUSE = 0.5  # seconds between looks
+PAUSE = 0.1  # seconds between looks
 PATIENCE = 60.0  # seconds for a process that is still saving after its parent was killed
 PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP loads it: here once, and not in each rank
 import torch.distributed as dist
 
 from perspectron.data import Shards, Tokenizer, open_shards
