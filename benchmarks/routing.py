@@ -240,7 +240,9 @@ def main() -> None:
             "data": str(out / "corpus"), "steps": steps, "dtype": args.dtype, "device": "cpu", "eval_every": 0,
             "optim": {"lr": args.lr, "warmup": min(50, steps // 4)},
         }  # fmt: skip
-        results = run_all(cells(out, sizes, settings, seeds, args.threads), args.jobs, report)
+        results = run_all(
+            cells(out, sizes, settings, seeds, args.threads), args.jobs, report, apart=not args.quick
+        )
         found = summaries(results)
         show(report, found)
         report.finish({"cells": results} | found)
@@ -263,15 +265,17 @@ def cells(
     ]
 
 
-def run_all(specs: list[dict[str, Any]], jobs: int, report: common.Report) -> list[dict[str, Any]]:
-    """The results of all cells, `jobs` at a time, each in a process of its own; a finished one is only read."""
+def run_all(
+    specs: list[dict[str, Any]], jobs: int, report: common.Report, *, apart: bool
+) -> list[dict[str, Any]]:
+    """The results of all cells, `jobs` at a time. apart: each in its own process. A finished one is only read."""
 
     def one(spec: dict[str, Any]) -> dict[str, Any]:
         done = Path(spec["run"]) / "result.json"
         kept: dict[str, Any] = read_json(done, DataError) if done.is_file() else {}
         # Threads decide how fast it went, not what came of it.
         same = kept.pop("spec", {}) | {"threads": None} == spec | {"threads": None}
-        result = kept if kept and same else common.child(spec)
+        result = kept if kept and same else common.child(spec) if apart else cell(spec)
         if "not_run" not in result:
             line = (
                 "{router}, seed {seed}: {bits_per_byte:.4f} bits per byte, Gini {gini:.3f}, {seconds:.0f} s"
@@ -280,7 +284,7 @@ def run_all(specs: list[dict[str, Any]], jobs: int, report: common.Report) -> li
         return result
 
     with ThreadPoolExecutor(jobs) as pool:
-        results = list(pool.map(one, specs))
+        results = list((pool.map if apart else map)(one, specs))
     if broken := [
         f"{spec['run']}: {r['not_run']}" for spec, r in zip(specs, results, strict=True) if "not_run" in r
     ]:

@@ -169,7 +169,7 @@ def measure(
             "tokens_per_second": common.Spread.of([tokens / s for s in seconds[name]]),
             "flops_per_step": total,
             "share_of_matmul_peak": total / common.Spread.of(seconds[name]).median / peak,
-            "memory": {"not_run": "quick"} if quick and name != names[0] else common.child(spec, needs),
+            "memory": {"not_run": "quick"} if quick else common.child(spec, needs),
         }
         if name != PERSPECTIVE:
             result[f"perspective_to_{name}"] = common.ratios(seconds[name], seconds[PERSPECTIVE])

@@ -21,7 +21,7 @@ SMALLEST, LARGEST = 200_000, 10**12  # parameters of a model that is chosen
 FIRST = 500_000  # parameters of the model that is timed first
 GROWTH = 0.8  # exponent with which time grows with the parameters, until a second size was timed
 ROUNDS = 2  # of timing, after one that is left out
-ENOUGH = 64 << 20  # bytes of text: of more it does not matter how many
+ENOUGH = 64 << 20  # bytes of text that are counted
 BYTES_PER_TOKEN = 3.0  # about: before there is a tokenizer
 MEASURED = 8  # times that the loss is measured and a checkpoint written
 SHARE_MEASURED = 0.05  # of the time of the updates, for that
@@ -56,12 +56,12 @@ def largest_vocabulary(train: TrainConfig) -> int:
 
 
 def size_of(text: Corpus) -> int:
-    """Bytes of a text to train on, counted up to ENOUGH."""
+    """Bytes of a text to train on: counted up to ENOUGH, and after that estimated from the share that was read."""
     total = 0
     for document in text.documents("train"):
         total += len(document.text.encode())
         if total >= ENOUGH:
-            break
+            return round(total / document.share) if document.share else total
     return total
 
 

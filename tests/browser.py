@@ -40,15 +40,19 @@ AA = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wca
 """Only the rules of WCAG 2.2 AA, for pages whose frame is a theme's."""
 
 
+COLOURS: dict[str, object] = {"runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 AT_REST = """() => new Promise(requestAnimationFrame).then(() => Promise.all(document.getAnimations()
     .filter(a => a.effect.getComputedTiming().endTime !== Infinity).map(a => a.finished.catch(() => null))))"""
 """Waits for transitions, in which colours are neither the old nor the new ones."""
 
 
 def look(page: Page, options: dict[str, object] | None = None) -> list[str]:
-    """Each violated rule and where it is first, in both palettes and widths; all of axe's rules without options."""
+    """Each violated rule and where it is first, in both palettes and widths; all of axe's rules without options, and
+    for the dark palette those of colours."""
     found = []
     for scheme in ("light", "dark"):
+        if scheme == "dark":
+            options = COLOURS
         for width in (1300, 390):
             page.emulate_media(color_scheme=scheme)
             page.set_viewport_size({"width": width, "height": 900})

@@ -41,11 +41,10 @@ SCRIPTS = {
     "updates": [],
     "precision": [],
     "systems": [],
-    "routing": ["--jobs", "2"],
+    "routing": [],
     "routed_ffn": [],
     "full_size": [],
     "quantised": [],
-    "ternary_gap": [],
     "ternary_gemv": [],
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
     "layer_times": [],
@@ -58,7 +57,7 @@ SCRIPTS = {
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
     "documents": ["--seeds", "1", "--data", sources()],
-}
+} | ({"llama_cpp": []} if find_spec("xllamacpp") and find_spec("gguf") else {})
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -154,6 +153,14 @@ def test_in_transformers(results):
     assert rows["import and build"]["mamba2 of transformers"] == "ok"
 
 
+@pytest.mark.skipif("llama_cpp" not in SCRIPTS, reason="llama.cpp is not installed (extra `bench`)")
+def test_llama_cpp(results):
+    found = results("llama_cpp")
+    assert found["same_answers"] > 0 == found["engines"]["perspectron"]["tokens_that_differ"]
+    for kind in found["engines"]["perspectron"]["kinds"].values():
+        assert 0 < kind["hits"] < kind["tokens"]
+
+
 def test_in_onnx(results):
     for found in results("in_onnx").values():
         assert found["tokens"] == 200 and found["ms"] > 0 and found["torch_ms"] > 0
@@ -186,7 +193,6 @@ def test_train(results):
         assert run["perspective_to_transformer-20m"]["median"] > 0
         for model in run["models"].values():
             assert model["tokens_per_second"]["median"] > 0
-        assert "peak_bytes" in run["models"]["perspective-20m-dense"]["memory"]
 
 
 def test_updates(results):
@@ -261,18 +267,6 @@ def test_routing(results):
         [cell["perplexity"] for cell in found["cells"] if cell["router"] == r] for r in ("torus", "ternary")
     )
     assert found["ternary_to_float"] == [b / a for a, b in zip(torus, ternary, strict=True)]
-
-
-def test_ternary_gap(results):
-    found = results("ternary_gap")
-    assert found["float"] == "float"
-    assert [run["arm"] for run in found["runs"] if run["seed"] == 0] == ["float", "0-0.5", "0-0"]
-    for name, side in found["summary"].items():
-        own = {run["seed"]: run["perplexity"] for run in found["runs"] if run["arm"] == name}
-        twins = {run["seed"]: run["perplexity"] for run in found["runs"] if run["arm"] == "float"}
-        ratios = [own[seed] / twins[seed] for seed in own]
-        assert side["mean_ratio"] == pytest.approx(sum(ratios) / len(ratios))
-        assert (side["ratio"]["low"], side["ratio"]["high"]) == (min(ratios), max(ratios))
 
 
 def test_a_red_test_is_refused(tmp_path):

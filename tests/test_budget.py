@@ -5,6 +5,7 @@ import pytest
 from perspectron import budget, presets
 from perspectron.budget import Budget, sized
 from perspectron.census import active_parameters
+from perspectron.data import open_corpus
 from perspectron.errors import ConfigError
 from perspectron.train.config import TrainConfig
 
@@ -40,6 +41,17 @@ def test_the_size_follows_from_tokens_and_from_passes(machine):
     passes = sized("perspective2", Budget(passes=2), train, 2_000_000, 0, 0)
     assert passes == tokens
     assert machine == []
+
+
+def test_a_long_text_is_estimated_from_the_share_that_was_read(tmp_path, monkeypatch):
+    """As if it were over 64 MiB."""
+    (tmp_path / "text.txt").write_text("One line of many.\n" * 300_000)
+    corpus = open_corpus(str(tmp_path / "text.txt"), 0.1)
+    whole = budget.size_of(corpus)
+    monkeypatch.setattr(budget, "ENOUGH", whole // 3)
+    assert (
+        budget.size_of(corpus) == pytest.approx(whole, rel=1e-3) == pytest.approx(0.9 * 5_400_000, rel=1e-3)
+    )
 
 
 def test_a_short_text_has_a_small_model_whatever_the_time(machine):

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from perspectron.data import Tokenizer, encode, open_corpus, open_shards
 from perspectron.errors import CheckpointError, ConfigError, DataError, PerspectronError, StorageError
 from perspectron.eval.recall import _done
 from perspectron.train import checkpoint
+from tests.train.test_shared_folders import held
 
 RUN = Path("tests/vectors/run-0.1")
 LAST = "checkpoints/step-00000006"
@@ -290,19 +289,13 @@ def test_numbers_of_shards_are_bounded(run, change, message, verify):
 def test_two_processes_do_not_encode_into_one_folder(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 100)
     out = tmp_path / "out"
-    wait = "import sys; from pathlib import Path; from perspectron.files import locked\n"
-    wait += "with locked(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", wait, str(out)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
+    with held(out, ".lock"):
         assert main(["tokenize", str(tmp_path / "text.txt"), "--out", str(out)]) == 2
         assert "another process is using it" in capsys.readouterr().err
         tokenizer = Tokenizer.train(["the cat"], 300)
         with pytest.raises(StorageError, match="another process is using it"):
             encode(open_corpus(str(tmp_path / "text.txt")), tokenizer, out)
         assert [path.name for path in out.iterdir()] == [".lock"]
-        other.communicate()
     assert main(["tokenize", str(tmp_path / "text.txt"), "--out", str(out)]) == 0
 
 

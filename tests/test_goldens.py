@@ -15,7 +15,7 @@ from perspectron.train.optim import OptimConfig, adamw
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [
     *("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "drm-104k", "transformer-tiny"),
-    *("gpt2-tiny", "gla-tiny", "ssd-tiny", "perspective-20m-dense", "transformer-20m"),
+    *("gpt2-tiny", "gla-tiny", "ssd-tiny"),
     *("gdn-tiny", "kda-tiny", "gdn2-tiny", "rwkv7-tiny", "mamba3-tiny", "hgrn2-tiny", "mingru-tiny"),
 ]
 PLAIN = ("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", "gpt2-tiny")

@@ -67,7 +67,7 @@ def fit(
         with _nothing_left(run, new):
             with Work("reading and encoding the text") as work:
                 tokenizer, shards, summary = prepare(run, config, processes=cores(), tell=work.read)
-            if tokenizer.vocab_size < config.model.vocab_size:
+            if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
                 config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
             training_batches(config, shards)  # too little text is said before anything is measured
             with Work("timing this machine"):

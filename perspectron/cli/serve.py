@@ -20,6 +20,7 @@ from perspectron.errors import ConfigError
 from perspectron.ops.experts import FEW
 
 if TYPE_CHECKING:
+    from perspectron.opening import Opened
     from perspectron.serve.web.app import Served
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
@@ -83,7 +84,9 @@ class Serve:
             folder = self.keep or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="perspectron-"))
             )
-            served = [self._served(run, folder) for run in self.runs]
+            # All first: to open an artifact may change the number of threads, which stores tell apart.
+            opened = [open_model(run, self.cache) for run in self.runs]
+            served = [self._served(*each, folder) for each in zip(self.runs, opened, strict=True)]
             app = create(served, key=self._key())
             for one in served:
                 way = "all rows in one step" if one.engine.together else "each row in a step of its own"
@@ -152,14 +155,14 @@ class Serve:
                 f"host, port: {self.host}:{self.port} cannot be had ({error.strerror})"
             ) from None
 
-    def _served(self, run: Path, folder: Path) -> "Served":
+    def _served(self, run: Path, opened: "Opened", folder: Path) -> "Served":
         from perspectron.data.template import Template
         from perspectron.decode.store import PrefixStore
         from perspectron.serve.engine import Engine
         from perspectron.serve.states import States
         from perspectron.serve.web.app import Served
 
-        opened, name = open_model(run, self.cache), run.resolve().name
+        name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
         template = Template.of(opened.folder.path) if self.template is None else Template.load(self.template)
         store = None

@@ -114,7 +114,7 @@ class Records(Corpus):
             counted = f"{len(seen)} record{'s' * (len(seen) > 1)} with text, need at least {need}"
             raise DataError(f"{self.source}: {counted}, one for each of {', '.join(self.splits)}")
         self._moved = {seen[0]: "heldout", seen[-1]: "train"}
-        if "dev" in self.splits and "dev" not in found:
+        if "dev" in self.splits and all(self._moved.get(one, self.shares.of(one)) != "dev" for one in seen):
             rest = [one for one in seen[1:-1] if self.shares.of(one) == "train"]
             self._moved[(rest or seen[1:])[0]] = "dev"
         return self

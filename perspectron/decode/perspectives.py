@@ -197,8 +197,14 @@ class Perspectives:
         hidden_BD, state = read(self.model, rows, state, fresh=begins, views=views)
         return hidden_BD.view(N, K, -1), state
 
-    def stand_ins(self, hidden_ND: Tensor, logits_NV: Tensor, position_N: Sequence[int]) -> Tensor:
-        """Logits [N, 3, V] of the surrogates."""
+    def stand_ins(
+        self,
+        hidden_ND: Tensor,
+        logits_NV: Tensor,
+        position_N: Sequence[int],
+        head: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [N, 3, V] of the surrogates. head: the model's, when left out."""
         (N, V), D, seed = logits_NV.shape, hidden_ND.shape[1], self.config.seed
         noise, keep = np.empty((N, V)), np.empty((N, D))
         for row, at in enumerate(position_N):
@@ -206,7 +212,7 @@ class Perspectives:
             noise[row] = NOISE * np.sqrt(-2 * np.log(u[:V])) * np.cos(2 * np.pi * u[V:])
             keep[row] = (philox(seed | 1 << 64, at, D) >= MASKED) / (1 - MASKED)
         masked_ND = hidden_ND * torch.from_numpy(keep).to(hidden_ND)
-        masked_NV = self.model.head(masked_ND).cpu()[:, :V]
+        masked_NV = (head or self.model.head)(masked_ND).cpu()[:, :V]
         noisy_NV = logits_NV.double() + torch.from_numpy(noise)
         return torch.stack([noisy_NV, logits_NV.double() / WARM, masked_NV.double()], 1)
 

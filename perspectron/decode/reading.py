@@ -3,6 +3,7 @@
 Shapes: B batch, T time, D model width, V vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -97,15 +98,20 @@ def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:
         require(0 <= id < vocab_size, f"prompt: token id (row {row})", id, f"≥ 0 and < {vocab_size}")
 
 
+def lengths(ids: Sequence[int]) -> list[int]:
+    """Tokens of each document of a text: of the one that it goes on with, and of those that begin in it."""
+    starts = [0, *(at for at, id in enumerate(ids) if id == END_OF_TEXT_ID), len(ids)]
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
 def check_room(positions: int, length: int, unread: Sequence[int], max_tokens: int, row: int) -> None:
     """ConfigError for a text that would run off a table of learned positions; length: tokens of the document so far."""
     if positions == 0:
         return
-    ids = list(unread)
-    if END_OF_TEXT_ID in ids:
-        length, ids = 0, ids[len(ids) - 1 - ids[::-1].index(END_OF_TEXT_ID) :]
-    left = positions - length - len(ids) + 1
-    room = f"≤ {positions - length}, the learned positions that row {row} has left of {positions}"
-    require(left >= 1, "tokens of the prompt", len(ids), room)
+    for number, count in enumerate(lengths(unread)):
+        length = length if number == 0 else 0
+        room = f"≤ {positions - length}, the learned positions that row {row} has left of {positions}"
+        require(length + count <= positions, "tokens of the prompt", count, room)
+        left = positions - length - count + 1
     require(max_tokens <= left, "max_tokens", max_tokens,
             f"≤ {left}, what row {row} has left of positions = {positions}")  # fmt: skip

@@ -1,16 +1,16 @@
 """One text and its memory: read, say, fork, go back to any token, keep in a file."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, read
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.store import PrefixStore
@@ -157,22 +157,37 @@ class Session:
         """An independent session that has read and said the same."""
         return self._cut(len(self._ids), len(self._calls), self._state)
 
-    @torch.inference_mode()
     def at(self, token: int) -> "Session":
         """The session as it was after so many tokens of the text, to go on from there: what is not at hand of the way
         is read again. ConfigError: more tokens than there are, or fewer than what a loaded one begins with."""
+        steps = self.back_to(token)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return cast("Session", end.value)
+
+    @torch.inference_mode()
+    def back_to(self, token: int) -> Generator[None, None, "Session"]:
+        """As `at`, with a pause before each call that reads."""
         require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))
         if calls == len(self._calls):
             return self._cut(T, calls, self._state)
         known = max((made for made in self._marks if made <= calls), default=0)
+        if known == 0 and self._before == 0 and 0 not in self._marks:
+            least = sum(self._calls[: min(self._marks)]) + 1
+            require(
+                False, "token", token, f"≥ {least}: what a loaded text began with is remembered, not known"
+            )
         earlier, store = self._cut(T, known, self._marks.get(known)), self._rows.store
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
         if found is not None and found.calls > known:
             earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
             earlier._foreign = False
         while len(earlier._calls) < calls:
+            yield
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 
@@ -262,7 +277,7 @@ class Session:
         positions = self._rows.model.config.positions
         if positions == 0:
             return
-        length = [END_OF_TEXT_ID, *self._ids[:], *ids][::-1].index(END_OF_TEXT_ID) + 1
+        length = max(lengths([*self._ids[:], *ids]))
         require(length <= positions, "tokens of one document", length, f"≤ positions = {positions}")
 
     def _cut(self, T: int, calls: int, state: LMState | None) -> "Session":
@@ -315,10 +330,12 @@ class Session:
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
 
     def _mark(self, calls: int, state: LMState) -> None:
-        """Keep a state to go back to; where they become too many, every second one is let go, so that none is far."""
+        """Keep a state to go back to; where they become too many, every second one is let go, so that none is far. The
+        first of a text whose beginning is not known stays: there is no other way back to it."""
         self._marks[calls] = state
-        while len(self._marks) > 1 and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
-            for made in sorted(self._marks)[-2::-2]:
+        first = int(self._before == 0)
+        while len(self._marks) > 1 + first and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
+            for made in sorted(self._marks)[first:][-2::-2]:
                 del self._marks[made]
 
 
@@ -373,6 +390,6 @@ def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[
         return None
     if min(calls, default=1) < 1 or ids[sum(calls) :] != talk.pending[0] or not talk.pending[0]:
         return None
-    if before not in ((0, 1) if not calls else (1,) if ids[0] == END_OF_TEXT_ID else (0,)):
+    if before not in ((0, 1) if not calls or ids[0] == END_OF_TEXT_ID else (0,)):
         return None
     return ids, [drawn == 1 for drawn in drawn], calls, before

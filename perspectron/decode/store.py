@@ -21,6 +21,7 @@ from perspectron import native
 from perspectron.config import require
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.reading import CHUNK
+from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful
 
 FORMAT = "perspectron-prefix-1"
@@ -61,7 +62,7 @@ class PrefixStore:
 
     def __init__(
         self,
-        model: Stateful,
+        model: LanguageModel,
         *,
         chunk: int = CHUNK,
         memory_bytes: int = 256 << 20,
@@ -72,7 +73,7 @@ class PrefixStore:
         require(chunk >= 1, "chunk", chunk, "≥ 1")
         require(memory_bytes >= 0, "memory_bytes", memory_bytes, "≥ 0")
         self.model, self.chunk, self.memory_bytes = Frozen(model), chunk, memory_bytes
-        said = [FORMAT, self.model.fingerprint(), adapter, chunk, *_arithmetic()]
+        said = [FORMAT, self.model.fingerprint(), adapter, chunk, model.device.type, *_arithmetic()]
         self.root = hashlib.sha256(json.dumps(said).encode()).digest()
         self.counters = Counters()
         self._entries: dict[bytes, _Entry] = {}

@@ -98,6 +98,10 @@ class Watch:
         logits = self.model.head(hidden)
         return logits if self.safety is None else self.safety.masked(logits)
 
+    def _safe(self, hidden: Tensor) -> Tensor:
+        """Logits after the safe set's action on what the head reads."""
+        return self._head(hidden if self.safety is None else self.safety.read(hidden)[0])
+
     def marks(self, batch: "Batch", rows: list[int], ids: list[int], logits_BV: Tensor) -> list[Mark]:
         """The marks of the tokens `ids` that were drawn for these rows of the batch."""
         judged: list[Verdict | str | None] = [None] * len(rows)
@@ -147,11 +151,8 @@ class Watch:
 
         def each(at: int, position: int) -> Tensor:  # one by one: no other row changes a bit
             if perspectives.config.surrogate:
-                return perspectives.stand_ins(self._hidden_BD[[at]], logits_BV[[at]], [position])
-            hidden_PD = self._seen(perspectives, batch, at)
-            if self.safety is not None:
-                hidden_PD, _ = self.safety.read(hidden_PD)
-            return self._head(hidden_PD).cpu()[None, :, :V]
+                return perspectives.stand_ins(self._hidden_BD[[at]], logits_BV[[at]], [position], self._safe)
+            return self._safe(self._seen(perspectives, batch, at)).cpu()[None, :, :V]
 
         def mixed(index: int, log_V: Tensor, chosen: int) -> int:
             row = batch.rows[rows[index]]

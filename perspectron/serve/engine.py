@@ -177,20 +177,23 @@ class Engine:
 
     def _loop(self) -> None:
         while self._next():
-            self._let_go()
-            self._admit()
-            if self._tasks:
-                _advance(self._tasks)
-            elif self._later and not self._jobs and not self._waiting:
-                _advance(self._later)
             try:
-                pieces = self._rows.step()
+                self._turn()
             except Exception as error:
                 self._fail(error)
-                continue
-            self.counters.steps += bool(pieces)
-            for piece in pieces:
-                self._deliver(piece)
+
+    def _turn(self) -> None:
+        """One step of the rows, and what comes before and after it."""
+        self._let_go()
+        self._admit()
+        if self._tasks:
+            _advance(self._tasks)
+        elif self._later and not self._jobs and not self._waiting:
+            _advance(self._later)
+        pieces = self._rows.step()
+        self.counters.steps += bool(pieces)
+        for piece in pieces:
+            self._deliver(piece)
 
     def _next(self) -> bool:
         """Wait until there is something to do; False when all is done."""
@@ -229,9 +232,9 @@ class Engine:
                 job.row = job.session.enter(
                     self._rows, max_tokens=job.max_tokens, sampling=job.sampling, **settings
                 )
-            except PerspectronError as error:
+            except Exception as error:
                 self.counters.failed += 1
-                job.emit(error)
+                job.emit(_told(error))
             else:
                 self._jobs[job.row] = job
 
@@ -267,10 +270,11 @@ class Engine:
         jobs, self._jobs, self._rows = list(self._jobs.values()), {}, self._fresh()
         self.counters.failed += len(jobs)
         for job in jobs:
-            said = (
-                error if isinstance(error, PerspectronError) else PerspectronError(f"a step failed ({error})")
-            )
-            job.emit(said)
+            job.emit(_told(error))
+
+
+def _told(error: Exception) -> PerspectronError:
+    return error if isinstance(error, PerspectronError) else PerspectronError(f"a step failed ({error})")
 
 
 class _Task:

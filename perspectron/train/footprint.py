@@ -129,8 +129,7 @@ def kept(model: LanguageModel, T: int) -> float:
 def memory(shape: Shape, layout: Layout, gpus: int, local: int, batch: Batch, recompute: bool) -> Memory:
     """Memory of each of so many GPUs, `local` on a machine. The moments and everything kept of tokens in float32."""
     C, E = layout.context_parallel, layout.expert_parallel
-    rows = gpus // C
-    shards = {"ddp": 1, "fsdp": rows, "hsdp": min(local, rows)}[layout.shard]
+    shards = layout.shards(gpus, local)
     spread = shape.experts / (E if E > 1 else shards)
     own = shape.parameters / shards + spread
     whole = 0 if shards == 1 else shape.largest + (0 if E > 1 else shape.largest_experts)
@@ -146,9 +145,8 @@ def traffic(shape: Shape, layout: Layout, gpus: int, local: int, batch: Batch) -
     """The bytes that each GPU sends in an update: a gather and a reduction of S bytes over n ranks take (n − 1)/n · S
     each."""
     C, E = layout.context_parallel, layout.expert_parallel
-    rows = gpus // C
-    shards = {"ddp": 1, "fsdp": rows, "hsdp": min(local, rows)}[layout.shard]
-    copies = rows // shards
+    shards = layout.shards(gpus, local)
+    copies = gpus // C // shards
     gathered = shape.parameters + (0 if E > 1 else shape.experts)
     weights = 2 * FLOAT * gathered * (shards - 1) / shards
     reduced = FLOAT * gathered * (shards - 1) / shards + 2 * FLOAT * gathered / shards * (copies - 1) / copies

@@ -33,9 +33,16 @@ class Layout:
     def held(self, device: str) -> float:
         """The share of the weights that the processes with one memory hold together: those of a machine, or a GPU's
         one; more than 1 for copies."""
-        size, local = processes(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        each = {"ddp": 1.0, "fsdp": 1 / size, "hsdp": 1 / local}[self.shard] if size > 1 else 1.0
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        each = 1 / self.shards(processes(), local)
         return each if device == "cuda" else each * local
+
+    def shards(self, size: int, local: int) -> int:
+        """Parts of the weights, of `size` processes in all and `local` on a machine: those of one window share none, as
+        they are not at the same layer at the same time."""
+        rows = max(1, size // self.context_parallel)
+        within = min(max(1, local // self.context_parallel), rows)
+        return {"ddp": 1, "fsdp": rows, "hsdp": within}[self.shard]
 
     def __post_init__(self) -> None:
         one_of(self.shard, ("ddp", "fsdp", "hsdp"), "shard")

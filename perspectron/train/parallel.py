@@ -156,6 +156,7 @@ class ParallelTrainer(Trainer):
     def start(self) -> None:
         self.resume()
         self.config = self.team.of_first(lambda: self.config)  # with one id
+        self.best = self.team.of_first(lambda: self.best)  # rank 0 may have set checkpoints aside meanwhile
         self.team.of_first(lambda: checkpoint.save_config(self.run_dir, self.config))
 
     # ------------------------------------------------------------ training
@@ -352,8 +353,7 @@ def mesh_of(team: Team, layout: Layout, device: str) -> tuple[DeviceMesh, Device
     """(the ranks that read the same columns as this one, as FSDP2 takes them, the ranks that read the same rows). Those
     of one window are not at the same layer at the same time, and therefore share no weights: each column has all."""
     C = layout.context_parallel
-    N, local = team.size // C, max(1, team.locals // C)
-    shards = {"ddp": 1, "fsdp": N, "hsdp": min(local, N)}[layout.shard]
+    N, shards = team.size // C, layout.shards(team.size, team.locals)
     require(N % shards == 0, "shard", layout.shard, f"with as many ranks on each machine as here, {shards}")
     mesh = init_device_mesh(device, (N // shards, shards, C), mesh_dim_names=("copy", "shard", "column"))
     return mesh["shard"] if shards == N else mesh["copy", "shard"], mesh["column"]

@@ -3,11 +3,9 @@
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,8 @@ from perspectron.cli.quickstart import Quickstart
 from perspectron.data import open_shards
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
+from perspectron.model import build
+from perspectron.train import checkpoint
 from tests.cli.small import SIZES, TRAIN
 
 ROOT = Path(__file__).parents[2]
@@ -106,17 +106,13 @@ def test_a_conversation_goes_on_from_disk(run, tmp_path, capsys):
     assert first + answer("--max-tokens", "6", "--load-state", state)[0] == whole
 
 
-def test_generate_reads_standard_input_and_several_prompts(run):
-    command = [sys.executable, "-m", "perspectron", "generate", str(run), "--max-tokens", "4", "--json"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    asked = subprocess.run(
-        [*command, "-"], input="the dog " * 500, capture_output=True, text=True, env=env, check=True
-    )
-    assert json.loads(asked.stdout)["tokens"] == [4]
-    asked = subprocess.run(
-        [*command, "the", "a longer one"], capture_output=True, text=True, env=env, check=True
-    )
-    assert len(json.loads(asked.stdout)["texts"]) == 2
+def test_generate_reads_standard_input_and_several_prompts(run, monkeypatch, capsys):
+    command = ["generate", str(run), "--max-tokens", "4", "--json"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the dog " * 500)))
+    assert main([*command, "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == [4]
+    assert main([*command, "the", "a longer one"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["texts"]) == 2
 
 
 def test_eval_counts_every_held_out_byte(run, capsys):
@@ -387,6 +383,18 @@ def test_a_run_from_anothers_weights_has_its_model(run, text, tmp_path, capsys):
     assert "weights of another model (" in said
     assert "there, " in said
     assert said.count("\n") == 1
+
+
+def test_a_model_of_more_ids_than_its_tokenizer_keeps_them(run, text, tmp_path):
+    """As imported ones have, whose vocabularies are padded."""
+    _, tokenizer = perspectron.load(run)
+    config = checkpoint.load_config(run)
+    config = replace(config, model=replace(config.model, vocab_size=config.model.vocab_size + 8))
+    checkpoint.export(tmp_path / "padded", config, tokenizer, build(config.model), checkpoint.Progress())
+    out = tmp_path / "run"
+    given = ["--data", str(text), "--init", str(tmp_path / "padded"), "--steps", "1"]
+    assert main(["train", *given, *TRAIN, "--out", str(out)]) == 0
+    assert perspectron.load(out)[0].config == config.model
 
 
 def test_shards_and_tokenizer_must_belong_together(text, run, tmp_path, capsys):

@@ -383,6 +383,15 @@ def test_few_records_give_all_three_splits(tmp_path: Path) -> None:
         open_corpus(str(write_records(tmp_path / "two.jsonl", records(2))), dev=0.1)
 
 
+def test_the_only_dev_record_is_not_left_to_the_held_out_text(tmp_path: Path) -> None:
+    """Where no hash is held out, that nearest to it moves there, and may have been dev's."""
+    shares = sorted(corpus_module.share_of(json.loads(record)["text"].encode()) for record in records(8))
+    heldout, dev = shares[0] / 2, (shares[0] + shares[1]) / 2 - shares[0] / 2
+    path = str(write_records(tmp_path / "eight.jsonl", records(8)))
+    corpus = open_corpus(path, heldout, dev=dev)
+    assert [len(texts(corpus, split)) for split in corpus.splits] == [6, 1, 1]
+
+
 @pytest.mark.parametrize("dev", [-0.1, 0.95, float("nan")])
 def test_a_dev_share_out_of_bounds_is_an_error(tmp_path: Path, dev: float) -> None:
     with pytest.raises(DataError, match="dev: "):

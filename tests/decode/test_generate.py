@@ -337,6 +337,8 @@ def test_what_would_run_off_the_table_is_refused_at_once(tokenizer):
         ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32, the learned positions that row 0"
     ):
         generate(model, tokenizer, [long], max_tokens=5)
+    with pytest.raises(ConfigError, match=r"^tokens of the prompt = 41, must be ≤ 32"):
+        generate(model, tokenizer, [[*long, 0, 5]], max_tokens=5)  # also of a document that ends in it
     with pytest.raises(ConfigError, match=r"must be ≤ 24, what row 0"):
         generate(model, tokenizer, [[]], max_tokens=25, conversation=begun.fork())
     assert generate(model, tokenizer, [[]], max_tokens=24, conversation=begun.fork()).ids == [[9] * 24]

@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 def test_memory_does_not_grow_with_the_prompt(perspective: LanguageModel) -> None:
     peaks, sizes = [], []
-    for length in (10_000, 100_000):
+    for length in (10_000, 40_000):
         prompt = list(range(1, 251)) * (length // 250)
         with LiveBytes() as live:
             state = prefill(perspective, [prompt], chunk=2048)[1]

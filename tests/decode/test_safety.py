@@ -14,6 +14,7 @@ from perspectron.decode.projection import SLACK, faces, hildreth, project
 from perspectron.decode.safety import Polytope, Safety, fit, given, of_tokens, states
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError
+from tests.decode.conftest import VOCAB, make
 
 GREEDY = SamplingConfig(temperature=0)
 
@@ -203,6 +204,18 @@ def test_decoding_projects_flags_stops_and_masks(made, perspective, tokenizer):
         assert plain.ids[0][0] not in every[action].ids[0]
     with pytest.raises(ConfigError, match="the polytope names no tokens"):
         Safety(made, "mask")
+
+
+def test_surrogates_draw_no_token_that_is_masked(tokenizer):
+    """Their mixture is drawn from, where the majority outvotes the base."""
+    dense = make("perspective-tiny-dense")
+    first = generate(dense, tokenizer, ["the cat"], max_tokens=1, sampling=GREEDY).ids[0][0]
+    blocked = [id for id in range(1, VOCAB) if id != 7]
+    low = of_tokens(dense, blocked, 7, 2.0, torch.zeros(32, dtype=torch.float64))
+    views = PerspectivesConfig(surrogate=True, every=1, threshold=0.0)
+    settings = {"max_tokens": 12, "perspectives": views, "sampling": SamplingConfig(temperature=3.0, seed=1)}
+    drawn = generate(dense, tokenizer, ["the cat"], **settings, safety=Safety(low, "mask")).ids[0]
+    assert first in blocked and drawn and not set(drawn) & set(blocked)
 
 
 def test_windows_are_tested_and_both_signs_together_stop(perspective, tokenizer):

@@ -119,6 +119,35 @@ def test_generate_and_a_session_take_each_others_files(perspective, tokenizer, t
     assert on.ids == expected.ids and back.tokens == []
 
 
+def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
+    perspective, tokenizer, tmp_path, monkeypatch
+) -> None:
+    """What stood before it is in the state alone, so that the way back to an early token is none after a reload."""
+    talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
+    talk.pending[0] = [0]  # as if its document had ended
+    talk.save(tmp_path / "talk", perspective)
+    session = Session.load(tmp_path / "talk", perspective, tokenizer).read("the cat sat")
+    with monkeypatch.context() as patch:
+        patch.setattr("perspectron.decode.session.MARKED", 1)
+        session.say(6, sampling=GREEDY)
+    early = session.at(2)
+    session.save(tmp_path / "session")
+    again = Session.load(tmp_path / "session", perspective, tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"token = 2, must be ≥ \d+: what a loaded text began with is remembered"
+    ):
+        again.at(2)
+    whole = again.at(len(again.tokens)).say(3, sampling=GREEDY)
+    assert whole == session.say(3, sampling=GREEDY)
+    assert early.tokens == session.tokens[:2] and session.at(2).say(7) == early.say(7)
+
+
+def test_the_way_back_pauses_before_each_call(perspective, tokenizer) -> None:
+    session = session_of(perspective, tokenizer).read(prompt_of(5 * CHUNK, 1))
+    session._marks.clear()
+    assert sum(1 for _ in session.back_to(4 * CHUNK)) == 4
+
+
 def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
     session = Session(perspective, tokenizer)
     session.read("The cat")
@@ -142,6 +171,8 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
     table = small("gpt2")
     with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
         Session(table, tokenizer).read([5] * 64)
+    with pytest.raises(ConfigError, match="tokens of one document = 65, must be ≤ positions = 64"):
+        Session(table, tokenizer).read([*[5] * 64, 0, 5])  # also one that ends
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ Example: python -m tests.fuzz --mutants 100000 --jobs 2 --out table.md
 """
 
 import argparse
+import contextlib
+import itertools
 import secrets
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from tests.fuzz.formats import FORMATS
 from tests.fuzz.run import HEAD, whole
@@ -27,10 +30,11 @@ def main() -> int:
     seed = secrets.randbelow(1 << 32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     rows, failed = [HEAD], False
-    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
-        for outcome in pool.map(
-            whole, args.formats, [args.mutants] * len(args.formats), [seed] * len(args.formats)
-        ):
+    with contextlib.ExitStack() as stack:
+        each: Any = map
+        if args.jobs > 1:
+            each = stack.enter_context(ProcessPoolExecutor(args.jobs, get_context("spawn"))).map
+        for outcome in each(whole, args.formats, itertools.repeat(args.mutants), itertools.repeat(seed)):
             rows.append(outcome.row())
             print(outcome.row(), flush=True)
             for failure in outcome.failures[:20]:

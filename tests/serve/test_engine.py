@@ -119,6 +119,15 @@ def test_what_cannot_begin_is_an_event_and_a_failed_step_costs_those_under_way(e
         while not isinstance(event := lost.events.get(timeout=30), PerspectronError):
             pass
     assert "a step failed" in str(event) and engine.counters.failed == 2
+    lost = Asked(engine, prompt_of(3, 0), 5000)  # what fails beside a step
+    engine.submit([lost.job])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_deliver", lambda *_: 1 / 0)
+        assert isinstance(lost.events.get(timeout=30), PerspectronError)
+    with monkeypatch.context() as patch:
+        patch.setattr("perspectron.decode.session.Session.enter", lambda *_, **__: 1 / 0)
+        engine.submit([(lost := Asked(engine, prompt_of(3, 0), 5)).job])
+        assert isinstance(lost.events.get(timeout=30), PerspectronError)
     after = Asked(engine, prompt_of(3, 0), 5)
     engine.submit([after.job])
     assert len(after.ids()) == 5

@@ -7,7 +7,7 @@ import numpy as np
 
 from perspectron.stream.cache import ShardCache
 
-LAYERS, EXPERTS, THREADS, REQUESTS = 3, 8, 32, 10_000
+LAYERS, EXPERTS, THREADS, REQUESTS = 3, 8, 32, 2_000
 
 
 def descriptors() -> int:

@@ -145,6 +145,24 @@ def test_adapters_and_templates_are_for_one_process(tmp_path, fields):
         ParallelTrainer(team, Layout(), tmp_path, config)
 
 
+@pytest.mark.parametrize(
+    ("layout", "size", "local", "shards"),
+    [
+        (Layout("fsdp"), 8, 4, 8),
+        (Layout("hsdp"), 8, 4, 4),
+        (Layout("ddp"), 8, 4, 1),
+        (Layout("fsdp", context_parallel=8), 8, 8, 1),
+        (Layout("hsdp", context_parallel=4), 16, 8, 2),
+        (Layout("hsdp", context_parallel=8), 16, 4, 1),
+    ],
+)
+def test_the_ranks_of_a_window_share_no_weights(monkeypatch, layout, size, local, shards):
+    assert layout.shards(size, local) == shards
+    for name, value in (("RANK", 0), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", local)):
+        monkeypatch.setenv(name, str(value))
+    assert layout.held("cuda") == 1 / shards and layout.held("cpu") == local / shards
+
+
 def test_items_are_shared_so_that_every_rank_gets_as_many():
     for rows in (1, 2, 3, 4):
         found = []

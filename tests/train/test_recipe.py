@@ -120,44 +120,36 @@ def test_the_run_holds_the_last_stage(runs, whole):
     assert before == {path: path.stat().st_mtime_ns for path in whole.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("stage", TRAINED)
-def test_stopped_within_a_stage(runs, tmp_path, whole, stage):
-    """One step before its last checkpoint, so that a step is done again; then between two stages."""
+def test_stopped_in_every_stage_and_after_it(runs, tmp_path, whole):
+    """One step before its last checkpoint, so that a step is done again, or by a signal; then before the next stage."""
+    run = tmp_path / "run"
+    for seed, stage in enumerate(TRAINED):
 
-    def fit(trainer, at):
-        def report(line):
-            if at.name == stage and line["step"] == max(1, at.steps - 1):
+        def fit(trainer, at, stage=stage):
+            def report(line):
+                if at.name == stage == "ternary" and line["step"] == 3 and "loss" in line:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif at.name == stage and line["step"] == max(1, at.steps - 1):
+                    raise Stop
+
+            return trainer.fit(report=report)
+
+        def ended(row, stage=stage):
+            if row["stage"] == stage:
                 raise Stop
 
-        return trainer.fit(report=report)
-
-    def ended(row):
-        if row["stage"] == stage:
-            raise Stop
-
-    torch.manual_seed(1)
-    with pytest.raises(Stop):
-        begin(runs, tmp_path / "run", recipe_of(runs), fit=fit)
-    torch.manual_seed(2)
-    with pytest.raises(Stop):
-        begin(runs, tmp_path / "run", recipe_of(runs), report=ended)
-    torch.manual_seed(3)
-    assert begin(runs, tmp_path / "run", recipe_of(runs)) is None
-    assert_same_runs(tmp_path / "run", whole)
-
-
-def test_a_signal_stops_it(runs, tmp_path, whole):
-    def fit(trainer, at):
-        def report(line):
-            if at.name == "ternary" and line["step"] == 3 and "loss" in line:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return trainer.fit(report=report)
-
-    assert begin(runs, tmp_path / "run", recipe_of(runs), fit=fit) == signal.SIGTERM
-    assert not checkpoint.paths(tmp_path / "run")
-    begin(runs, tmp_path / "run", recipe_of(runs))
-    assert_same_runs(tmp_path / "run", whole)
+        torch.manual_seed(2 * seed)
+        if stage == "ternary":
+            assert begin(runs, run, recipe_of(runs), fit=fit) == signal.SIGTERM
+            assert not checkpoint.paths(run)
+        else:
+            with pytest.raises(Stop):
+                begin(runs, run, recipe_of(runs), fit=fit)
+        torch.manual_seed(2 * seed + 1)
+        with pytest.raises(Stop):
+            begin(runs, run, recipe_of(runs), report=ended)
+    assert begin(runs, run, recipe_of(runs)) is None
+    assert_same_runs(run, whole)
 
 
 KILLER = """

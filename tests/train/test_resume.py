@@ -205,16 +205,6 @@ def test_a_second_interrupt_acts_at_once(runs, tmp_path):
     assert runs.trainer(tmp_path).progress.step == 3
 
 
-def test_another_process_goes_on(runs, tmp_path):
-    variant = {"model": "transformer-tiny", "accumulate": 2, "recompute": True, "clip": 0.05}
-    whole = runs.trainer(tmp_path / "whole", **variant)
-    whole.fit()
-    runs.trainer(tmp_path / "run", **variant).fit(until=7)
-    summary = drive(tmp_path / "run", runs, runs.config(**variant), kills=0)
-    assert summary["status"] == 0
-    assert_same_on_disk(tmp_path / "run", tmp_path / "whole", whole.config)
-
-
 def test_twenty_kills(runs, tmp_path):
     config = runs.config(steps=72, save_every=2, eval_every=6, seq_len=16, keep=2)
     whole = runs.start(tmp_path / "whole", config)

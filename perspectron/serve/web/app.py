@@ -313,7 +313,7 @@ def _reading(engine: Engine, ids: Sequence[int]) -> Generator[None, None, Sessio
 
 def _back(session: Session, token: int | None) -> Generator[None, None, Session]:
     yield
-    return session if token is None else session.at(token)
+    return session if token is None else (yield from session.back_to(token))
 
 
 async def _result(future: "Future[T]") -> T:
