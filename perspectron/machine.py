@@ -92,9 +92,14 @@ def memory_kept() -> Iterator[None]:
         yield
     finally:
         _mallopt({M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 1 << 17})
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-        if trim is not None:
-            trim(0)
+        trim()
+
+
+def trim() -> None:
+    """Give the system back what is free."""
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if function is not None:
+        function(0)
 
 
 def _mallopt(options: dict[int, int]) -> None:

@@ -8,13 +8,12 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import open_model, perspectives_of, size
+from perspectron.cli.options import needs, open_model, perspectives_of, size
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.ops.experts import FEW
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
-INSTALL = "pip install 'perspectron[serve]'"
 KEY = "PERSPECTRON_API_KEY"
 DRAIN = 60  # seconds for texts under way when the server is stopped
 
@@ -111,9 +109,8 @@ class Serve:
 
     def _check(self) -> None:
         """ConfigError for what cannot be served, before anything is loaded."""
-        missing = [name for name in NEEDED if find_spec(name) is None]
-        if missing:
-            raise ConfigError(f"{missing[0]} is not installed; {INSTALL}")
+        for name in NEEDED:
+            needs(name, "serve")
         require(len(self.runs) >= 1, "runs", "none", "at least one folder")
         names = [run.resolve().name for run in self.runs]
         require(len(set(names)) == len(names), "runs", ", ".join(names), "folders of different names")

@@ -169,7 +169,7 @@ class Session:
 
     @torch.inference_mode()
     def back_to(self, token: int) -> Generator[None, None, "Session"]:
-        """As `at`, with a pause before each call that reads."""
+        """The session that `at` gives, with a pause before each call that reads."""
         require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))

@@ -5,7 +5,6 @@ A step is forward, loss with every term, backward and AdamW, on random tokens. S
 As a program (`python -m perspectron.eval.training`) it reads one setting as JSON and writes what `_alone` found.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ import torch
 from perspectron.config import ModelConfig, dump, load, require
 from perspectron.eval.contexts import FREE_SHARE, free
 from perspectron.eval.timing import take_turns, timed
-from perspectron.machine import Peak, pick_device, return_memory
+from perspectron.machine import Peak, pick_device, return_memory, trim
 from perspectron.model import build
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER
 from perspectron.train.optim import OptimConfig, adamw
@@ -128,8 +127,7 @@ def _alone(spec: dict[str, Any]) -> int | str:
         before = torch.cuda.memory_allocated(device)
         stepper(config, setting)(spec["dtype"])
         return torch.cuda.max_memory_allocated(device) - before
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+    trim()
     with Peak() as peak:
         stepper(config, setting)(spec["dtype"])
     return "this system does not tell" if peak.bytes is None else peak.bytes

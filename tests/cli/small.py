@@ -1,4 +1,4 @@
-"""A Perspective that trains in a second, and such a training."""
+"""Models that train in a second, and such trainings."""
 
 SIZES = [
     "d_model=32",
@@ -10,6 +10,18 @@ SIZES = [
     "window=16",
     "vocab_size=300",
 ]
+"""Of a Perspective."""
+PLAIN = [
+    "--preset",
+    "transformer-tiny",
+    "--set",
+    "d_model=32",
+    "layers=1",
+    "heads=2",
+    "hidden=32",
+    "vocab_size=300",
+]
+"""A transformer."""
 TRAIN = [
     "--batch-size",
     "2",

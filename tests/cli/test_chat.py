@@ -12,17 +12,8 @@ from perspectron.cli.main import main
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from tests.cli.small import PLAIN
 
-SMALL = [
-    "--preset",
-    "transformer-tiny",
-    "--set",
-    "d_model=32",
-    "layers=1",
-    "heads=2",
-    "hidden=32",
-    "vocab_size=300",
-]
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32", "--steps", "2"]
 
 
@@ -31,7 +22,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     (folder / "text.txt").write_text("the cat sat on the mat, and the dog sat on the log.\n" * 80)
     assert (
-        main(["train", "--data", str(folder / "text.txt"), "--out", str(folder / "run"), *SMALL, *QUICK]) == 0
+        main(["train", "--data", str(folder / "text.txt"), "--out", str(folder / "run"), *PLAIN, *QUICK]) == 0
     )
     return folder / "run"
 

@@ -18,17 +18,8 @@ from perspectron.cli.fit import Speed
 from perspectron.cli.main import main
 from perspectron.cli.train import defaults
 from perspectron.train import checkpoint
+from tests.cli.small import PLAIN
 
-SMALL = [
-    "--preset",
-    "transformer-tiny",
-    "--set",
-    "d_model=32",
-    "layers=1",
-    "heads=2",
-    "hidden=32",
-    "vocab_size=300",
-]
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
 
 
@@ -68,7 +59,7 @@ def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
 
 def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkeypatch):
     monkeypatch.setattr(budget, "seconds_of", lambda model, train: 3.0)
-    assert main(["train", "--data", "play.txt", "--minutes", "0.2", *SMALL, *QUICK]) == 2
+    assert main(["train", "--data", "play.txt", "--minutes", "0.2", *PLAIN, *QUICK]) == 2
     said = capsys.readouterr().err
     assert re.search(r"minutes = '0.2', must be ≥ 1.\d: an update takes 3 s here$", said.strip())
     assert not list(Path("runs").iterdir())
@@ -76,16 +67,16 @@ def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkey
 
 def test_a_second_run_of_a_text_has_a_folder_of_its_own(play, capsys):
     for _ in range(2):
-        assert main(["train", "--data", "play.txt", "--steps", "1", *SMALL, *QUICK]) == 0
+        assert main(["train", "--data", "play.txt", "--steps", "1", *PLAIN, *QUICK]) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["play", "play-2"]
 
 
 def test_passes_and_tokens_become_updates(play, capsys):
-    assert main(["train", "--data", "play.txt", "--epochs", "0.5", "--out", "a", *SMALL, *QUICK]) == 0
+    assert main(["train", "--data", "play.txt", "--epochs", "0.5", "--out", "a", *PLAIN, *QUICK]) == 0
     a = checkpoint.load_config(Path("a")).train
     text = perspectron.data.open_shards(Path("a/data")).split("train")
     assert a.steps == -(-text.tokens // 2 // 64)
-    assert main(["train", "--data", "play.txt", "--tokens", "1K", "--out", "b", *SMALL, *QUICK]) == 0
+    assert main(["train", "--data", "play.txt", "--tokens", "1K", "--out", "b", *PLAIN, *QUICK]) == 0
     b = checkpoint.load_config(Path("b")).train
     assert b.steps == 16 and b.optim.warmup == 2
     assert b.optim.lr == presets.rate(
@@ -96,14 +87,14 @@ def test_passes_and_tokens_become_updates(play, capsys):
 def test_what_is_typed_or_in_the_file_is_not_chosen(play, capsys):
     Path("c.toml").write_text("[train]\nsteps = 3\n[train.optim]\nlr = 1e-3\n")
     options = ["--config", "c.toml", "--warmup", "2", "--eval_every=2", "--out", "r"]
-    assert main(["train", "--data", "play.txt", *options, *SMALL, *QUICK]) == 0
+    assert main(["train", "--data", "play.txt", *options, *PLAIN, *QUICK]) == 0
     train = checkpoint.load_config(Path("r")).train
     assert (train.steps, train.optim.lr, train.optim.warmup, train.eval_every) == (3, 1e-3, 2, 2)
     assert set(defaults(["--lr", "1", "--batch_size=3"]).given) == {"lr", "batch_size"}
 
 
 def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
-    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *SMALL, *QUICK]) == 0
+    assert main(["train", "--data", "play.txt", "--steps", "1", "--out", "a", *PLAIN, *QUICK]) == 0
     assert main(["train", "--init", "a", "--steps", "1", "--out", "b", *QUICK]) == 0
     a, b = (checkpoint.load_config(Path(name)) for name in ("a", "b"))
     assert a.train.data == b.train.data == str(play) and a.model == b.model
@@ -152,7 +143,7 @@ def test_what_a_short_text_is_told_to_do_works(lines, advice, play, capsys):
 
 def test_numbers_that_run_away_end_with_what_to_do(play, capsys):
     command = ["train", "--data", "play.txt", "--steps", "30", "--out", "run", "--lr", "1e30", "--clip", "0"]
-    assert main([*command, *SMALL, *QUICK]) == 3
+    assert main([*command, *PLAIN, *QUICK]) == 3
     said = capsys.readouterr().err.splitlines()[-1]
     assert "loss is" in said or "gradient is not finite" in said
     assert "Start again in another folder with a lower learning rate: --lr 5e+29 --out run-2" in said
@@ -169,7 +160,7 @@ def test_a_stopped_run_says_how_to_go_on_and_where_from(play, capsys, monkeypatc
         "3",
         "--out",
         "run",
-        *SMALL,
+        *PLAIN,
         *QUICK,
     ]
     with monkeypatch.context() as patch:
@@ -212,7 +203,7 @@ def test_a_terminal_of_any_width_and_without_colours(columns, play, capsys, monk
         return made[-1]
 
     monkeypatch.setattr(fit_room, "Console", terminal)
-    assert main(["train", "--data", "play.txt", "--steps", "3", "--out", "run", *SMALL, *QUICK]) == 0
+    assert main(["train", "--data", "play.txt", "--steps", "3", "--out", "run", *PLAIN, *QUICK]) == 0
     said = capsys.readouterr().err
     assert "\x1b[3" not in said and "step 3/3" in said
     drawn = [line for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", said)) if "%" in line]
@@ -221,7 +212,7 @@ def test_a_terminal_of_any_width_and_without_colours(columns, play, capsys, monk
 
 def test_the_json_lines_stay_alone_on_standard_output(play, capsys):
     assert (
-        main(["train", "--data", "play.txt", "--steps", "2", "--out", "run", "--json", *SMALL, *QUICK]) == 0
+        main(["train", "--data", "play.txt", "--steps", "2", "--out", "run", "--json", *PLAIN, *QUICK]) == 0
     )
     captured = capsys.readouterr()
     assert [json.loads(line)["step"] for line in captured.out.splitlines()] == [1, 1, 2, 2]

@@ -148,7 +148,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
         assert main(["serve", *arguments]) == 2, arguments
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1, said
-    monkeypatch.setattr("perspectron.cli.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("perspectron.cli.options.find_spec", lambda name: None)
     assert main(["serve", str(tmp_path)]) == 2
     assert "pip install 'perspectron[serve]'" in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from perspectron.data import Shards, Tokenizer, open_shards
 from perspectron.errors import PerspectronError
-from perspectron.train import checkpoint
+from perspectron.train import checkpoint, loop
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer
@@ -103,6 +103,7 @@ class Cases:
 
     def __init__(self, data: Path, out: Path) -> None:
         torch.set_num_threads(1)
+        loop.draw = loop.draw_terms = lambda metrics, path: None  # charts take longer than these trainings
         torch.set_default_dtype(torch.float64)
         self.out = out
         self.tokenizer: Tokenizer = Tokenizer.load(data / "tokenizer.json")

@@ -347,7 +347,7 @@ def test_a_torn_last_line_is_left_out(runs, tmp_path):
     assert read_metrics(tmp_path / "nowhere") == []
 
 
-def test_the_curve_shows_both_losses(runs, tmp_path):
+def test_the_curve_shows_both_losses(runs, tmp_path, drawn):
     trainer = runs.trainer(tmp_path, steps=8, eval_every=2)
     trainer.fit()
     text = (tmp_path / "loss.svg").read_text()

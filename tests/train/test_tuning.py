@@ -292,10 +292,10 @@ def test_the_server_answers_by_the_template_of_the_run(tuned: Path, run: Path, t
         (newest, {}, plain),
         (tuned, {"template": tmp_path / "own.jinja"}, "{{ messages[0].content }}"),
     ):
-        served = Serve((folder,), **options)._served(folder, tmp_path)
+        served = Serve((folder,), **options)._served(folder, open_model(folder), tmp_path)
         served.engine.close()
         assert served.template.text == text
-    served = Serve((run,))._served(run, tmp_path)
+    served = Serve((run,))._served(run, open_model(run), tmp_path)
     served.engine.close()
     assert served.template is None
 
