@@ -4,11 +4,13 @@ Conversations share a system prompt and take turns; then each goes back to its f
 fork), and each comes back to where it had ended (a return). A prompt is all that was said before, the engine's own
 answers among it. Told are the tokens of prompts that were not read again, the time to the first token, and the
 tokens that differ from those of the same engine when nothing is kept. llama.cpp runs with its defaults (4 slots, 32
-checkpoints of a state, 8 GiB of prompts kept), in the binding `xllamacpp`, which has its server in a wheel.
+checkpoints of a state, 8 GiB of prompts kept), and with a slot for each conversation and a checkpoint for each message,
+in the binding `xllamacpp`, which has its server in a wheel.
 
 python benchmarks/llama_cpp.py --json results/llama_cpp.json
 """
 
+import functools
 import queue
 import random
 import tempfile
@@ -157,11 +159,15 @@ def ours(folder: Path, threads: int) -> tuple[Ask, Callable[[], None]]:
     return ask, end
 
 
-def theirs(folder: Path, threads: int) -> tuple[Ask, Callable[[], None]]:
-    """Ask llama.cpp's server."""
+def theirs(
+    folder: Path, threads: int, slots: int | None = None, every: int | None = None
+) -> tuple[Ask, Callable[[], None]]:
+    """Ask llama.cpp's server, with so many slots and a state kept every so many tokens, or as many as it likes."""
     params = xllamacpp.CommonParams()
     params.model.path = str(folder / "model.gguf")
-    params.n_parallel, params.n_ctx, params.verbosity = 4, 1 << 16, -1
+    params.n_parallel, params.n_ctx, params.verbosity = slots or 4, 1 << 16, -1
+    if every is not None:
+        params.checkpoint_min_step = every
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = [xllamacpp.Server(params)]
 
@@ -233,7 +239,8 @@ def main() -> None:
     found: dict[str, Any] = {"llama.cpp": xllamacpp.__version__, "engines": {}}
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), sizes)
-        makers = {"perspectron": ours, "llama.cpp": theirs}
+        tuned = functools.partial(theirs, slots=sizes.conversations, every=sizes.message)
+        makers = {"perspectron": ours, "llama.cpp": theirs, "llama.cpp, a slot each": tuned}
         made = {name: list[dict[str, Any]]() for name in makers}
         differ, cold, drawn = dict.fromkeys(makers, 0), {name: list[float]() for name in makers}, 0
         first = dict[str, list[list[int]]]()
@@ -261,7 +268,9 @@ def main() -> None:
             share = its["hits"] / its["tokens"]
             rows.append([f"{name}, {kind}", f"{share:.1%}", its["first_token_seconds"].text(1e3)])
         rows.append([f"{name}, nothing kept", "0%", own["nothing_kept_seconds"].text(1e3)])
-    found["same_answers"] = sum(a == b for a, b in zip(*first.values(), strict=True))
+    found["same_answers"] = sum(
+        all(one == a for one in rest) for a, *rest in zip(*first.values(), strict=True)
+    )
     report.table(["", "prompt not read again", "first token, ms"], rows)
     for name in made:
         report.say(f"{name}: {differ[name]} of {drawn} tokens differ from those with nothing kept")

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -45,7 +45,7 @@ class Session:
         """Tokens that each call has read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
-        self._marks = dict[int, LMState]()
+        self._marks, self._marked = dict[int, _Mark](), 0
         """States after so many calls, from which `at` goes on."""
         self._keys: list[bytes] | None = None if store is None else []
         self._foreign = False
@@ -181,7 +181,8 @@ class Session:
             require(
                 False, "token", token, f"≥ {least}: what a loaded text began with is remembered, not known"
             )
-        earlier, store = self._cut(T, known, self._marks.get(known)), self._rows.store
+        mark, store = self._marks.get(known), self._rows.store
+        earlier = self._cut(T, known, None if mark is None else mark.state)
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
         if found is not None and found.calls > known:
             earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
@@ -289,6 +290,7 @@ class Session:
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
         own._marks = {made: mark for made, mark in self._marks.items() if made <= calls}
+        own._marked = sum(mark.nbytes for mark in own._marks.values())
         return own
 
     def _call(self, count: int) -> None:
@@ -332,11 +334,19 @@ class Session:
     def _mark(self, calls: int, state: LMState) -> None:
         """Keep a state to go back to; where they become too many, every second one is let go, so that none is far. The
         first of a text whose beginning is not known stays: there is no other way back to it."""
-        self._marks[calls] = state
+        old, self._marks[calls] = self._marks.get(calls), _Mark(state, state.nbytes)
+        self._marked += self._marks[calls].nbytes - (0 if old is None else old.nbytes)
         first = int(self._before == 0)
-        while len(self._marks) > 1 + first and sum(mark.nbytes for mark in self._marks.values()) > MARKED:
+        while len(self._marks) > 1 + first and self._marked > MARKED:
             for made in sorted(self._marks)[first:][-2::-2]:
-                del self._marks[made]
+                self._marked -= self._marks.pop(made).nbytes
+
+
+class _Mark(NamedTuple):
+    """A state to go back to, and its size, which takes as long to tell as a short call takes."""
+
+    state: LMState
+    nbytes: int
 
 
 class _Log(Generic[T]):

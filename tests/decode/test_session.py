@@ -13,7 +13,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import ConfigError, StateError
-from perspectron.state import read_state, save_state
+from perspectron.state import LMState, read_state, save_state
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small
@@ -140,6 +140,15 @@ def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
     whole = again.at(len(again.tokens)).say(3, sampling=GREEDY)
     assert whole == session.say(3, sampling=GREEDY)
     assert early.tokens == session.tokens[:2] and session.at(2).say(7) == early.say(7)
+
+
+def test_a_long_text_is_read_in_time_that_grows_as_it_does(perspective, tokenizer, monkeypatch) -> None:
+    """What is kept on the way is not looked at again with each call."""
+    told = []
+    nbytes = LMState.nbytes.fget
+    monkeypatch.setattr(LMState, "nbytes", property(lambda state: told.append(1) or nbytes(state)))
+    session_of(perspective, tokenizer).read(prompt_of(40 * CHUNK, 1)).fork()
+    assert len(told) <= 2 * 40
 
 
 def test_the_way_back_pauses_before_each_call(perspective, tokenizer) -> None:
