@@ -175,12 +175,10 @@ class Session:
         calls = sum(end < T for end in accumulate(self._calls))
         if calls == len(self._calls):
             return self._cut(T, calls, self._state)
+        first = min(self._marks, default=0)
+        least = f"≥ {sum(self._calls[:first]) + 1}: what a loaded text began with is remembered, not known"
+        require(self._before > 0 or calls >= first, "token", token, least)
         known = max((made for made in self._marks if made <= calls), default=0)
-        if known == 0 and self._before == 0 and 0 not in self._marks:
-            least = sum(self._calls[: min(self._marks)]) + 1
-            require(
-                False, "token", token, f"≥ {least}: what a loaded text began with is remembered, not known"
-            )
         mark, store = self._marks.get(known), self._rows.store
         earlier = self._cut(T, known, None if mark is None else mark.state)
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
