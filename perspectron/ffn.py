@@ -7,6 +7,7 @@ Shapes: B batch, T time, D model width, F hidden width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from perspectron.config import FFNConfig, require
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.ops.fused import gated
+from perspectron.ops.fused import evenly, gated
 from perspectron.terms import Term
 
 Activation = Literal["gelu", "gelu_tanh"]
@@ -103,7 +104,7 @@ class SwiGLU(Network):
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:
     """GELU, exact or by tanh."""
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return evenly(partial(F.gelu, approximate="tanh" if activation == "gelu_tanh" else "none"), x)
 
 
 class MLP(Network):

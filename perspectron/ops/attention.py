@@ -114,7 +114,8 @@ def attend(
     K^-½ when not given. drop: gets the weights where gradients are on.
 
     Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
-    would copy the cache for every token), and so does causal float32 on a CPU (`tiled`).
+    would copy the cache for every token), and so does causal float32 on a CPU (`tiled`). So does one query on a CPU in
+    any case: the kernel cuts the keys of one query among the threads, whose number would change its bits.
     """
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
@@ -129,13 +130,17 @@ def attend(
             )
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return drop(scores.softmax(-1)) @ v
+    plain = q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64)
+    if T == 1 and (V != K or plain):
+        if B * k.shape[1] == 1:  # a product of several rows with one matrix is cut among the threads too
+            k, v = k.expand(B, H, -1, -1), v.expand(B, H, -1, -1)
+        shared = (q_BHTK * scale).view(B, k.shape[1], -1, K)  # heads of one key head
+        scores = shared @ k.mT
+        scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+        return (scores.softmax(-1) @ v).view(B, H, 1, V)
     if V != K and k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    if V != K and T == 1:
-        scores = (q_BHTK * scale) @ k.mT
-        scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1) @ v
-    if V != K and causal and q_BHTK.device.type == "cpu" and q_BHTK.dtype in (torch.float32, torch.float64):
+    if V != K and causal and plain:
         o = tiled.attend(q_BHTK.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
         return o.unflatten(0, (B, H))
     if V == K and 1 < T <= tiled.LONGEST and k.shape[2] > 0 and fits(q_BHTK, k, v, dtypes=(torch.bfloat16,)):

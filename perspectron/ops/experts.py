@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.ops.dispatch import gradients_off, once
+from perspectron.ops.fused import evenly
 
 HUGE = 1 << 22  # bytes from which huge pages are asked for
 FEW = 64  # tokens, of a step of many texts, that are read in full groups
@@ -174,7 +175,7 @@ def _put_back(sorted_ND: Tensor, order_N: Tensor) -> Tensor:
 
 def _hidden(a: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor] | None) -> Tensor:
     """The hidden units, as the down projection reads them."""
-    h = F.silu(a) * b
+    h = evenly(F.silu, a) * b
     return h if rounded is None else rounded(h)
 
 

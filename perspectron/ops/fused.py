@@ -18,9 +18,11 @@ from torch.autograd import forward_ad
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import watched
+from perspectron.ops.dispatch import gradients_off, watched
 
 IGNORE = -100
+LANES = 64  # numbers of half precision in two of the widest vectors, which PyTorch takes at a time
+CUT = 1 << 14  # numbers of a tensor that PyTorch does not yet cut
 
 
 def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
@@ -127,7 +129,17 @@ def gated(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _gated(a: Tensor, b: Tensor) -> Tensor:
-    return F.silu(a) * b
+    return evenly(F.silu, a) * b
+
+
+def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function(x) of each element, the same on any number of threads where nothing differentiates. PyTorch cuts a large
+    tensor among them, and takes what is left of a vector at the end of a piece by other instructions, which differ by
+    rounding: x is filled up so that it is cut between vectors."""
+    if watched(x) or not gradients_off() or x.device.type != "cpu" or x.numel() <= CUT:
+        return function(x)
+    spare = -x.numel() % (LANES * torch.get_num_threads())
+    return function(F.pad(x.flatten(), (0, spare)))[: x.numel()].view_as(x) if spare else function(x)
 
 
 class _Gated(torch.autograd.Function):

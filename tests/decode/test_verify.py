@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.decode import batch, verify
+from perspectron.ops import fused
 from tests.decode.conftest import make
 from tests.decode.test_store import small
 
@@ -19,6 +21,32 @@ def test_the_same_bits_alone_and_in_any_batch(design: str, tokenizer) -> None:
     assert len(found) == 8 and all(way.promised for way in found)
     for together in (False, True):
         assert len({way.digest for way in found if way.together == together}) == 1, found
+
+
+@pytest.mark.parametrize(
+    "design", ["perspective", "perspective2", "adr", "lens", "gpt2", "transformer", "ssd", "gdn"]
+)
+def test_two_threads_have_the_bits_of_one(design: str, tokenizer) -> None:
+    """At sizes at which torch divides the work: it cuts the keys of one query, and vectors where a piece ends."""
+    config = presets.solve(design, 2_000_000, vocab_size=tokenizer.vocab_size, seq_len=512)
+    found = verify.ways(perspectron.build(config), tokenizer, batches=(1,), pieces=())
+    assert len(found) == 4
+    for together in (False, True):
+        assert len({way.digest for way in found if way.together == together}) == 1, found
+
+
+def test_activations_end_at_no_piece_of_a_thread() -> None:
+    x = torch.randn(23, 1500, generator=torch.Generator().manual_seed(1))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                found.append(fused.evenly(F.silu, x))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], F.silu(x))
 
 
 def test_what_differs_is_seen(tokenizer, monkeypatch) -> None:
