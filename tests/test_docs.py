@@ -1,5 +1,11 @@
-"""The documentation: blocks of code run, citations and links lead somewhere, and the site needs no network."""
+"""The documentation: blocks of code run, citations and links lead somewhere, and the site needs no network.
 
+    mkdocs build -d SITE && python -m tests.test_docs SITE
+
+says what axe finds wrong on any of its pages.
+"""
+
+import contextlib
 import functools
 import http.server
 import os
@@ -185,8 +191,8 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def address(site):
+@contextlib.contextmanager
+def serving(site):
     """The site behind a server, without which its search does not work."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -197,10 +203,27 @@ def address(site):
         thread.join()
 
 
+@pytest.fixture
+def address(site):
+    with serving(site) as address:
+        yield address
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-@pytest.mark.parametrize("name", ["index.html", "guides/your-text.html", "results.html"])
+@pytest.mark.parametrize("name", ["index.html", "reference/package.html", "results.html"])
 def test_the_site_can_be_read_by_everyone(address, name):
     with browsing(f"{address}/{name}") as page:
         assert look(page, AA) == []
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
+
+
+def all_pages(site: Path) -> None:
+    with serving(site) as address:
+        for path in sorted(site.rglob("*.html")):
+            with browsing(f"{address}/{path.relative_to(site)}") as page:
+                print(path.relative_to(site), *look(page, AA) or ["as it should be"], sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    all_pages(Path(sys.argv[1]))

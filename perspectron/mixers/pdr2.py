@@ -16,7 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Lean, apart, logits_of_halflives
 from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
 from perspectron.ops import eligibility, pdr
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, unit
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -108,13 +108,11 @@ class PDR2(nn.Module):
         p_BTD = self.p_proj(x_p)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, x_p)
-        p_BTD = p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32))
-        gamma_BTD = torch.sigmoid(p_BTD)
-        slope_BTD = None
         if self.config.unit_input:
-            slope_BTD = -gamma_BTD.square() / (1 + gamma_BTD)  # of log √(1 − γ²) in p
-            # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
-            v_BTD = v_BTD * (torch.exp(0.5 * F.logsigmoid(-p_BTD)) * torch.sqrt(1 + gamma_BTD))
+            gamma_BTD, v_BTD = unit(p_BTD, v_BTD)
+        else:
+            gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        own_BTD = gamma_BTD
         if pad_BT is not None:
             v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)
@@ -126,7 +124,9 @@ class PDR2(nn.Module):
         if isinstance(state, AdaptedPDR2State) and state.traced:  # before the memory is written into
             u = u_BTr.repeat_interleave(self.config.groups, 0)
             trace = state.trace_BrDR.unflatten(2, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)
-            slope = None if slope_BTD is None else self._groups(slope_BTD)
+            slope = None
+            if self.config.unit_input:  # of log √(1 − γ²) in p
+                slope = self._groups(-own_BTD.square() / (1 + own_BTD))
             d, trace = eligibility.trace(q, k, v, gamma, u, memory, trace, slope_BTD=slope)
             more["trace_BrDR"] = trace.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2, 3)
             learned_BTD = state.learned(d.unflatten(0, (len(x_q), -1)).movedim(1, 3).flatten(3))

@@ -133,6 +133,28 @@ def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return da, db
 
 
+def unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(γ = σ(p), √(1 − γ²) · v) in float32; p and v float32 or bfloat16."""
+    brief = _brief(p)
+    _check(v, p.dtype, p.shape)
+    gamma, y = (torch.empty_like(p, dtype=torch.float32) for _ in range(2))
+    pointers = p.data_ptr(), v.data_ptr(), brief, p.numel()
+    _library().pspx_unit(*pointers, gamma.data_ptr(), y.data_ptr(), threads())
+    return gamma, y
+
+
+def unit_backward(p: Tensor, v: Tensor, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of p and v."""
+    brief = _brief(p)
+    _check(v, p.dtype, p.shape)
+    for gradient in (dgamma, dy):
+        _check(gradient, torch.float32, p.shape)
+    dp, dv = torch.empty_like(p), torch.empty_like(v)
+    pointers = [x.data_ptr() for x in (p, v, dgamma, dy)]
+    _library().pspx_unit_backward(*pointers, brief, p.numel(), dp.data_ptr(), dv.data_ptr(), threads())
+    return dp, dv
+
+
 def _taps(
     u_BSC: Tensor, weight_WC: Tensor, bias_C: Tensor, sees_BTW: Tensor | None
 ) -> tuple[list[int | None], tuple[int, int, int, int]]:

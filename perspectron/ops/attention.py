@@ -233,7 +233,10 @@ def windowed(
 
     def blocks(old_BGWK: Tensor, new_BGTK: Tensor) -> Tensor:
         whole = F.pad(torch.cat([old_BGWK.to(new_BGTK.dtype), new_BGTK], 2), (0, 0, 0, tail))
-        return whole.unfold(2, W + c, c).permute(0, 2, 1, 4, 3).flatten(0, 1)
+        if n == 1:
+            return whole
+        cut = whole.unflatten(2, (n + 1, c)).transpose(1, 2)  # where there are several, c is W
+        return torch.cat([cut[:, :-1], cut[:, 1:]], 3).flatten(0, 1)
 
     q_NHcK = F.pad(q_BHTK, (0, 0, 0, tail)).unflatten(2, (n, c)).transpose(1, 2).flatten(0, 1)
     o_NHcK = attend(q_NHcK, blocks(ring[0], k_BGTK), blocks(ring[1], v_BGTK), mask_NTS, drop=drop)

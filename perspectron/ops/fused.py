@@ -1,5 +1,5 @@
 """The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
-and silu(a) · b.
+silu(a) · b, and decays with what they let in.
 
 With gradients on, float32 on a CPU, and bfloat16 but for norms, takes `native.training`; everything else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
@@ -41,7 +41,9 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
     )
 
 
-def _recorded(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
+def _recorded(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], dy: Tensor | tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """The gradients of a function by PyTorch, to be differentiated again."""
     with torch.enable_grad():
         inputs = tuple(x.view_as(x) for x in inputs)  # one may be made of another
@@ -154,3 +156,33 @@ class _Gated(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _recorded(_gated, (a, b), dy)
         return training.gated_backward(a, b, dy.contiguous())
+
+
+def unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(γ, √(1 − γ²) · v) with γ = σ(p), float32 at least: decays, and inputs that keep a memory's size."""
+    p = p if v.dtype is p.dtype else p.to(torch.promote_types(p.dtype, torch.float32))
+    if p.shape == v.shape and fits(p, v, dtypes=(torch.float32, torch.bfloat16)):
+        gamma, y = _Unit.apply(p.contiguous(), v.contiguous())
+        return gamma, y
+    return _unit(p, v)
+
+
+def _unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = p.to(torch.promote_types(p.dtype, torch.float32))
+    gamma = torch.sigmoid(p)
+    # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
+    return gamma, v * (torch.exp(0.5 * F.logsigmoid(-p)) * torch.sqrt(1 + gamma))
+
+
+class _Unit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(p, v)
+        return training.unit(p, v)
+
+    @staticmethod
+    def backward(ctx: Any, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        p, v = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _recorded(_unit, (p, v), (dgamma, dy))
+        return training.unit_backward(p, v, dgamma.contiguous(), dy.contiguous())

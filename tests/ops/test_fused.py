@@ -1,4 +1,4 @@
-"""Loss, norms and gated products: which kernel runs, and every derivative."""
+"""Loss, norms, gated products and decays: which kernel runs, and every derivative."""
 
 import pytest
 import torch
@@ -21,10 +21,16 @@ def norm(x, weight):
     return torch.func.functional_call(fused.RMSNorm(len(weight), 1e-5), {"weight": weight}, (x,))
 
 
+def unit(p, v):
+    gamma, y = fused.unit(p, v)
+    return gamma + y
+
+
 OPERATIONS = {
     "entropy": (entropy, lambda x: F.cross_entropy(x, TARGET, reduction="sum"), [(3, 7)]),
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
+    "unit": (unit, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
 }
 
 

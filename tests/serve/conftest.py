@@ -1,7 +1,8 @@
 """A small model behind the server, in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from fastapi.testclient import TestClient
@@ -23,11 +24,16 @@ def tokenizer() -> Tokenizer:
 
 
 def served(
-    folder: Path, tokenizer: Tokenizer, name: str = "tiny", design: str = "perspective-tiny", **options
+    folder: Path,
+    tokenizer: Tokenizer,
+    name: str = "tiny",
+    design: str = "perspective-tiny",
+    room: Mapping[str, int] = MappingProxyType({}),
+    **options,
 ) -> Served:
-    """A model of its own, its rows one by one."""
+    """A model of its own, its rows one by one. room: the bytes of its store."""
     model = make(design)
-    store = None if "perspectives" in options else PrefixStore(model, folder=folder / "prefixes")
+    store = None if "perspectives" in options else PrefixStore(model, folder=folder / "prefixes", **room)
     engine = Engine(model, tokenizer, store=store, **{"rows": 4, "queue": 4, "together": False} | options)
     return Served(
         name, engine, tokenizer, States(folder / "states" / name), States(folder / "slots" / name), 64

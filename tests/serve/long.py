@@ -138,12 +138,12 @@ def kills(folder: Path, count: int) -> str:
 
 
 def soak(folder: Path, minutes: float) -> str:
-    """Requests of all kinds: by how much memory grows in the second half."""
+    """Requests of all kinds: by how much memory grows in the second half. The store is soon full: until then the index
+    of what is on disk grows, and what SQLite keeps of it."""
     return_memory()
-    tiny, draw, start = served(folder, tokenizer()), random.Random(1), time.monotonic()
+    tiny = served(folder, tokenizer(), room={"memory_bytes": 1 << 20, "disk_bytes": 8 << 20})
+    draw, start = random.Random(1), time.monotonic()
     points, turns = list[tuple[float, int]](), 0
-    assert tiny.engine.store is not None
-    tiny.engine.store.memory_bytes = 1 << 20
     with TestClient(create([tiny])) as client:
         while time.monotonic() - start < 60 * minutes:
             for _ in range(50):

@@ -118,6 +118,7 @@ inline Floats broadcast(float x) { return EACH(Floats, (void(i), _mm256_set1_ps(
 inline Floats add(Floats a, Floats b) { return EACH(Floats, _mm256_add_ps(a.half[i], b.half[i])); }
 inline Floats mul(Floats a, Floats b) { return EACH(Floats, _mm256_mul_ps(a.half[i], b.half[i])); }
 inline Floats div(Floats a, Floats b) { return EACH(Floats, _mm256_div_ps(a.half[i], b.half[i])); }
+inline Floats root(Floats a) { return EACH(Floats, _mm256_sqrt_ps(a.half[i])); }
 inline Floats fma(Floats a, Floats b, Floats c) {
   return EACH(Floats, _mm256_fmadd_ps(a.half[i], b.half[i], c.half[i]));
 }

@@ -83,6 +83,7 @@ inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats root(Floats a) { return _mm512_sqrt_ps(a); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }     // b where either is NaN
 inline Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN

@@ -93,6 +93,13 @@ struct Gated {  // y = silu(a) · b
   void *da, *db;
 };
 
+struct Unit {  // γ = σ(p), y = √(1 − γ²) v
+  const void *p, *v;
+  float *gamma, *y;
+  const float *dgamma, *dy;
+  void *dp, *dv;
+};
+
 struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
   const float *u, *weight, *bias, *sees;  // [B][S][C], [W][C], [C], null or [B][T][W] of 0 and 1
   float* y;                               // [B][T][C]
@@ -132,6 +139,8 @@ struct Kernels {
   void (*entropy_backward[2])(const Entropy&, int64_t first, int64_t last);
   void (*gated[2])(const Gated&, int64_t first, int64_t last);
   void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
+  void (*unit[2])(const Unit&, int64_t first, int64_t last);
+  void (*unit_backward[2])(const Unit&, int64_t first, int64_t last);
   void (*softmax_backward)(const Softmax&, int64_t first, int64_t last);  // of bfloat16
   void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);

@@ -125,6 +125,9 @@ inline Floats mul(const Floats& a, const Floats& b) {
 inline Floats div(const Floats& a, const Floats& b) {
   return each([&](int i) { return a.at[i] / b.at[i]; });
 }
+inline Floats root(const Floats& a) {
+  return each([&](int i) { return __builtin_sqrtf(a.at[i]); });
+}
 inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
   return each([&](int i) { return std::fma(a.at[i], b.at[i], c.at[i]); });
 }

@@ -148,6 +148,32 @@ void gated_backward(const Gated& g, int64_t first, int64_t last) {
   });
 }
 
+// γ = σ(p), y = √(1 − γ²) v; 1 − γ is σ(−p), which does not vanish where γ rounds to 1.
+inline Floats height(Floats p, Floats s) { return root(mul(sigmoid_of(mul(p, broadcast(-1.0f))), add(s, broadcast(1.0f)))); }
+
+template <class T>
+void unit(const Unit& u, int64_t first, int64_t last) {
+  const T *p = static_cast<const T*>(u.p) + first, *v = static_cast<const T*>(u.v) + first;
+  sixteens(last - first, [&](auto at, auto to) ALWAYS {
+    const Floats x = at(p), s = sigmoid_of(x);
+    to(u.gamma + first, s);
+    to(u.y + first, mul(height(x, s), at(v)));
+  });
+}
+
+// dp = γ (1 − γ) dγ − γ² / (1 + γ) y dy
+template <class T>
+void unit_backward(const Unit& u, int64_t first, int64_t last) {
+  const T *p = static_cast<const T*>(u.p) + first, *v = static_cast<const T*>(u.v) + first;
+  T *dp = static_cast<T*>(u.dp) + first, *dv = static_cast<T*>(u.dv) + first;
+  sixteens(last - first, [&](auto at, auto to) ALWAYS {
+    const Floats x = at(p), s = sigmoid_of(x), rest = sigmoid_of(mul(x, broadcast(-1.0f)));
+    const Floats down = mul(height(x, s), at(u.dy + first)), slope = div(mul(s, s), add(s, broadcast(1.0f)));
+    to(dv, down);
+    to(dp, minus(mul(mul(s, rest), at(u.dgamma + first)), mul(mul(slope, at(v)), down)));
+  });
+}
+
 // What a channel's sum is before the swish: bias + Σ_j weight_j u_{t+j}, without the taps that the token may not see.
 template <class At>
 inline ALWAYS Floats taps_of(const Conv& c, const float* u, const float* sees, At at) {
