@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
 from perspectron.ops.dispatch import gradients_off
+from perspectron.ops.fused import mixed
 from perspectron.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
@@ -119,10 +120,9 @@ def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple
     return all_BSD[:, :-1], all_BSD[:, -1].clone()
 
 
-def between(x_BTD: Tensor, before_BTD: Tensor, mix_D: Tensor) -> Tensor:
-    """x where the mix is 0, the token before where it is 1; in x's dtype."""
-    x_full = x_BTD.to(before_BTD.dtype)
-    return (x_full + (before_BTD - x_full) * mix_D).to(x_BTD.dtype)
+def between(x_BTD: Tensor, before_BTD: Tensor, mix: Tensor) -> Tensor:
+    """x where the mix is 0, the token before where it is 1; in x's dtype. mix: [D], or [N,D] for so many inputs."""
+    return mixed(x_BTD.to(before_BTD.dtype), before_BTD, mix).to(x_BTD.dtype)
 
 
 class TokenShift(nn.Module):
@@ -142,7 +142,7 @@ class TokenShift(nn.Module):
     def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
         """The inputs [N,B,T,D], or [B,T,D] where there is one, and the last token [B,D]."""
         before_BTD, last_BD = shift(x_BTD, last_BD, reset_BT, pad_BT)
-        mix = self.mix_ND[0] if len(self.bends) == 1 else self.mix_ND[:, None, None]
+        mix = self.mix_ND[0] if len(self.bends) == 1 else self.mix_ND
         return between(x_BTD, before_BTD, mix), last_BD
 
 

@@ -126,7 +126,7 @@ class RWKV7(nn.Module):
     ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
         """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
         before_BTD, last_BD = shift(x_BTD, state.last_BD, reset_BT, pad_BT)
-        x_r, x_w, x_k, x_v, x_a, x_g = (between(x_BTD, before_BTD, mix_D) for mix_D in self.mix_6D)
+        x_r, x_w, x_k, x_v, x_a, x_g = between(x_BTD, before_BTD, self.mix_6D).unbind()
         full = before_BTD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
         eta_BTD = torch.sigmoid(self.a_low(x_a).to(full))

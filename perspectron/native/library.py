@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_norm_backward": ([*[_POINTER] * 4, *[_LONG] * 3, *[_POINTER] * 2, _INT], None),
     "pspx_gated": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_gated_backward": ([*[_POINTER] * 3, _INT, _LONG, *[_POINTER] * 2, _INT], None),
+    "pspx_mixed": ([*[_POINTER] * 3, *[_LONG] * 3, _POINTER, _INT], None),
+    "pspx_mixed_backward": ([*[_POINTER] * 4, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
     "pspx_unit": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT], None),
     "pspx_unit_backward": ([*[_POINTER] * 4, _INT, _LONG, *[_POINTER] * 2, _INT], None),
     "pspx_convolve": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),

@@ -13,7 +13,7 @@ from torch import Tensor
 from perspectron.native import _check, _library, threads
 
 ROWS = 64
-"""Rows whose part of a norm's weight gradient is summed at once."""
+"""Rows whose part of a weight's gradient is summed at once, of norms and mixes."""
 
 SLAB = 64
 """Rows of a recurrence's state whose gradients of q and k are summed at once."""
@@ -131,6 +131,32 @@ def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     pointers = a.data_ptr(), b.data_ptr(), dy.data_ptr(), brief, a.numel()
     _library().pspx_gated_backward(*pointers, da.data_ptr(), db.data_ptr(), threads())
     return da, db
+
+
+def mixed(x_MD: Tensor, before_MD: Tensor, mix_ND: Tensor) -> Tensor:
+    """x + (before − x) · mix for each row of the mixes [N,M,D]."""
+    (M, D), N = x_MD.shape, len(mix_ND)
+    for tensor, shape in ((x_MD, (M, D)), (before_MD, (M, D)), (mix_ND, (N, D))):
+        _check(tensor, torch.float32, shape)
+    y_NMD = x_MD.new_empty(N, M, D)
+    pointers = [x.data_ptr() for x in (x_MD, before_MD, mix_ND)]
+    _library().pspx_mixed(*pointers, M, D, N, y_NMD.data_ptr(), threads())
+    return y_NMD
+
+
+def mixed_backward(
+    x_MD: Tensor, before_MD: Tensor, mix_ND: Tensor, dy_NMD: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, before and the mixes."""
+    (M, D), N = x_MD.shape, len(mix_ND)
+    for tensor, shape in ((x_MD, (M, D)), (before_MD, (M, D)), (mix_ND, (N, D)), (dy_NMD, (N, M, D))):
+        _check(tensor, torch.float32, shape)
+    dx, dbefore = (torch.empty_like(x_MD) for _ in range(2))
+    parts = x_MD.new_zeros(-(-M // ROWS), N, D)
+    pointers = [x.data_ptr() for x in (x_MD, before_MD, mix_ND, dy_NMD)]
+    outputs = dx.data_ptr(), dbefore.data_ptr(), parts.data_ptr()
+    _library().pspx_mixed_backward(*pointers, M, D, N, ROWS, *outputs, threads())
+    return dx, dbefore, parts.sum(0)
 
 
 def unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 """The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
-silu(a) · b, and decays with what they let in.
+silu(a) · b, decays with what they let in, and mixes of a token with the one before it.
 
 With gradients on, float32 on a CPU, and bfloat16 but for norms, takes `native.training`; everything else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
@@ -186,3 +186,36 @@ class _Unit(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _recorded(_unit, (p, v), (dgamma, dy))
         return training.unit_backward(p, v, dgamma.contiguous(), dy.contiguous())
+
+
+# ---------------------------------------------------------------- mixes
+
+
+def mixed(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
+    """x + (before − x) · mix, of the shape [*,D] of x for a mix [D], and [N,*,D] for [N,D]."""
+    mix_ND = mix if mix.ndim == 2 else mix[None]
+    if x.shape == before.shape and x.shape[-1:] == mix.shape[-1:] and fits(x, before, mix):
+        rows = (tensor.reshape(-1, x.shape[-1]).contiguous() for tensor in (x, before))
+        y: Tensor = _Mixed.apply(*rows, mix_ND.contiguous())
+    else:
+        y = _mixed(x, before, mix_ND)
+    return y.reshape(*mix.shape[:-1], *x.shape)
+
+
+def _mixed(x: Tensor, before: Tensor, mix_ND: Tensor) -> Tensor:
+    mix = mix_ND.view(len(mix_ND), *[1] * (x.ndim - 1), -1)
+    return x + (before - x) * mix
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
+        ctx.save_for_backward(x, before, mix)
+        return training.mixed(x, before, mix)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _recorded(_mixed, inputs, dy)
+        return training.mixed_backward(*inputs, dy.contiguous())

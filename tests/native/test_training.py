@@ -111,6 +111,17 @@ def test_gated_products(isa, dtype, shape, use_isa):
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("N", "M", "D"), [(1, 1, 1), (4, 3, 7), (2, 130, 48)])
+def test_mixes_with_the_token_before(isa, N, M, D, use_isa):
+    use_isa(isa)
+    x, before, mix, dy = draw(M, D), draw(M, D, seed=1), draw(N, D, seed=2), draw(N, M, D, seed=3)
+    found = [training.mixed(x, before, mix), *training.mixed_backward(x, before, mix, dy)]
+    close(
+        found, gradients(lambda x, before, mix: x + (before - x) * mix[:, None], [x, before, mix], dy), 3e-6
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (40, 33)])
 def test_decays_and_what_they_let_in(isa, dtype, shape, use_isa):
@@ -213,6 +224,8 @@ def every_result():
     yield from training.softmax_backward(*softmax_inputs(True, R=200))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
+    mix, dy = draw(3, 130, seed=2), draw(3, 300, 130, seed=3)
+    yield from (training.mixed(x, y, mix), *training.mixed_backward(x, y, mix, dy))
     yield from (y, *training.norm_backward(x, weight, r, y))
     u, weight, bias = draw(3, 20, 33), draw(4, 33, seed=1), draw(33, seed=2)
     yield from training.convolve_backward(u, weight, bias, None, training.convolve(u, weight, bias, None))
@@ -246,6 +259,7 @@ def test_what_does_not_fit_is_refused():
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),
         lambda: training.gated(draw(2, 3), draw(2, 3).bfloat16()),
         lambda: training.unit(draw(2, 3), draw(2, 4)),
+        lambda: training.mixed(draw(2, 3), draw(2, 3), draw(1, 4)),
         lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
         lambda: training.memory(*memory_inputs("sum", 2, 3, 4, 5, 3)),
     ):

@@ -30,6 +30,7 @@ OPERATIONS = {
     "entropy": (entropy, lambda x: F.cross_entropy(x, TARGET, reduction="sum"), [(3, 7)]),
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
+    "mixed": (fused.mixed, lambda x, b, m: x + (b - x) * m[:, None], [(3, 7), (3, 7), (2, 7)]),
     "unit": (unit, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
 }
 

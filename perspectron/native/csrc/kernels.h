@@ -100,6 +100,14 @@ struct Unit {  // γ = σ(p), y = √(1 − γ²) v
   void *dp, *dv;
 };
 
+struct Mixed {  // y_n = x + (before − x) · mix_n
+  const float *x, *before, *mix;  // [M][D] both, [N][D]
+  float* y;                       // [N][M][D]
+  const float* dy;
+  float *dx, *dbefore, *dmix;     // dmix: zeros [⌈M / rows⌉][N][D], to be summed
+  int64_t M, D, N, rows;
+};
+
 struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
   const float *u, *weight, *bias, *sees;  // [B][S][C], [W][C], [C], null or [B][T][W] of 0 and 1
   float* y;                               // [B][T][C]
@@ -142,6 +150,8 @@ struct Kernels {
   void (*unit[2])(const Unit&, int64_t first, int64_t last);
   void (*unit_backward[2])(const Unit&, int64_t first, int64_t last);
   void (*softmax_backward)(const Softmax&, int64_t first, int64_t last);  // of bfloat16
+  void (*mixed)(const Mixed&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
+  void (*mixed_backward)(const Mixed&, int64_t first, int64_t last);
   void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);
   void (*convolve)(const Conv&, int64_t first, int64_t last);

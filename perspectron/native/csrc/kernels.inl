@@ -71,5 +71,5 @@ constexpr Kernels table(const char* name) {
           {entropy<float>, entropy<uint16_t>}, {entropy_backward<float>, entropy_backward<uint16_t>},
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
           {unit<float>, unit<uint16_t>}, {unit_backward<float>, unit_backward<uint16_t>},
-          softmax_backward<uint16_t>, norm_rows, norm_backward, convolve, convolve_backward};
+          softmax_backward<uint16_t>, mixed, mixed_backward, norm_rows, norm_backward, convolve, convolve_backward};
 }

@@ -125,6 +125,33 @@ void norm_backward(const Norm& n, int64_t first, int64_t last) {
   }
 }
 
+// y_n = x + (before − x) · mix_n
+void mixed(const Mixed& m, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; row++)
+    sixteens(m.D, [&](auto at, auto to) ALWAYS {
+      const Floats x = at(m.x + row * m.D), apart = minus(at(m.before + row * m.D), x);
+      for (int64_t n = 0; n < m.N; n++) to(m.y + (n * m.M + row) * m.D, fma(apart, at(m.mix + n * m.D), x));
+    });
+}
+
+// dbefore = Σ_n dy_n · mix_n, dx = Σ_n dy_n − dbefore; adds dy_n · (before − x) to dmix_n.
+void mixed_backward(const Mixed& m, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; row++) {
+    float* dmix = m.dmix + row / m.rows * m.N * m.D;
+    sixteens(m.D, [&](auto at, auto to) ALWAYS {
+      const Floats apart = minus(at(m.before + row * m.D), at(m.x + row * m.D));
+      Floats all = broadcast(0), back = broadcast(0);
+      for (int64_t n = 0; n < m.N; n++) {
+        const Floats d = at(m.dy + (n * m.M + row) * m.D);
+        all = add(all, d), back = fma(d, at(m.mix + n * m.D), back);
+        to(dmix + n * m.D, fma(d, apart, at(dmix + n * m.D)));
+      }
+      to(m.dbefore + row * m.D, back);
+      to(m.dx + row * m.D, minus(all, back));
+    });
+  }
+}
+
 // y = silu(a) · b
 template <class T>
 void gated(const Gated& g, int64_t first, int64_t last) {
