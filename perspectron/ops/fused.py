@@ -215,7 +215,7 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        inputs = ctx.saved_tensors
+        x, before, mix = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(_mixed, inputs, dy)
-        return training.mixed_backward(*inputs, dy.contiguous())
+            return _recorded(_mixed, (x, before, mix), dy)
+        return training.mixed_backward(x, before, mix, dy.contiguous())
