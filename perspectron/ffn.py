@@ -141,7 +141,7 @@ class ContextMLP(Network):
             context_BTD = context_BTD.detach() if self.config.stop_gradient else context_BTD
             narrow = self.config.context_rank > 0
             x_BTD = torch.cat([x_BTD, self.context_proj(context_BTD) if narrow else context_BTD], -1)
-        gate = torch.sigmoid(self.gate_proj(x_BTD))
+        gate = evenly(torch.sigmoid, self.gate_proj(x_BTD))
         return self.down_proj(gelu(self.up_proj(x_BTD), self.config.activation) * gate)
 
 

@@ -198,9 +198,11 @@ def serving(site):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture
@@ -218,12 +220,16 @@ def test_the_site_can_be_read_by_everyone(address, name):
         assert page.evaluate("document.activeElement.textContent.trim()") == "Skip to content"
 
 
-def all_pages(site: Path) -> None:
+def all_pages(site: Path) -> int:
+    wrong = 0
     with serving(site) as address:
         for path in sorted(site.rglob("*.html")):
             with browsing(f"{address}/{path.relative_to(site)}") as page:
-                print(path.relative_to(site), *look(page, AA) or ["as it should be"], sep="\n  ", flush=True)
+                found = look(page, AA)
+            print(path.relative_to(site), *found or ["as it should be"], sep="\n  ", flush=True)
+            wrong += len(found)
+    return min(wrong, 1)
 
 
 if __name__ == "__main__":
-    all_pages(Path(sys.argv[1]))
+    sys.exit(all_pages(Path(sys.argv[1])))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.delta import Delta
 from perspectron.mixers.parts import sigmoid
+from perspectron.ops.fused import evenly
 
 
 @dataclass(frozen=True)
@@ -45,4 +46,4 @@ class GDN(Delta):
 
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
-        return self.a_proj(x_BTD)[..., None], beta, beta, F.silu(self.g_proj(x_BTD))
+        return self.a_proj(x_BTD)[..., None], beta, beta, evenly(F.silu, self.g_proj(x_BTD))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides
 from perspectron.mixers.delta import Delta
+from perspectron.ops.fused import evenly
 
 
 @dataclass(frozen=True)
@@ -48,4 +49,4 @@ class GDN2(Delta):
         inputs = (self.f_proj(x_BTD), self.e_proj(x_BTD), self.w_proj(x_BTD))
         f, erase, write = (x.unflatten(-1, (self.config.heads, -1)) for x in inputs)
         beta = (1 + self.config.negative) * torch.sigmoid(erase)
-        return f, beta, torch.sigmoid(write), F.silu(self.g_proj(x_BTD))
+        return f, beta, evenly(torch.sigmoid, write), evenly(F.silu, self.g_proj(x_BTD))

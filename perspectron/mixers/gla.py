@@ -14,7 +14,7 @@ from perspectron.config import MixerConfig, at_least, divides, positive
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Lean, apart
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -86,7 +86,8 @@ class GLA(nn.Module):
         gate_BTK = self.gk_proj(x_g)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
-        gate_BTK = torch.exp(F.logsigmoid(gate_BTK) / self.config.gate_temperature)
+        by = self.config.gate_temperature
+        gate_BTK = evenly(lambda gate: torch.exp(F.logsigmoid(gate) / by), gate_BTK)
         if pad_BT is not None:
             gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
         if reset_BT is not None:
@@ -98,5 +99,5 @@ class GLA(nn.Module):
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
         o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
-        y_BTD = self.o_proj(o_BTD * F.silu(self.g_proj(x_g)))
+        y_BTD = self.o_proj(o_BTD * evenly(F.silu, self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

@@ -14,7 +14,7 @@ from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Shared
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -92,7 +92,7 @@ class HGRN2(nn.Module):
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
-        k_BTD = torch.sigmoid(-f_BTD)
+        k_BTD = evenly(torch.sigmoid, -f_BTD)
         if shared is not None and self.config.layers > 1:
             if self.config.layer == 0:
                 share_ND = self.gamma_ND.to(f_BTD.dtype).softmax(0)
@@ -110,7 +110,7 @@ class HGRN2(nn.Module):
         gate_BTD = 1 - k_BTD
         if reset_BT is not None:
             gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
-        inputs = (F.silu(self.q_proj(x_BTD)), k_BTD, self.i_proj(x_BTD), gate_BTD)
+        inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, self.i_proj(x_BTD), gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from perspectron.config import MixerConfig, at_least, divides
 from perspectron.mixers.delta import Delta
 from perspectron.mixers.parts import sigmoid
+from perspectron.ops.fused import evenly
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,4 @@ class KDA(Delta):
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
         f = self.f_proj(x_BTD).unflatten(-1, (self.config.heads, -1))
-        return f, beta, beta, torch.sigmoid(self.g_proj(x_BTD))
+        return f, beta, beta, evenly(torch.sigmoid, self.g_proj(x_BTD))

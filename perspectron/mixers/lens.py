@@ -14,6 +14,7 @@ from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Dropout
 from perspectron.ops import attention, lens
+from perspectron.ops.fused import evenly
 from perspectron.terms import Term
 
 GATES = (2.773, 1.099, 0.0)  # softmax: 0.80 standard, 0.15 reciprocal, 0.05 discoverability
@@ -121,7 +122,7 @@ class Lens(nn.Module):
         )
         o_BTD = o.transpose(1, 2).reshape(B, T, D)
         if self.config.output_gate:
-            o_BTD = o_BTD * torch.sigmoid(self.gate_proj(x_BTD))
+            o_BTD = o_BTD * evenly(torch.sigmoid, self.gate_proj(x_BTD))
         return self.o_proj(o_BTD), state, {}
 
     def _turned(self, x_BHTF: Tensor, position_BT: Tensor, base: float) -> Tensor:

@@ -16,7 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import sigmoid, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -125,7 +125,7 @@ class Mamba3(nn.Module):
         )
         skip_BTH = self.D - (q_BTHN * k_BTHN).sum(-1) * late_BTH
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, skip_BTH[..., None])
-        y_BTD = self.o_proj((y_BTHP.flatten(2) * F.silu(z_BTI)).to(x_BTD.dtype))
+        y_BTD = self.o_proj((y_BTHP.flatten(2) * evenly(F.silu, z_BTI)).to(x_BTD.dtype))
         key_BHN = _last(k_BTHN, state.key_BHN, reset_BT, pad_BT)
         input_BHP = _last(v_BTHP, state.input_BHP, reset_BT, pad_BT)
         return y_BTD, Mamba3State(memory_BHNP, angle_BTHF[:, -1].clone(), key_BHN, input_BHP), {}

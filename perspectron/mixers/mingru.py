@@ -13,6 +13,7 @@ from perspectron.config import MixerConfig, at_least
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import ShortConv
 from perspectron.ops import pdr
+from perspectron.ops.fused import evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -73,8 +74,8 @@ class MinGRU(nn.Module):
         u_BTD = u_BTD.to(x_BTD.dtype)
         full = torch.promote_types(x_BTD.dtype, torch.float32)
         z_BTI, c_BTI = self.z_proj(u_BTD).to(full), self.h_proj(u_BTD).to(full)
-        c_BTI = torch.where(c_BTI >= 0, c_BTI + 0.5, torch.sigmoid(c_BTI))
-        v_BTI, gate_BTI = torch.sigmoid(z_BTI) * c_BTI, torch.sigmoid(-z_BTI)
+        c_BTI = torch.where(c_BTI >= 0, c_BTI + 0.5, evenly(torch.sigmoid, c_BTI))
+        v_BTI, gate_BTI = evenly(torch.sigmoid, z_BTI) * c_BTI, evenly(torch.sigmoid, -z_BTI)
         if pad_BT is not None:
             v_BTI = v_BTI.masked_fill(pad_BT[:, :, None], 0)
             gate_BTI = gate_BTI.masked_fill(pad_BT[:, :, None], 1)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.mixers.masks import Mask
 from perspectron.ops.conv import convolve
-from perspectron.ops.dispatch import gradients_off
-from perspectron.ops.fused import mixed
+from perspectron.ops.fused import evenly, mixed
 from perspectron.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
@@ -24,7 +23,6 @@ UNIT_EPS = 1e-6
 Lean = Callable[[Tensor, Tensor], Tensor]
 """A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
 (`FirstValues`)."""
-VECTORS = 32  # numbers that torch computes at once
 
 
 class ShortConv(nn.Module):
@@ -216,7 +214,7 @@ class FirstValues(nn.Module):
 
 def toward(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
     """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
-    share_BTC = torch.sigmoid(gate_BTC).to(values_BTC.dtype)
+    share_BTC = evenly(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
     return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
 
 
@@ -240,20 +238,12 @@ def unit(x: Tensor) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + eˣ), with the same bits in a batch of any size."""
-    return _whole(F.softplus, x)
+    return evenly(F.softplus, x, least=0)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e⁻ˣ), with the same bits in a batch of any size."""
-    return _whole(torch.sigmoid, x)
-
-
-def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each number. Where nothing differentiates it takes whole vectors: torch computes what is left over
-    in another way, with other last bits, and how many rows a batch has would then change them."""
-    if not gradients_off() or x.is_meta:
-        return function(x)
-    return function(F.pad(x.flatten(), (0, -x.numel() % VECTORS)))[: x.numel()].view(x.shape)
+    return evenly(torch.sigmoid, x, least=0)
 
 
 def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:

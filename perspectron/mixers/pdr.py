@@ -16,7 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import eligibility, pdr
 from perspectron.ops.attention import Places, places
 from perspectron.ops.dispatch import gradients_off
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -145,7 +145,7 @@ class PDR(nn.Module):
         p_BTD, v_BTD = self.p_proj(read_BTD), self.v_proj(x_BTD)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, read_BTD)
-        gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        gamma_BTD = evenly(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         if pad_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)  # v is 0 there: it has no bias
         if reset_BT is not None:

@@ -16,7 +16,7 @@ from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import Lean, apart, logits_of_halflives
 from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
 from perspectron.ops import eligibility, pdr
-from perspectron.ops.fused import RMSNorm, unit
+from perspectron.ops.fused import RMSNorm, decayed, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -109,9 +109,9 @@ class PDR2(nn.Module):
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, x_p)
         if self.config.unit_input:
-            gamma_BTD, v_BTD = unit(p_BTD, v_BTD)
+            gamma_BTD, v_BTD = decayed(p_BTD, v_BTD)
         else:
-            gamma_BTD = torch.sigmoid(p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+            gamma_BTD = evenly(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
         own_BTD = gamma_BTD
         if pad_BT is not None:
             v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
@@ -135,7 +135,7 @@ class PDR2(nn.Module):
         if learned_BTD is not None:
             o_BTD = o_BTD + learned_BTD
         if self.config.gated:
-            o_BTD = self.norm((o_BTD * F.silu(self.z_proj(x_q))).to(x_BTD.dtype))
+            o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_BTD.dtype))
         memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
         return self.o_proj(o_BTD.to(x_BTD.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
 

@@ -26,6 +26,7 @@ from perspectron.mixers.parts import (
     unit,
 )
 from perspectron.ops import delta
+from perspectron.ops.fused import evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -129,8 +130,8 @@ class RWKV7(nn.Module):
         x_r, x_w, x_k, x_v, x_a, x_g = between(x_BTD, before_BTD, self.mix_6D).unbind()
         full = before_BTD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
-        eta_BTD = torch.sigmoid(self.a_low(x_a).to(full))
-        alpha_BTD = torch.exp(-math.exp(-0.5) * torch.sigmoid(self.w_low(x_w).to(full)))
+        eta_BTD = evenly(torch.sigmoid, self.a_low(x_a).to(full))
+        alpha_BTD = evenly(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full))
         k_BTD = self.k_proj(x_k).to(full)
         key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
         inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)

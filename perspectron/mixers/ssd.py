@@ -16,7 +16,7 @@ from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps
 from perspectron.ops import gla
-from perspectron.ops.fused import RMSNorm
+from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -113,5 +113,5 @@ class SSD(nn.Module):
             checked=False,
         )
         y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
-        y_BTI = y_BTHP.flatten(2) * F.silu(z_BTI)
+        y_BTI = y_BTHP.flatten(2) * evenly(F.silu, z_BTI)
         return self.o_proj(self.norm(y_BTI.to(x_BTD.dtype))), SSDState(memory_BHNP, window_BZC), {}

@@ -159,17 +159,17 @@ def mixed_backward(
     return dx, dbefore, parts.sum(0)
 
 
-def unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(γ = σ(p), √(1 − γ²) · v) in float32; p and v float32 or bfloat16."""
     brief = _brief(p)
     _check(v, p.dtype, p.shape)
     gamma, y = (torch.empty_like(p, dtype=torch.float32) for _ in range(2))
     pointers = p.data_ptr(), v.data_ptr(), brief, p.numel()
-    _library().pspx_unit(*pointers, gamma.data_ptr(), y.data_ptr(), threads())
+    _library().pspx_decayed(*pointers, gamma.data_ptr(), y.data_ptr(), threads())
     return gamma, y
 
 
-def unit_backward(p: Tensor, v: Tensor, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def decayed_backward(p: Tensor, v: Tensor, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of p and v."""
     brief = _brief(p)
     _check(v, p.dtype, p.shape)
@@ -177,7 +177,7 @@ def unit_backward(p: Tensor, v: Tensor, dgamma: Tensor, dy: Tensor) -> tuple[Ten
         _check(gradient, torch.float32, p.shape)
     dp, dv = torch.empty_like(p), torch.empty_like(v)
     pointers = [x.data_ptr() for x in (p, v, dgamma, dy)]
-    _library().pspx_unit_backward(*pointers, brief, p.numel(), dp.data_ptr(), dv.data_ptr(), threads())
+    _library().pspx_decayed_backward(*pointers, brief, p.numel(), dp.data_ptr(), dv.data_ptr(), threads())
     return dp, dv
 
 

@@ -115,7 +115,8 @@ def attend(
 
     Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
     would copy the cache for every token), and so does causal float32 on a CPU (`tiled`). So does one query on a CPU in
-    any case: the kernel cuts the keys of one query among the threads, whose number would change its bits.
+    float32 and float64, which must see a key: the kernel cuts the keys of one query among the threads, whose number
+    would change its bits.
     """
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
@@ -134,7 +135,7 @@ def attend(
     if T == 1 and (V != K or plain):
         if B * k.shape[1] == 1:  # a product of several rows with one matrix is cut among the threads too
             k, v = k.expand(B, H, -1, -1), v.expand(B, H, -1, -1)
-        shared = (q_BHTK * scale).view(B, k.shape[1], -1, K)  # heads of one key head
+        shared = (q_BHTK * scale).view(B, k.shape[1], H // k.shape[1], K)  # heads of one key head
         scores = shared @ k.mT
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ v).view(B, H, 1, V)

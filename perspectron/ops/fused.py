@@ -8,6 +8,7 @@ derivatives are there: where a gradient is recorded, it is PyTorch's.
 Shapes: N rows, V vocabulary, D width.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from perspectron.ops.dispatch import gradients_off, watched
 IGNORE = -100
 LANES = 64  # numbers of half precision in two of the widest vectors, which PyTorch takes at a time
 CUT = 1 << 14  # numbers of a tensor that PyTorch does not yet cut
+GRAIN = 1 << 15  # numbers of which it makes a piece, but for GELU, which it cuts into one for each thread
 
 
 def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
@@ -41,14 +43,16 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
     )
 
 
-def _recorded(
-    function: Callable[..., Any], inputs: tuple[Tensor, ...], dy: Tensor | tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """The gradients of a function by PyTorch, to be differentiated again."""
+def _recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a function's outputs by PyTorch, to be differentiated again."""
     with torch.enable_grad():
         inputs = tuple(x.view_as(x) for x in inputs)  # one may be made of another
-        wanted = [x for x in inputs if x.requires_grad]
-        gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))
+        wanted, y = [x for x in inputs if x.requires_grad], function(*inputs)
+        outputs = y if isinstance(y, tuple) else (y,)
+        of, by = zip(
+            *((one, d) for one, d in zip(outputs, dy, strict=True) if one.requires_grad), strict=True
+        )
+        gradients = iter(torch.autograd.grad(of, wanted, by, create_graph=True))
         return tuple(next(gradients) if x.requires_grad else torch.empty(0) for x in inputs)
 
 
@@ -134,14 +138,18 @@ def _gated(a: Tensor, b: Tensor) -> Tensor:
     return evenly(F.silu, a) * b
 
 
-def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) of each element, the same on any number of threads where nothing differentiates. PyTorch cuts a large
-    tensor among them, and takes what is left of a vector at the end of a piece by other instructions, which differ by
-    rounding: x is filled up so that it is cut between vectors."""
-    if watched(x) or not gradients_off() or x.device.type != "cpu" or x.numel() <= CUT:
+def evenly(function: Callable[[Tensor], Tensor], x: Tensor, *, least: int = CUT) -> Tensor:
+    """function(x) of each number, which depends neither on how many there are nor on the threads, where nothing
+    differentiates and there are more than `least`. PyTorch cuts a large tensor among its threads, and takes what is
+    left of a vector at the end of a piece by other instructions, which differ by rounding: x is filled up to whole
+    vectors."""
+    n = x.numel()
+    if watched(x) or not gradients_off() or x.device.type != "cpu" or n <= least:
         return function(x)
-    spare = -x.numel() % (LANES * torch.get_num_threads())
-    return function(F.pad(x.flatten(), (0, spare)))[: x.numel()].view_as(x) if spare else function(x)
+    threads = torch.get_num_threads()
+    pieces = 1 if n <= CUT else math.lcm(threads, min(threads, 1 + n // GRAIN))
+    spare = -n % (LANES * pieces)
+    return function(F.pad(x.flatten(), (0, spare)))[:n].view_as(x) if spare else function(x)
 
 
 class _Gated(torch.autograd.Function):
@@ -158,34 +166,34 @@ class _Gated(torch.autograd.Function):
         return training.gated_backward(a, b, dy.contiguous())
 
 
-def unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(γ, √(1 − γ²) · v) with γ = σ(p), float32 at least: decays, and inputs that keep a memory's size."""
     p = p if v.dtype is p.dtype else p.to(torch.promote_types(p.dtype, torch.float32))
     if p.shape == v.shape and fits(p, v, dtypes=(torch.float32, torch.bfloat16)):
-        gamma, y = _Unit.apply(p.contiguous(), v.contiguous())
+        gamma, y = _Decayed.apply(p.contiguous(), v.contiguous())
         return gamma, y
-    return _unit(p, v)
+    return _decayed(p, v)
 
 
-def _unit(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     p = p.to(torch.promote_types(p.dtype, torch.float32))
-    gamma = torch.sigmoid(p)
+    gamma = evenly(torch.sigmoid, p)
     # √(1 − γ²), by a logarithm of 1 − γ, whose gradient is finite where γ rounds to 1
-    return gamma, v * (torch.exp(0.5 * F.logsigmoid(-p)) * torch.sqrt(1 + gamma))
+    return gamma, v * (evenly(lambda p: torch.exp(0.5 * F.logsigmoid(-p)), p) * torch.sqrt(1 + gamma))
 
 
-class _Unit(torch.autograd.Function):
+class _Decayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(p, v)
-        return training.unit(p, v)
+        return training.decayed(p, v)
 
     @staticmethod
     def backward(ctx: Any, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         p, v = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(_unit, (p, v), (dgamma, dy))
-        return training.unit_backward(p, v, dgamma.contiguous(), dy.contiguous())
+            return _recorded(_decayed, (p, v), dgamma, dy)
+        return training.decayed_backward(p, v, dgamma.contiguous(), dy.contiguous())
 
 
 # ---------------------------------------------------------------- mixes

@@ -35,6 +35,25 @@ def test_two_threads_have_the_bits_of_one(design: str, tokenizer) -> None:
         assert len({way.digest for way in found if way.together == together}) == 1, found
 
 
+@pytest.mark.parametrize("design", ["perspective", "perspective2", "gla", "hgrn2", "gdn"])
+def test_pieces_of_any_length_have_the_bits_of_one_thread_on_two(design: str) -> None:
+    """107 × 416 numbers, which torch cuts in two within a vector."""
+    sizes = {"vocab_size": 300, "d_model": 416, "layers": 3 if design == "perspective2" else 2, "hidden": 420}
+    model = perspectron.build(presets.get(design, **sizes)).eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(12)
+    ids_BT = torch.randint(1, 300, (1, 107), generator=torch.Generator().manual_seed(7))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                found.append(model.hidden(ids_BT, model.init_state(1))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 def test_activations_end_at_no_piece_of_a_thread() -> None:
     x = torch.randn(23, 1500, generator=torch.Generator().manual_seed(1))
     before, found = torch.get_num_threads(), []

@@ -129,7 +129,7 @@ def test_decays_and_what_they_let_in(isa, dtype, shape, use_isa):
     dtype, bound = DTYPES[dtype]
     p, v = (draw(*shape, seed=seed, dtype=dtype, scale=4) for seed in range(2))
     dgamma, dy = draw(*shape, seed=2), draw(*shape, seed=3)
-    found = [*training.unit(p, v), *training.unit_backward(p, v, dgamma, dy)]
+    found = [*training.decayed(p, v), *training.decayed_backward(p, v, dgamma, dy)]
     exact = [x.double().requires_grad_() for x in (p, v)]
     gamma = torch.sigmoid(exact[0])
     y = exact[1] * torch.sqrt(1 - gamma.square())
@@ -141,7 +141,7 @@ def test_decays_and_what_they_let_in(isa, dtype, shape, use_isa):
 def test_decays_that_round_to_one_have_gradients(isa, use_isa):
     use_isa(isa)
     p, v = torch.tensor([20.0, 60.0, 88.0, 1e4, -60.0, -1e4]), torch.ones(6)
-    found = [*training.unit(p, v), *training.unit_backward(p, v, torch.zeros(6), v)]
+    found = [*training.decayed(p, v), *training.decayed_backward(p, v, torch.zeros(6), v)]
     assert all(x.isfinite().all() for x in found)
     wanted = torch.sqrt(2 * torch.exp(-p[:3].double()))
     torch.testing.assert_close(found[1][:3].double(), wanted, rtol=1e-5, atol=1e-19)
@@ -220,7 +220,7 @@ def every_result():
         yield from (losses, training.entropy_backward(logits, target, total, 0.3))
         a, b, dy = (draw(70, 1001, seed=seed, dtype=dtype) for seed in range(3))
         yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
-        yield from (*training.unit(a, b), *training.unit_backward(a, b, b.float(), dy.float()))
+        yield from (*training.decayed(a, b), *training.decayed_backward(a, b, b.float(), dy.float()))
     yield from training.softmax_backward(*softmax_inputs(True, R=200))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused():
         lambda: training.entropy(draw(3, 2).T, torch.tensor([0, 1])),
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),
         lambda: training.gated(draw(2, 3), draw(2, 3).bfloat16()),
-        lambda: training.unit(draw(2, 3), draw(2, 4)),
+        lambda: training.decayed(draw(2, 3), draw(2, 4)),
         lambda: training.mixed(draw(2, 3), draw(2, 3), draw(1, 4)),
         lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
         lambda: training.memory(*memory_inputs("sum", 2, 3, 4, 5, 3)),

@@ -21,8 +21,8 @@ def norm(x, weight):
     return torch.func.functional_call(fused.RMSNorm(len(weight), 1e-5), {"weight": weight}, (x,))
 
 
-def unit(p, v):
-    gamma, y = fused.unit(p, v)
+def decayed(p, v):
+    gamma, y = fused.decayed(p, v)
     return gamma + y
 
 
@@ -31,7 +31,7 @@ OPERATIONS = {
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
     "mixed": (fused.mixed, lambda x, b, m: x + (b - x) * m[:, None], [(3, 7), (3, 7), (2, 7)]),
-    "unit": (unit, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
+    "decayed": (decayed, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
 }
 
 
@@ -81,9 +81,10 @@ def test_gradients_of_one_input_alone(operation):
     function, exact, inputs, _ = operation
     for chosen in range(len(inputs)):
         xs = [x.detach().requires_grad_(i == chosen) for i, x in enumerate(inputs)]
-        (found,) = torch.autograd.grad(function(*xs).sum(), xs[chosen])
         (wanted,) = torch.autograd.grad(exact(*xs).sum(), xs[chosen])
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for record in (False, True):
+            (found,) = torch.autograd.grad(function(*xs).sum(), xs[chosen], create_graph=record)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_strides_and_shapes():

@@ -64,15 +64,15 @@ API void pspx_gated_backward(const void* a, const void* b, const void* dy, int b
   shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gated_backward[brief](g, first, last); });
 }
 
-API void pspx_unit(const void* p, const void* v, int brief, int64_t n, float* gamma, float* y, int threads) {
-  const Unit u{p, v, gamma, y, nullptr, nullptr, nullptr, nullptr};
-  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().unit[brief](u, first, last); });
+API void pspx_decayed(const void* p, const void* v, int brief, int64_t n, float* gamma, float* y, int threads) {
+  const Decayed u{p, v, gamma, y, nullptr, nullptr, nullptr, nullptr};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().decayed[brief](u, first, last); });
 }
 
-API void pspx_unit_backward(const void* p, const void* v, const float* dgamma, const float* dy, int brief, int64_t n,
+API void pspx_decayed_backward(const void* p, const void* v, const float* dgamma, const float* dy, int brief, int64_t n,
                             void* dp, void* dv, int threads) {
-  const Unit u{p, v, nullptr, nullptr, dgamma, dy, dp, dv};
-  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().unit_backward[brief](u, first, last); });
+  const Decayed u{p, v, nullptr, nullptr, dgamma, dy, dp, dv};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().decayed_backward[brief](u, first, last); });
 }
 
 API void pspx_convolve(const float* u, const float* weight, const float* bias, const float* sees, int64_t B, int64_t T,

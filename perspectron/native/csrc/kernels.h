@@ -93,7 +93,7 @@ struct Gated {  // y = silu(a) · b
   void *da, *db;
 };
 
-struct Unit {  // γ = σ(p), y = √(1 − γ²) v
+struct Decayed {  // γ = σ(p), y = √(1 − γ²) v
   const void *p, *v;
   float *gamma, *y;
   const float *dgamma, *dy;
@@ -147,8 +147,8 @@ struct Kernels {
   void (*entropy_backward[2])(const Entropy&, int64_t first, int64_t last);
   void (*gated[2])(const Gated&, int64_t first, int64_t last);
   void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
-  void (*unit[2])(const Unit&, int64_t first, int64_t last);
-  void (*unit_backward[2])(const Unit&, int64_t first, int64_t last);
+  void (*decayed[2])(const Decayed&, int64_t first, int64_t last);
+  void (*decayed_backward[2])(const Decayed&, int64_t first, int64_t last);
   void (*softmax_backward)(const Softmax&, int64_t first, int64_t last);  // of bfloat16
   void (*mixed)(const Mixed&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*mixed_backward)(const Mixed&, int64_t first, int64_t last);

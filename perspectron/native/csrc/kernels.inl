@@ -70,6 +70,6 @@ constexpr Kernels table(const char* name) {
   return {name, FEW, quantise, multiply, silu, scan, scan_backward, memory<false>, memory<true>, norm, add_to, sigmoid, dot_product, attend, read_all, dots_in_registers,
           {entropy<float>, entropy<uint16_t>}, {entropy_backward<float>, entropy_backward<uint16_t>},
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
-          {unit<float>, unit<uint16_t>}, {unit_backward<float>, unit_backward<uint16_t>},
+          {decayed<float>, decayed<uint16_t>}, {decayed_backward<float>, decayed_backward<uint16_t>},
           softmax_backward<uint16_t>, mixed, mixed_backward, norm_rows, norm_backward, convolve, convolve_backward};
 }

@@ -179,7 +179,7 @@ void gated_backward(const Gated& g, int64_t first, int64_t last) {
 inline Floats height(Floats p, Floats s) { return root(mul(sigmoid_of(mul(p, broadcast(-1.0f))), add(s, broadcast(1.0f)))); }
 
 template <class T>
-void unit(const Unit& u, int64_t first, int64_t last) {
+void decayed(const Decayed& u, int64_t first, int64_t last) {
   const T *p = static_cast<const T*>(u.p) + first, *v = static_cast<const T*>(u.v) + first;
   sixteens(last - first, [&](auto at, auto to) ALWAYS {
     const Floats x = at(p), s = sigmoid_of(x);
@@ -190,7 +190,7 @@ void unit(const Unit& u, int64_t first, int64_t last) {
 
 // dp = γ (1 − γ) dγ − γ² / (1 + γ) y dy
 template <class T>
-void unit_backward(const Unit& u, int64_t first, int64_t last) {
+void decayed_backward(const Decayed& u, int64_t first, int64_t last) {
   const T *p = static_cast<const T*>(u.p) + first, *v = static_cast<const T*>(u.v) + first;
   T *dp = static_cast<T*>(u.dp) + first, *dv = static_cast<T*>(u.dv) + first;
   sixteens(last - first, [&](auto at, auto to) ALWAYS {
