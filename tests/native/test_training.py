@@ -140,7 +140,7 @@ def test_decays_and_what_they_let_in(isa, dtype, shape, use_isa):
 @pytest.mark.parametrize("isa", ISAS)
 def test_decays_that_round_to_one_have_gradients(isa, use_isa):
     use_isa(isa)
-    p, v = torch.tensor([20.0, 60.0, 88.0, 1e4, -60.0, -1e4]), torch.ones(6)
+    p, v = torch.tensor([20.0, 60.0, 80.0, 1e4, -60.0, -1e4]), torch.ones(6)
     found = [*training.decayed(p, v), *training.decayed_backward(p, v, torch.zeros(6), v)]
     assert all(x.isfinite().all() for x in found)
     wanted = torch.sqrt(2 * torch.exp(-p[:3].double()))
