@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.config import HeadConfig, at_least
 from perspectron.ops import drm
+from perspectron.ops.fused import evenly
 from perspectron.terms import Term
 
 
@@ -71,7 +72,7 @@ class Emitter(nn.Module):
         self.out_proj = nn.Linear(config.hidden, vocab_size)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.out_proj(F.gelu(self.up_proj(x_BTD)))
+        return self.out_proj(evenly(F.gelu, self.up_proj(x_BTD)))
 
     def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
         """Terms of the loss in the logits themselves."""

@@ -4,12 +4,13 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
+from perspectron.decode.log import Log
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
@@ -18,7 +19,6 @@ from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, read_state, save_state
 
-T = TypeVar("T")
 MARKED = 256 << 20  # bytes of states that `at` may begin at
 
 
@@ -40,7 +40,7 @@ class Session:
     ) -> None:
         self._rows = Rows(model, tokenizer, chunk=chunk, store=store, together=False)
         self._kin: Stateful = model if store is None else store.model
-        self._ids, self._drawn = _Log([END_OF_TEXT_ID]), _Log([False])
+        self._ids, self._drawn = Log([END_OF_TEXT_ID]), Log([False])
         self._calls = list[int]()
         """Tokens that each call has read."""
         self._state: LMState | None = None
@@ -245,7 +245,7 @@ class Session:
         fields = _checked(own, talk, tokenizer.vocab_size)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
-        session._ids, session._drawn = _Log(fields[0]), _Log(fields[1])
+        session._ids, session._drawn = Log(fields[0]), Log(fields[1])
         session._calls, session._before = fields[2:]
         if session._calls or session._before == 0:
             session._state, session._foreign = state.to(model.device), True
@@ -345,44 +345,6 @@ class _Mark(NamedTuple):
 
     state: LMState
     nbytes: int
-
-
-class _Log(Generic[T]):
-    """A list that only grows, and whose copies share what it has: a thousand forks of a long text have it once."""
-
-    def __init__(self, items: list[T]) -> None:
-        self._shared: list[list[T]] = []
-        self._own = items
-
-    def __len__(self) -> int:
-        return len(self._own) + sum(map(len, self._shared))
-
-    def extend(self, items: Sequence[T]) -> None:
-        self._own.extend(items)
-
-    def __getitem__(self, where: slice) -> list[T]:
-        """The items from `start` on, up to `stop`."""
-        start, stop, _ = where.indices(len(self))
-        found, at = list[T](), 0
-        for part in (*self._shared, self._own):
-            found += part[max(0, start - at) : max(0, stop - at)]
-            at += len(part)
-        return found
-
-    def cut(self, count: int) -> "_Log[T]":
-        """A copy of the first `count`."""
-        if self._own:
-            self._shared, self._own = [*self._shared, self._own], []
-        copy, left = _Log[T]([]), count
-        for part in self._shared:
-            if left >= len(part):
-                copy._shared.append(part)
-            else:
-                copy._own = part[:left]
-            left -= min(left, len(part))
-            if left == 0:
-                break
-        return copy
 
 
 def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:

@@ -48,5 +48,5 @@ class GDN2(Delta):
     def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inputs = (self.f_proj(x_BTD), self.e_proj(x_BTD), self.w_proj(x_BTD))
         f, erase, write = (x.unflatten(-1, (self.config.heads, -1)) for x in inputs)
-        beta = (1 + self.config.negative) * torch.sigmoid(erase)
+        beta = (1 + self.config.negative) * evenly(torch.sigmoid, erase)
         return f, beta, evenly(torch.sigmoid, write), evenly(F.silu, self.g_proj(x_BTD))
