@@ -1,4 +1,4 @@
-"""What a text's forks have in common, once."""
+"""Lists that grow and fork: what a text and its forks have in common is there once."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
