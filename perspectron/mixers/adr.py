@@ -155,7 +155,8 @@ class ADR(nn.Module):
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         if self.config.rope_base is not None:
-            q, k = (attention.rope(x, at.position_BT, self.config.rope_base) for x in (q, k))
+            turn = attention.angles(at.position_BT, q.shape[3], self.config.rope_base)
+            q, k = (attention.rope(x, turn) for x in (q, k))
         o, after = cache.attend(
             q,
             k,

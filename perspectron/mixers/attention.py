@@ -75,16 +75,17 @@ class Attention(nn.Module):
         q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
-            q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
+            width = 2 * int(q.shape[3] * self.config.rope_share / 2)
+            turn = attention.angles(at.position_BT, width, self.config.rope_base)
+            q, k = (self._turned(x, width, turn) for x in (q, k))
         o, state = cache.attend(
             q, k, v, state, at, consume_state=consume_state, drop=self.dropout if self.training else None
         )
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), state, {}
 
-    def _turned(self, x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:
-        """The first channels of each head turned by their position."""
-        if self.config.rope_share == 1:
-            return attention.rope(x_BHTK, position_BT, base)
-        width = 2 * int(x_BHTK.shape[-1] * self.config.rope_share / 2)
-        first, rest = x_BHTK.split([width, x_BHTK.shape[-1] - width], -1)
-        return torch.cat([attention.rope(first, position_BT, base), rest], -1)
+    def _turned(self, x_BHTK: Tensor, width: int, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """The first `width` channels of each head turned by their position."""
+        if width == x_BHTK.shape[3]:
+            return attention.rope(x_BHTK, turn)
+        first, rest = x_BHTK.split([width, x_BHTK.shape[3] - width], -1)
+        return torch.cat([attention.rope(first, turn), rest], -1)

@@ -109,7 +109,8 @@ class Lens(nn.Module):
         )
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:
-            q, k = (self._turned(x, at.position_BT, self.config.rope_base) for x in (q, k))
+            turn = attention.angles(at.position_BT, v.shape[3], self.config.rope_base)
+            q, k = (self._turned(x, turn) for x in (q, k))
         o, state = cache.attend(
             q,
             k,
@@ -125,7 +126,7 @@ class Lens(nn.Module):
             o_BTD = o_BTD * evenly(torch.sigmoid, self.gate_proj(x_BTD))
         return self.o_proj(o_BTD), state, {}
 
-    def _turned(self, x_BHTF: Tensor, position_BT: Tensor, base: float) -> Tensor:
+    def _turned(self, x_BHTF: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Features, each as wide as a head, turned by their position."""
         K = self.o_proj.in_features // self.config.heads
-        return torch.cat([attention.rope(part, position_BT, base) for part in x_BHTF.split(K, -1)], -1)
+        return torch.cat([attention.rope(part, turn) for part in x_BHTF.split(K, -1)], -1)

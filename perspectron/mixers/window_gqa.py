@@ -111,7 +111,8 @@ class WindowGQA(nn.Module):
         inputs = (self.q_proj(x_q), k_BTC, v_BTC)
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in inputs)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
-        q, k = (attention.rope(x, at.position_BT, config.rope_base) for x in (q, k))
+        turn = attention.angles(at.position_BT, self.width, config.rope_base)
+        q, k = (attention.rope(x, turn) for x in (q, k))
         ring = (state.k_BGWK, state.v_BGWK)
         if fresh:
             room = (0, 0, 0, config.window)
@@ -125,7 +126,6 @@ class WindowGQA(nn.Module):
         elif T == 1:
             o = attention.stepped(q, written, at)
         else:
-            o = attention.windowed(
-                q, k, v, ring, state.length_B, at, drop=self.dropout if self.training else None
-            )
+            drop = self.dropout if self.training else None
+            o = attention.windowed(q, k, v, ring, state.length_B, at, fresh=fresh, drop=drop)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, D)), WindowGQAState(*written, at.length_B), {}

@@ -53,7 +53,15 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 5, _INT], None),
     "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 2, _INT], None),
     "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 5, *[_POINTER] * 7, _INT], None),
-    "pspx_softmax_backward": ([*[_POINTER] * 5, *[_LONG] * 5, ctypes.c_double, *[_POINTER] * 2, _INT], None),
+    "pspx_attention": (
+        [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 2, _INT],
+        None,
+    ),
+    "pspx_attention_backward": (
+        [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 6, _INT],
+        None,
+    ),
+    "pspx_turn": ([_POINTER, _INT, *[_POINTER] * 2, *[_LONG] * 5, _POINTER, _INT], None),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),
 }

@@ -1,10 +1,11 @@
 """Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, short convolutions,
-attention's softmax and recurrences.
+attention, rotary positions and recurrences.
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
 depend neither on them nor on the instruction set, unless `torch.set_flush_denormal` is called after the first of them.
 
-Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank.
+Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank; H heads of
+queries, G of keys, K width of a head, V of a value's.
 """
 
 import torch
@@ -61,34 +62,65 @@ def entropy_backward(logits_NV: Tensor, target_N: Tensor, total_N2: Tensor, g: f
     return gradient_NV
 
 
-def softmax_backward(
-    s_NRC: Tensor,
-    lse_NR: Tensor,
-    mean_NR: Tensor,
-    mask_BRC: Tensor | None,
-    dp_NRC: Tensor,
-    scale: float,
-    offset: int,
+def _attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float
+) -> tuple[list[int], tuple[int | float, ...]]:
+    """The arguments that both directions of attention begin with: pointers and a dtype; sizes and the scale."""
+    (B, T, H, K), (G, V) = q_BTHK.shape, v_BTGV.shape[2:]
+    if G < 1 or H % G or not scale > 0:
+        raise ValueError(f"G = {G}, scale = {scale}: G must be a divisor of H = {H}, and the scale > 0")
+    brief = _brief(q_BTHK)
+    _check(k_BTGK, q_BTHK.dtype, (B, T, G, K))
+    _check(v_BTGV, q_BTHK.dtype, (B, T, G, V))
+    _check(first_BT, torch.int32, (B, T))
+    pointers = [q_BTHK.data_ptr(), k_BTGK.data_ptr(), v_BTGV.data_ptr(), brief, first_BT.data_ptr()]
+    return pointers, (B, T, H, G, K, V, scale)
+
+
+def attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(p, ds) in bfloat16: p = e^(scale · s − lse), ds = scale · p · (dp − mean), both 0 where query r may not see a
-    key. s, lse and mean float32, dp bfloat16; mask: 1 where it may, else 0, for all heads of a batch. It sees no key
-    beyond offset + r, if offset ≥ 0."""
-    N, R, C = s_NRC.shape
-    _check(s_NRC, torch.float32)
-    _check(lse_NR, torch.float32, (N, R))
-    _check(mean_NR, torch.float32, (N, R))
-    _check(dp_NRC, torch.bfloat16, (N, R, C))
-    heads = 1
-    if mask_BRC is not None:
-        heads = N // len(mask_BRC)
-        _check(mask_BRC, torch.float32, (N // heads, R, C))
-    p, ds = torch.empty_like(dp_NRC), torch.empty_like(dp_NRC)
-    mask = None if mask_BRC is None else mask_BRC.data_ptr()
-    pointers = s_NRC.data_ptr(), lse_NR.data_ptr(), mean_NR.data_ptr(), mask, dp_NRC.data_ptr()
-    _library().pspx_softmax_backward(
-        *pointers, N, heads, R, C, offset, scale, p.data_ptr(), ds.data_ptr(), threads()
+    """(softmax(scale · q kᵀ) v [B,T,H,V], the logarithm of each sum [B,T,H] in float32), where token t sees the keys
+    from first[t] to t; H / G heads of queries share one of keys. float32 or bfloat16. `first`, which must be in 0 … t,
+    is not checked."""
+    given, sizes = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
+    B, T, H, V = *q_BTHK.shape[:3], v_BTGV.shape[3]
+    o_BTHV, lse_BTH = q_BTHK.new_empty(B, T, H, V), q_BTHK.new_empty(B, T, H, dtype=torch.float32)
+    _library().pspx_attention(*given, *sizes, o_BTHV.data_ptr(), lse_BTH.data_ptr(), threads())
+    return o_BTHV, lse_BTH
+
+
+def attention_backward(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float, o_BTHV: Tensor, lse_BTH: Tensor,
+    do_BTHV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, from `attention`'s results and the gradient of o."""
+    given, sizes = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
+    for output in (o_BTHV, do_BTHV):
+        _check(output, q_BTHK.dtype, (*q_BTHK.shape[:3], v_BTGV.shape[3]))
+    _check(lse_BTH, torch.float32, tuple(q_BTHK.shape[:3]))
+    dq, dk, dv = (
+        torch.empty_like(q_BTHK),
+        *(torch.zeros_like(x, dtype=torch.float32) for x in (k_BTGK, v_BTGV)),
     )
-    return p, ds
+    pointers = [x.data_ptr() for x in (o_BTHV, lse_BTH, do_BTHV, dq, dk, dv)]
+    _library().pspx_attention_backward(*given, *sizes, *pointers, threads())
+    return dq, dk.to(k_BTGK.dtype), dv.to(v_BTGV.dtype)
+
+
+def turned(x_NHK: Tensor, cosine_MF: Tensor, sine_MF: Tensor) -> Tensor:
+    """Heads of which both halves [F] are turned into each other, row n by the angles of row n mod M; float32 or
+    bfloat16, angles float32. Rows of x may have a distance between them."""
+    (N, H, K), M = x_NHK.shape, len(cosine_MF)
+    brief, stride = _brief(x_NHK[:1]), x_NHK.stride(0)
+    if K % 2 or M < 1:
+        raise ValueError(f"K = {K}, M = {M}: K must be even, and M ≥ 1")
+    for angle in (cosine_MF, sine_MF):
+        _check(angle, torch.float32, (M, K // 2))
+    y_NHK = x_NHK.new_empty(N, H, K)
+    pointers = x_NHK.data_ptr(), brief, cosine_MF.data_ptr(), sine_MF.data_ptr()
+    _library().pspx_turn(*pointers, N, M, H, K, stride, y_NHK.data_ptr(), threads())
+    return y_NHK
 
 
 def norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

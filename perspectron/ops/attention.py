@@ -8,15 +8,16 @@ Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head widt
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops import tiled
-from perspectron.ops.dispatch import gradients_off, owned
-from perspectron.ops.fused import fits
+from perspectron import native
+from perspectron.native import training
+from perspectron.ops.dispatch import gradients_off, owned, watched
+from perspectron.ops.fused import fits, recorded
 
 Drop = Callable[[Tensor], Tensor] | None
 """A function of the weights of attention, such as dropout; None takes the fused kernels."""
@@ -110,13 +111,13 @@ def attend(
     scale: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on the fused kernel; H / G query heads share a key head. `scale` is
-    K^-½ when not given. drop: gets the weights where gradients are on.
+    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on PyTorch's fused kernel, or where it is causal and trained on a CPU
+    on ours; H / G query heads share a key head. `scale` is K^-½ when not given. drop: gets the weights where gradients
+    are on.
 
-    Values may be narrower than keys: the fused kernel wants them padded, so one query goes without it (padding
-    would copy the cache for every token), and so does causal float32 on a CPU (`tiled`). So does one query on a CPU in
-    float32 and float64, which must see a key: the kernel cuts the keys of one query among the threads, whose number
-    would change its bits.
+    Values may be narrower than keys: PyTorch's kernel wants them padded, so one query goes without it (padding would
+    copy the cache for every token). So does one query on a CPU in float32 and float64, which must see a key: the kernel
+    cuts the keys of one query among the threads, whose number would change its bits.
     """
     mask = None if mask_BTS is None else mask_BTS[:, None]
     k, v = k_BGSK.to(q_BHTK.dtype), v_BGSV.to(q_BHTK.dtype)
@@ -139,18 +140,66 @@ def attend(
         scores = shared @ k.mT
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ v).view(B, H, 1, V)
-    if V != K and k.shape[1] != H:
-        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    if V != K and causal and plain:
-        o = tiled.attend(q_BHTK.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
-        return o.unflatten(0, (B, H))
-    if V == K and 1 < T <= tiled.LONGEST and k.shape[2] > 0 and fits(q_BHTK, k, v, dtypes=(torch.bfloat16,)):
-        k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-        return tiled.attend_brief(q_BHTK, k, v, mask_BTS, causal, scale)
+    if causal and _ours(q_BHTK, k, v, scale):
+        return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32), scale)
     grouped = k.shape[1] != H
     v = F.pad(v, (0, K - V)) if V != K else v
     o = F.scaled_dot_product_attention(q_BHTK, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o[..., :V]
+
+
+def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """True if the native kernel takes a chunk that attends to itself: in training, and where values are narrower than
+    keys."""
+    if k.shape[2] != q.shape[2] or not scale > 0:
+        return False
+    if gradients_off():
+        plain = all(x.dtype is torch.float32 and x.device.type == "cpu" for x in (q, k, v))
+        return (
+            plain and v.shape[3] != k.shape[3] and q.numel() > 0 and not watched(q, k, v) and native.wanted()
+        )
+    return fits(q, k, v, dtypes=(torch.float32, torch.bfloat16))
+
+
+def _attended(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
+    """The same by the native kernel: token t sees the keys from first[t] to t."""
+    parts = (x.transpose(1, 2).contiguous() for x in (q_BHTK, k_BGTK, v_BGTV))
+    o_BTHV: Tensor = _Attended.apply(*parts, first_BT, scale)
+    return o_BTHV.transpose(1, 2)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor, scale: float) -> Tensor:
+        o, lse = training.attention(q, k, v, first, scale)
+        ctx.save_for_backward(q, k, v, first, o, lse)
+        ctx.scale = scale
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, first, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *recorded(lambda q, k, v: _plain(q, k, v, first, ctx.scale), (q, k, v), do), None, None
+        return *training.attention_backward(q, k, v, first, ctx.scale, o, lse, do.contiguous()), None, None
+
+
+def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, scale: float) -> Tensor:
+    """The same by PyTorch, to be differentiated again."""
+    (_, T, H, _), G = q_BTHK.shape, k_BTGK.shape[2]
+    k, v = (x.repeat_interleave(H // G, 2) for x in (k_BTGK, v_BTGV))
+    time_T = torch.arange(T)
+    hidden_BTS = (time_T > time_T[:, None]) | (time_T < first_BT[:, :, None])
+    scores = torch.einsum("bthk,bshk->bhts", q_BTHK, k).float() * scale
+    weights = scores.masked_fill(hidden_BTS[:, None], float("-inf")).softmax(-1).to(v.dtype)
+    return torch.einsum("bhts,bshv->bthv", weights, v)
+
+
+def _first(at: Places, window: int | None) -> Tensor:
+    """The first key [B,T] that each token of a chunk sees in it, where nothing came before the chunk."""
+    time_T = torch.arange(at.position_BT.shape[1])
+    back_BT = at.position_BT if window is None else at.position_BT.clamp_max(window - 1)
+    return torch.where(at.valid_BT, time_T - back_BT, time_T).to(torch.int32).contiguous()
 
 
 def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
@@ -176,10 +225,14 @@ def cached(
     before_B: Tensor,
     at: Places,
     *,
+    fresh: bool = False,
     scale: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself."""
+    """A chunk attends to a cache [B,G,S,K] of everything before it, and to itself. fresh: there was nothing before."""
+    scale = q_BHTK.shape[3] ** -0.5 if scale is None else scale
+    if fresh and not at.padded and drop is None and _ours(q_BHTK, k_BGTK, v_BGTV, scale):
+        return _attended(q_BHTK, k_BGTK, v_BGTV, _first(at, None), scale)
     old_BS = slots(before_B, ring[0].shape[2])
     own_BT = torch.where(at.valid_BT, at.position_BT, -1)
     position_BS = torch.cat([old_BS, own_BT], 1)
@@ -202,12 +255,14 @@ def windowed(
     before_B: Tensor,
     at: Places,
     *,
+    fresh: bool = False,
     drop: Drop = None,
 ) -> Tensor:
-    """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before.
+    """A chunk attends to the last W tokens, itself counted; `ring` [B,G,W,K] holds what came before. fresh:
+    nothing did.
 
-    The chunk is cut into blocks of c = min(W, T) queries, each of which sees the c keys of its own block and
-    the W keys before it: work and memory are linear in T.
+    Where the native kernel does not take it, the chunk is cut into blocks of c = min(W, T) queries, each of which sees
+    the c keys of its own block and the W keys before it: work and memory are linear in T.
     """
     W, T, B = ring[0].shape[2], q_BHTK.shape[2], q_BHTK.shape[0]
     if at.padded:  # tokens first, padding behind them: then W tokens back is W columns back
@@ -215,7 +270,11 @@ def windowed(
         ordered = {name: getattr(at, name).gather(1, order_BT) for name in at._fields[:3]}
         tokens = at._replace(padded=False, **ordered)
         q, k, v = (_columns(x, order_BT) for x in (q_BHTK, k_BGTK, v_BGTK))
-        return _columns(windowed(q, k, v, ring, before_B, tokens, drop=drop), order_BT.argsort(1))
+        return _columns(
+            windowed(q, k, v, ring, before_B, tokens, fresh=fresh, drop=drop), order_BT.argsort(1)
+        )
+    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5):
+        return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
     c = min(W, T)
     n = -(-T // c)
     tail = n * c - T
@@ -244,13 +303,36 @@ def windowed(
     return o_NHcK.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
-def rope(x_BHTK: Tensor, position_BT: Tensor, base: float) -> Tensor:
-    """Rotary positions, the two halves of a head paired. Angles in float64, products at least in float32: a far
-    position costs no precision."""
-    half = x_BHTK.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=x_BHTK.device) / half)
-    angle_B1TF = (position_BT[:, :, None] * frequency)[:, None]
+def angles(position_BT: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [B,T,K/2] of the rotary angles of heads K = `width` wide, in float64: a far position costs no
+    precision."""
+    half = width // 2
+    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=position_BT.device) / half)
+    angle_BTF = position_BT[:, :, None] * frequency
+    return angle_BTF.cos(), angle_BTF.sin()
+
+
+def rope(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions by `angles`, the two halves of a head paired; products at least in float32."""
     dtype = torch.promote_types(x_BHTK.dtype, torch.float32)
-    cos, sin = angle_B1TF.cos().to(dtype), angle_B1TF.sin().to(dtype)
+    cos, sin = (angle_BTF.to(dtype) for angle_BTF in turn)
+    x_BTHK = x_BHTK.transpose(1, 2)
+    B, T, H, K = x_BTHK.shape
+    if x_BTHK.stride()[2:] == (K, 1) and fits(x_BTHK, dtypes=(torch.float32, torch.bfloat16)):
+        y: Tensor = _Turned.apply(x_BTHK.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
+        return y.view(B, T, H, K).transpose(1, 2)
+    cos, sin = cos[:, None], sin[:, None]
     a, b = x_BHTK.to(dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x_BHTK.dtype)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return training.turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Turned.apply(dy.contiguous(), cos, -sin), None, None

@@ -43,7 +43,7 @@ def fits(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -
     )
 
 
-def _recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
+def recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tensor) -> tuple[Tensor, ...]:
     """The gradients of a function's outputs by PyTorch, to be differentiated again."""
     with torch.enable_grad():
         inputs = tuple(x.view_as(x) for x in inputs)  # one may be made of another
@@ -88,7 +88,7 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         logits, target, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
+            return recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
         return training.entropy_backward(logits, target, total, float(g)), None
 
 
@@ -118,7 +118,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
         if torch.is_grad_enabled():
-            dx, dweight = _recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
+            dx, dweight = recorded(lambda x, w: F.rms_norm(x, w.shape, w, ctx.eps), (x, weight), dy)
             return dx, dweight, None
         return *training.norm_backward(x, weight, r, dy.contiguous()), None
 
@@ -162,7 +162,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         a, b = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(_gated, (a, b), dy)
+            return recorded(_gated, (a, b), dy)
         return training.gated_backward(a, b, dy.contiguous())
 
 
@@ -192,7 +192,7 @@ class _Decayed(torch.autograd.Function):
     def backward(ctx: Any, dgamma: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         p, v = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(_decayed, (p, v), dgamma, dy)
+            return recorded(_decayed, (p, v), dgamma, dy)
         return training.decayed_backward(p, v, dgamma.contiguous(), dy.contiguous())
 
 
@@ -225,5 +225,5 @@ class _Mixed(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         x, before, mix = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _recorded(_mixed, (x, before, mix), dy)
+            return recorded(_mixed, (x, before, mix), dy)
         return training.mixed_backward(x, before, mix, dy.contiguous())

@@ -291,10 +291,9 @@ preset(
 # ---------------------------------------------------------------- ours, improved
 
 
-def _half_again(shape: Shape) -> Iterable[Sizes]:
-    """Half as many layers again as others have, windows of a quarter of the sequence, keys and values for each head."""
-    window, heads = max(1, min(512, shape.seq_len // 4)), shape.d_model // HEAD_WIDTH
-    return [{"layers": max(1, 3 * shape.layers // 2), "window": window, "kv_heads": heads}]
+def _near(shape: Shape) -> Iterable[Sizes]:
+    """Windows of a quarter of the sequence, and keys and values for each head."""
+    return [{"window": max(1, min(512, shape.seq_len // 4)), "kv_heads": shape.d_model // HEAD_WIDTH}]
 
 
 @design("attention to recurrent memories of keys", "docs/designs/adr.md#adr2")
@@ -346,17 +345,17 @@ DESIGNS["drm2"] = DESIGNS["drm"]._replace(
 DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
     make=partial(
         perspective,
-        layers=6,
-        hidden=192,
+        layers=4,
+        hidden=408,
         mixer=PDR2Config(rank=32, groups=4, longest=100.0),
-        period=3,
+        period=2,
         gqa=WindowGQAConfig(heads=4, kv_heads=4, window=64),
         shift=True,
         first_values=True,
     ),
-    about="improved PDR, windowed attention in every third layer, and both read the token before",
+    about="improved PDR, windowed attention in every second layer, and both read the token before",
     source="docs/designs/perspective.md#perspective2",
-    variants=_half_again,
+    variants=_near,
 )
 preset(
     "perspective2-tiny",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from perspectron.errors import ConfigError
 from perspectron.mixers.attention import Attention, AttentionConfig
 from perspectron.mixers.lens import Lens, LensConfig
-from perspectron.ops.attention import rope
+from perspectron.ops.attention import angles, rope
 from perspectron.state import LMState
 
 D, H = 16, 2
@@ -85,7 +85,8 @@ def test_every_lens_turns_with_the_distance_alone():
     for begin in (0, 17):
         at = torch.arange(begin, begin + T).expand(2, T)
         u = module.u_HK[None, :, None].expand(2, H, T, K)
-        turned_q, turned_k, turned_u = (rope(part, at, 50.0) for part in (q, k, u))
+        turn = angles(at, K, 50.0)
+        turned_q, turned_k, turned_u = (rope(part, turn) for part in (q, k, u))
         logits = w[:, 0] * turned_q @ turned_k.mT / K**0.5 + w[:, 1] * turned_k @ turned_q.mT / K**0.5
         logits = logits + w[:, 2] * turned_u @ turned_k.mT
         seen = torch.ones(T, T).tril()

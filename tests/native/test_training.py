@@ -70,23 +70,74 @@ def test_a_target_beyond_the_vocabulary_is_refused():
         training.entropy(draw(2, 7), torch.tensor([0, 7]))
 
 
-def softmax_inputs(masked, N=4, R=9, C=37):
-    """Scores of which row r is summed up to key 20 + r, and what comes back of 2 batches of heads."""
-    s, dp = draw(N, R, C, scale=4), draw(N, R, C, seed=1, dtype=torch.bfloat16)
-    mask = (draw(2, R, C, seed=2) > 0).float() if masked else None
-    return s, s.logsumexp(-1), draw(N, R, seed=3), mask, dp, 0.5, 20
+def attention_inputs(B, T, H, G, K, V, window, dtype=torch.float32):
+    """Queries, keys, values, the gradient of the outputs, and what each token sees: two documents and a window."""
+    shapes = ((H, K), (G, K), (G, V), (H, V))
+    tensors = [draw(B, T, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+    time = torch.arange(T)
+    start = torch.where(time < T // 3, 0, T // 3)
+    first = torch.maximum(time - window + 1, start).to(torch.int32).expand(B, T).contiguous()
+    return tensors, first
+
+
+def attention_written_out(q, k, v, first, scale):
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    time = torch.arange(q.shape[1])
+    sees = (time <= time[:, None]) & (time >= first[:, :, None])
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * scale
+    weights = scores.masked_fill(~sees[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bhts,bshv->bthv", weights, v)
+
+
+ATTENTION = [  # B, T, H, G, K, V, window
+    (1, 1, 1, 1, 2, 1, 5),
+    (2, 7, 2, 1, 4, 3, 3),
+    (1, 130, 3, 3, 32, 32, 64),
+    (2, 77, 4, 2, 90, 33, 16),
+    (1, 200, 2, 2, 48, 20, 300),
+]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_softmax_of_attention(isa, masked, use_isa):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", ATTENTION, ids=str)
+def test_attention_to_what_a_token_may_see(isa, dtype, sizes, use_isa):
     use_isa(isa)
-    s, lse, mean, mask, dp, scale, offset = softmax_inputs(masked)
-    found = training.softmax_backward(s, lse, mean, mask, dp, scale, offset)
-    sees = torch.ones(9, 37).tril(offset) * (1 if mask is None else mask.repeat_interleave(2, 0))
-    p = (scale * s.double() - lse[..., None]).exp() * sees
-    close(found, [p, scale * p * (dp.double() - mean[..., None])], 5e-3)
-    assert not found[0][(sees == 0).expand_as(s)].any() and not found[1][(sees == 0).expand_as(s)].any()
+    dtype, bound = DTYPES[dtype]
+    (q, k, v, dy), first = attention_inputs(*sizes, dtype)
+    o, lse = training.attention(q, k, v, first, 0.3)
+    found = [o, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy)]
+    exact = gradients(lambda q, k, v: attention_written_out(q, k, v, first, 0.3), [q, k, v], dy)
+    if sizes[1] == 1:  # one key: queries and keys change nothing
+        assert not found[1].any() and not found[2].any()
+        found, exact = (found[0], found[3]), (exact[0], exact[3])
+    close(found, exact, 2 * bound)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, use_isa):
+    """Bit for bit: later tokens and those before its window are others, and it stands elsewhere in its tile."""
+    use_isa(isa)
+    (q, k, v, _), _ = attention_inputs(1, 150, 2, 2, 20, 20, 40)
+    first = (torch.arange(150) - 39).clamp_min(0).to(torch.int32)[None]
+    whole, _ = training.attention(q, k, v, first, 0.2)
+    for begin in (3, 64):
+        q2, k2, v2 = (x[:, begin : begin + 60].contiguous() for x in (q, k, v))
+        part, _ = training.attention(q2, k2, v2, first[:, :60].contiguous(), 0.2)
+        assert torch.equal(part[:, 39:], whole[:, begin + 39 : begin + 60])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K", [2, 14, 32, 70])
+def test_heads_turned_by_their_positions(isa, dtype, K, use_isa):
+    use_isa(isa)
+    dtype, bound = DTYPES[dtype]
+    x, angle = draw(10, 2, 3, K, dtype=dtype)[:, 1], draw(5, K // 2, seed=1)  # rows apart from each other
+    y = training.turned(x, angle.cos(), angle.sin())
+    cos, sin = (f(angle.double()).repeat(2, 1)[:, None] for f in (torch.cos, torch.sin))
+    a, b = x.double().chunk(2, -1)
+    close([y], [torch.cat([a * cos - b * sin, a * sin + b * cos], -1)], bound)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -221,7 +272,10 @@ def every_result():
         a, b, dy = (draw(70, 1001, seed=seed, dtype=dtype) for seed in range(3))
         yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
         yield from (*training.decayed(a, b), *training.decayed_backward(a, b, b.float(), dy.float()))
-    yield from training.softmax_backward(*softmax_inputs(True, R=200))
+        (q, k, v, dy), first = attention_inputs(3, 90, 4, 2, 40, 24, 30, dtype)
+        o, lse = training.attention(q, k, v, first, 0.3)
+        yield from (o, lse, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy))
+        yield training.turned(q.flatten(0, 1), draw(90, 20), draw(90, 20, seed=1))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
     mix, dy = draw(3, 130, seed=2), draw(3, 300, 130, seed=3)
@@ -253,7 +307,13 @@ def test_instruction_sets_do_not_change_a_bit(isa, use_isa):
 
 
 def test_what_does_not_fit_is_refused():
+    q, first = draw(1, 3, 4, 2), torch.zeros(1, 3, dtype=torch.int32)
     for call in (
+        lambda: training.attention(q, q[:, :, :3].contiguous(), q[:, :, :3].contiguous(), first, 1.0),
+        lambda: training.attention(q, q, q, first, -1.0),
+        lambda: training.attention(q, q, q, first.long(), 1.0),
+        lambda: training.turned(q[0], draw(3, 2), draw(3, 2)),
+        lambda: training.turned(q[0, :, :, :1].contiguous(), draw(3, 0), draw(3, 0)),
         lambda: training.entropy(draw(2, 3).double(), torch.tensor([0, 1])),
         lambda: training.entropy(draw(3, 2).T, torch.tensor([0, 1])),
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),

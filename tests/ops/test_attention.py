@@ -3,12 +3,16 @@
 Shapes: B batch, H heads, T queries, S keys, K key width, V value width.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from perspectron import native
+from perspectron.native import training
 from perspectron.ops import attention
 
 KINDS = ["none", "causal", "mask"]
@@ -68,21 +72,64 @@ def test_query_heads_may_share_a_key_head(kind, V, T):
     torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("T", "B", "H"),
-    [(127, 1, 2), (128, 1, 2), (129, 1, 2), (300, 2, 2), (140, 3, 7), (1100, 1, 3)],
-    ids=str,
-)
-def test_causal_tiles_meet_at_their_edges(T, B, H):
-    """Rows in tiles of 128; with 21 heads, or in long rows, a tile is not of all heads."""
-    q, k, v = (x.requires_grad_() for x in inputs(T, T, 8, 4, B=B, H=H))
-    o = attention.attend(q, k, v, causal=True)
-    expected = explicit(q, k, v, None, True, 8**-0.5)
-    torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
-    weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    gradients = [torch.autograd.grad((x * weighting).sum(), (q, k, v)) for x in (o, expected)]
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def at_places(T: int, B: int, resets: bool, pads: bool) -> attention.Places:
+    draw = torch.Generator().manual_seed(5)
+    reset, pad = (torch.rand(B, T, generator=draw) < 0.1 for _ in range(2))
+    return attention.places(
+        torch.zeros(B, dtype=torch.int64), T, reset if resets else None, pad if pads else None
+    )
+
+
+@pytest.mark.parametrize(("resets", "pads"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("T", "W", "V"), [(1, 4, 8), (9, 4, 8), (100, 32, 8), (100, 200, 8), (100, None, 5)])
+def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pads, T, W, V):
+    """First chunks, windowed and whole, where documents begin and where there is padding."""
+    at, B, H = at_places(T, 2, resets, pads), 2, 3
+    exact = [x.requires_grad_() for x in inputs(T, T, 8, V)]
+    brief = [x.detach().float().requires_grad_() for x in exact]
+    found = []
+    for x in (exact, brief):
+        start = torch.zeros(B, dtype=torch.int64)
+        size = W or 0
+        ring = tuple(part.new_zeros(B, H, size, part.shape[3]) for part in x[1:])
+        if W:
+            o = attention.windowed(*x, ring, start, at, fresh=True)
+        else:
+            o = attention.cached(*x, ring, start, at, fresh=True)
+        weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        weighting = weighting * at.valid_BT[:, None, :, None]
+        found.append([o.detach(), *torch.autograd.grad((o * weighting).sum(), x)])
+    there = at.valid_BT[:, None, :, None]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.float() * there, b * there, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_kernel_is_the_one_that_trains(dtype, monkeypatch):
+    asked = []
+    for name in ("attention", "attention_backward"):
+        kernel = getattr(training, name)
+        monkeypatch.setattr(
+            training, name, lambda *x, kernel=kernel, name=name: asked.append(name) or kernel(*x)
+        )
+    q, k, v = (x.to(dtype).requires_grad_() for x in inputs(9, 9, 8, 8))
+    attention.attend(q, k, v, causal=True).sum().backward()
+    assert asked == (["attention", "attention_backward"] if native.available() else [])
+
+
+def test_a_far_position_costs_no_precision():
+    """Training turns heads by a kernel; float64 does not."""
+    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    turn = attention.angles(10**7 + torch.arange(5).expand(2, 5), 8, 10000.0)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        # as mixers have it: [B,T,H,K] in memory
+        part = x.transpose(1, 2).to(dtype).contiguous().requires_grad_()
+        y = attention.rope(part.transpose(1, 2), turn)
+        (gradient,) = torch.autograd.grad((y * x).sum(), part)
+        found.append((y.detach(), gradient))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=1e-5, atol=1e-5)
 
 
 def test_sharp_and_huge_scores_stay_finite():
@@ -96,18 +143,27 @@ def test_sharp_and_huge_scores_stay_finite():
         assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), x))
 
 
-def test_second_derivatives_of_tiles_are_an_error_not_a_silent_zero():
-    q, k, v = (x.requires_grad_() for x in inputs(5, 5, 8, 4))
-    o = attention.attend(q, k, v, causal=True)
-    (gradient,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiable once|differentiate twice"):
-        torch.autograd.grad(gradient.square().sum() + q.sum(), q)
+def test_second_derivatives_are_exact_or_an_error():
+    """Of our kernel's gradient they are those of the softmax written out; PyTorch's fused kernel has none."""
+    exact = [x.requires_grad_() for x in inputs(5, 5, 8, 4)]
+    brief = [x.detach().float().requires_grad_() for x in exact]
+    found = []
+    written_out = partial(explicit, mask=None, causal=True, scale=8**-0.5)
+    for x, function in ((exact, written_out), (brief, partial(attention.attend, causal=True))):
+        (gradient,) = torch.autograd.grad(function(*x).square().sum(), x[0], create_graph=True)
+        if x is brief and not native.available():
+            with pytest.raises(RuntimeError):
+                torch.autograd.grad(gradient.square().sum() + x[0].sum(), x)
+            return
+        found.append(torch.autograd.grad(gradient.square().sum() + x[0].sum(), x))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_tangents_of_tiles_are_an_error_not_a_silent_zero():
-    q, k, v = inputs(5, 5, 8, 4)
+def test_tangents_are_an_error_not_a_silent_zero():
+    q, k, v = (x.float() for x in inputs(5, 5, 8, 4))
     forward = torch.autograd.forward_ad
-    with forward.dual_level(), pytest.raises(RuntimeError, match=r"tiled.attend has no"):
+    with forward.dual_level(), pytest.raises((RuntimeError, NotImplementedError), match="forward"):
         attention.attend(forward.make_dual(q, torch.ones_like(q)), k, v, causal=True)
 
 

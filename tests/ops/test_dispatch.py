@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron.errors import BackendError
-from perspectron.ops import conv, delta, dispatch, drm, drm_law, experts, gla, gru, pdr, tiled
+from perspectron.ops import conv, delta, dispatch, drm, drm_law, experts, gla, gru, pdr
 
 draw = torch.Generator().manual_seed(0)
 
@@ -52,7 +52,6 @@ ONCE = {
         lambda u, w: conv.convolve(u, normal(2, 3, 5), w, normal(5), None, None)[0],
         [(2, 6, 5), (5, 1, 4)],
     ),
-    "tiled.attend": (lambda q, v: tiled.attend(q, q, v, 0.5), [(2, 3, 4), (2, 3, 5)]),
     "experts.swiglu": (swiglu, [(3, 4), (2, 5, 4)]),
 }
 
@@ -72,7 +71,7 @@ def test_a_second_derivative_is_an_error_also_where_the_input_is_reached_another
     ("name", "instead"),
     [
         *((name, "use backend='reference'") for name in ("gla.scan", "gru.scan", "drm.scan")),
-        *((name, "differentiate in reverse mode") for name in ("conv.convolve", "tiled.attend")),
+        ("conv.convolve", "differentiate in reverse mode"),
     ],
 )
 def test_forward_mode_where_there_is_none_is_an_error(name, instead):

@@ -109,9 +109,21 @@ API void pspx_memory_backward(const float* q, const float* k, const float* v, co
   shared(threads, N * ceil_div(V, 64), 1, [&](int64_t first, int64_t last) { kernels().memory_backward(m, first, last); });
 }
 
-API void pspx_softmax_backward(const float* s, const float* lse, const float* mean, const float* mask, const void* dp,
-                               int64_t N, int64_t H, int64_t R, int64_t C, int64_t offset, double scale, void* p,
-                               void* ds, int threads) {
-  const Softmax a{s, lse, mean, mask, dp, p, ds, H, R, C, offset, float(scale)};
-  shared(threads, N * R, rows_of(C), [&](int64_t first, int64_t last) { kernels().softmax_backward(a, first, last); });
+API void pspx_attention(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B, int64_t T,
+                        int64_t H, int64_t G, int64_t K, int64_t V, double scale, void* o, float* lse, int threads) {
+  const Attention a{q, k, v, first, o, lse, nullptr, nullptr, nullptr, nullptr, B, T, H, G, K, V, float(scale)};
+  shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention[brief](a, from, to); });
+}
+
+API void pspx_attention_backward(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B,
+                                 int64_t T, int64_t H, int64_t G, int64_t K, int64_t V, double scale, const void* o,
+                                 const float* lse, const void* out, void* dq, float* dk, float* dv, int threads) {
+  const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, B, T, H, G, K, V, float(scale)};
+  shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention_backward[brief](a, from, to); });
+}
+
+API void pspx_turn(const void* x, int brief, const float* cosine, const float* sine, int64_t N, int64_t rows, int64_t H,
+                   int64_t K, int64_t stride, void* y, int threads) {
+  const Turn r{x, cosine, sine, y, H, K, rows, stride};
+  shared(threads, N, rows_of(H * K), [&](int64_t first, int64_t last) { kernels().turn[brief](r, first, last); });
 }

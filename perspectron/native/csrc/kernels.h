@@ -116,12 +116,23 @@ struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
   int64_t T, W, C;
 };
 
-struct Softmax {  // of N batches and heads, R queries and C keys, H heads of a batch beside each other
-  const float *s, *lse, *mean, *mask;  // q kᵀ [N][R][C]; [N][R]; Σ_c p dp [N][R]; null or [N / H][R][C] of 0 and 1
-  const void* dp;                      // do vᵀ [N][R][C]
-  void *p, *ds;                        // [N][R][C]
-  int64_t H, R, C, offset;             // query r sees keys up to offset + r, all if offset < 0
+struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the keys from its first to itself; G divides H
+  const void *q, *k, *v;       // [B][T][H][K], [B][T][G][K], [B][T][G][V]
+  const int32_t* first;        // [B][T], at most t
+  void* o;                     // [B][T][H][V]
+  float* lse;                  // [B][T][H]
+  const void* out;             // the gradient of o
+  void* dq;
+  float *dk, *dv;              // zeros
+  int64_t B, T, H, G, K, V;
   float scale;
+};
+
+struct Turn {  // rotary positions of N rows of heads; row n turns by the angles of row n mod `rows`
+  const void* x;               // [N][H][K], its rows `stride` numbers apart
+  const float *cosine, *sine;  // [rows][K / 2]
+  void* y;                     // [N][H][K]
+  int64_t H, K, rows, stride;
 };
 
 struct Kernels {
@@ -149,7 +160,9 @@ struct Kernels {
   void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
   void (*decayed[2])(const Decayed&, int64_t first, int64_t last);
   void (*decayed_backward[2])(const Decayed&, int64_t first, int64_t last);
-  void (*softmax_backward)(const Softmax&, int64_t first, int64_t last);  // of bfloat16
+  void (*attention[2])(const Attention&, int64_t first, int64_t last);  // key heads of all B·G
+  void (*attention_backward[2])(const Attention&, int64_t first, int64_t last);
+  void (*turn[2])(const Turn&, int64_t first, int64_t last);
   void (*mixed)(const Mixed&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*mixed_backward)(const Mixed&, int64_t first, int64_t last);
   void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
@@ -164,7 +177,7 @@ extern const Kernels AVX2, AVX512;
 #endif
 
 // Memory of this thread, 64-byte aligned, its contents unspecified; valid until the next call with the same slot.
-enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, BORDERS, SLOTS };
+enum Slot { DENSE, SCALES, SUMS, QUERY, SCORES, BORDERS, KEYS, SLOTS };
 void* scratch(Slot slot, size_t bytes);
 template <class T>
 T* scratch(Slot slot, int64_t count) {

@@ -1,5 +1,5 @@
 // What a training does between its matrix products, forward and backward: the loss, norms, gated products, short
-// convolutions, and the softmax of attention. T is float or bfloat16 (as uint16_t); sums are of float.
+// convolutions. T is float or bfloat16 (as uint16_t); sums are of float.
 
 inline Floats get(const float* p) { return load_floats(p); }
 inline Floats get(const float* p, int64_t n) { return load_floats(p, n); }
@@ -241,26 +241,5 @@ void convolve_backward(const Conv& c, int64_t first, int64_t last) {
           }
       });
     }
-  }
-}
-
-// p = e^(scale · s − lse) and ds = scale · p · (dp − mean), 0 where a query may not see the key: the softmax of attention
-// differentiated, for rows [first, last) of all N·R.
-template <class T>
-void softmax_backward(const Softmax& a, int64_t first, int64_t last) {
-  for (int64_t row = first; row < last; row++) {
-    const int64_t n = row / a.R, r = row % a.R, seen = a.offset < 0 || a.offset + r + 1 > a.C ? a.C : a.offset + r + 1;
-    const float *s = a.s + row * a.C, *mask = a.mask == nullptr ? nullptr : a.mask + (n / a.H * a.R + r) * a.C;
-    const T* dp = static_cast<const T*>(a.dp) + row * a.C;
-    T *p = static_cast<T*>(a.p) + row * a.C, *ds = static_cast<T*>(a.ds) + row * a.C;
-    const Floats scale = broadcast(a.scale), lse = broadcast(-a.lse[row]), mean = broadcast(-a.mean[row]);
-    sixteens(seen, [&](auto at, auto to) ALWAYS {
-      Floats x = exponential(fma(at(s), scale, lse));
-      if (mask != nullptr) x = mul(x, at(mask));
-      to(p, x);
-      to(ds, mul(mul(x, scale), add(at(dp), mean)));
-    });
-    __builtin_memset(p + seen, 0, size_t(a.C - seen) * sizeof(T));
-    __builtin_memset(ds + seen, 0, size_t(a.C - seen) * sizeof(T));
   }
 }
