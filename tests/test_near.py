@@ -184,7 +184,7 @@ def test_what_reads_and_what_leans_is_there(design):
 def test_the_token_before_is_read_by_hand():
     """Two inputs of a block, by their definition; the state has what mixer and network read last."""
     model = build("perspective2")
-    block, x = model.blocks[2], torch.randn(1, 4, 32, dtype=torch.float64)
+    block, x = model.blocks[1], torch.randn(1, 4, 32, dtype=torch.float64)
     assert isinstance(block, Block) and isinstance(block.config.mixer, WindowGQAConfig)
     seen = []
     block.mixer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -198,7 +198,7 @@ def test_the_token_before_is_read_by_hand():
     for part, given, shift in zip(read, seen, (block.mixer_shift, block.ffn_shift), strict=True):
         before = torch.cat([torch.zeros_like(part[:, :1]), part[:, :-1]], 1)
         inputs = [part + mix * (before - part) for mix in shift.mix_ND]
-        close(given, torch.stack(inputs) if len(inputs) > 1 else inputs[0])
+        close(torch.stack(inputs), torch.stack([given] if isinstance(given, torch.Tensor) else given))
     assert isinstance(after, ShiftedState)
     close(after.last_BND, torch.stack([part[:, -1] for part in read], 1))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides, positive
-from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.masks import Inputs, Mask, masked
 from perspectron.mixers.parts import Lean, apart
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
@@ -75,7 +75,7 @@ class GLA(nn.Module):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Inputs,
         state: GLAState,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -98,6 +98,6 @@ class GLA(nn.Module):
         o_BHTV, memory_BHKV = gla.scan(
             q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
         )
-        o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
+        o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_q.dtype)).flatten(2)
         y_BTD = self.o_proj(o_BTD * evenly(F.silu, self.g_proj(x_g)))
         return y_BTD, GLAState(memory_BHKV), {}

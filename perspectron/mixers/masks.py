@@ -4,7 +4,7 @@ at a reset.
 A gate of 0 forgets a number and a mask hides it, but 0·NaN and 0·∞ are NaN: neither forgets what is not finite. So
 where a reset follows, a mixer never sees it, and the tokens before that reset, which would have, get NaN afterwards.
 
-Shapes: B batch, T time, D model width; x is [B,T,D], or [N,B,T,D] where a mixer has N inputs.
+Shapes: B batch, T time, D model width; x is [B,T,D], or N of them where a mixer has N inputs.
 """
 
 import functools
@@ -20,6 +20,8 @@ from perspectron.terms import Term
 
 Mask = Tensor | None
 """[B,T]; None where it is True nowhere."""
+Inputs = Tensor | tuple[Tensor, ...]
+"""What a mixer reads [B,T,D], or each of the inputs that it has."""
 Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
@@ -34,7 +36,7 @@ def masked(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def run(
         self: Any,
-        x_BTD: Tensor,
+        x_BTD: Inputs,
         state: Any = None,
         *,
         reset_BT: Mask = None,
@@ -42,12 +44,15 @@ def masked(forward: Forward) -> Forward:
         consume_state: bool = False,
         **shared: Any,
     ) -> tuple[Tensor, Any, dict[str, Term]]:
-        state = self.init_state(x_BTD.shape[-3], x_BTD.device, x_BTD.dtype) if state is None else state
+        inputs = (x_BTD,) if isinstance(x_BTD, Tensor) else x_BTD
+        x = inputs[0]
+        state = self.init_state(len(x), x.device, x.dtype) if state is None else state
         lost_BT = None
         if pad_BT is not None:
-            x_BTD = x_BTD.masked_fill(pad_BT[:, :, None], 0)
-        if reset_BT is not None and not x_BTD.is_meta and not _finite(x_BTD, state):
-            x_BTD, state, lost_BT = _forgotten(x_BTD, state, reset_BT)
+            inputs = tuple(x.masked_fill(pad_BT[:, :, None], 0) for x in inputs)
+        if reset_BT is not None and not x.is_meta and not _finite(inputs, state):
+            inputs, state, lost_BT = _forgotten(inputs, state, reset_BT)
+        x_BTD = inputs[0] if isinstance(x_BTD, Tensor) else inputs
         y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state, **shared)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
 
@@ -59,21 +64,23 @@ def _floats(state: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _finite(x_BTD: Tensor, state: Any) -> bool:
+def _finite(inputs: tuple[Tensor, ...], state: Any) -> bool:
     """True if all sums are finite; False also for a sum that overflows; then there turns out to be nothing to
     forget."""
-    sums = [leaf.detach().sum(dtype=torch.float32) for leaf in (x_BTD, *_floats(state))]
+    sums = [leaf.detach().sum(dtype=torch.float32) for leaf in (*inputs, *_floats(state))]
     return bool(torch.stack(sums).isfinite().all())
 
 
-def _forgotten(x_BTD: Tensor, state: Any, reset_BT: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """Input and state with zeros for what is not finite and followed by a reset, and the tokens [B,T] that are lost
+def _forgotten(
+    inputs: tuple[Tensor, ...], state: Any, reset_BT: Tensor
+) -> tuple[tuple[Tensor, ...], Any, Tensor]:
+    """Inputs and state with zeros for what is not finite and followed by a reset, and the tokens [B,T] that are lost
     by it: from there to the next reset."""
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
     )  # of each token's document; -1 is the state's
-    finite_BT = x_BTD.isfinite().all(-1).view(-1, *reset_BT.shape).all(0)
+    finite_BT = torch.stack([x_BTD.isfinite().all(-1) for x_BTD in inputs]).all(0)
     bad_BT = ~finite_BT & (time_T < begun_BT[:, -1:])
     bad_B = reset_BT.any(1)
     bad_B &= ~torch.stack([leaf.isfinite().flatten(1).all(1) for leaf in _floats(state)]).all(0)
@@ -86,4 +93,5 @@ def _forgotten(x_BTD: Tensor, state: Any, reset_BT: Tensor) -> tuple[Tensor, Any
 
     kept = {name: getattr(state, name) for name in getattr(state, "KEPT", ())}
     state = replace(pytree.tree_map_only(Tensor, cleared, state), **kept)
-    return x_BTD.masked_fill(bad_BT[:, :, None], 0), state, latest_BT >= begun_BT
+    inputs = tuple(x_BTD.masked_fill(bad_BT[:, :, None], 0) for x_BTD in inputs)
+    return inputs, state, latest_BT >= begun_BT

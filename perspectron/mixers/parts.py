@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.mixers.masks import Mask
+from perspectron.mixers.masks import Inputs, Mask
 from perspectron.ops.conv import convolve
-from perspectron.ops.fused import evenly, mixed
+from perspectron.ops.fused import evenly, mixed, shifted
 from perspectron.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
@@ -118,9 +118,18 @@ def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple
     return all_BSD[:, :-1], all_BSD[:, -1].clone()
 
 
-def between(x_BTD: Tensor, before_BTD: Tensor, mix: Tensor) -> Tensor:
-    """x where the mix is 0, the token before where it is 1; in x's dtype. mix: [D], or [N,D] for so many inputs."""
-    return mixed(x_BTD.to(before_BTD.dtype), before_BTD, mix).to(x_BTD.dtype)
+def between(
+    x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Mask, pad_BT: Mask
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The N inputs [B,T,D], each x where its mix is 0 and the token before in its document where it is 1, in x's dtype;
+    and the last token [B,D], as in `shift`."""
+    full_BTD = x_BTD.to(last_BD.dtype)
+    if pad_BT is None and x_BTD.shape[1] > 0:
+        inputs, after_BD = shifted(full_BTD, last_BD, mix_ND, reset_BT), full_BTD[:, -1].clone()
+    else:
+        before_BTD, after_BD = shift(x_BTD, last_BD, reset_BT, pad_BT)
+        inputs = mixed(full_BTD, before_BTD, mix_ND)
+    return tuple(one_BTD.to(x_BTD.dtype) for one_BTD in inputs), after_BD
 
 
 class TokenShift(nn.Module):
@@ -137,16 +146,15 @@ class TokenShift(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         self.mix_ND.copy_(torch.stack([mixes(self.mix_ND.shape[1], bend) for bend in self.bends]))
 
-    def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
-        """The inputs [N,B,T,D], or [B,T,D] where there is one, and the last token [B,D]."""
-        before_BTD, last_BD = shift(x_BTD, last_BD, reset_BT, pad_BT)
-        mix = self.mix_ND[0] if len(self.bends) == 1 else self.mix_ND
-        return between(x_BTD, before_BTD, mix), last_BD
+    def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
+        """The inputs, of which one alone is a tensor, and the last token [B,D]."""
+        inputs, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
+        return inputs if len(inputs) > 1 else inputs[0], last_BD
 
 
-def apart(x: Tensor, inputs: int) -> tuple[Tensor, ...]:
-    """A mixer's inputs [B,T,D] of [N,B,T,D]; where it is given one, that for all."""
-    return x.unbind(0) if x.ndim == 4 else (x,) * inputs
+def apart(x: Inputs, inputs: int) -> tuple[Tensor, ...]:
+    """A mixer's inputs; where it is given one, that for all."""
+    return (x,) * inputs if isinstance(x, Tensor) else x
 
 
 def mixes(d_model: int, bend: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
-from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.masks import Inputs, Mask, masked
 from perspectron.mixers.parts import Lean, apart, logits_of_halflives
 from perspectron.mixers.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
 from perspectron.ops import eligibility, pdr
@@ -95,7 +95,7 @@ class PDR2(nn.Module):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Inputs,
         state: PDR2State,
         reset_BT: Mask,
         pad_BT: Mask,
@@ -135,9 +135,9 @@ class PDR2(nn.Module):
         if learned_BTD is not None:
             o_BTD = o_BTD + learned_BTD
         if self.config.gated:
-            o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_BTD.dtype))
+            o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_q.dtype))
         memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
-        return self.o_proj(o_BTD.to(x_BTD.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
+        return self.o_proj(o_BTD.to(x_q.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
 
     def _groups(self, x_BTC: Tensor) -> Tensor:
         """The groups [B·G,T,C/G] of [B,T,C]."""

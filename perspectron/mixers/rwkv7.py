@@ -19,7 +19,6 @@ from perspectron.mixers.parts import (
     first_value_gate,
     low_rank,
     mixes,
-    shift,
     start_first_value_gate,
     start_low_rank,
     toward,
@@ -126,9 +125,8 @@ class RWKV7(nn.Module):
         shared: Shared | None = None,
     ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
         """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
-        before_BTD, last_BD = shift(x_BTD, state.last_BD, reset_BT, pad_BT)
-        x_r, x_w, x_k, x_v, x_a, x_g = between(x_BTD, before_BTD, self.mix_6D).unbind()
-        full = before_BTD.dtype
+        inputs, last_BD = between(x_BTD, state.last_BD, self.mix_6D, reset_BT, pad_BT)
+        (x_r, x_w, x_k, x_v, x_a, x_g), full = inputs, last_BD.dtype
         v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
         eta_BTD = evenly(torch.sigmoid, self.a_low(x_a).to(full))
         alpha_BTD = evenly(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full))

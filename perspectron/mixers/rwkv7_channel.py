@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import between, mixes, shift
+from perspectron.mixers.parts import between, mixes
 from perspectron.state import register
 from perspectron.terms import Term
 
@@ -71,6 +71,6 @@ class RWKV7Channel(nn.Module):
     def forward(
         self, x_BTD: Tensor, state: RWKV7ChannelState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
     ) -> tuple[Tensor, RWKV7ChannelState, dict[str, Term]]:
-        before_BTD, last_BD = shift(x_BTD, state.last_BD, reset_BT, pad_BT)
-        h_BTF = F.relu(self.k_proj(between(x_BTD, before_BTD, self.mix_D))).square()
+        (x_BTD,), last_BD = between(x_BTD, state.last_BD, self.mix_D[None], reset_BT, pad_BT)
+        h_BTF = F.relu(self.k_proj(x_BTD)).square()
         return self.v_proj(h_BTF), RWKV7ChannelState(last_BD), {}

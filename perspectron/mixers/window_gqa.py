@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.errors import StateError
-from perspectron.mixers.masks import Mask, masked
+from perspectron.mixers.masks import Inputs, Mask, masked
 from perspectron.mixers.parts import Dropout, Lean, apart
 from perspectron.ops import attention
 from perspectron.state import Ragged, cat, register
@@ -95,7 +95,7 @@ class WindowGQA(nn.Module):
     @masked
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Inputs,
         state: WindowGQAState,
         reset_BT: Mask,
         pad_BT: Mask,

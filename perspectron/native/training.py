@@ -8,6 +8,9 @@ Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = 
 queries, G of keys, K width of a head, V of a value's.
 """
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -165,30 +168,47 @@ def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return da, db
 
 
-def mixed(x_MD: Tensor, before_MD: Tensor, mix_ND: Tensor) -> Tensor:
-    """x + (before − x) · mix for each row of the mixes [N,M,D]."""
-    (M, D), N = x_MD.shape, len(mix_ND)
-    for tensor, shape in ((x_MD, (M, D)), (before_MD, (M, D)), (mix_ND, (N, D))):
+def _shifted(
+    x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None
+) -> tuple[list[int | None], tuple[int, int, int, int]]:
+    (B, T, D), N = x_BTD.shape, len(mix_ND)
+    for tensor, shape in ((x_BTD, (B, T, D)), (last_BD, (B, D)), (mix_ND, (N, D))):
         _check(tensor, torch.float32, shape)
-    y_NMD = x_MD.new_empty(N, M, D)
-    pointers = [x.data_ptr() for x in (x_MD, before_MD, mix_ND)]
-    _library().pspx_mixed(*pointers, M, D, N, y_NMD.data_ptr(), threads())
-    return y_NMD
+    if T < 1:
+        raise ValueError(f"T = {T}, must be ≥ 1")
+    if reset_BT is not None:
+        _check(reset_BT, torch.bool, (B, T))
+    reset = None if reset_BT is None else reset_BT.data_ptr()
+    return [x_BTD.data_ptr(), last_BD.data_ptr(), mix_ND.data_ptr(), reset], (B, T, D, N)
 
 
-def mixed_backward(
-    x_MD: Tensor, before_MD: Tensor, mix_ND: Tensor, dy_NMD: Tensor
+def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
+    """x + (before − x) · mix of each of the N mixes, N tensors [B,T,D]. before: the token before in x, `last` before
+    the first, zeros where a document begins."""
+    given, sizes = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
+    y = tuple(torch.empty_like(x_BTD) for _ in mix_ND)
+    _library().pspx_shifted(*given, *sizes, _pointers(y), threads())
+    return y
+
+
+def shifted_backward(
+    x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None, dy: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, before and the mixes."""
-    (M, D), N = x_MD.shape, len(mix_ND)
-    for tensor, shape in ((x_MD, (M, D)), (before_MD, (M, D)), (mix_ND, (N, D)), (dy_NMD, (N, M, D))):
-        _check(tensor, torch.float32, shape)
-    dx, dbefore = (torch.empty_like(x_MD) for _ in range(2))
-    parts = x_MD.new_zeros(-(-M // ROWS), N, D)
-    pointers = [x.data_ptr() for x in (x_MD, before_MD, mix_ND, dy_NMD)]
-    outputs = dx.data_ptr(), dbefore.data_ptr(), parts.data_ptr()
-    _library().pspx_mixed_backward(*pointers, M, D, N, ROWS, *outputs, threads())
-    return dx, dbefore, parts.sum(0)
+    """Gradients of x, last and the mixes, from those of the N results."""
+    given, sizes = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
+    if len(dy) != len(mix_ND):
+        raise ValueError(f"{len(dy)} gradients, must be one for each of {len(mix_ND)} mixes")
+    for gradient in dy:
+        _check(gradient, torch.float32, tuple(x_BTD.shape))
+    dx_BTD, dlast_BD = torch.empty_like(x_BTD), torch.zeros_like(last_BD)
+    parts = x_BTD.new_zeros(-(-x_BTD.shape[0] * x_BTD.shape[1] // ROWS), *mix_ND.shape)
+    into = dx_BTD.data_ptr(), dlast_BD.data_ptr(), parts.data_ptr()
+    _library().pspx_shifted_backward(*given, *sizes, ROWS, _pointers(dy), *into, threads())
+    return dx_BTD, dlast_BD, parts.sum(0)
+
+
+def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
 
 
 def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -199,31 +199,38 @@ class _Decayed(torch.autograd.Function):
 # ---------------------------------------------------------------- mixes
 
 
-def mixed(x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
-    """x + (before − x) · mix, of the shape [*,D] of x for a mix [D], and [N,*,D] for [N,D]."""
-    mix_ND = mix if mix.ndim == 2 else mix[None]
-    if x.shape == before.shape and x.shape[-1:] == mix.shape[-1:] and fits(x, before, mix):
-        rows = (tensor.reshape(-1, x.shape[-1]).contiguous() for tensor in (x, before))
-        y: Tensor = _Mixed.apply(*rows, mix_ND.contiguous())
-    else:
-        y = _mixed(x, before, mix_ND)
-    return y.reshape(*mix.shape[:-1], *x.shape)
+def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
+    """x + (before − x) · mix for each of the N mixes, all of one dtype. before: the token before each in its document;
+    `last` before the first, zeros where `reset` says that a document begins."""
+    if fits(x_BTD, last_BD, mix_ND):
+        y: tuple[Tensor, ...] = _Shifted.apply(*(x.contiguous() for x in (x_BTD, last_BD, mix_ND)), reset_BT)
+        return y
+    return _shifted(x_BTD, last_BD, mix_ND, reset_BT)
 
 
-def _mixed(x: Tensor, before: Tensor, mix_ND: Tensor) -> Tensor:
-    mix = mix_ND.view(len(mix_ND), *[1] * (x.ndim - 1), -1)
-    return x + (before - x) * mix
+def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
+    before_BTD = torch.cat([last_BD[:, None], x_BTD[:, :-1]], 1)
+    if reset_BT is not None:
+        before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
+    return mixed(x_BTD, before_BTD, mix_ND)
 
 
-class _Mixed(torch.autograd.Function):
+def mixed(x_BTD: Tensor, before_BTD: Tensor, mix_ND: Tensor) -> tuple[Tensor, ...]:
+    """The same where the tokens before are given."""
+    apart_BTD = before_BTD - x_BTD
+    return tuple(x_BTD + apart_BTD * mix_D for mix_D in mix_ND)
+
+
+class _Shifted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, before: Tensor, mix: Tensor) -> Tensor:
-        ctx.save_for_backward(x, before, mix)
-        return training.mixed(x, before, mix)
+    def forward(ctx: Any, x: Tensor, last: Tensor, mix: Tensor, reset: Tensor | None) -> tuple[Tensor, ...]:
+        reset = None if reset is None else reset.contiguous()
+        ctx.save_for_backward(x, last, mix, reset)
+        return training.shifted(x, last, mix, reset)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, before, mix = ctx.saved_tensors
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, last, mix, reset = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return recorded(_mixed, (x, before, mix), dy)
-        return training.mixed_backward(x, before, mix, dy.contiguous())
+            return *recorded(lambda x, last, mix: _shifted(x, last, mix, reset), (x, last, mix), *dy), None
+        return *training.shifted_backward(x, last, mix, reset, [d.contiguous() for d in dy]), None

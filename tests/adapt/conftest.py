@@ -28,7 +28,8 @@ def make(layers: int = 4, *, experts: bool = False, mixers: str = "all") -> Lang
 
 def make2(layers: int = 3, **options: bool) -> LanguageModel:
     """The same of PDR 2, with attention in the third layer, the token before and first values."""
-    config = presets.get("perspective2-tiny", **SIZES | {"kv_heads": 4}, layers=layers, groups=2, **options)
+    sizes = SIZES | {"kv_heads": 4, "layers": layers, "period": 3, "groups": 2}
+    config = presets.get("perspective2-tiny", **sizes, **options)
     model = build(config, seed=5).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -161,15 +161,27 @@ def test_gated_products(isa, dtype, shape, use_isa):
     close(found, gradients(lambda a, b: F.silu(a) * b, [a, b], dy), bound)
 
 
+def shifted_inputs(B, T, D, N, resets):
+    """Tokens, the last before them, mixes, where documents begin, and the gradients of the results."""
+    reset = draw(B, T, seed=4) > 0.8 if resets else None
+    return draw(B, T, D), draw(B, D, seed=1), draw(N, D, seed=2), reset, tuple(draw(N, B, T, D, seed=3))
+
+
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("N", "M", "D"), [(1, 1, 1), (4, 3, 7), (2, 130, 48)])
-def test_mixes_with_the_token_before(isa, N, M, D, use_isa):
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize(("B", "T", "D", "N"), [(1, 1, 1, 1), (3, 5, 7, 4), (2, 150, 48, 2), (5, 64, 16, 1)])
+def test_mixes_with_the_token_before(isa, B, T, D, N, resets, use_isa):
     use_isa(isa)
-    x, before, mix, dy = draw(M, D), draw(M, D, seed=1), draw(N, D, seed=2), draw(N, M, D, seed=3)
-    found = [training.mixed(x, before, mix), *training.mixed_backward(x, before, mix, dy)]
-    close(
-        found, gradients(lambda x, before, mix: x + (before - x) * mix[:, None], [x, before, mix], dy), 3e-6
-    )
+    *inputs, reset, dy = shifted_inputs(B, T, D, N, resets)
+
+    def exact(x, last, mix):
+        before = torch.cat([last[:, None], x[:, :-1]], 1)
+        before = before if reset is None else before.masked_fill(reset[:, :, None], 0)
+        return x + (before - x) * mix[:, None, None]
+
+    y = torch.stack(training.shifted(*inputs, reset))
+    found = [y, *training.shifted_backward(*inputs, reset, dy)]
+    close(found, gradients(exact, inputs, torch.stack(dy)), 3e-6)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -278,8 +290,8 @@ def every_result():
         yield training.turned(q.flatten(0, 1), draw(90, 20), draw(90, 20, seed=1))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
-    mix, dy = draw(3, 130, seed=2), draw(3, 300, 130, seed=3)
-    yield from (training.mixed(x, y, mix), *training.mixed_backward(x, y, mix, dy))
+    *inputs, dy = shifted_inputs(2, 150, 130, 3, True)
+    yield from (*training.shifted(*inputs), *training.shifted_backward(*inputs, dy))
     yield from (y, *training.norm_backward(x, weight, r, y))
     u, weight, bias = draw(3, 20, 33), draw(4, 33, seed=1), draw(33, seed=2)
     yield from training.convolve_backward(u, weight, bias, None, training.convolve(u, weight, bias, None))
@@ -319,7 +331,9 @@ def test_what_does_not_fit_is_refused():
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),
         lambda: training.gated(draw(2, 3), draw(2, 3).bfloat16()),
         lambda: training.decayed(draw(2, 3), draw(2, 4)),
-        lambda: training.mixed(draw(2, 3), draw(2, 3), draw(1, 4)),
+        lambda: training.shifted(draw(1, 2, 3), draw(1, 3), draw(1, 4), None),
+        lambda: training.shifted(draw(1, 0, 3), draw(1, 3), draw(1, 3), None),
+        lambda: training.shifted_backward(draw(1, 2, 3), draw(1, 3), draw(2, 3), None, [draw(1, 2, 3)]),
         lambda: training.convolve(draw(1, 5, 3), draw(4, 2), draw(3), None),
         lambda: training.memory(*memory_inputs("sum", 2, 3, 4, 5, 3)),
     ):

@@ -26,11 +26,23 @@ def decayed(p, v):
     return gamma + y
 
 
+RESET = torch.tensor([[False, True, False], [True, False, False]])
+
+
+def shifted(x, last, mix):
+    return torch.stack(fused.shifted(x, last, mix, RESET))
+
+
+def between(x, last, mix):
+    before = torch.cat([last[:, None], x[:, :-1]], 1) * (~RESET)[:, :, None]
+    return x + (before - x) * mix[:, None, None]
+
+
 OPERATIONS = {
     "entropy": (entropy, lambda x: F.cross_entropy(x, TARGET, reduction="sum"), [(3, 7)]),
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
-    "mixed": (fused.mixed, lambda x, b, m: x + (b - x) * m[:, None], [(3, 7), (3, 7), (2, 7)]),
+    "shifted": (shifted, between, [(2, 3, 7), (2, 7), (2, 7)]),
     "decayed": (decayed, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
 }
 

@@ -41,16 +41,17 @@ API void pspx_norm_backward(const float* x, const float* weight, const float* r,
   shared(threads, N, rows, [&](int64_t first, int64_t last) { kernels().norm_backward(n, first, last); });
 }
 
-API void pspx_mixed(const float* x, const float* before, const float* mix, int64_t M, int64_t D, int64_t N, float* y,
-                    int threads) {
-  const Mixed m{x, before, mix, y, nullptr, nullptr, nullptr, nullptr, M, D, N, 1};
-  shared(threads, M, rows_of(N * D), [&](int64_t first, int64_t last) { kernels().mixed(m, first, last); });
+API void pspx_shifted(const float* x, const float* last, const float* mix, const uint8_t* reset, int64_t B, int64_t T,
+                      int64_t D, int64_t N, float* const* y, int threads) {
+  const Shifted s{x, last, mix, reset, y, nullptr, nullptr, nullptr, nullptr, T, D, N, 1};
+  shared(threads, B * T, rows_of(N * D), [&](int64_t first, int64_t end) { kernels().shifted(s, first, end); });
 }
 
-API void pspx_mixed_backward(const float* x, const float* before, const float* mix, const float* dy, int64_t M,
-                             int64_t D, int64_t N, int64_t rows, float* dx, float* dbefore, float* dmix, int threads) {
-  const Mixed m{x, before, mix, nullptr, dy, dx, dbefore, dmix, M, D, N, rows};
-  shared(threads, M, rows, [&](int64_t first, int64_t last) { kernels().mixed_backward(m, first, last); });
+API void pspx_shifted_backward(const float* x, const float* last, const float* mix, const uint8_t* reset, int64_t B,
+                               int64_t T, int64_t D, int64_t N, int64_t rows, const float* const* dy, float* dx,
+                               float* dlast, float* dmix, int threads) {
+  const Shifted s{x, last, mix, reset, nullptr, dy, dx, dlast, dmix, T, D, N, rows};
+  shared(threads, B * T, rows, [&](int64_t first, int64_t end) { kernels().shifted_backward(s, first, end); });
 }
 
 API void pspx_gated(const void* a, const void* b, int brief, int64_t n, void* y, int threads) {

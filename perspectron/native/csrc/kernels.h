@@ -100,12 +100,13 @@ struct Decayed {  // γ = σ(p), y = √(1 − γ²) v
   void *dp, *dv;
 };
 
-struct Mixed {  // y_n = x + (before − x) · mix_n
-  const float *x, *before, *mix;  // [M][D] both, [N][D]
-  float* y;                       // [N][M][D]
-  const float* dy;
-  float *dx, *dbefore, *dmix;     // dmix: zeros [⌈M / rows⌉][N][D], to be summed
-  int64_t M, D, N, rows;
+struct Shifted {  // y_n = x + (before − x) · mix_n, where `before` is the token before, 0 where a document begins
+  const float *x, *last, *mix;  // [B][T][D], [B][D] the token before the first ones, [N][D]
+  const uint8_t* reset;         // null or [B][T], 1 where a document begins
+  float* const* y;              // N of [B][T][D]
+  const float* const* dy;
+  float *dx, *dlast, *dmix;     // dlast: zeros [B][D]; dmix: zeros [⌈B T / rows⌉][N][D], to be summed
+  int64_t T, D, N, rows;
 };
 
 struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
@@ -163,8 +164,8 @@ struct Kernels {
   void (*attention[2])(const Attention&, int64_t first, int64_t last);  // key heads of all B·G
   void (*attention_backward[2])(const Attention&, int64_t first, int64_t last);
   void (*turn[2])(const Turn&, int64_t first, int64_t last);
-  void (*mixed)(const Mixed&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
-  void (*mixed_backward)(const Mixed&, int64_t first, int64_t last);
+  void (*shifted)(const Shifted&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
+  void (*shifted_backward)(const Shifted&, int64_t first, int64_t last);
   void (*norm_rows)(const Norm&, int64_t first, int64_t last);  // backward: whole multiples of `rows`
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);
   void (*convolve)(const Conv&, int64_t first, int64_t last);

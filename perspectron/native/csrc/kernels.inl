@@ -74,5 +74,5 @@ constexpr Kernels table(const char* name) {
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
           {decayed<float>, decayed<uint16_t>}, {decayed_backward<float>, decayed_backward<uint16_t>},
           {attention<float>, attention<uint16_t>}, {attention_backward<float>, attention_backward<uint16_t>}, {turn<float>, turn<uint16_t>},
-          mixed, mixed_backward, norm_rows, norm_backward, convolve, convolve_backward};
+          shifted, shifted_backward, norm_rows, norm_backward, convolve, convolve_backward};
 }

@@ -125,29 +125,51 @@ void norm_backward(const Norm& n, int64_t first, int64_t last) {
   }
 }
 
-// y_n = x + (before − x) · mix_n
-void mixed(const Mixed& m, int64_t first, int64_t last) {
-  for (int64_t row = first; row < last; row++)
-    sixteens(m.D, [&](auto at, auto to) ALWAYS {
-      const Floats x = at(m.x + row * m.D), apart = minus(at(m.before + row * m.D), x);
-      for (int64_t n = 0; n < m.N; n++) to(m.y + (n * m.M + row) * m.D, fma(apart, at(m.mix + n * m.D), x));
-    });
+// The token before row (b, t), null where it counts as zeros.
+inline const float* before_row(const Shifted& s, int64_t row) {
+  if (s.reset != nullptr && s.reset[row]) return nullptr;
+  return row % s.T == 0 ? s.last + row / s.T * s.D : s.x + (row - 1) * s.D;
 }
 
-// dbefore = Σ_n dy_n · mix_n, dx = Σ_n dy_n − dbefore; adds dy_n · (before − x) to dmix_n.
-void mixed_backward(const Mixed& m, int64_t first, int64_t last) {
+void shifted(const Shifted& s, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; row++) {
-    float* dmix = m.dmix + row / m.rows * m.N * m.D;
-    sixteens(m.D, [&](auto at, auto to) ALWAYS {
-      const Floats apart = minus(at(m.before + row * m.D), at(m.x + row * m.D));
-      Floats all = broadcast(0), back = broadcast(0);
-      for (int64_t n = 0; n < m.N; n++) {
-        const Floats d = at(m.dy + (n * m.M + row) * m.D);
-        all = add(all, d), back = fma(d, at(m.mix + n * m.D), back);
-        to(dmix + n * m.D, fma(d, apart, at(dmix + n * m.D)));
+    const float *x = s.x + row * s.D, *before = before_row(s, row);
+    sixteens(s.D, [&](auto at, auto to) ALWAYS {
+      const Floats own = at(x), apart = minus(before == nullptr ? broadcast(0) : at(before), own);
+      for (int64_t n = 0; n < s.N; n++) to(s.y[n] + row * s.D, fma(apart, at(s.mix + n * s.D), own));
+    });
+  }
+}
+
+// What row t gives back to the token before it: Σ_n dy_n · mix_n.
+inline ALWAYS void given_back(const Shifted& s, int64_t row, float* back) {
+  sixteens(s.D, [&](auto at, auto to) ALWAYS {
+    Floats sum = broadcast(0);
+    for (int64_t n = 0; n < s.N; n++) sum = fma(at(s.dy[n] + row * s.D), at(s.mix + n * s.D), sum);
+    to(back, sum);
+  });
+}
+
+// dx_t = Σ_n dy_n − Σ_n dy_n · mix_n, and what token t + 1 gives back; adds dy_n · (before − x) to dmix_n.
+void shifted_backward(const Shifted& s, int64_t first, int64_t last) {
+  float* back = scratch<float>(BORDERS, s.D);  // of the row above the one that is at hand
+  for (int64_t row = last - 1; row >= first; row--) {
+    const bool ends = (row + 1) % s.T == 0 || (s.reset != nullptr && s.reset[row + 1]);  // its document, or the chunk
+    if (ends) __builtin_memset(back, 0, size_t(s.D) * sizeof(float));
+    else if (row == last - 1) given_back(s, row + 1, back);
+    const float *x = s.x + row * s.D, *before = before_row(s, row);
+    float* dmix = s.dmix + row / s.rows * s.N * s.D;
+    sixteens(s.D, [&](auto at, auto to) ALWAYS {
+      const Floats apart = minus(before == nullptr ? broadcast(0) : at(before), at(x));
+      Floats all = broadcast(0), own = broadcast(0);
+      for (int64_t n = 0; n < s.N; n++) {
+        const Floats d = at(s.dy[n] + row * s.D);
+        all = add(all, d), own = fma(d, at(s.mix + n * s.D), own);
+        to(dmix + n * s.D, fma(d, apart, at(dmix + n * s.D)));
       }
-      to(m.dbefore + row * m.D, back);
-      to(m.dx + row * m.D, minus(all, back));
+      to(s.dx + row * s.D, add(minus(all, own), at(back)));
+      to(back, own);
+      if (row % s.T == 0 && before != nullptr) to(s.dlast + row / s.T * s.D, own);
     });
   }
 }
