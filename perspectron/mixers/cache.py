@@ -96,8 +96,8 @@ def attend(
     `at`: `attention.places` of the chunk after `cache.length_B`. The cache doubles when it is full.
     consume_state: one token is written into the cache handed in.
     """
-    empty = cache.used == 0
-    fresh = empty and not at.resets and not at.padded
+    nothing = cache.used == 0
+    fresh = nothing and not at.resets and not at.padded
     # One token with padding is not worth asking the device for; a chunk is.
     counted = at.resets or (at.padded and q.shape[2] > 1)
     after = _remember(k, v, cache, at, fresh, counted, consume_state)
@@ -105,7 +105,7 @@ def attend(
         return attention.attend(q, k, v, causal=True, scale=scale, drop=drop), after
     if q.shape[2] == 1:
         return attention.stepped(q, after.ring(), at, scale=scale), after
-    o = attention.cached(q, k, v, cache.ring(), cache.length_B, at, fresh=empty, scale=scale, drop=drop)
+    o = attention.cached(q, k, v, cache.ring(), cache.length_B, at, fresh=nothing, scale=scale, drop=drop)
     return o, after
 
 

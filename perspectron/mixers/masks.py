@@ -21,7 +21,7 @@ from perspectron.terms import Term
 Mask = Tensor | None
 """[B,T]; None where it is True nowhere."""
 Inputs = Tensor | tuple[Tensor, ...]
-"""What a mixer reads [B,T,D], or each of the inputs that it has."""
+"""What a mixer reads: a tensor [B,T,D], or one for each of its inputs."""
 Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 

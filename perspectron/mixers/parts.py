@@ -94,18 +94,10 @@ class SameZeros(AbstractContextManager[None]):
             drop.passes, self.passes[i] = self.passes[i], drop.passes
 
 
-def shift(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Tensor, Tensor]:
-    """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D], to start
-    from next time. last_BD: the token before x, in the dtype of the outputs."""
+def _shifted(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D]."""
     B, T, D = x_BTD.shape
-    if T == 0:
-        return x_BTD.to(last_BD.dtype), last_BD
-    all_BSD = torch.cat([last_BD[:, None], x_BTD.to(last_BD.dtype)], 1)
-    if pad_BT is None:
-        before_BTD, after_BD = all_BSD[:, :-1], all_BSD[:, -1].clone()
-        if reset_BT is not None:
-            before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
-        return before_BTD, after_BD
+    all_BSD = torch.cat([last_BD[:, None], x_BTD], 1)
     # of each place, the last token before it that is none of padding; 0 is the one before x
     time_T = torch.arange(1, T + 1, device=x_BTD.device)
     from_BS = torch.cat([pad_BT.new_zeros(B, 1, dtype=torch.long), torch.where(pad_BT, 0, time_T)], 1)
@@ -122,12 +114,14 @@ def between(
     x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Mask, pad_BT: Mask
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The N inputs [B,T,D], each x where its mix is 0 and the token before in its document where it is 1, in x's dtype;
-    and the last token [B,D], as in `shift`."""
+    and the last token [B,D], to start from next time. last_BD: the token before x, zeros before a document."""
+    if x_BTD.shape[1] == 0:
+        return (x_BTD,) * len(mix_ND), last_BD
     full_BTD = x_BTD.to(last_BD.dtype)
-    if pad_BT is None and x_BTD.shape[1] > 0:
+    if pad_BT is None:
         inputs, after_BD = shifted(full_BTD, last_BD, mix_ND, reset_BT), full_BTD[:, -1].clone()
     else:
-        before_BTD, after_BD = shift(x_BTD, last_BD, reset_BT, pad_BT)
+        before_BTD, after_BD = _shifted(full_BTD, last_BD, reset_BT, pad_BT)
         inputs = mixed(full_BTD, before_BTD, mix_ND)
     return tuple(one_BTD.to(x_BTD.dtype) for one_BTD in inputs), after_BD
 
@@ -147,7 +141,7 @@ class TokenShift(nn.Module):
         self.mix_ND.copy_(torch.stack([mixes(self.mix_ND.shape[1], bend) for bend in self.bends]))
 
     def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
-        """The inputs, of which one alone is a tensor, and the last token [B,D]."""
+        """The inputs, as one tensor where there is only one, and the last token [B,D]."""
         inputs, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
         return inputs if len(inputs) > 1 else inputs[0], last_BD
 

@@ -61,7 +61,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 6, _INT],
         None,
     ),
-    "pspx_turn": ([_POINTER, _INT, *[_POINTER] * 2, *[_LONG] * 5, _POINTER, _INT], None),
+    "pspx_turn": ([_POINTER, _INT, *[_POINTER] * 2, *[_LONG] * 4, _POINTER, _INT], None),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),
 }

@@ -1,5 +1,5 @@
-"""Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, short convolutions,
-attention, rotary positions and recurrences.
+"""Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, decays, mixes with
+the token before, short convolutions, attention, rotary positions and recurrences.
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
 depend neither on them nor on the instruction set, unless `torch.set_flush_denormal` is called after the first of them.
@@ -111,18 +111,18 @@ def attention_backward(
     return dq, dk.to(k_BTGK.dtype), dv.to(v_BTGV.dtype)
 
 
-def turned(x_NHK: Tensor, cosine_MF: Tensor, sine_MF: Tensor) -> Tensor:
-    """Heads of which both halves [F] are turned into each other, row n by the angles of row n mod M; float32 or
-    bfloat16, angles float32. Rows of x may have a distance between them."""
-    (N, H, K), M = x_NHK.shape, len(cosine_MF)
+def turned(x_NHK: Tensor, cosine_NF: Tensor, sine_NF: Tensor) -> Tensor:
+    """Heads of which both halves [F] are turned into each other, each row by its angles; float32 or bfloat16, angles
+    float32. Rows of x may have a distance between them."""
+    N, H, K = x_NHK.shape
     brief, stride = _brief(x_NHK[:1]), x_NHK.stride(0)
-    if K % 2 or M < 1:
-        raise ValueError(f"K = {K}, M = {M}: K must be even, and M ≥ 1")
-    for angle in (cosine_MF, sine_MF):
-        _check(angle, torch.float32, (M, K // 2))
+    if K % 2:
+        raise ValueError(f"K = {K}, must be even")
+    for angle in (cosine_NF, sine_NF):
+        _check(angle, torch.float32, (N, K // 2))
     y_NHK = x_NHK.new_empty(N, H, K)
-    pointers = x_NHK.data_ptr(), brief, cosine_MF.data_ptr(), sine_MF.data_ptr()
-    _library().pspx_turn(*pointers, N, M, H, K, stride, y_NHK.data_ptr(), threads())
+    pointers = x_NHK.data_ptr(), brief, cosine_NF.data_ptr(), sine_NF.data_ptr()
+    _library().pspx_turn(*pointers, N, H, K, stride, y_NHK.data_ptr(), threads())
     return y_NHK
 
 

@@ -19,6 +19,8 @@ from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, owned, watched
 from perspectron.ops.fused import fits, recorded
 
+LONGEST = 2048
+"""Keys of a token up to which the native kernel is as fast as PyTorch's in training: it copies them for 64 queries."""
 Drop = Callable[[Tensor], Tensor] | None
 """A function of the weights of attention, such as dropout; None takes the fused kernels."""
 
@@ -111,8 +113,8 @@ def attend(
     scale: float | None = None,
     drop: Drop = None,
 ) -> Tensor:
-    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on PyTorch's fused kernel, or where it is causal and trained on a CPU
-    on ours; H / G query heads share a key head. `scale` is K^-½ when not given. drop: gets the weights where gradients
+    """Attention softmax(scale · q kᵀ) v [B,H,T,V] on PyTorch's fused kernel, or on ours where it is causal and trains
+    on a CPU; H / G query heads share a key head. `scale` is K^-½ when not given. drop: gets the weights where gradients
     are on.
 
     Values may be narrower than keys: PyTorch's kernel wants them padded, so one query goes without it (padding would
@@ -141,17 +143,18 @@ def attend(
         scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         return (scores.softmax(-1) @ v).view(B, H, 1, V)
     if causal and _ours(q_BHTK, k, v, scale):
-        return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32), scale)
+        return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32, device=k.device), scale)
     grouped = k.shape[1] != H
     v = F.pad(v, (0, K - V)) if V != K else v
     o = F.scaled_dot_product_attention(q_BHTK, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o[..., :V]
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """True if the native kernel takes a chunk that attends to itself: in training, and where values are narrower than
-    keys."""
-    if k.shape[2] != q.shape[2] or not scale > 0:
+def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> bool:
+    """True if the native kernel takes a chunk that attends to itself: in training, up to LONGEST keys a token; without
+    gradients, only float32 values narrower than keys."""
+    T = q.shape[2]
+    if k.shape[2] != T or not scale > 0 or min(T, window or T) > LONGEST:
         return False
     if gradients_off():
         plain = all(x.dtype is torch.float32 and x.device.type == "cpu" for x in (q, k, v))
@@ -188,7 +191,7 @@ def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, sca
     """The same by PyTorch, to be differentiated again."""
     (_, T, H, _), G = q_BTHK.shape, k_BTGK.shape[2]
     k, v = (x.repeat_interleave(H // G, 2) for x in (k_BTGK, v_BTGV))
-    time_T = torch.arange(T)
+    time_T = torch.arange(T, device=first_BT.device)
     hidden_BTS = (time_T > time_T[:, None]) | (time_T < first_BT[:, :, None])
     scores = torch.einsum("bthk,bshk->bhts", q_BTHK, k).float() * scale
     weights = scores.masked_fill(hidden_BTS[:, None], float("-inf")).softmax(-1).to(v.dtype)
@@ -197,8 +200,9 @@ def _plain(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, first_BT: Tensor, sca
 
 def _first(at: Places, window: int | None) -> Tensor:
     """The first key [B,T] that each token of a chunk sees in it, where nothing came before the chunk."""
-    time_T = torch.arange(at.position_BT.shape[1])
-    back_BT = at.position_BT if window is None else at.position_BT.clamp_max(window - 1)
+    time_T = torch.arange(at.position_BT.shape[1], device=at.position_BT.device)
+    back_BT = torch.minimum(at.position_BT, time_T)
+    back_BT = back_BT if window is None else back_BT.clamp_max(window - 1)
     return torch.where(at.valid_BT, time_T - back_BT, time_T).to(torch.int32).contiguous()
 
 
@@ -273,7 +277,7 @@ def windowed(
         return _columns(
             windowed(q, k, v, ring, before_B, tokens, fresh=fresh, drop=drop), order_BT.argsort(1)
         )
-    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5):
+    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5, W):
         return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
     c = min(W, T)
     n = -(-T // c)

@@ -41,7 +41,7 @@ def watched(*tensors: Tensor) -> bool:
     functional transform), so that code that reads their memory cannot be used."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
-    if _get_current_dispatch_mode() is not None:
+    if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
         return True
     return any(type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 

@@ -1,11 +1,11 @@
 """The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
 silu(a) · b, decays with what they let in, and mixes of a token with the one before it.
 
-With gradients on, float32 on a CPU, and bfloat16 but for norms, takes `native.training`; everything else takes
+With gradients on, float32 on a CPU, and bfloat16 but for norms and mixes, takes `native.training`; all else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
 derivatives are there: where a gradient is recorded, it is PyTorch's.
 
-Shapes: N rows, V vocabulary, D width.
+Shapes: N rows, or mixes; V vocabulary, B batch, T time, D width.
 """
 
 import math

@@ -6,7 +6,7 @@ DESIGN = "perspective2"
 """The design that `perspectron train` takes where none is named."""
 
 RATES: dict[str, dict[int, float]] = {
-    "perspective2": {2_000_000: 4e-3},
+    "perspective2": {2_000_000: 8e-3},
     "transformer": {2_000_000: 8e-3},
     "gla": {2_000_000: 8e-3},
     "gdn": {2_000_000: 8e-3},

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from perspectron.mixers.parts import logits_of_halflives, shift, softplus_of_steps
+from perspectron.mixers.parts import between, logits_of_halflives, softplus_of_steps
 
 
 def plain(x, last, reset, pad):
@@ -28,16 +28,27 @@ def test_shift_is_the_plain_loop_at_any_cut(cut):
     x, last = torch.randn(4, 12, 3, generator=draw), torch.randn(4, 3, generator=draw)
     reset, pad = (torch.rand(4, 12, generator=draw) < 0.3 for _ in range(2))
     expected, ends = plain(x, last, reset, pad)
-    a, middle = shift(x[:, :cut], last, reset[:, :cut], pad[:, :cut])
-    b, end = shift(x[:, cut:], middle, reset[:, cut:], pad[:, cut:])
-    assert torch.equal(torch.cat([a, b], 1).masked_fill(pad[:, :, None], 0), expected)
-    assert torch.equal(end, ends)
+    mix = torch.tensor([[0.0] * 3, [1.0] * 3, [0.25] * 3])
+    a, middle = between(x[:, :cut], last, mix, reset[:, :cut], pad[:, :cut])
+    b, end = between(x[:, cut:], middle, mix, reset[:, cut:], pad[:, cut:])
+    same, before, some = (
+        torch.cat(parts, 1).masked_fill(pad[:, :, None], 0) for parts in zip(a, b, strict=True)
+    )
+    own = x.masked_fill(pad[:, :, None], 0)
+    assert torch.equal(same, own) and torch.equal(end, ends)
+    torch.testing.assert_close(before, expected)
+    torch.testing.assert_close(some, own + 0.25 * (expected - own))
 
 
-def test_shift_without_masks():
-    x, last = torch.randn(2, 5, 3), torch.randn(2, 3)
-    before, end = shift(x, last, None, None)
-    assert torch.equal(before, torch.cat([last[:, None], x[:, :-1]], 1)) and torch.equal(end, x[:, -1])
+@pytest.mark.parametrize("resets", [False, True])
+def test_shift_without_padding(resets):
+    x, last, mix = torch.randn(2, 5, 3), torch.randn(2, 3), torch.ones(1, 3)
+    reset = torch.tensor([[False, True, False, False, True], [True] + 4 * [False]]) if resets else None
+    (before,), end = between(x, last, mix, reset, None)
+    expected = torch.cat([last[:, None], x[:, :-1]], 1)
+    expected = expected if reset is None else expected.masked_fill(reset[:, :, None], 0)
+    torch.testing.assert_close(before, expected)
+    assert torch.equal(end, x[:, -1])
 
 
 def test_half_lives_are_spread_evenly_in_their_logarithm():

@@ -133,9 +133,9 @@ def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, use_isa):
 def test_heads_turned_by_their_positions(isa, dtype, K, use_isa):
     use_isa(isa)
     dtype, bound = DTYPES[dtype]
-    x, angle = draw(10, 2, 3, K, dtype=dtype)[:, 1], draw(5, K // 2, seed=1)  # rows apart from each other
+    x, angle = draw(10, 2, 3, K, dtype=dtype)[:, 1], draw(10, K // 2, seed=1)  # rows apart from each other
     y = training.turned(x, angle.cos(), angle.sin())
-    cos, sin = (f(angle.double()).repeat(2, 1)[:, None] for f in (torch.cos, torch.sin))
+    cos, sin = (f(angle.double())[:, None] for f in (torch.cos, torch.sin))
     a, b = x.double().chunk(2, -1)
     close([y], [torch.cat([a * cos - b * sin, a * sin + b * cos], -1)], bound)
 
@@ -287,7 +287,7 @@ def every_result():
         (q, k, v, dy), first = attention_inputs(3, 90, 4, 2, 40, 24, 30, dtype)
         o, lse = training.attention(q, k, v, first, 0.3)
         yield from (o, lse, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy))
-        yield training.turned(q.flatten(0, 1), draw(90, 20), draw(90, 20, seed=1))
+        yield training.turned(q.flatten(0, 1), draw(270, 20), draw(270, 20, seed=1))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)
     *inputs, dy = shifted_inputs(2, 150, 130, 3, True)
@@ -326,6 +326,7 @@ def test_what_does_not_fit_is_refused():
         lambda: training.attention(q, q, q, first.long(), 1.0),
         lambda: training.turned(q[0], draw(3, 2), draw(3, 2)),
         lambda: training.turned(q[0, :, :, :1].contiguous(), draw(3, 0), draw(3, 0)),
+        lambda: training.turned(q[0], draw(2, 1), draw(2, 1)),
         lambda: training.entropy(draw(2, 3).double(), torch.tensor([0, 1])),
         lambda: training.entropy(draw(3, 2).T, torch.tensor([0, 1])),
         lambda: training.norm(draw(2, 3), draw(4), 1e-5),

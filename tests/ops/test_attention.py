@@ -72,6 +72,18 @@ def test_query_heads_may_share_a_key_head(kind, V, T):
     torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """The kernels that were called, in their order."""
+    names: list[str] = []
+    for name in ("attention", "attention_backward", "turned"):
+        kernel = getattr(training, name)
+        monkeypatch.setattr(
+            training, name, lambda *x, kernel=kernel, name=name: names.append(name) or kernel(*x)
+        )
+    return names
+
+
 def at_places(T: int, B: int, resets: bool, pads: bool) -> attention.Places:
     draw = torch.Generator().manual_seed(5)
     reset, pad = (torch.rand(B, T, generator=draw) < 0.1 for _ in range(2))
@@ -82,7 +94,7 @@ def at_places(T: int, B: int, resets: bool, pads: bool) -> attention.Places:
 
 @pytest.mark.parametrize(("resets", "pads"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("T", "W", "V"), [(1, 4, 8), (9, 4, 8), (100, 32, 8), (100, 200, 8), (100, None, 5)])
-def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pads, T, W, V):
+def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pads, T, W, V, asked):
     """First chunks, windowed and whole, where documents begin and where there is padding."""
     at, B, H = at_places(T, 2, resets, pads), 2, 3
     exact = [x.requires_grad_() for x in inputs(T, T, 8, V)]
@@ -99,25 +111,62 @@ def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pa
         weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         weighting = weighting * at.valid_BT[:, None, :, None]
         found.append([o.detach(), *torch.autograd.grad((o * weighting).sum(), x)])
+    ours = native.available() and (W is not None or not pads)
+    assert asked == (["attention", "attention_backward"] if ours else [])
     there = at.valid_BT[:, None, :, None]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a.float() * there, b * there, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_our_kernel_is_the_one_that_trains(dtype, monkeypatch):
-    asked = []
-    for name in ("attention", "attention_backward"):
-        kernel = getattr(training, name)
-        monkeypatch.setattr(
-            training, name, lambda *x, kernel=kernel, name=name: asked.append(name) or kernel(*x)
+def test_a_device_that_is_the_default_by_chance_changes_nothing():
+    q, k, v = (x.float().requires_grad_() for x in inputs(9, 9, 8, 8))
+    at = at_places(9, 2, True, False)
+    with torch.device("meta"):
+        attention.attend(q, k, v, causal=True).sum().backward()
+        ring = (k[:, :, :0], v[:, :, :0])
+        (y,) = torch.autograd.grad(
+            attention.cached(q, k, v, ring, at.length_B * 0, at, fresh=True).square().sum(),
+            q,
+            create_graph=True,
         )
+        y.sum().backward()
+    assert q.grad.device.type == "cpu"
+
+
+def test_what_a_chunk_does_not_hold_is_not_read():
+    """A state made by hand: positions that are beyond an empty ring."""
+    q, k, v = (x.float().requires_grad_() for x in inputs(9, 9, 8, 8))
+    at = attention.places(torch.full((2,), 50), 9, None, None)
+    for window in (4, 64):
+        ring = tuple(x.new_zeros(2, 3, window, 8) for x in (k, v))
+        o = attention.windowed(q, k, v, ring, torch.full((2,), 50), at, fresh=True)
+        assert o.isfinite().all()
+
+
+def test_a_transform_around_it_takes_pytorch():
+    q, k, v = (x.float().requires_grad_() for x in inputs(5, 5, 8, 8))
+    scales = torch.func.vmap(lambda s: s * attention.attend(q, k, v, causal=True).sum())(torch.ones(3))
+    assert scales.shape == (3,)
+
+
+def test_what_is_too_long_is_pytorchs(asked):
+    q, k, v = (torch.zeros(1, 1, attention.LONGEST + 1, 2).requires_grad_() for _ in range(3))
+    attention.attend(q, k, v, causal=True).sum().backward()
+    assert asked == []
+    ring, start = (torch.zeros(1, 1, 4, 2),) * 2, torch.zeros(1, dtype=torch.int64)
+    at = attention.places(start, attention.LONGEST + 1, None, None)
+    attention.windowed(q, k, v, ring, start, at, fresh=True).sum().backward()
+    assert asked == (["attention", "attention_backward"] if native.available() else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_kernel_is_the_one_that_trains(dtype, asked):
     q, k, v = (x.to(dtype).requires_grad_() for x in inputs(9, 9, 8, 8))
     attention.attend(q, k, v, causal=True).sum().backward()
     assert asked == (["attention", "attention_backward"] if native.available() else [])
 
 
-def test_a_far_position_costs_no_precision():
+def test_a_far_position_costs_no_precision(asked):
     """Training turns heads by a kernel; float64 does not."""
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     turn = attention.angles(10**7 + torch.arange(5).expand(2, 5), 8, 10000.0)
@@ -128,6 +177,7 @@ def test_a_far_position_costs_no_precision():
         y = attention.rope(part.transpose(1, 2), turn)
         (gradient,) = torch.autograd.grad((y * x).sum(), part)
         found.append((y.detach(), gradient))
+    assert asked == (["turned", "turned"] if native.available() else [])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=1e-5, atol=1e-5)
 

@@ -112,19 +112,19 @@ API void pspx_memory_backward(const float* q, const float* k, const float* v, co
 
 API void pspx_attention(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B, int64_t T,
                         int64_t H, int64_t G, int64_t K, int64_t V, double scale, void* o, float* lse, int threads) {
-  const Attention a{q, k, v, first, o, lse, nullptr, nullptr, nullptr, nullptr, B, T, H, G, K, V, float(scale)};
+  const Attention a{q, k, v, first, o, lse, nullptr, nullptr, nullptr, nullptr, T, H, G, K, V, float(scale)};
   shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention[brief](a, from, to); });
 }
 
 API void pspx_attention_backward(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B,
                                  int64_t T, int64_t H, int64_t G, int64_t K, int64_t V, double scale, const void* o,
                                  const float* lse, const void* out, void* dq, float* dk, float* dv, int threads) {
-  const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, B, T, H, G, K, V, float(scale)};
+  const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, T, H, G, K, V, float(scale)};
   shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention_backward[brief](a, from, to); });
 }
 
-API void pspx_turn(const void* x, int brief, const float* cosine, const float* sine, int64_t N, int64_t rows, int64_t H,
+API void pspx_turn(const void* x, int brief, const float* cosine, const float* sine, int64_t N, int64_t H,
                    int64_t K, int64_t stride, void* y, int threads) {
-  const Turn r{x, cosine, sine, y, H, K, rows, stride};
+  const Turn r{x, cosine, sine, y, H, K, stride};
   shared(threads, N, rows_of(H * K), [&](int64_t first, int64_t last) { kernels().turn[brief](r, first, last); });
 }

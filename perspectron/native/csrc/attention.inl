@@ -1,10 +1,10 @@
 // Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Queries go
-// BLOCK at a time, and in it ROWS; the keys that a block sees are copied once, transposed for the products with their
-// lanes, as they are for the sums over them. Products and sums are of float.
+// BLOCK at a time, and in it ATTEND_ROWS; the keys that a block sees are copied once as float: transposed for q kᵀ, where
+// lanes are keys, and in rows for sums over keys.
 
 constexpr int64_t BLOCK = 64;
 constexpr int ATTEND_ROWS = 8;  // ATTEND_ROWS · 2 sums, in registers where there are 32 of them
-constexpr int64_t SPARE = 48;   // numbers past a row of keys that its last vectors may touch
+constexpr int64_t SPARE = 32;   // numbers past a row of keys that its last vectors may touch
 
 inline int64_t sixteen(int64_t n) { return ceil_div(n, 16) * 16; }
 
@@ -103,10 +103,10 @@ inline ALWAYS void attention_blocks(const Attention& a, int64_t first, int64_t l
       f(task / a.G, task % a.G, seen_by(a.first + task / a.G * a.T, t, t + BLOCK < a.T ? t + BLOCK : a.T));
 }
 
-// Raw scores [ATTEND_ROWS][ld] to the weights e^(scale · s + down) of the keys a row sees, 0 for the others of the tile.
 struct Row {
   int64_t from, to;  // keys it sees
 };
+// A row's raw scores become the weights e^(scale · s + down) of the keys it sees, and 0 for the tile's other keys.
 inline ALWAYS void weigh(float* s, Row row, int64_t begin, int64_t end, Floats scale, Floats down) {
   for (int64_t i = row.from; i < row.to; i += 16) store(s + i, exponential(fma(load_floats(s + i), scale, down)));
   __builtin_memset(s + begin, 0, size_t(row.from - begin) * sizeof(float));
@@ -216,7 +216,7 @@ template <class T>
 void turn(const Turn& r, int64_t first, int64_t last) {
   const int64_t half = r.K / 2;
   for (int64_t row = first; row < last; row++) {
-    const float *cosine = r.cosine + row % r.rows * half, *sine = r.sine + row % r.rows * half;
+    const float *cosine = r.cosine + row * half, *sine = r.sine + row * half;
     for (int64_t h = 0; h < r.H; h++) {
       const T* x = static_cast<const T*>(r.x) + row * r.stride + h * r.K;
       T* y = static_cast<T*>(r.y) + (row * r.H + h) * r.K;

@@ -125,15 +125,15 @@ struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the key
   const void* out;             // the gradient of o
   void* dq;
   float *dk, *dv;              // zeros
-  int64_t B, T, H, G, K, V;
+  int64_t T, H, G, K, V;
   float scale;
 };
 
-struct Turn {  // rotary positions of N rows of heads; row n turns by the angles of row n mod `rows`
+struct Turn {  // rotary positions of N rows of heads
   const void* x;               // [N][H][K], its rows `stride` numbers apart
-  const float *cosine, *sine;  // [rows][K / 2]
+  const float *cosine, *sine;  // [N][K / 2]
   void* y;                     // [N][H][K]
-  int64_t H, K, rows, stride;
+  int64_t H, K, stride;
 };
 
 struct Kernels {

@@ -1,5 +1,5 @@
-// What a training does between its matrix products, forward and backward: the loss, norms, gated products, short
-// convolutions. T is float or bfloat16 (as uint16_t); sums are of float.
+// What a training does between its matrix products, forward and backward: the loss, norms, gated products, decays,
+// mixes with the token before, short convolutions. T is float or bfloat16 (as uint16_t); sums are of float.
 
 inline Floats get(const float* p) { return load_floats(p); }
 inline Floats get(const float* p, int64_t n) { return load_floats(p, n); }
@@ -152,7 +152,7 @@ inline ALWAYS void given_back(const Shifted& s, int64_t row, float* back) {
 
 // dx_t = Σ_n dy_n − Σ_n dy_n · mix_n, and what token t + 1 gives back; adds dy_n · (before − x) to dmix_n.
 void shifted_backward(const Shifted& s, int64_t first, int64_t last) {
-  float* back = scratch<float>(BORDERS, s.D);  // of the row above the one that is at hand
+  float* back = scratch<float>(BORDERS, s.D);  // of the row after this one
   for (int64_t row = last - 1; row >= first; row--) {
     const bool ends = (row + 1) % s.T == 0 || (s.reset != nullptr && s.reset[row + 1]);  // its document, or the chunk
     if (ends) __builtin_memset(back, 0, size_t(s.D) * sizeof(float));
