@@ -21,7 +21,7 @@ from perspectron.terms import Term
 Mask = Tensor | None
 """[B,T]; None where it is True nowhere."""
 Inputs = Tensor | tuple[Tensor, ...]
-"""What a mixer reads: a tensor [B,T,D], or one for each of its inputs."""
+"""The input of a mixer [B,T,D], or one for each that it has."""
 Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
 
 
