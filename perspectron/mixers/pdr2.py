@@ -141,4 +141,6 @@ class PDR2(nn.Module):
 
     def _groups(self, x_BTC: Tensor) -> Tensor:
         """The groups [B·G,T,C/G] of [B,T,C]."""
+        if self.config.groups == 1:
+            return x_BTC
         return x_BTC.unflatten(-1, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)

@@ -8,6 +8,7 @@ Shapes: B batch, T chunk, S cache slots, H query heads, G key heads, K head widt
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,9 @@ def places(length_B: Tensor, T: int, reset_BT: Tensor | None, pad_BT: Tensor | N
     ones_BT = torch.ones(length_B.shape[0], T, dtype=torch.bool, device=length_B.device)
     valid_BT = ones_BT if pad_BT is None else ~pad_BT
     if reset_BT is None and pad_BT is None:
-        position_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
+        position_BT = length_B[:, None]
+        if T > 1:
+            position_BT = position_BT + torch.arange(T, device=length_B.device)
         return Places(position_BT, torch.zeros_like(position_BT), valid_BT, length_B + T)
     resets, reset_BT = reset_BT is not None, ~ones_BT if reset_BT is None else reset_BT
     before_BT = valid_BT.long().cumsum(1) - valid_BT.long()
@@ -79,9 +82,10 @@ def write(
     chunk_BGTK = chunk_BGTK.to(ring_BGSK.dtype)
     if T == 1 and gradients_off():
         slot_BG1K = (at.position_BT % S).view(B, 1, 1, 1).expand(B, G, 1, K)
-        keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)
-        token_BG1K = torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
-        return owned(ring_BGSK, consume_state).scatter_(2, slot_BG1K, token_BG1K)
+        if at.padded:
+            keep_B111 = ~at.valid_BT.view(B, 1, 1, 1)
+            chunk_BGTK = torch.where(keep_B111, ring_BGSK.gather(2, slot_BG1K), chunk_BGTK)
+        return owned(ring_BGSK, consume_state).scatter_(2, slot_BG1K, chunk_BGTK)
     continued_B = at.segment_BT[:, -1] == 0
     first_B = torch.where(continued_B, before_B, 0)
     last_BT = at.valid_BT & (at.segment_BT == at.segment_BT[:, -1:])
@@ -209,14 +213,13 @@ def _first(at: Places, window: int | None) -> Tensor:
 def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
     """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
     that it has filled: how many the others have changes no bit of it. An exporter, which sees no values, masks."""
-    length_B = at.length_B.clamp_min(1)  # padding before any token sees slot 0: no empty softmax
-    S = ring[0].shape[2]
+    S = ring[0].shape[2]  # padding before any token sees slot 0: no empty softmax
     if q_BH1K.device.type != "cpu" or torch.compiler.is_exporting():
-        return attend(q_BH1K, *ring, slots(length_B, S)[:, None] >= 0, scale=scale)
+        return attend(q_BH1K, *ring, slots(at.length_B.clamp_min(1), S)[:, None] >= 0, scale=scale)
     k, v = ring
     rows = [
         attend(q_BH1K[b : b + 1], k[b : b + 1, :, :filled], v[b : b + 1, :, :filled], scale=scale)
-        for b, filled in enumerate(length_B.clamp_max(S).tolist())
+        for b, filled in enumerate(max(1, min(S, length)) for length in at.length_B.tolist())
     ]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -310,10 +313,17 @@ def windowed(
 def angles(position_BT: Tensor, width: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine [B,T,K/2] of the rotary angles of heads K = `width` wide, in float64: a far position costs no
     precision."""
-    half = width // 2
-    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=position_BT.device) / half)
-    angle_BTF = position_BT[:, :, None] * frequency
+    half, place = width // 2, position_BT.device
+    made = _frequencies.__wrapped__ if watched(position_BT) else _frequencies
+    angle_BTF = position_BT[:, :, None] * made(half, base, place)
     return angle_BTF.cos(), angle_BTF.sin()
+
+
+@cache
+def _frequencies(half: int, base: float, device: torch.device) -> Tensor:
+    """The frequencies [K/2], kept; no tensor of inference mode, which could not be used outside of it."""
+    with torch.inference_mode(False):
+        return base ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
 
 
 def rope(x_BHTK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -209,7 +209,9 @@ def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | N
 
 
 def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None) -> tuple[Tensor, ...]:
-    before_BTD = torch.cat([last_BD[:, None], x_BTD[:, :-1]], 1)
+    before_BTD = last_BD[:, None]
+    if x_BTD.shape[1] > 1:
+        before_BTD = torch.cat([before_BTD, x_BTD[:, :-1]], 1)
     if reset_BT is not None:
         before_BTD = before_BTD.masked_fill(reset_BT[:, :, None], 0)
     return mixed(x_BTD, before_BTD, mix_ND)
@@ -218,6 +220,8 @@ def _shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | 
 def mixed(x_BTD: Tensor, before_BTD: Tensor, mix_ND: Tensor) -> tuple[Tensor, ...]:
     """The same where the tokens before are given."""
     apart_BTD = before_BTD - x_BTD
+    if x_BTD.shape[1] == 1:  # of one token all mixes at once, in two operations
+        return (x_BTD + apart_BTD * mix_ND[:, None, None]).unbind(0)
     return tuple(x_BTD + apart_BTD * mix_D for mix_D in mix_ND)
 
 

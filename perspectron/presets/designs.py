@@ -291,9 +291,9 @@ preset(
 # ---------------------------------------------------------------- ours, improved
 
 
-def _near(shape: Shape) -> Iterable[Sizes]:
-    """Windows of a quarter of the sequence, and keys and values for each head."""
-    return [{"window": max(1, min(512, shape.seq_len // 4)), "kv_heads": shape.d_model // HEAD_WIDTH}]
+def _ungrouped(shape: Shape) -> Iterable[Sizes]:
+    """Keys and values for each head."""
+    return [{"kv_heads": shape.d_model // HEAD_WIDTH}]
 
 
 @design("attention to recurrent memories of keys", "docs/designs/adr.md#adr2")
@@ -349,13 +349,13 @@ DESIGNS["perspective2"] = DESIGNS["perspective"]._replace(
         hidden=408,
         mixer=PDR2Config(rank=32, groups=4, longest=100.0),
         period=2,
-        gqa=WindowGQAConfig(heads=4, kv_heads=4, window=64),
+        gqa=WindowGQAConfig(heads=4, kv_heads=4, window=128),
         shift=True,
         first_values=True,
     ),
     about="improved PDR, windowed attention in every second layer, and both read the token before",
     source="docs/designs/perspective.md#perspective2",
-    variants=_near,
+    variants=_ungrouped,
 )
 preset(
     "perspective2-tiny",
