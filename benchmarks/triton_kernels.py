@@ -21,6 +21,7 @@ from typing import Any
 import common
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from perspectron.ops.triton import kernels
@@ -90,20 +91,20 @@ def compiled(form: Form, R: int, name: str) -> Compiled:
         {(names.index(n),): [["tt.divisibility", 16]] for n in even},
     )
     made = triton.compile(source, target=target, options={"num_warps": tile.warps})
-    registers, spills = of_ptx(made.asm["ptx"], name) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
+    registers, spills = of_ptx(made.asm["ptx"]) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
     shared = made.metadata.shared
     return Compiled(
         form.name, R, name, tile._asdict(), registers, spills, shared, spills <= SPILLS and shared <= most
     )
 
 
-def of_ptx(ptx: str, name: str) -> tuple[int, int]:
+def of_ptx(ptx: str) -> tuple[int, int]:
     """Registers and bytes of spills, as ptxas reports them."""
-    name += "a" if name == "sm_90" else ""  # as Triton has it
+    (name,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        ptxas = get_ptxas(int(re.sub(r"\D", "", name))).path
         command = [ptxas, "-v", f"--gpu-name={name}", source, "-o", f"{folder}/kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stack = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", said)

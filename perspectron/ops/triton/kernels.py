@@ -75,7 +75,7 @@ def forward(
     inside, place = in_D[:, None] & in_R[None, :], d[:, None] * R + r[None, :]
     part = block * tl.num_programs(0) * T
     S = tl.load(first_NDR + n * D * R + place, mask=inside, other=0.0)
-    for t in tl.range(0, T):
+    for t in tl.range(0, T, num_stages=3):  # so that the next tokens are read meanwhile
         if KEEP:
             border = border_NnDR + (n * tl.cdiv(T, C) + t // C) * D * R
             tl.store(border + place, S, mask=inside & (t % C == 0))
