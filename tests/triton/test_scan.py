@@ -27,11 +27,10 @@ FORWARD, GRADIENTS = 2e-6, 1e-5
 SCANS = {"pdr": pdr.scan, "gla": gla.scan, "ssd": gla.scan}
 SIZES = {  # tokens, rows and columns: one token; ragged everywhere; more rows than a block; every width of tiles
     "one token": (1, 5, 3),
-    "ragged": (37, 7, 5),
-    "two blocks of rows": (18, 70, 16),
-    "24 columns": (17, 5, 24),
+    "ragged": (35, 7, 5),
+    "two blocks of rows": (18, 40, 16),
     "100 columns": (34, 3, 100),
-    "256 columns": (33, 18, 256),
+    "256 columns": (33, 3, 256),
 }
 GATES = ["hard", "0", "1", "1e-30"]
 
