@@ -25,7 +25,7 @@ if find_spec("triton") is None:
 
 FORWARD, GRADIENTS = 2e-6, 1e-5
 SCANS = {"pdr": pdr.scan, "gla": gla.scan, "ssd": gla.scan}
-SIZES = {  # tokens, rows and columns: one token; ragged everywhere; more rows than a block; every width of tiles
+SIZES = {  # tokens, rows and columns: one token; ragged everywhere; more rows than a block; wide tiles
     "one token": (1, 5, 3),
     "ragged": (35, 7, 5),
     "two blocks of rows": (18, 40, 16),

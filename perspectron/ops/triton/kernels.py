@@ -7,11 +7,11 @@ attention writes x = k, w = v and reads with r = q, over rows; its gate has one 
 gradient of either reader is the other way of reading, with the gradient of o as the other reader: so one forward and
 one backward kernel serve both.
 
-A program has some rows of one memory in registers and goes through the tokens. Only products of gates are formed, no
-logarithm or quotient, so any gate in [0, 1] is exact, 0 and 1 included. What is summed over rows is left in a part for
-each program, to be added afterwards, in one order. Backwards, states come from those kept at the borders of chunks. The
-gradient of a gate needs the state before it and the adjoint after it, which come from opposite ends of a chunk; their
-product is a sum over the readers i of the chunk that come after it,
+A program has some rows of one memory in registers and goes through the tokens; a step in decoding is one token. Only
+products of gates are formed, no logarithm or quotient, so any gate in [0, 1] is exact, 0 and 1 included. What is summed
+over rows is left in a part for each program, to be added afterwards, in one order. Backwards, states come from those
+kept at the borders of chunks. The gradient of a gate needs the state before it and the adjoint after it, which come
+from opposite ends of a chunk; their product is a sum over the readers i of the chunk that come after it,
 
     dg_l = Σ_{i ≥ l} (Π_{l<m≤i} g_m) r_i ⊙ (S_{l-1} c_i)  +  (Π_{l<m} g_m) ⊙ rowsum(S_{l-1} ⊙ E),
 
@@ -112,10 +112,8 @@ def backward(
         first, L = n * T + chunk * C, tl.minimum(C, T - chunk * C)
         S = tl.load(border_NnDR + (n * chunks + chunk) * D * R + place, mask=inside, other=0.0)
         span, there = (first + i)[None, :], in_D[:, None] & (i < L)[None, :]
-        gates, rows = (
-            _gate(gate_NTA, span, d[:, None], there, D, WIDE),
-            _row(r_NTD, span, d[:, None], there, D),
-        )
+        gates = _gate(gate_NTA, span, d[:, None], there, D, WIDE)
+        rows = _row(r_NTD, span, d[:, None], there, D)
         columns = _row(c_NTR, (first + i)[:, None], r[None, :], (i < L)[:, None] & in_R[None, :], R)
         y = tl.zeros([BD, C], dtype=tl.float32)  # S c_i
         for k in tl.range(0, L):
