@@ -124,6 +124,7 @@ def test_auto_takes_triton_on_cuda_once_a_selftest_has_passed(monkeypatch, caplo
     ]
     monkeypatch.setattr(record, "passed", lambda device: device == CUDA)
     assert on_gpu.wanted("auto", 16, there) and not on_gpu.wanted("torch", 16, there)
+    assert caplog.records[-1].getMessage() == "auto runs Triton's kernels for PDR, GLA and SSD on cuda"
     monkeypatch.setattr(on_gpu, "obstacle", lambda *_: "too wide")
     assert not on_gpu.wanted("auto", 300, there)
 

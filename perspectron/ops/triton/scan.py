@@ -43,8 +43,8 @@ def obstacle(columns: int, *tensors: Tensor) -> str | None:
 
 def wanted(backend: str, columns: int, *tensors: Tensor) -> bool:
     """True if the kernels are to run: they are asked for, or `auto` takes them, which it does on CUDA once a selftest
-    has passed there (`record.passed`). Where only that is missing, the log says once how to make one. BackendError:
-    they are asked for and cannot run."""
+    has passed there (`record.passed`). The log says once which it takes and, where only that is missing, how to make
+    one. BackendError: they are asked for and cannot run."""
     if backend == "triton":
         if (why := obstacle(columns, *tensors)) is not None:
             raise BackendError(f"backend = 'triton': {why}")
@@ -53,6 +53,7 @@ def wanted(backend: str, columns: int, *tensors: Tensor) -> bool:
     if backend != "auto" or device.type != "cuda" or obstacle(columns, *tensors) is not None:
         return False
     if record.passed(device):
+        dispatch.say("auto runs Triton's kernels for PDR, GLA and SSD on %s", str(device))
         return True
     dispatch.say(
         "auto runs PyTorch's operations on %s; to have Triton's kernels, test them once on this machine: "
