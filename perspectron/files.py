@@ -57,6 +57,16 @@ def opened(path: Path, error: type[PerspectronError]) -> Iterator[BufferedReader
         raise error(f"{path}: unreadable ({cause.strerror})") from None
 
 
+def cache_folder() -> Path | None:
+    """The folder for what can be found out again; it need not be there yet. None: there is no place for one."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return cache / "perspectron"
+
+
 def append_to(path: Path) -> FileIO:
     """Open a regular file to write at its end, which is made where there is none. StorageError for anything else, and
     where it cannot be written: a link is not followed."""

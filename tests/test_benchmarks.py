@@ -57,7 +57,9 @@ SCRIPTS = {
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
     "documents": ["--seeds", "1", "--data", sources()],
-} | ({"llama_cpp": []} if find_spec("xllamacpp") and find_spec("gguf") else {})
+}
+SCRIPTS |= {"llama_cpp": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
+SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
     *("commit", "command", "dtype", "shapes", "tests", "quick"),
@@ -267,6 +269,20 @@ def test_routing(results):
         [cell["perplexity"] for cell in found["cells"] if cell["router"] == r] for r in ("torus", "ternary")
     )
     assert found["ternary_to_float"] == [b / a for a, b in zip(torus, ternary, strict=True)]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_triton_kernels(results):
+    found = results("triton_kernels")
+    assert {one["target"] for one in found["kernels"]} == set(found["bars"]["shared"])
+    assert {one["form"].split(",")[0] for one in found["kernels"]} == {"pdr", "gla", "ssd"}
+    for one in found["kernels"]:
+        assert one["registers"] > 0 and one["holds"]
+        assert (
+            one["spills"] <= found["bars"]["spills"]
+            and one["shared"] <= found["bars"]["shared"][one["target"]]
+        )
+    assert found["missed"] == []
 
 
 def test_a_red_test_is_refused(tmp_path):

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "serve:Serve",
     "chat": "chat:Chat",
     "verify": "verify:Verify",
+    "selftest": "selftest:Selftest",
     "eval": "evaluate:Eval",
     "adapt": "adapt:Adapt",
     "perspectives": "perspectives:PerspectivesOf",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from perspectron.opening import Folder, Opened
 
 POWERS = "KMGT"
+WIDEST = 1000  # characters of a table
 LARGEST = 2**62
 Sets = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 """The values of every `--set KEY=VALUE …`; the option may be given several times."""
@@ -153,7 +154,8 @@ def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
         print(json.dumps(fields))
     else:
         console = Console(highlight=False, markup=False, emoji=False)
-        widths = [console.measure(part).maximum for part in parts if not isinstance(part, str)]
+        free = console.options.update(width=WIDEST)
+        widths = [console.measure(part, options=free).maximum for part in parts if not isinstance(part, str)]
         console.width = (
             max(console.width, *widths) if widths else console.width
         )  # wrapped by the terminal, not cut

@@ -18,9 +18,10 @@ from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits
 from perspectron.ops.products import Saved, within, within_backward
 from perspectron.ops.tree import Recurrence
+from perspectron.ops.triton import scan as on_gpu
 
 CHUNK = 64
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "triton")
 
 
 @dispatch.in_full_precision
@@ -40,7 +41,8 @@ def scan(
 
     Any T, also 0 and 1; gates in [0, 1]. `scale` is K^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse
-    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "auto" the tree, the
+    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "triton" the kernels for float32 on a GPU,
+    for V ≤ 256; "auto" the tree, those kernels (once `perspectron selftest --device cuda` has passed there), the
     native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token where gradients are
     off, the step.
 
@@ -48,8 +50,8 @@ def scan(
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
-    while gradients are on.
+    Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
+    a state to be consumed while gradients are on.
     """
     dispatch.known(backend, BACKENDS)
     dispatch.check_consumed(consume_state)
@@ -64,6 +66,9 @@ def scan(
     q = q * (K**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gate, state)
+    if v.numel() > 0 and on_gpu.wanted(backend, v.shape[-1], q, k, v, gate, state):
+        owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
+        return on_gpu.gla(q.expand(B, H, T, K), k.expand(B, H, T, K), v, gate, owned)
     if backend == "auto":
         dispatch.say(
             "gla.scan: auto runs the torch tree on %s, the step for one token, the native kernel in training",

@@ -20,10 +20,11 @@ from perspectron.errors import BackendError
 from perspectron.native import training
 from perspectron.ops import dispatch
 from perspectron.ops.tree import Recurrence, blocks, halves
+from perspectron.ops.triton import scan as on_gpu
 
 CHUNK = 128
 WIDEST = 128  # columns of a state that the kernel trains; for more, the tree's matrix products are faster
-BACKENDS = ("auto", "reference", "torch", "native")
+BACKENDS = ("auto", "reference", "torch", "native", "triton")
 
 
 @dispatch.in_full_precision
@@ -44,8 +45,9 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
     any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
     in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
-    on the CPU outside of forward mode, "auto" that kernel where it can run and is faster, else the tree or, for one
-    token where gradients are off, the step.
+    on the CPU outside of forward mode, "triton" the kernels for float32 on a GPU, for R ≤ 256, likewise; "auto" a
+    kernel where it can run and is faster (on a GPU, once `perspectron selftest --device cuda` has passed there), else
+    the tree or, for one token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it instead of into a copy;
     the numbers are the same. Only where gradients are off.
@@ -67,6 +69,9 @@ def scan(
     q = q * (R**-0.5 if scale is None else scale)
     if backend == "reference":
         return reference(q, k, v, gamma, state)
+    if v.numel() > 0 and on_gpu.wanted(backend, R, q, k, v, gamma, state):
+        owned = dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
+        return on_gpu.pdr(q, k, v, gamma, owned)
     wide = R > WIDEST and not dispatch.gradients_off()
     if T > 0 and (backend == "native" or (backend == "auto" and not wide)):
         if (obstacle := _obstacle(q, k, v, gamma, state)) is None:

@@ -17,6 +17,7 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import ArtifactError, ConfigError, DataError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig, Views
+from perspectron.files import cache_folder
 from perspectron.machine import free_memory, return_memory
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
@@ -271,12 +272,8 @@ def load_shared(
 
 def _known(digest: str) -> Path | None:
     """File whose presence says that the weights of this manifest were checked; None: nowhere to keep it."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "perspectron" / f"legal-1-{digest}"
+    folder = cache_folder()
+    return None if folder is None else folder / f"legal-1-{digest}"
 
 
 def _legal(model: StreamedModel, path: Path) -> None:

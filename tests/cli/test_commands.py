@@ -230,6 +230,7 @@ MISTAKES = [
     (["train", "--out", "{tmp}/o", "--init", "{run}", "--set", "rank=4"], "set: rank=4 are sizes of a preset"),
     (["train", "--out", "{tmp}/o", "--seed", "18446744073709551616"], "seed = 18446744073709551616, must be in"),
     (["train", "--out", "{tmp}/o", "--device", "meta"], "device = 'meta', must be one that this machine has"),
+    (["selftest", "--device", "cuda:99"], "device = 'cuda:99', must be one that this machine has: auto, cpu"),
     (["inspect", "{run}", "--set", "rank=5"], "must be left out for a folder"),
     (["eval", "{run}", "--seq-len", "0"], "seq_len = 0, must be ≥ 1"),
     (["inspect", "nope"], "preset = 'nope', must be one of"),

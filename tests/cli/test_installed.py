@@ -105,6 +105,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("ablate", "lens"),
         ("serve", "--help"),
         ("verify", "packed", "--here"),
+        ("selftest", "--device", "cpu"),
         ("perspectives", "--help"),
         ("safety", "--help"),
         ("demo", "--help"),

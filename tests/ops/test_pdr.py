@@ -190,7 +190,9 @@ def test_renormalise_shrinks_and_never_grows():
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch, native"):
+    with pytest.raises(
+        BackendError, match="backend = 'cuda', must be one of auto, reference, torch, native, triton"
+    ):
         pdr.scan(*tensors, backend="cuda")
     with pytest.raises(ValueError, match="want"):
         pdr.scan(tensors[0][:, :2], *tensors[1:])
