@@ -12,10 +12,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 import torch
 
 from perspectron import presets
@@ -30,12 +32,14 @@ from perspectron.train.heldout import heldout
 TESTS = ("tests/adapt",)
 STEP = 500  # tokens between two records
 SGD = 0.1  # rate of dynamic evaluation
-FAST = ("none", "reset", "trace", "dynamic")
+OFTEN = 50  # tokens between two updates in the document, and of dynamic evaluation
+FAST = ("none", "reset", "trace", "trace, every 50", "trace, every 128", "dynamic")
 ARMS: dict[str, dict[str, Any]] = {
     "none": {},
     "reset": {},
     "trace": {},
-    "trace, lr 1e-3": {"lr": 1e-3},
+    "trace, every 50": {"every": OFTEN, "lr": 1e-4 * OFTEN},
+    "trace, every 128": {"every": CHUNK, "lr": 1e-4 * CHUNK},
     "backprop, 256": {"estimator": "backprop", "window": 256},
     "backprop, 64": {"estimator": "backprop", "window": 64},
     "jvp, K = 8": {"estimator": "jvp"},
@@ -86,7 +90,7 @@ def arm(name: str, model: LanguageModel, ids: list[int], counts_V: torch.Tensor)
     """One arm over a stream: nats and bytes of each `STEP` tokens, and the model that it ends with."""
     after, learner = model, None
     if name == "dynamic":
-        after, read = dynamic(model, AdaptConfig().every)
+        after, read = dynamic(model, OFTEN)
     elif name in ("none", "reset"):
         read = plain(model, 1000 if name == "reset" else 0)
     else:
@@ -174,20 +178,21 @@ def main() -> None:
     parser.add_argument("--texts", nargs="*", default=[], help="KIND=FILE")
     parser.add_argument("--tokens", type=int, default=100_000, help="of each stream (%(default)s)")
     parser.add_argument("--slow-tokens", type=int, default=5000, help="of slow arms (%(default)s)")
+    parser.add_argument("--stream", type=int, default=0, help="tokens along which memory is measured (none)")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), help="all unless given")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     if args.child:
-        print(json.dumps(child(args, json.loads(args.child))))
+        print(json.dumps(child(json.loads(args.child))))
         return
     model, tokenizer, one = opened(args)
     counts_V = torch.tensor(tokenizer.byte_counts())
     shapes = f"{model.config.name}, {args.tokens:,} tokens a stream, {args.slow_tokens:,} of slow arms"
     report = common.Report(args, TESTS, dtype=str(model.dtype), shapes=shapes)
     results: dict[str, Any] = {"streams": {}}
-    results["cost"] = cost(model, 1 if args.quick else args.repeats, args.quick)
-    report.say("seconds for 500 tokens, and ratios", json.dumps(results["cost"], default=vars))
+    results["cost"] = cost(args, model)
+    report.say("processor seconds for 512 tokens, and ratios", json.dumps(results["cost"], default=vars))
     results["facts"] = facts(model, tokenizer)
     report.say("facts, read once", json.dumps(results["facts"]))
     for name, ids, spans in streams(args, tokenizer, one):
@@ -215,49 +220,69 @@ def main() -> None:
     report.finish(results)
 
 
-def cost(model: LanguageModel, repeats: int, quick: bool) -> dict[str, Any]:
-    """Learning, reading and decoding 500 tokens in turns; peak memory beyond the weights."""
-    ids = torch.randint(
-        1, model.config.vocab_size, (500,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
-    learner = Learner(model, Adapter(model), AdaptConfig(guard=0))
-    guarded = Learner(model, Adapter(model))
+def cost(args: Any, model: LanguageModel) -> dict[str, Any]:
+    """Learning, reading and decoding 512 tokens in turns; peak memory beyond the weights, and whether it grows along a
+    stream."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, model.config.vocab_size, (512,), generator=draw).tolist()
+    learners = {
+        "learning, unguarded": Learner(model, Adapter(model), AdaptConfig(guard=0)),
+        "learning": Learner(model, Adapter(model)),
+        "learning, every 50": Learner(model, Adapter(model), AdaptConfig(**ARMS["trace, every 50"])),
+        "learning, every 128": Learner(model, Adapter(model), AdaptConfig(**ARMS["trace, every 128"])),
+    }
+    scored = plain(model)
 
     @torch.inference_mode()
     def decode() -> None:
         state = model.init_state(1)
-        for id in ids[:100]:
+        for id in ids[:102]:
             hidden, state, _ = model.hidden(torch.tensor([[id]]), state, consume_state=True)
             model.head(hidden)
 
-    calls = {
-        "learning": lambda: learner.read(ids),
-        "learning, guarded": lambda: guarded.read(ids),
+    def scoring(every: int) -> None:
+        for start in range(0, len(ids), every):
+            scored(ids[start : start + every])
+
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(learner.read, ids) for name, learner in learners.items()
+    }
+    calls |= {
         "reading": lambda: prefill(model, [ids]),
-        "reading in 50s": lambda: prefill(model, [ids], chunk=50),
-        "100 tokens, one by one": decode,
+        "reading in 50s": lambda: prefill(model, [ids], chunk=OFTEN),
+        "reading, scored": lambda: scoring(CHUNK),
+        "reading in 50s, scored": lambda: scoring(OFTEN),
+        "reading in 256s, scored": lambda: scoring(256),
+        "a fifth, one by one": decode,
     }
-    times = common.interleave(calls, repeats)
+    clock = common.time.process_time  # other programs wait their turn outside of it
+    timed = {name: common.timed(call, clock=clock) for name, call in calls.items()}
+    times = common.take_turns(timed, 1 if args.quick else args.repeats, 1)
     spread = {name: common.Spread.of(values) for name, values in times.items()}
-    one = [5 * value for value in times["100 tokens, one by one"]]
-    ratios = {
-        "speed of learning / one by one": common.ratios(one, times["learning, guarded"]),
-        "speed of learning / reading in 50s": common.ratios(
-            times["reading in 50s"], times["learning, guarded"]
-        ),
-        "speed of learning / reading in 128s": common.ratios(times["reading"], times["learning, guarded"]),
-    }
+    pairs = [
+        *((one, other) for one in learners for other in ("reading", "reading, scored")),
+        ("learning, every 50", "reading in 50s"), ("learning, every 50", "reading in 50s, scored"),
+        ("learning", "reading in 256s, scored"),
+    ]  # fmt: skip
+    ratios = {f"speed of {one} / {other}": common.ratios(times[other], times[one]) for one, other in pairs}
+    fifth = [5 * value for value in times["a fifth, one by one"]]
+    ratios["speed of learning / one by one"] = common.ratios(fifth, times["learning"])
     memory = {
-        name: {"not_run": "quick"} if quick else common.child({"memory": name, "layers": model.config.name})
+        name: {"not_run": "quick"}
+        if args.quick
+        else common.child({"memory": name, "layers": model.config.name})
         for name in ("read", "learn")
     }
+    along = {"run": str(args.run), "tokens": args.stream}
+    memory["stream"] = common.child(along) if args.stream and not args.quick else {"not_run": "not asked"}
     return {"seconds": spread, "ratios": ratios, "memory": memory}
 
 
-def child(args: Any, spec: dict[str, Any]) -> dict[str, Any]:
-    """Memory of reading or of learning 2,000 tokens, in a process of its own."""
-    name = spec["layers"]
-    model = build(presets.get(name), 1)
+def child(spec: dict[str, Any]) -> dict[str, Any]:
+    """Memory of reading or of learning 2,000 tokens, or along a stream, in a process of its own."""
+    if "run" in spec:
+        return along(Path(spec["run"]), spec["tokens"])
+    model = build(presets.get(spec["layers"]), 1)
     ids = torch.randint(1, 2000, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
     calls = {
         "read": lambda part: prefill(model, [part], chunk=CHUNK),
@@ -273,6 +298,29 @@ def child(args: Any, spec: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": peak.bytes,
         "weights": sum(p.nbytes for p in model.parameters()),
     }
+
+
+def along(run: Path, tokens: int) -> dict[str, Any]:
+    """Bytes of the process while it learns along a stream, held-out text over and over with its state kept: after each
+    hundredth, and the slope of a line through all but the first tenth, as a share of the mean over the whole stream."""
+    opened = open_model(run)
+    split, model = opened.shards(run).split("heldout"), opened.model
+    ids = split.read(0, min(split.tokens, 100_000)).tolist()
+    learner, each, resident, at = Learner(model, Adapter(model)), tokens // 100, [], 0
+    clock = common.time.process_time()
+    for _ in range(100):
+        for start in range(0, each, STEP):
+            part = [ids[(at + i) % len(ids)] for i in range(min(STEP, each - start))]
+            learner.read(part)
+            at += len(part)
+        resident.append(common.machine.resident())
+    late = np.array(resident[10:], dtype=float)
+    slope = float(np.polyfit(np.arange(len(late)), late, 1)[0])
+    return {
+        "tokens": at, "resident": resident, "slope": slope * 100 / late.mean(),
+        "cpu_seconds": common.time.process_time() - clock, "counters": vars(learner.adapter.counters),
+        "state_bytes": learner.state.nbytes,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

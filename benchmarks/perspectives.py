@@ -29,6 +29,7 @@ from perspectron.decode.perspectives import (
 from perspectron.decode.reading import END_OF_TEXT_ID, read
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval import perspectives as suite
+from perspectron.eval.detection import auroc
 from perspectron.eval.subject import Subject
 from perspectron.files import plain
 from perspectron.opening import Opened
@@ -106,7 +107,7 @@ def asked(
         bound = np.quantile(score[~wrong_N], 1 - FALSE_FLAGS) if (~wrong_N).any() else np.inf
         detected[name] = {
             "share of wrong answers": float((score[wrong_N] > bound).mean()),
-            "auroc": suite.auroc(score, wrong_N.astype(float)),
+            "auroc": auroc(score, wrong_N.astype(float)),
         }
     return {
         "by count": table,

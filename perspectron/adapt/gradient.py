@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,6 +15,7 @@ from perspectron.block import of_mixer, with_mixer
 from perspectron.config import require
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.model import LanguageModel
+from perspectron.ops import fused
 from perspectron.state import LMState
 from perspectron.streams import stream
 
@@ -45,18 +45,24 @@ def losses(model: LanguageModel, piece: Piece, state: LMState | None = None) -> 
     reset = reset_BT if reset_BT.any() else None
     hidden_BTD, state, _ = model.hidden(ids_BS[:, :-1], state, reset_BT=reset)
     logits_BTV = model.head(hidden_BTD)
-    full_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return F.cross_entropy(full_BTV.mT, ids_BS[:, 1:], reduction="none"), state
+    nats_N = fused.entropies(logits_BTV.flatten(0, 1), ids_BS[:, 1:].flatten())
+    return nats_N.view(ids_BS.shape[0], -1), state
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces that follow each other as one."""
+    first = pieces[0]
+    return replace(first, ids=[*first.ids, *(id for piece in pieces[1:] for id in piece.ids[1:])])
 
 
 def with_weights(state: LMState, up: Weights, *, rows: int = 1, traces: bool = True) -> LMState:
     """The state with these weights, [D,r] or a row each [B,D,r]. rows: so many copies of its only row. traces: False
-    leaves them out."""
+    leaves them out, and their memory."""
     state = state if rows == 1 else state.select([0] * rows)
     layers = list(state.layers)
     for i, weight in up.items():
         own = of_mixer(layers[i])
-        trace = own.trace_BrDR if traces else own.trace_BrDR[:, :0]
+        trace = own.trace_BrDR if traces else own.trace_BrDR[:, :0].clone()
         up_BDr = weight if weight.ndim == 3 else weight.expand(rows, *weight.shape)
         layers[i] = with_mixer(layers[i], replace(own, up_BDr=up_BDr, trace_BrDR=trace))
     return replace(state, layers=tuple(layers))

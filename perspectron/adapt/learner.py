@@ -22,13 +22,15 @@ from perspectron.adapt.gradient import (
     by_backprop,
     by_jvp,
     by_traces,
+    joined,
     losses,
     with_weights,
 )
 from perspectron.block import Block
 from perspectron.config import at_least, one_of, positive, require
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.reading import END_OF_TEXT_ID, check_ids
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids
+from perspectron.decode.sampling import SamplingConfig
 from perspectron.model import LanguageModel
 
 BETAS, EPS = (0.9, 0.99), 1e-8
@@ -40,14 +42,14 @@ PATIENCE = 3  # rollbacks in a row, after which nothing is learned until the nex
 class AdaptConfig:
     """estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried along; "jvp" takes
     `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back through `window`
-    tokens. every: tokens for each update. lr: of Adam. pull: of the weights towards 0, in terms of lr. clip: norm of a
-    gradient at most. guard: updates between two comparisons with the model without the adapter; 0 is never. seconds:
-    after so many nothing is learned any more.
+    tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the weights towards 0, in terms
+    of lr. clip: norm of a gradient at most. guard: updates between two comparisons with the model without the adapter;
+    0 is never. seconds: after so many nothing is learned any more.
     """
 
     estimator: Literal["trace", "jvp", "backprop"] = "trace"
-    every: int = 50
-    lr: float = 5e-3
+    every: int = 2 * CHUNK
+    lr: float = 1e-4 * 2 * CHUNK
     pull: float = 0.01
     clip: float = 1.0
     guard: int = 10
@@ -122,7 +124,8 @@ class Learner:
         self.gradient: Weights = {}
         self.since, self.streak, self.spent, self.frozen = 0, 0, 0.0, False
         tokens = max(GUARDED, config.window if config.estimator == "backprop" else 0)
-        self.past: deque[Piece] = deque(maxlen=1 + math.ceil(tokens / config.every))
+        self.past: deque[tuple[Piece, Tensor]] = deque(maxlen=1 + math.ceil(tokens / config.every))
+        """The newest pieces, without their traces, and their nats as they were scored."""
         self.accepted = self._weights()
 
     def conversation(self, *, traces: bool = False) -> Conversation:
@@ -139,7 +142,9 @@ class Learner:
             n = min(self.config.every - self.since, len(unread) - 1)
             nats.append(self._piece(unread[: n + 1]))
             unread = unread[n:]
-        recent = [*self.talk.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)]
+        known = self.talk.recent[0]
+        window = max(SamplingConfig.repetition_window, len(known))
+        recent = [*known, *(id for id in ids[-window:] if id != END_OF_TEXT_ID)][-window:]
         self.talk = replace(self.talk, pending=[unread], recent=[recent])
         updates, rollbacks, skipped = (
             getattr(counters, name) - getattr(before, name) for name in ("updates", "rollbacks", "skipped")
@@ -152,14 +157,14 @@ class Learner:
             self.frozen, self.streak = False, 0
         piece, self.fresh = Piece(ids, self.state, self.fresh), False
         learns = not self.frozen and self.spent < self.config.seconds
-        start, found = time.perf_counter(), Weights()
+        start, found, up = time.perf_counter(), Weights(), self.adapter.up
         if learns and self.config.estimator == "trace":
-            nats_T, found, state = by_traces(self.model, piece, self.adapter.up)
+            nats_T, found, state = by_traces(self.model, piece, up)
         else:
             with torch.no_grad():
                 nats_BT, state = losses(self.model, piece)
             nats_T, start = nats_BT[0], time.perf_counter()
-        self.past.append(piece)
+        self.past.append((replace(piece, state=with_weights(piece.state, up, traces=False)), nats_T))
         self.since += len(ids) - 1
         due = self.since >= self.config.every
         if learns and due and self.config.estimator != "trace":
@@ -183,13 +188,18 @@ class Learner:
         if self.space is not None:
             chosen_K = self.space.directions(self.adapter.counters.updates, self.config.directions)
             return by_jvp(self.model, piece, up, self.space, chosen_K)
-        back = math.ceil(self.config.window / self.config.every)
-        return by_backprop(self.model, list(islice(self.past, max(0, len(self.past) - back), None)), up)
+        return by_backprop(self.model, [piece for piece, _ in self._newest(self.config.window)], up)
+
+    def _newest(self, tokens: int) -> list[tuple[Piece, Tensor]]:
+        """The pieces of the newest tokens, of so many or a few more."""
+        count = math.ceil(tokens / self.config.every)
+        return list(islice(self.past, max(0, len(self.past) - count), None))
 
     def _update(self, finite: bool) -> None:
         """A step of Adam with the mean gradient; none where something is not finite."""
         adapter, config, counters = self.adapter, self.config, self.adapter.counters
-        norm = torch.stack([part.double().norm() for part in self.gradient.values()]).norm() / self.since
+        gradient = torch.stack([self.gradient[i] for i in adapter.up])
+        norm = gradient.double().norm() / self.since
         if not finite or not norm.isfinite():
             counters.skipped += 1
             return
@@ -198,30 +208,27 @@ class Learner:
         factor = min(1.0, config.clip / max(float(norm), EPS)) / self.since
         lr = config.lr if self.space is None else config.lr * math.sqrt(self.space.size / adapter.size)
         step = counters.updates
-        for i, part in self.gradient.items():
-            gradient = part * factor
-            adapter.first[i] = adapter.first[i].lerp(gradient, 1 - BETAS[0])
-            adapter.second[i] = adapter.second[i].lerp(gradient.square(), 1 - BETAS[1])
-            mean = adapter.first[i] / (1 - BETAS[0] ** step)
-            square = adapter.second[i] / (1 - BETAS[1] ** step)
-            up = adapter.up[i]
-            adapter.up[i] = up - lr * (mean / (square.sqrt() + EPS) + config.pull * up)
+        names = ("up", "first", "second")  # of all layers as one
+        up, first, second = (torch.stack(list(getattr(adapter, name).values())) for name in names)
+        gradient *= factor
+        first = first.lerp(gradient, 1 - BETAS[0])
+        second = second.lerp(gradient.square(), 1 - BETAS[1])
+        mean, square = first / (1 - BETAS[0] ** step), second / (1 - BETAS[1] ** step)
+        up = up - lr * (mean / (square.sqrt() + EPS) + config.pull * up)
+        for name, part in zip(names, (up, first, second), strict=True):
+            setattr(adapter, name, dict(zip(adapter.up, part, strict=True)))
         if config.guard and counters.updates % config.guard == 0:
             self._compare()
 
     def _compare(self) -> None:
-        """Go back to the last accepted weights where these are worse than none, on the newest tokens."""
-        adapter = self.adapter
-        pieces = list(
-            islice(self.past, max(0, len(self.past) - math.ceil(GUARDED / self.config.every)), None)
-        )
-        both = {i: torch.stack([up, torch.zeros_like(up)]) for i, up in adapter.up.items()}
-        state, nats = with_weights(pieces[0].state, both, rows=2, traces=False), list[Tensor]()
+        """Go back to the last accepted weights where the newest tokens, as they were scored before they were learned
+        from, lost more than the model without the adapter loses from the same state."""
+        adapter, newest = self.adapter, self._newest(GUARDED)
+        piece = joined([piece for piece, _ in newest])
+        none = {i: torch.zeros_like(up) for i, up in adapter.up.items()}
         with torch.no_grad():
-            for piece in pieces:
-                nats_BT, state = losses(self.model, piece, state)
-                nats.append(nats_BT)
-        worse_T = torch.cat(nats, 1).double().diff(dim=0)[0].neg()
+            nats_1T, _ = losses(self.model, piece, with_weights(piece.state, none))
+        worse_T = torch.cat([nats_T for _, nats_T in newest]).double() - nats_1T[0].double()
         if worse_T.mean() > worse_T.std() / math.sqrt(len(worse_T)):
             adapter.up, adapter.first, adapter.second = (
                 {i: part.clone() for i, part in parts.items()} for parts in self.accepted

@@ -36,8 +36,11 @@ class PerspectivesOf:
     flag: float = 0.1
     """Share of the unsure tokens that should exceed the threshold of disagreement."""
     trigger: float | None = None
-    """Share of tokens for which the views are asked (default: those whose likeliest token has a probability below
-    0.6)."""
+    """Share of tokens whose likeliest token has so little probability that the views are asked (default: those below
+    0.6, or with an entropy above 3 nats)."""
+    probe: float | None = None
+    """Share of tokens for which a linear probe of what the head reads, fitted to tell where the model is wrong, asks
+    the views, too (default: no probe). With --trigger 0 it alone does."""
     from_layer: int = 0
     """First layer in which the views differ."""
     device: str = "auto"
@@ -48,7 +51,8 @@ class PerspectivesOf:
     def __call__(self) -> int:
         require(self.tokens >= 2, "tokens", self.tokens, "≥ 2")
         require(0 < self.flag < 1, "flag", self.flag, "in (0, 1)")
-        require(self.trigger is None or 0 < self.trigger < 1, "trigger", self.trigger, "in (0, 1)")
+        require(self.trigger is None or 0 <= self.trigger < 1, "trigger", self.trigger, "in [0, 1)")
+        require(self.probe is None or 0 < self.probe < 1, "probe", self.probe, "in (0, 1)")
         opened = open_model(self.run)
         opened.model.to(pick_device(self.device))
         trained = opened.folder.trained
@@ -61,6 +65,7 @@ class PerspectivesOf:
                 tokens=self.tokens,
                 target_flag=self.flag,
                 target_trigger=self.trigger,
+                target_probe=self.probe,
             )
         save_calibration(self.out, config, opened.model, opened.tokenizer.fingerprint, rates)
         fields: dict[str, Any] = {"threshold": config.threshold, "trigger_p": config.trigger_p, **rates}
@@ -68,4 +73,7 @@ class PerspectivesOf:
         told = (
             f"asked at {rates['triggered']:.1%} of {rates['tokens']:,} tokens, flagged {rates['flagged']:.2%}"
         )
+        if self.probe is not None:
+            areas = rates["auroc"]
+            told += f"; AUROC for wrong tokens {areas['probe']:.3f}, of entropy {areas['entropy']:.3f}"
         return answer(self.json, fields, f"{said}; {told}; in {self.out}")

@@ -11,7 +11,7 @@ logarithms are float64; disagreement and information are in bits.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -42,7 +42,8 @@ class PerspectivesConfig:
 
     kinds: "base" first; one that comes again draws by another seed. trigger_p, trigger_entropy, every: the perspectives
     are asked where the likeliest token has less probability, the entropy is above so many nats, or the position in the
-    document is a multiple (0: off). threshold: of disagreement, in bits. temperature, base_temperature: of the mixture
+    document is a multiple (0: off). probe, trigger_probe: and where what the head reads has a greater product with
+    these D numbers (none: off). threshold: of disagreement, in bits. temperature, base_temperature: of the mixture
     and of the base where they become a confidence. from_layer: layers below route as ever. gate: of a "soft" router.
     persistent: the perspectives keep states of their own, and read all tokens. surrogate: of a model without experts,
     noise on logits, a temperature and a mask on what the head reads stand in for views. seed: of what is drawn.
@@ -52,6 +53,8 @@ class PerspectivesConfig:
     trigger_p: float = 0.6
     trigger_entropy: float = 3.0
     every: int = 0
+    probe: tuple[float, ...] = field(default=(), repr=False)
+    trigger_probe: float = 0.0
     threshold: float = 0.216
     temperature: float = 1.0
     base_temperature: float = 1.0
@@ -69,10 +72,28 @@ class PerspectivesConfig:
         require(0 <= self.threshold <= 1, "threshold", self.threshold, "in [0, 1] bits")
         require(0 <= self.trigger_p <= 1, "trigger_p", self.trigger_p, "in [0, 1]")
         at_least(0, self, "trigger_entropy", "every", "from_layer", "seed")
+        require(
+            all(map(math.isfinite, (*self.probe, self.trigger_probe))),
+            "probe",
+            "not finite",
+            "finite numbers",
+        )
         for name in ("temperature", "base_temperature"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "> 0 and finite")
         require(self.seed < 2**63, "seed", self.seed, "< 2^63")
         one_of(self.gate, ("base", "own"), "gate")
+
+    @cached_property
+    def _probe_D(self) -> Tensor:
+        return torch.tensor(self.probe, dtype=torch.float64)
+
+    def unsure(self, top_N: Tensor, entropy_N: Tensor, hidden_ND: Tensor) -> Tensor:
+        """True [N] where the greatest of the base's probabilities, their entropy or what the head reads asks for the
+        perspectives."""
+        asked_N = (top_N < self.trigger_p) | (entropy_N > self.trigger_entropy)
+        if self.probe:  # summed row by row: no other row changes a bit
+            asked_N |= (hidden_ND.cpu().double() * self._probe_D).sum(1) > self.trigger_probe
+        return asked_N
 
 
 class Verdict(NamedTuple):
@@ -156,6 +177,13 @@ class Perspectives:
             require(
                 least >= 2, "perspectives", model.config.name, "of a model with 2 or more experts a layer"
             )
+        D = model.config.d_model
+        require(
+            len(config.probe) in (0, D),
+            "numbers of the probe",
+            len(config.probe),
+            f"{D}, as the head reads, or 0",
+        )
         layers = len(model.config.blocks)
         require(config.from_layer <= layers, "from_layer", config.from_layer, f"≤ {layers}, the layers")
         require(not (config.persistent and config.surrogate), "persistent", True, "False with surrogate")
@@ -216,27 +244,31 @@ class Perspectives:
         noisy_NV = logits_NV.double() + torch.from_numpy(noise)
         return torch.stack([noisy_NV, logits_NV.double() / WARM, masked_NV.double()], 1)
 
-    def triggered(self, p_NV: Tensor, position_N: Sequence[int]) -> list[bool]:
+    def triggered(self, p_NV: Tensor, hidden_ND: Tensor, position_N: Sequence[int]) -> list[bool]:
         """True if the perspectives are asked."""
-        config = self.config
-        unsure_N = (p_NV.amax(1) < config.trigger_p) | (entropy(p_NV) > config.trigger_entropy)
-        due = [config.every > 0 and at % config.every == 0 for at in position_N]
-        return [bool(unsure) or now for unsure, now in zip(unsure_N.tolist(), due, strict=True)]
+        every, unsure_N = (
+            self.config.every,
+            self.config.unsure(p_NV.amax(1), entropy(p_NV), hidden_ND).tolist(),
+        )
+        return [
+            unsure or (every > 0 and at % every == 0) for unsure, at in zip(unsure_N, position_N, strict=True)
+        ]
 
     def judge(
         self,
         logits_NV: Tensor,
+        hidden_ND: Tensor,
         drawn: Sequence[int],
         position_N: Sequence[int],
         look: Callable[[list[int]], Tensor],
         mixed: Callable[[int, Tensor, int], int],
     ) -> list[Verdict]:
-        """The verdict on each of N tokens drawn from the base's logits.
+        """The verdict on each of N tokens drawn from the base's logits. hidden: what the head reads, before a safe set.
 
         look: gives of these rows the others' logits [n, P − 1, V]. mixed: draws for a row from the logarithm of the
         mixture [V], given the majority's token. NonFiniteError: a perspective's logits are not finite."""
         config, p_NV = self.config, probabilities(logits_NV)
-        at = [row for row, yes in enumerate(self.triggered(p_NV, position_N)) if yes]
+        at = [row for row, yes in enumerate(self.triggered(p_NV, hidden_ND, position_N)) if yes]
         plain = zip(p_NV, drawn, p_NV.argmax(1).tolist(), strict=True)
         found = [
             Verdict(False, False, id, confidence(p_V, id, config.base_temperature), 0.0, 0.0, (vote,))

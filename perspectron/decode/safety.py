@@ -172,7 +172,7 @@ def fit(
     normals, middles, labels = list[Tensor](), list[Tensor](), list[str]()
     for name, states_ND in blocked.items():
         for cluster_ND in _clusters(states_ND.double(), facets, draw):
-            normal_D = _probe(learnt_ND, cluster_ND)
+            normal_D = probe(learnt_ND, cluster_ND)
             normals.append(normal_D)
             middles.append(((learnt_ND @ normal_D).mean() + (cluster_ND @ normal_D).mean()) / 2)
             labels.append(name)
@@ -196,14 +196,13 @@ def _clusters(states_ND: Tensor, count: int, draw: np.random.Generator) -> list[
     return [group_ND for group_ND in groups if len(group_ND) >= 2]
 
 
-def _probe(allowed_ND: Tensor, blocked_ND: Tensor) -> Tensor:
-    """The unit normal [D] that points to the blocked states: of a logistic regression in which both classes weigh the
-    same, with an L2 term."""
+def probe(these_ND: Tensor, those_ND: Tensor) -> Tensor:
+    """The unit normal [D] that points from these states to those: of a logistic regression in which both classes weigh
+    the same, with an L2 term. float64, as the states are."""
     from scipy.optimize import minimize
 
-    x_ND = torch.cat([allowed_ND, blocked_ND]).numpy()
-    y_N = np.repeat([-1.0, 1.0], [len(allowed_ND), len(blocked_ND)])
-    weight_N = np.repeat([0.5 / len(allowed_ND), 0.5 / len(blocked_ND)], [len(allowed_ND), len(blocked_ND)])
+    x_ND, sizes = torch.cat([these_ND, those_ND]).numpy(), [len(these_ND), len(those_ND)]
+    y_N, weight_N = np.repeat([-1.0, 1.0], sizes), np.repeat([0.5 / size for size in sizes], sizes)
     middle_D, scale = x_ND.mean(0), x_ND.std() or 1.0
     x_ND = (x_ND - middle_D) / scale
 

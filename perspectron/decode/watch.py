@@ -160,7 +160,7 @@ class Watch:
                 return chosen
             return int(sample(log_V[None], [row.recent], [row.drawn], row.sampling, [row.stream])[0])
 
-        return perspectives.judge(logits_BV[rows], ids, position_n, look, mixed)
+        return perspectives.judge(logits_BV[rows], self._hidden_BD[rows], ids, position_n, look, mixed)
 
     def _go_on(self, perspectives: Perspectives, row: "Row") -> None:
         """Let persistent perspectives read the last token of a row, unless they did with its prompt."""

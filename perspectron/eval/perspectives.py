@@ -29,12 +29,13 @@ from perspectron.decode.perspectives import (
 )
 from perspectron.errors import DataError
 from perspectron.eval.calibration import Predictions, summary
+from perspectron.eval.detection import auroc, fitted_probe, of_probe, paired, quality
 from perspectron.eval.reading import ROWS
 from perspectron.eval.subject import Subject
 from perspectron.experts.router import Views
 from perspectron.opening import open_model
 from perspectron.ops.attention import places
-from perspectron.stats import Floats, bootstrap, middle
+from perspectron.stats import Floats
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 BANDS = 4
@@ -61,12 +62,14 @@ class Options:
 @dataclass
 class Columns:
     """Measurements at N tokens. p: probabilities [N] of the target, of the base and of the mixture. wrong: the base's
-    likeliest token is not the target. votes: likeliest token of each perspective [N,P]. scores: uncertainties [N] by
-    name. log_base, log_mixture: [N,V], float32. window: the number of each token's."""
+    likeliest token is not the target. hidden: what the head reads of the base [N,D]. votes: likeliest token of each
+    perspective [N,P]. scores: uncertainties [N] by name. log_base, log_mixture: [N,V], float32. window: the number of
+    each token's."""
 
     target: Tensor
     top: Floats
     wrong: Floats
+    hidden: Tensor
     votes: Tensor
     scores: dict[str, Floats]
     log_base: Tensor
@@ -84,27 +87,29 @@ def collect(subject: Subject, config: PerspectivesConfig, tokens: int) -> Column
     for batch in windows(split, seq_len=subject.seq_len, batch_size=ROWS, limit_tokens=tokens, spread=True):
         real_BT = batch.targets_BT != IGNORE
         target_N = batch.targets_BT[real_BT]
-        logits_PNV = all_views(looked, batch.ids_BT, batch.reset_BT, real_BT, subject.tokenizer.vocab_size)
-        parts.append(_row(logits_PNV, target_N) | {"window": real_BT.nonzero()[:, 0] + first})
+        V = subject.tokenizer.vocab_size
+        logits_PNV, hidden_ND = all_views(looked, batch.ids_BT, batch.reset_BT, real_BT, V)
+        more = {"window": real_BT.nonzero()[:, 0] + first, "hidden": hidden_ND}
+        parts.append(_row(logits_PNV, target_N) | more)
         first += len(batch.ids_BT)
     scores = {name: _joined([part["scores"][name] for part in parts]) for name in parts[0]["scores"]}
     rest = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "scores"}
     top, wrong = (rest[name].double().numpy() for name in ("top", "wrong"))
     base, mixture, window = rest["log_base"], rest["log_mixture"], rest["window"].numpy()
-    return Columns(rest["target"], top, wrong, rest["votes"], scores, base, mixture, window)
+    return Columns(rest["target"], top, wrong, rest["hidden"], rest["votes"], scores, base, mixture, window)
 
 
 def all_views(
     looked: Perspectives, ids_BT: Tensor, reset_BT: Tensor | None, real_BT: Tensor, V: int
-) -> Tensor:
-    """Logits [P,N,V] at the real tokens of a batch, from an empty state."""
+) -> tuple[Tensor, Tensor]:
+    """Logits [P,N,V] at the real tokens of a batch, from an empty state, and what the head reads of the base [N,D]."""
     model, (B, T), config = looked.model, ids_BT.shape, looked.config
     ids_BT = ids_BT.to(model.device)
     reset_BT = None if reset_BT is None else reset_BT.to(model.device)
     position_BT = places(
         torch.zeros(B, dtype=torch.int64, device=model.device), T, reset_BT, None
     ).position_BT
-    found = []
+    found, read = list[Tensor](), list[Tensor]()
     for index in range(len(looked.names)):
         views = None
         if index > 0 and not config.surrogate:
@@ -112,12 +117,12 @@ def all_views(
             views = replace(one, position_BT=position_BT)
         if index == 0 or views is not None:
             hidden_BTD, _, _ = model.hidden(ids_BT, reset_BT=reset_BT, views=views)
-            found.append(model.head(hidden_BTD[real_BT.to(model.device)][None])[0].cpu()[:, :V])
+            read.append(hidden_BTD[real_BT.to(model.device)])
+            found.append(model.head(read[-1][None])[0].cpu()[:, :V])
     if config.surrogate:
-        hidden_ND = hidden_BTD[real_BT.to(model.device)]
-        others_NPV = looked.stand_ins(hidden_ND, found[0], position_BT.cpu()[real_BT].tolist())
+        others_NPV = looked.stand_ins(read[0], found[0], position_BT.cpu()[real_BT].tolist())
         found += list(others_NPV.unbind(1))
-    return torch.stack(found)
+    return torch.stack(found), read[0].cpu()
 
 
 def _row(logits_PNV: Tensor, target_N: Tensor) -> dict[str, Any]:
@@ -143,46 +148,6 @@ def _row(logits_PNV: Tensor, target_N: Tensor) -> dict[str, Any]:
 def _joined(parts: list[Tensor]) -> Floats:
     column: Floats = torch.cat(parts).double().numpy()
     return column
-
-
-# ---------------------------------------------------------------- how good an uncertainty is
-
-
-def auroc(score_N: Floats, wrong_N: Floats) -> float:
-    """Probability that a wrong token has the higher score than a right one, ties counting half; NaN without both."""
-    from scipy.stats import rankdata
-
-    bad = float(wrong_N.sum())
-    good = len(wrong_N) - bad
-    if not bad or not good:
-        return math.nan
-    return float((rankdata(score_N)[wrong_N > 0].sum() - bad * (bad + 1) / 2) / (bad * good))
-
-
-def quality(score_N: Floats, wrong_N: Floats) -> dict[str, float]:
-    """Areas under ROC, precision–recall (of what is wrong), and risk against coverage."""
-    order = np.argsort(-score_N, kind="stable")
-    count_N = np.arange(1, len(order) + 1)
-    found_N = wrong_N[order]
-    precision_N = found_N.cumsum() / count_N
-    area = float((precision_N * found_N).sum() / max(found_N.sum(), 1))
-    risk_N = wrong_N[order[::-1]].cumsum() / count_N
-    return {"auroc": auroc(score_N, wrong_N), "aupr": area, "risk_coverage": float(risk_N.mean())}
-
-
-def paired(one_N: Floats, other_N: Floats, wrong_N: Floats, window_N: Any, seed: int) -> dict[str, float]:
-    """Difference of two AUROCs, with 95% of resampled windows."""
-    groups = [np.flatnonzero(window_N == w) for w in np.unique(window_N)]
-
-    def resampled(index: Any) -> Floats:
-        rows = [np.concatenate([groups[w] for w in draw]) for draw in index.reshape(-1, index.shape[-1])]
-        found = [auroc(one_N[at], wrong_N[at]) - auroc(other_N[at], wrong_N[at]) for at in rows]
-        return np.nan_to_num(found).reshape(
-            index.shape[:-1]
-        )  # where a draw has no wrong token, or no right one
-
-    low, high = middle(bootstrap(resampled, len(groups), seed)) if len(groups) > 1 else (math.nan, math.nan)
-    return {"difference": auroc(one_N, wrong_N) - auroc(other_N, wrong_N), "low": low, "high": high}
 
 
 # ---------------------------------------------------------------- temperatures and thresholds
@@ -221,25 +186,35 @@ def calibrate(
     tokens: int,
     target_flag: float,
     target_trigger: float | None = None,
+    target_probe: float | None = None,
 ) -> tuple[PerspectivesConfig, dict[str, Any]]:
     """The config fitted to held-out text, and the rates that it gives there.
 
     The threshold is the (1 − target_flag) quantile of D among triggered tokens; trigger_p gives target_trigger, or
-    stays. Temperatures are fitted on the first half, the expected calibration errors are those of the second.
-    DataError: a text shorter than asked."""
-    return fit(collect(subject, config, tokens), config, target_flag, target_trigger)
+    stays. Temperatures are fitted on the first half, the expected calibration errors are those of the second. With
+    target_probe a probe is fitted on the first half, to tell where the base is wrong; its threshold is exceeded by that
+    share of the second.
+    DataError: a text shorter than asked, or a probe where all is wrong or nothing."""
+    return fit(collect(subject, config, tokens), config, target_flag, target_trigger, target_probe)
 
 
 def fit(
-    found: Columns, config: PerspectivesConfig, target_flag: float, target_trigger: float | None = None
+    found: Columns,
+    config: PerspectivesConfig,
+    target_flag: float,
+    target_trigger: float | None = None,
+    target_probe: float | None = None,
 ) -> tuple[PerspectivesConfig, dict[str, Any]]:
     """`calibrate` of what was read."""
     require(0 < target_flag < 1, "target_flag", target_flag, "in (0, 1)")
     if target_trigger is not None:
-        require(0 < target_trigger < 1, "target_trigger", target_trigger, "in (0, 1)")
-        level = float(np.quantile(found.top, target_trigger))
+        require(0 <= target_trigger < 1, "target_trigger", target_trigger, "in [0, 1)")
+        level = float(np.quantile(found.top, target_trigger)) if target_trigger else 0.0
         config = replace(config, trigger_p=min(level, 1.0), trigger_entropy=1e9)
-    asked = (found.top < config.trigger_p) | (found.scores["entropy"] > config.trigger_entropy)
+    more = dict[str, Any]()
+    if target_probe is not None:
+        config, more["auroc"] = probed(found, config, target_probe)
+    asked = unsure(found, config)
     apart = found.scores["D"]
     if not asked.any():
         raise DataError(
@@ -261,7 +236,27 @@ def fit(
         "flagged": float((split & alone).mean()),
         "ece": {name: one["ece"] for name, one in errors(found, config, slice(half, None)).items()},
     }
-    return config, rates
+    return config, rates | more
+
+
+def probed(
+    found: Columns, config: PerspectivesConfig, share: float
+) -> tuple[PerspectivesConfig, dict[str, float]]:
+    """The config with a probe fitted on the first half, which asks at a share of the second; and on the second, how
+    well it and the entropy tell what is wrong."""
+    require(0 < share < 1, "target_probe", share, "in (0, 1)")
+    half = len(found.wrong) // 2
+    normal_D = fitted_probe(found.hidden[:half], found.wrong[:half])
+    scores = {"probe": (found.hidden.double() @ normal_D).numpy(), "entropy": found.scores["entropy"]}
+    level = float(np.quantile(scores["probe"][half:], 1 - share))
+    config = replace(config, probe=tuple(normal_D.tolist()), trigger_probe=level)
+    return config, {name: auroc(score[half:], found.wrong[half:]) for name, score in scores.items()}
+
+
+def unsure(found: Columns, config: PerspectivesConfig) -> Any:
+    """True [N] where the perspectives are asked."""
+    top_N, entropy_N = (torch.from_numpy(column) for column in (found.top, found.scores["entropy"]))
+    return config.unsure(top_N, entropy_N, found.hidden).numpy()
 
 
 def errors(found: Columns, config: PerspectivesConfig, of: slice, seed: int = 0) -> dict[str, dict[str, Any]]:
@@ -299,7 +294,8 @@ def _ece(sure_N: Floats, right_N: Floats, window_N: Any, seed: int) -> dict[str,
 def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
     """Rates, losses, calibration and error detection, as `lines` prints them. `adds`: AUROC of the sum of the ranks of
     D and entropy less that of entropy; `beats`: that of D less that of three forwards with Gumbel noise in the routing;
-    both with the 95% of resampled windows."""
+    both with the 95% of resampled windows. `probe`: as `of_probe` has it; None where the first half is all wrong, or
+    all right."""
     routed = not options.surrogate
     config = PerspectivesConfig(from_layer=options.from_layer, surrogate=options.surrogate, seed=subject.seed)
     found = collect(subject, config, options.tokens)
@@ -318,10 +314,12 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
 
     both = rankdata(scores["D"]) + rankdata(scores["entropy"])
     seeds = (wrong, found.window, subject.seed)
-    asked = (found.top < config.trigger_p) | (scores["entropy"] > config.trigger_entropy)
+    asked = unsure(found, config)
     low, high = asked & (scores["D"] < config.threshold), asked & (scores["D"] >= config.threshold)
     edges = np.array_split(np.argsort(scores["D"], kind="stable"), BANDS)
     half = len(found.top) // 2
+    told = {name: scores[name] for name in ("entropy", "1 - max p0")}
+    mixed = 0 < wrong[:half].sum() < half
     return {
         "tokens": len(wrong),
         "surrogate": config.surrogate,
@@ -343,6 +341,7 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         "adds": paired(both, scores["entropy"], *seeds),
         "against_entropy": paired(scores["D"], scores["entropy"], *seeds),
         "beats": paired(scores["D"], scores["D, Gumbel"], *seeds) if routed else None,
+        "probe": of_probe(found.hidden, wrong, told, *seeds[1:]) if mixed else None,
     }  # fmt: skip
 
 
@@ -372,4 +371,12 @@ def lines(result: dict[str, Any]) -> list[str]:
             said.append(
                 f"AUROC of {what}: {one['difference']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})"
             )
+    if (probe := result["probe"]) is not None:
+        areas = (f"{name} {one['auroc']:.4f}" for name, one in probe["detection"].items())
+        shares = (
+            f"{name} {one['share']:.1%}, wrong {one['wrong'] or 0:.1%}"
+            for name, one in probe["asked"].items()
+        )
+        said.append(f"a probe fitted on the first half, AUROC on the second: {', '.join(areas)}")
+        said.append(f"asked at 20%: {'; '.join(shares)}")
     return said

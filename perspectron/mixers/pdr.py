@@ -77,17 +77,16 @@ class Adapted:
         return self.trace_BrDR.shape[1] > 0
 
     def gates(self, p_BTD: Tensor, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the gates with the adapter's part, without its gradient where traces give it; and u = A x."""
+        """The logits of the gates with the adapter's part; and u = A x."""
         u_BTr = x_BTD @ self.down_BrD.mT.to(x_BTD.dtype)
-        up_BDr = self.up_BDr.detach() if self.traced else self.up_BDr
-        return p_BTD + u_BTr @ up_BDr.mT.to(u_BTr.dtype), u_BTr
+        return p_BTD + u_BTr @ self.up_BDr.mT.to(u_BTr.dtype), u_BTr
 
-    def learned(self, derivative_BTrD: Tensor) -> Tensor | None:
-        """Zeros [B,T,D] whose gradient in B is that of outputs with these derivatives; None without gradients."""
-        if not torch.is_grad_enabled():
-            return None
-        zeros_BDr = (self.up_BDr - self.up_BDr.detach()).to(derivative_BTrD.dtype)
-        return torch.einsum("btrd,bdr->btd", derivative_BTrD, zeros_BDr)
+    def learned(self, memory_BDR: Tensor) -> Tensor:
+        """The memory before these tokens, whose gradient in B is that of the traces, if there are any."""
+        if not (self.traced and torch.is_grad_enabled()):
+            return memory_BDR
+        zeros_BDr = (self.up_BDr - self.up_BDr.detach()).to(memory_BDR.dtype)
+        return memory_BDR + torch.einsum("brdn,bdr->bdn", self.trace_BrDR, zeros_BDr)
 
 
 @register
@@ -152,14 +151,12 @@ class PDR(nn.Module):
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         at = places(state.length_B, x_BTD.shape[1], reset_BT, pad_BT)
         inputs = [self.q_proj(x_BTD), self.k_proj(x_BTD), v_BTD, gamma_BTD]
-        learned_BTD, more = None, dict[str, Tensor]()
+        memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
         if isinstance(state, AdaptedState) and state.traced:  # before the memory is written into
-            given = (*inputs, u_BTr, state.memory_BDR, state.trace_BrDR)
-            d_BTrD, more["trace_BrDR"] = eligibility.trace(*given, scale=self.config.scale)
-            learned_BTD = state.learned(d_BTrD)
-        o_BTD, memory_BDR = self._scan(inputs, state.memory_BDR, at, consume_state)
-        if learned_BTD is not None:
-            o_BTD = o_BTD + learned_BTD
+            _, k, v, gamma = inputs
+            more["trace_BrDR"] = eligibility.carried(k, v, gamma, u_BTr, memory_BDR, state.trace_BrDR)
+            memory_BDR = state.learned(memory_BDR)
+        o_BTD, memory_BDR = self._scan(inputs, memory_BDR, at, consume_state)
         y_BTD = self.o_proj(self.norm(o_BTD.to(x_BTD.dtype)))
         return y_BTD, replace(state, memory_BDR=memory_BDR, length_B=at.length_B, **more), {}
 

@@ -119,21 +119,20 @@ class PDR2(nn.Module):
         if reset_BT is not None:
             gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
         q, k, v, gamma = (self._groups(x) for x in (q, k, v_BTD, gamma_BTD))
-        memory = state.memory_BDR.reshape(len(v), -1, self.config.rank)
-        learned_BTD, more = None, dict[str, Tensor]()
+        memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
         if isinstance(state, AdaptedPDR2State) and state.traced:  # before the memory is written into
             u = u_BTr.repeat_interleave(self.config.groups, 0)
             trace = state.trace_BrDR.unflatten(2, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)
             slope = None
             if self.config.unit_input:  # of log √(1 − γ²) in p
                 slope = self._groups(-own_BTD.square() / (1 + own_BTD))
-            d, trace = eligibility.trace(q, k, v, gamma, u, memory, trace, slope_BTD=slope)
+            before = memory_BDR.reshape(len(v), -1, self.config.rank)
+            trace = eligibility.carried(k, v, gamma, u, before, trace, slope_BTD=slope)
             more["trace_BrDR"] = trace.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2, 3)
-            learned_BTD = state.learned(d.unflatten(0, (len(x_q), -1)).movedim(1, 3).flatten(3))
+            memory_BDR = state.learned(memory_BDR)
+        memory = memory_BDR.reshape(len(v), -1, self.config.rank)
         o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
         o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
-        if learned_BTD is not None:
-            o_BTD = o_BTD + learned_BTD
         if self.config.gated:
             o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_q.dtype))
         memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)

@@ -1,10 +1,10 @@
-"""Eligibility traces of PDR: how its memory, and with it every output, depends on an adapter of its gates.
+"""Eligibility traces of PDR: how its memory depends on an adapter of its gates through all tokens before.
 
 With p = W_p x + B u, γ = σ(p), the derivative E of the memory S in column k of B obeys E ← diag(γ) E + γ(1−γ) u_k S.
 The memory is a sum of updates v_s k_sᵀ times the gates since, and the logarithm of a gate has the derivative
-(1 − γ) u_k: so E = c S − F, where c is the running sum of (1 − γ) u_k and F the same recurrence with the values c v.
-Traces are therefore r more scans, in chunks and by the same kernels (docs/designs/perspective.md#adaptation). Where the
-values depend on the gates themselves, with d log v/dp = w, F has the values (c − w u) v.
+(1 − γ) u_k. So the update of token s adds c_s v_s k_sᵀ times the gates since to E, where c_s is the sum of (1 − γ) u_k
+over the tokens since: one matrix product for each column of B. Where the values depend on the gates themselves, with
+d log v/dp = w, c_s has the term w u_k of its own token, too (docs/designs/perspective.md#adaptation).
 
 Shapes: B batch, T time, D value width, R state rank, r rank of the adapter.
 """
@@ -12,11 +12,9 @@ Shapes: B batch, T time, D value width, R state rank, r rank of the adapter.
 import torch
 from torch import Tensor
 
-from perspectron.ops import pdr
 
-
-def trace(
-    q_BTR: Tensor,
+@torch.no_grad()
+def carried(
     k_BTR: Tensor,
     v_BTD: Tensor,
     gamma_BTD: Tensor,
@@ -24,36 +22,25 @@ def trace(
     memory_BDR: Tensor,
     trace_BrDR: Tensor,
     *,
-    scale: float | None = None,
     slope_BTD: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Traces over T tokens from those at the start: (derivatives of every output in B [B,T,r,D], traces at the end).
+) -> Tensor:
+    """The traces [B,r,D,R] after T tokens, from those before them.
 
-    The first four as `pdr.scan` takes them, memory before the first token. An entry i of the output depends on row i of
-    B alone. A gate of 0 ends a trace; padding, with γ = 1 and v = 0, leaves it. slope: w, of values that depend on the
-    gates. Without derivatives of its own.
+    The first three as `pdr.scan` takes them, memory before the first token. A gate of 0 ends a trace; padding, with
+    γ = 1 and v = 0, leaves it. slope: w, of values that depend on the gates. Without derivatives of its own.
     """
-    outputs = []
-    with torch.no_grad():
-        for start in range(0, v_BTD.shape[1], pdr.CHUNK):  # the sums begin anew: what cancels stays small
-            q, k, v, gamma, u = (
-                x[:, start : start + pdr.CHUNK] for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, u_BTr)
-            )
-            v, gamma, u = v.to(memory_BDR.dtype), gamma.to(memory_BDR.dtype), u.to(memory_BDR.dtype)
-            sums_BTrD = ((1 - gamma)[:, :, None] * u[..., None]).cumsum(1)
-            r, (B, D, R) = u.shape[-1], memory_BDR.shape
-            shares_BTrD = sums_BTrD
-            if slope_BTD is not None:
-                slope_BtD = slope_BTD[:, start : start + pdr.CHUNK].to(memory_BDR.dtype)
-                shares_BTrD = sums_BTrD - slope_BtD[:, :, None] * u[..., None]
-            # the memory itself beside its r sums: one scan of (1 + r) D rows
-            values = torch.cat([v[:, :, None], shares_BTrD * v[:, :, None]], 2).flatten(2)
-            start_BnR = torch.cat([memory_BDR[:, None], -trace_BrDR], 1).flatten(1, 2)
-            o, end_BnR = pdr.scan(
-                q, k, values, gamma.repeat(1, 1, 1 + r), start_BnR, scale=scale, checked=False
-            )
-            o_BTnD, end_BnDR = o.unflatten(2, (1 + r, D)), end_BnR.view(B, 1 + r, D, R)
-            outputs.append(sums_BTrD * o_BTnD[:, :, :1] - o_BTnD[:, :, 1:])
-            memory_BDR = end_BnDR[:, 0]
-            trace_BrDR = sums_BTrD[:, -1, :, :, None] * end_BnDR[:, :1] - end_BnDR[:, 1:]
-    return torch.cat(outputs, 1), trace_BrDR
+    k, v, gamma, u = (x.to(memory_BDR.dtype).flip(1) for x in (k_BTR, v_BTD, gamma_BTD, u_BTr))
+    (B, T, D), r = v.shape, u.shape[-1]
+    gates_BtD, sums_BtrD = (
+        v.new_ones(B, T + 1, D),
+        v.new_zeros(B, T + 1, r, D),
+    )  # from the last token backwards
+    torch.cumprod(gamma, 1, out=gates_BtD[:, 1:])
+    torch.cumsum((1 - gamma)[:, :, None] * u[..., None], 1, out=sums_BtrD[:, 1:])
+    shares_BTrD = sums_BtrD[:, :-1]
+    if slope_BTD is not None:
+        shares_BTrD = torch.addcmul(shares_BTrD, slope_BTD.to(v.dtype).flip(1)[:, :, None], u[..., None])
+    values_BTC = (shares_BTrD * (gates_BtD[:, :-1] * v)[:, :, None]).flatten(2)
+    past_BrDR = torch.addcmul(trace_BrDR, sums_BtrD[:, -1, :, :, None], memory_BDR[:, None])
+    past_BrDR *= gates_BtD[:, -1, None, :, None]
+    return torch.baddbmm(past_BrDR.flatten(1, 2), values_BTC.mT, k).view(trace_BrDR.shape)

@@ -62,34 +62,44 @@ def recorded(function: Callable[..., Any], inputs: tuple[Tensor, ...], *dy: Tens
 def entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
     """The sum of −log softmax(logits) at the targets, computed in float32 at least; a target of −100 is left out. The
     logits are kept for the backward pass and must not be overwritten before it."""
-    if (
-        fits(logits_NV, dtypes=(torch.float32, torch.bfloat16))
-        and target_N.device.type == "cpu"
-        and target_N.dtype is torch.int64
-    ):
-        total: Tensor = _Entropy.apply(logits_NV.contiguous(), target_N.contiguous())
-        return total
-    return _entropy(logits_NV, target_N)
+    if _entropy_fits(logits_NV, target_N):
+        return entropies(logits_NV, target_N).sum()
+    return _entropies(logits_NV, target_N, "sum")
 
 
-def _entropy(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+def entropies(logits_NV: Tensor, target_N: Tensor) -> Tensor:
+    """The terms of `entropy` [N]."""
+    if _entropy_fits(logits_NV, target_N):
+        each_N: Tensor = _Entropies.apply(logits_NV.contiguous(), target_N.contiguous())
+        return each_N
+    return _entropies(logits_NV, target_N)
+
+
+def _entropy_fits(logits_NV: Tensor, target_N: Tensor) -> bool:
+    fitting = fits(logits_NV, dtypes=(torch.float32, torch.bfloat16))
+    return fitting and target_N.device.type == "cpu" and target_N.dtype is torch.int64
+
+
+def _entropies(logits_NV: Tensor, target_N: Tensor, reduction: str = "none") -> Tensor:
     full = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(full, target_N, reduction="sum", ignore_index=IGNORE)
+    return F.cross_entropy(full, target_N, reduction=reduction, ignore_index=IGNORE)
 
 
-class _Entropy(torch.autograd.Function):
+class _Entropies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         losses, total = training.entropy(logits, target)
         ctx.save_for_backward(logits, target, total)
-        return losses.sum()
+        return losses
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         logits, target, total = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return recorded(lambda x: _entropy(x, target), (logits,), g)[0], None
-        return training.entropy_backward(logits, target, total, float(g)), None
+            return recorded(lambda x: _entropies(x, target), (logits,), g)[0], None
+        if g.stride(0) == 0:  # of their sum
+            return training.entropy_backward(logits, target, total, float(g[0])), None
+        return training.entropy_backward(logits, target, total, 1.0).mul_(g[:, None]), None
 
 
 # ---------------------------------------------------------------- norms

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from perspectron.adapt.learner import AdaptConfig
 from perspectron.cli.main import main
 from perspectron.opening import load
 from tests.cli.small import SIZES
@@ -31,7 +32,7 @@ def test_a_text_is_learned_kept_and_merged(folder, capsys):
     assert main(["adapt", run, "--text", text, "--lr", "0.02", "--merge", merged, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["bits_per_byte"]["with"] < first["bits_per_byte"]["without"]
-    assert first["updates"] == first["tokens"] // 50
+    assert first["updates"] == first["tokens"] // AdaptConfig().every
     assert (
         main(["adapt", run, "--text", text, "--adapter", first["adapter"], "--out", f"{run}/two", "--json"])
         == 0
@@ -74,7 +75,7 @@ def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--text", "short.txt"], "need at least every = 50"),
+        (["--text", "short.txt"], "need at least every = 256"),
         (["--text", "none.txt"], "no such file"),
         (["--text", "text.txt", "--rank", "0"], "rank = 0"),
         (["--text", "text.txt", "--layers", "3"], "among 0, 1, 2"),

@@ -56,6 +56,12 @@ def test_calibrate_and_generate(run, capsys):
     code, plain, _ = asked(capsys, *words)
     code, out, err = asked(capsys, *words, "--perspectives", "--calibration", file)
     assert code == 0 and "views asked at" in err and "tokens a second" in err
+    probe = ("--trigger", 0, "--probe", 0.5, "--tokens", 96)
+    code, out, err = asked(capsys, "perspectives", "calibrate", run / "run", "--out", file, *probe)
+    assert code == 0, err
+    fitted = json.loads(file.read_text())["config"]
+    assert code == 0 and "AUROC for wrong tokens" in out and fitted["trigger_p"] == 0 and fitted["probe"]
+    assert asked(capsys, *words, "--perspectives", "--calibration", file)[0] == 0
     code, out, _ = asked(capsys, *words, "--perspectives", "--json")
     assert code == 0 and len(json.loads(out)["verdicts"][0]) == 6
     assert asked(capsys, *words)[1] == plain
@@ -86,6 +92,10 @@ def test_mistakes_are_a_line(run, capsys):
         (
             ("perspectives", "calibrate", run / "run", "--out", "c", "--tokens", 10**7),
             "ask for as many or fewer",
+        ),
+        (
+            ("perspectives", "calibrate", run / "run", "--out", "c", "--probe", 1),
+            "probe = 1.0, must be in (0, 1)",
         ),
         (
             ("perspectives", "calibrate", run / "run", "--out", "c", "--flag", 2),

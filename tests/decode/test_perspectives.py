@@ -175,6 +175,39 @@ def test_each_verdict_follows_from_a_reading_by_hand(perspective, tokenizer):
     assert chosen and any(verdict.flagged for verdict in made.verdicts[0])
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "drawn"])
+def test_a_probe_asks_where_what_the_head_reads_is_past_its_threshold_and_nowhere_else(
+    perspective, tokenizer, sampling
+):
+    """No other trigger is on, and the views that are asked change no token."""
+    draw = torch.Generator().manual_seed(0)
+    normal_D = torch.randn(perspective.config.d_model, generator=draw, dtype=torch.float64)
+    never = PerspectivesConfig(trigger_p=0.0, trigger_entropy=1e9, threshold=1.0)
+    settings = {"max_tokens": 12, "sampling": sampling}
+    plain = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=never)
+    scores = []
+    for prompt, ids in zip(PROMPTS, plain.ids, strict=True):
+        text = [0, *tokenizer.encode(prompt), *ids]
+        with torch.inference_mode():
+            hidden_1TD, _, _ = perspective.hidden(torch.tensor([text[:-1]]))
+        scores.append((hidden_1TD[0, -len(ids) :].double() @ normal_D).tolist())
+    flat = sorted(score for row in scores for score in row)
+    third = len(flat) * 2 // 3
+    level = (flat[third - 1] + flat[third]) / 2
+    config = replace(never, probe=tuple(normal_D.tolist()), trigger_probe=level)
+    made = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=config)
+    asked = [[verdict.triggered for verdict in row] for row in made.verdicts]
+    assert asked == [[score > level for score in row] for row in scores]
+    assert made.ids == plain.ids
+    assert all(map(torch.equal, leaves(plain.conversation), leaves(made.conversation)))
+    off = generate(perspective, tokenizer, PROMPTS, **settings, perspectives=replace(config, probe=()))
+    assert off.verdicts == plain.verdicts != made.verdicts
+    silent = replace(config, trigger_probe=flat[-1] + 1)
+    assert (
+        generate(perspective, tokenizer, PROMPTS, **settings, perspectives=silent).verdicts == plain.verdicts
+    )
+
+
 def test_saved_in_the_middle_it_goes_on_to_the_same_tokens_and_verdicts(perspective, tokenizer, tmp_path):
     settings = {"sampling": WARM, "perspectives": replace(ALWAYS, kinds=("base", "perturbed", "perturbed"))}
     whole = generate(perspective, tokenizer, ["the cat"], max_tokens=12, **settings)
@@ -225,6 +258,8 @@ def test_a_model_without_experts_takes_surrogates_that_are_marked(tokenizer, dou
         ({"threshold": 1.5}, r"threshold = 1.5, must be in \[0, 1\] bits"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"from_layer": -1}, "from_layer = -1"),
+        ({"probe": (1.0, math.nan)}, "probe = 'not finite'"),
+        ({"trigger_probe": math.inf}, "probe = 'not finite'"),
     ],
 )
 def test_bad_settings_are_said_in_a_line(fields, message):
@@ -235,6 +270,9 @@ def test_bad_settings_are_said_in_a_line(fields, message):
 def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="from_layer = 5, must be ≤ 4"):
         Perspectives(perspective, PerspectivesConfig(from_layer=5))
+    width = perspective.config.d_model
+    with pytest.raises(ConfigError, match=f"numbers of the probe = 5, must be {width}"):
+        Perspectives(perspective, PerspectivesConfig(probe=(1.0,) * 5))
     ffn = replace(perspective.config.blocks[0].ffn, torus=(1,))
     lonely = copy.deepcopy(perspective)
     blocks = (replace(lonely.config.blocks[0], ffn=ffn), *lonely.config.blocks[1:])
@@ -244,6 +282,9 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     path, mine = tmp_path / "calibration.json", tokenizer.fingerprint
     save_calibration(path, ALWAYS, perspective, mine, {"trigger": 1.0})
     assert load_calibration(path, perspective, mine) == ALWAYS
+    probed = replace(ALWAYS, probe=tuple(i / 7 for i in range(width)), trigger_probe=-0.1)
+    save_calibration(path, probed, perspective, mine, {})
+    assert load_calibration(path, perspective, mine) == probed
     other = copy.deepcopy(perspective)
     with torch.no_grad():
         other.embedding.weight[0, 0] += 1
@@ -259,7 +300,7 @@ def test_bad_models_and_files_are_said_in_a_line(perspective, tokenizer, tmp_pat
     bad = torch.zeros(1, 3, 300)
     bad[0, 1, 5] = math.nan
     with pytest.raises(NonFiniteError, match="perspective 'antipode'"):
-        looked.judge(good, [0], [0], lambda _: bad, lambda *_: 0)
+        looked.judge(good, torch.zeros(1, 32), [0], [0], lambda _: bad, lambda *_: 0)
 
 
 def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective, tokenizer, monkeypatch):
@@ -271,7 +312,7 @@ def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective,
     )
     judge = Perspectives.judge
 
-    def spoiled(self, logits_NV, drawn, position_N, look, mixed):
+    def spoiled(self, logits_NV, hidden_ND, drawn, position_N, look, mixed):
         """The antipode's logits for whom it is the second token that follows "Row 7 of"."""
 
         def bad(of: list[int]) -> torch.Tensor:
@@ -281,7 +322,7 @@ def test_a_row_whose_views_are_not_finite_ends_and_the_others_go_on(perspective,
                     found[index, 1, 0] = math.nan
             return found
 
-        return judge(self, logits_NV, drawn, position_N, bad, mixed)
+        return judge(self, logits_NV, hidden_ND, drawn, position_N, bad, mixed)
 
     position = len(tokenizer.encode(PROMPTS[2])) + 1
     monkeypatch.setattr(Perspectives, "judge", spoiled)

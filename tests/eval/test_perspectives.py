@@ -10,6 +10,7 @@ import torch
 from perspectron import build, presets
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.errors import ConfigError, DataError
+from perspectron.eval import detection
 from perspectron.eval import perspectives as suite
 
 
@@ -25,17 +26,40 @@ def routed(subject):
 
 def test_detection_of_known_scores():
     wrong = np.array([0, 1, 0, 1, 0, 0.0])
-    assert suite.auroc(wrong, wrong) == 1 and suite.auroc(-wrong, wrong) == 0
-    assert suite.auroc(np.zeros(6), wrong) == 0.5 and math.isnan(suite.auroc(wrong, np.zeros(6)))
-    perfect = suite.quality(wrong, wrong)
+    assert detection.auroc(wrong, wrong) == 1 and detection.auroc(-wrong, wrong) == 0
+    assert detection.auroc(np.zeros(6), wrong) == 0.5 and math.isnan(detection.auroc(wrong, np.zeros(6)))
+    perfect = detection.quality(wrong, wrong)
     assert perfect["aupr"] == 1
     assert perfect["risk_coverage"] == pytest.approx((1 / 5 + 2 / 6) / 6)
     draw = np.random.default_rng(0)
     wrong, score = draw.integers(0, 2, 400).astype(float), draw.random(400)
-    found = suite.paired(score + wrong, score, wrong, np.arange(400) // 20, 0)
+    found = detection.paired(score + wrong, score, wrong, np.arange(400) // 20, 0)
     assert 0 < found["low"] < found["difference"] < found["high"]
-    same = suite.paired(score, score, wrong, np.arange(400) // 20, 0)
+    same = detection.paired(score, score, wrong, np.arange(400) // 20, 0)
     assert same == {"difference": 0, "low": 0, "high": 0}
+
+
+def test_a_probe_finds_the_direction_of_what_is_wrong_and_is_judged_by_what_it_did_not_see():
+    draw = np.random.default_rng(0)
+    wrong = draw.integers(0, 2, 4000).astype(float)
+    hidden = torch.from_numpy(draw.standard_normal((4000, 6)))
+    hidden[:, 2] -= 3 * torch.from_numpy(wrong)
+    normal = detection.fitted_probe(hidden, wrong)
+    assert normal[2] < -0.99 and float(normal.norm()) == pytest.approx(1)
+    window, blind = np.arange(4000) // 40, {"entropy": draw.random(4000)}
+    found = detection.of_probe(hidden, wrong, blind, window, 0)
+    assert found["tokens"] == 2000 and found["detection"]["probe"]["auroc"] > 0.97
+    assert found["against_entropy"]["low"] > 0.4 and found["adds"]["low"] > 0.2
+    asked = found["asked"]
+    assert asked["probe"]["share"] == pytest.approx(detection.SHARE, abs=0.03)
+    assert asked["probe"]["wrong"] > 0.98 and asked["entropy"]["wrong"] < 0.6
+    backwards = np.concatenate(
+        [wrong[:2000], 1 - wrong[2000:]]
+    )  # what was learned is false on the second half
+    turned = detection.of_probe(hidden, backwards, blind, window, 0)
+    assert turned["detection"]["probe"]["auroc"] < 0.03
+    with pytest.raises(DataError, match="probe: 4000 of 4000 tokens are wrong"):
+        detection.fitted_probe(hidden, np.ones(4000))
 
 
 def test_the_temperature_of_least_loss_is_found():
@@ -65,6 +89,14 @@ def test_calibration_meets_its_targets_or_says_why_not(routed):
     assert rates["triggered"] == pytest.approx(0.4, abs=0.02)
     assert rates["disagreed"] == pytest.approx(0.1, abs=0.02)
     assert 0 < config.threshold < 1 and config.temperature != 1
+    assert config.probe == () and "auroc" not in rates
+    config, rates = suite.calibrate(
+        routed, PerspectivesConfig(), tokens=2048, target_flag=0.25, target_trigger=0, target_probe=0.3
+    )
+    assert len(config.probe) == 32 and rates["triggered"] == pytest.approx(0.3, abs=0.1)
+    assert set(rates["auroc"]) == {"probe", "entropy"}
+    with pytest.raises(ConfigError, match="target_probe = 1"):
+        suite.calibrate(routed, PerspectivesConfig(), tokens=64, target_flag=0.1, target_probe=1)
     with pytest.raises(DataError, match=r"tokens; ask for as many or fewer, not 10,000,000"):
         suite.calibrate(routed, PerspectivesConfig(), tokens=10_000_000, target_flag=0.1)
     with pytest.raises(ConfigError, match="target_flag = 2"):

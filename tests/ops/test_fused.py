@@ -40,6 +40,11 @@ def between(x, last, mix):
 
 OPERATIONS = {
     "entropy": (entropy, lambda x: F.cross_entropy(x, TARGET, reduction="sum"), [(3, 7)]),
+    "entropies": (
+        lambda x: fused.entropies(x, TARGET),
+        lambda x: F.cross_entropy(x, TARGET, reduction="none"),
+        [(3, 7)],
+    ),
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
     "shifted": (shifted, between, [(2, 3, 7), (2, 7), (2, 7)]),
@@ -50,8 +55,9 @@ OPERATIONS = {
 @pytest.fixture(params=OPERATIONS)
 def operation(request, monkeypatch):
     """(the operation, PyTorch's, inputs, calls of its kernel)."""
-    calls, kernel = [], getattr(training, request.param)
-    monkeypatch.setattr(training, request.param, lambda *x: (calls.append(1), kernel(*x))[1])
+    name = {"entropies": "entropy"}.get(request.param, request.param)
+    calls, kernel = [], getattr(training, name)
+    monkeypatch.setattr(training, name, lambda *x: (calls.append(1), kernel(*x))[1])
     function, exact, shapes = OPERATIONS[request.param]
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
