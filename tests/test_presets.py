@@ -123,9 +123,9 @@ def test_an_unknown_design_lists_those_there_are():
     "name", ["perspective", "perspective2", "perspective[kda]", "gla", "gdn", "mamba3", "hgrn2", "rwkv7"]
 )
 def test_a_state_of_so_many_bytes_at_the_same_parameters(name):
-    model = presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=158_224)
+    model = presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256, state=373_776)
     counted = census(model, [1024])
-    assert abs(counted.state_bytes[1024] / 158_224 - 1) <= 0.05
+    assert abs(counted.state_bytes[1024] / 373_776 - 1) <= 0.05
     assert abs(counted.active_parameters / 2_000_000 - 1) <= 0.02
     if name.startswith("perspective"):  # the frame stays as it is
         usual = presets.solve(name, 2_000_000, vocab_size=2048, seq_len=256)
