@@ -57,6 +57,7 @@ SCRIPTS = {
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
     "documents": ["--seeds", "1", "--data", sources()],
+    "speedrun": ["--repeats", "1", "--data", sources()],
 }
 SCRIPTS |= {"llama_cpp": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
@@ -161,6 +162,12 @@ def test_llama_cpp(results):
     assert found["same_answers"] > 0 == found["engines"]["perspectron"]["tokens_that_differ"]
     for kind in found["engines"]["perspectron"]["kinds"].values():
         assert 0 < kind["hits"] < kind["tokens"]
+
+
+def test_speedrun(results):
+    (found,) = results("speedrun")["seeds"]
+    assert 0 < found["curve"][-1][0] < found["seconds"] and found["bits_per_byte"] > 0
+    assert found["packed_bytes"] > found["parameters"] > 0 and found["compressors"]["xz -9"] > 0
 
 
 def test_in_onnx(results):

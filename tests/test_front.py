@@ -1,4 +1,5 @@
-"""The README's first impression: short, and with the numbers and the picture that the committed results give."""
+"""The README's first impression and the page of records: short, and with the numbers and pictures that the committed
+results give."""
 
 import importlib.util
 import json
@@ -12,12 +13,21 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-@pytest.fixture(scope="module")
-def front():
-    spec = importlib.util.spec_from_file_location("front", ROOT / "docs" / "front.py")
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def front():
+    return script("front")
+
+
+@pytest.fixture(scope="module")
+def records():
+    return script("records")
 
 
 def test_the_readme_is_short():
@@ -60,3 +70,50 @@ def test_a_design_that_was_not_timed_is_named_with_the_command(front, monkeypatc
     )
     with pytest.raises(SystemExit, match=r"python benchmarks/contexts\.py --json"):
         front.read()
+
+
+# ---------------------------------------------------------------- records
+
+
+def entry(records, name: str, **seed: float):
+    """An entry of two seeds; the second is a little worse in all."""
+    first = {"seconds": 500.0, "bits_per_byte": 1.3, "packed_loss": 0.01, "packed_bytes": 4e6} | seed
+    first |= {"compressors": {"xz -9": 1.6}, "parameters": 3e6, "updates": 2000}
+    worse = {key: first[key] + 0.001 for key in ("seconds", "bits_per_byte")}
+    return records.Entry(
+        name, "stdlib", "", [first, first | worse], {"commit": "0" * 12, "date": "2026-11-24"}
+    )
+
+
+def holders(records, *entries) -> dict[str, str]:
+    """The entry that holds each track."""
+    rows = [line.split("|") for line in records.best(entries).splitlines()[2:]]
+    return {cells[2].strip(): cells[5].strip() for cells in rows}
+
+
+def test_the_records_are_what_the_entries_say(records):
+    for path, text in records.pages(records.read()).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python docs/records.py"
+
+
+def test_every_entry_has_three_seeds(records):
+    assert all(len(entry.seeds) >= 3 for entry in records.read())
+
+
+def test_an_entry_holds_a_record_only_where_each_seed_qualifies(records):
+    slow, quick = entry(records, "slow", seconds=599.9999, bits_per_byte=1.2), entry(records, "quick")
+    assert holders(records, slow, quick) == {
+        "below xz -9": "quick", "10 minutes": "quick", "60 minutes": "slow", "16 MB": "slow",
+    }  # fmt: skip
+    poor = entry(records, "poor", seconds=60, bits_per_byte=1.5995)
+    assert holders(records, poor, quick)["below xz -9"] == "quick"
+    large = entry(records, "large", bits_per_byte=1.1, packed_bytes=16_000_001)
+    assert holders(records, large, quick) == {
+        "below xz -9": "quick", "10 minutes": "large", "60 minutes": "large", "16 MB": "quick",
+    }  # fmt: skip
+
+
+def test_packing_counts_in_16_MB(records):
+    lossy, quick = entry(records, "lossy", bits_per_byte=1.25, packed_loss=0.2), entry(records, "quick")
+    found = holders(records, lossy, quick)
+    assert found["10 minutes"] == "lossy" and found["16 MB"] == "quick"
