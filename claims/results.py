@@ -11,7 +11,7 @@ from perspectron.files import read_json
 
 COMMANDS = {
     "adapt": "python benchmarks/adapt.py runs/python --texts prose=runs/prose.txt c=runs/c.txt json=runs/json.txt "
-    "--tokens 8000 --slow-tokens 2000",
+    "--tokens 100000 --slow-tokens 5000 --stream 1000000 --repeats 15",
     "decode": "python benchmarks/decode.py --contexts 1024 8192 65536 --repeats 6 --pairs 200",
     "kernels": "python benchmarks/systems.py --kernels",
     "layer_times": "python benchmarks/layer_times.py",
