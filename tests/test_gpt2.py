@@ -159,9 +159,9 @@ def test_step_by_step_with_either_cache(mode):
     text, past, expected = ids(2, 40), None, []
     with mode():
         for t in range(40):
-            step = theirs(text[:, t : t + 1], past_key_values=past, use_cache=True)
+            step = theirs(text[:, t : t + 1], cache=past, use_cache=True)
             expected.append(step.logits)
-            past = step.past_key_values
+            past = step.cache
         close(read(model, text, range(1, 40)), torch.cat(expected, 1))
 
 

@@ -160,7 +160,7 @@ def layer_of(cache: Any) -> StateLayer:
         cache.layers, cache.layer_class_to_replicate = [StateLayer()], None
     if not _ours(cache):
         raise TypeError(
-            f"past_key_values is a {type(cache).__name__}, must be a perspectron.hf.StateCache or an empty DynamicCache"
+            f"cache is a {type(cache).__name__}, must be a perspectron.hf.StateCache or an empty DynamicCache"
         )
     layer: StateLayer = cache.layers[0]
     return layer

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 
 from perspectron.heads import LinearHead, LinearHeadConfig, TokenEmbedding
 from perspectron.hf.cache import Before, Inputs, StateCache, StateLayer, layer_of
@@ -111,21 +112,22 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation = {kind!r}, must be left out: the state of this model has one form, and is small"
             )
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get("cache")
         if given is not None:
             layer_of(given)
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StateCache()
+            model_kwargs["cache"] = StateCache()
             if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+                model_kwargs["cache"].activate_past_recording()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as their own models take it until then
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -133,7 +135,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **more: Any,
     ) -> CausalLMOutputWithPast:
-        """Read tokens [B,T] (or their embeddings [B,T,·]) after `past_key_values`.
+        """Read tokens [B,T] (or their embeddings [B,T,·]) after `cache`.
 
         attention_mask: [B,T] or longer, of which the last T count; where it is 0 there is no token, on any side, and
         the state is unchanged. labels: [B,T], the ids themselves, as transformers shifts them; -100 is ignored. In
@@ -145,9 +147,9 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             self.model.hidden(input_ids, inputs_embeds=inputs_embeds)  # says which
             raise AssertionError
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if past_key_values is None and use_cache:
-            past_key_values = StateCache()
-        layer = None if past_key_values is None else layer_of(past_key_values)
+        if cache is None and use_cache:
+            cache = StateCache()
+        layer = None if cache is None else layer_of(cache)
         now, skip = self._inputs(tokens, attention_mask, layer), 0
         _refuse(more, now.pad_BT)
         if layer is not None and layer.unread is not None:
@@ -178,9 +180,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         if skip:
             seen_BTD = [x_BTD[:, skip:] for x_BTD in seen_BTD]
         states = (*seen_BTD[:-1], hidden_BTD) if keep_hidden else None
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=past_key_values, hidden_states=states
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, cache=cache, hidden_states=states)
 
     def _loss(
         self, logits_BTV: Tensor, labels: Tensor, now: Inputs, aux: dict[str, Term], more: dict[str, Any]

@@ -92,7 +92,7 @@ def test_every_command_from_an_empty_folder(tmp_path, environment):
         ("generate", "packed", "--bench", "--max-tokens", "3"),
         *(("eval", folder) for folder in ("routed", "packed")),
         ("eval", "routed", *cost),
-        ("adapt", "routed", "--text", "text/0.txt", "--tokens", "100"),
+        ("adapt", "routed", "--text", "text/0.txt", "--tokens", "100", "--every", "50"),
         ("trace", "routed", *trace),
         ("plan", "packed", "--ram", "1G", "--trace", "routed/trace.json", *speeds),
         ("routes", "packed", *trace),

@@ -68,19 +68,19 @@ def test_left_padding_compatibility(s: Subject) -> None:
 
 def test_past_key_values_format(s: Subject) -> None:
     out = s.generate(return_dict_in_generate=True)
-    assert isinstance(out.past_key_values, StateCache)
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
-    assert out.past_key_values.batch_size == 1
+    assert isinstance(out.cache, StateCache)
+    assert out.cache.get_seq_length() == out.sequences.shape[1] - 1
+    assert out.cache.batch_size == 1
 
 
 def test_generate_continue_from_past_key_values(s: Subject) -> None:
     for cache in (StateCache(), DynamicCache()):
         first = s.model.generate(
-            **s.tokenizer(PROMPTS[0], return_tensors="pt"), past_key_values=cache, do_sample=False, max_new_tokens=3,
+            **s.tokenizer(PROMPTS[0], return_tensors="pt"), cache=cache, do_sample=False, max_new_tokens=3,
             eos_token_id=None,
         )  # fmt: skip
         whole = s.model.generate(
-            first, attention_mask=torch.ones_like(first), past_key_values=cache, do_sample=False,
+            first, attention_mask=torch.ones_like(first), cache=cache, do_sample=False,
             max_new_tokens=N - 3, eos_token_id=None,
         )  # fmt: skip
         assert whole[0, -N:].tolist() == s.greedy
@@ -126,13 +126,13 @@ def cache_crop_select_repeat(s: Subject) -> None:
     read = torch.no_grad()(s.model)
     whole = read(ids).logits[:, -1]
     cache = StateCache()
-    read(ids[:, :4], past_key_values=cache)
+    read(ids[:, :4], cache=cache)
     cache.activate_past_recording()
-    read(torch.cat([ids[:, 4:7], ids[:, :2]], 1), past_key_values=cache)
+    read(torch.cat([ids[:, 4:7], ids[:, :2]], 1), cache=cache)
     cache.crop(-2)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([1, 0, 3, 2]))
-    out = read(ids[[0, 0, 1, 1], 7:], past_key_values=cache).logits[:, -1]
+    out = read(ids[[0, 0, 1, 1], 7:], cache=cache).logits[:, -1]
     torch.testing.assert_close(out, whole[[0, 0, 1, 1]], rtol=1e-4, atol=1e-4)
     cache.batch_select_indices(torch.tensor([2]))
     assert cache.batch_size == 1 and cache.get_seq_length() == 9
@@ -141,7 +141,7 @@ def cache_crop_select_repeat(s: Subject) -> None:
 def refused_with_a_line(s: Subject) -> None:
     ids = torch.ones(1, 3, dtype=torch.int64)
     for options, words in (
-        ({"past_key_values": StaticCache(config=s.model.config, max_cache_len=9)}, "StaticCache"),
+        ({"cache": StaticCache(config=s.model.config, max_cache_len=9)}, "StaticCache"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, "attention_mask"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

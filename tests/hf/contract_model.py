@@ -65,14 +65,12 @@ def test_generate_continue_from_inputs_embeds(s: Subject) -> None:
     first = s.model.generate(
         inputs_embeds=start,
         max_new_tokens=3,
-        past_key_values=StateCache(),
+        cache=StateCache(),
         return_dict_in_generate=True,
         **options,
     )
     more = torch.cat([start, embed(first.sequences)], 1)
-    rest = s.model.generate(
-        inputs_embeds=more, max_new_tokens=N - 3, past_key_values=first.past_key_values, **options
-    )
+    rest = s.model.generate(inputs_embeds=more, max_new_tokens=N - 3, cache=first.cache, **options)
     assert first.sequences[0].tolist() + rest[0].tolist() == s.greedy
 
 
@@ -84,10 +82,17 @@ def test_generate_methods_with_logits_to_keep(s: Subject) -> None:
         torch.testing.assert_close(s.model(IDS, logits_to_keep=torch.tensor([0, 3])).logits, whole[:, [0, 3]])
 
 
+def an_older_name_of_the_cache(s: Subject) -> None:
+    cache = StateCache()
+    with torch.no_grad(), pytest.warns(FutureWarning, match="Use `cache` instead"):
+        assert s.model(IDS, past_key_values=cache).cache is cache
+    assert cache.get_seq_length() == IDS.shape[1]
+
+
 def test_prepare_inputs_for_generation_kwargs_forwards(s: Subject) -> None:
     cache = StateCache()
-    made = s.model.prepare_inputs_for_generation(IDS, past_key_values=cache, use_cache=True, later="given")
-    assert made["past_key_values"] is cache and made["later"] == "given"
+    made = s.model.prepare_inputs_for_generation(IDS, cache=cache, use_cache=True, later="given")
+    assert made["cache"] is cache and made["later"] == "given"
 
 
 def test_offloaded_cache_implementation(s: Subject) -> None:
@@ -120,11 +125,11 @@ def a_prefix_is_read_once(s: Subject) -> None:
     """A copy of its cache for each text that goes on from it."""
     prefix, cache = s.tokenizer(PROMPTS[0], return_tensors="pt").input_ids, StateCache()
     with torch.no_grad():
-        s.model(prefix, past_key_values=cache)
+        s.model(prefix, cache=cache)
     for tail in ([5, 6], [7, 8, 9]):
         ids = torch.cat([prefix, torch.tensor([tail])], 1)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 4}
-        out = s.model.generate(ids, past_key_values=copy.deepcopy(cache), **options)
+        out = s.model.generate(ids, cache=copy.deepcopy(cache), **options)
         assert out.equal(s.model.generate(ids, **options))
 
 
@@ -311,6 +316,7 @@ CHECKS = [
     test_offloaded_cache_implementation,
     options_with_the_cache_as_without,
     a_prefix_is_read_once,
+    an_older_name_of_the_cache,
     test_model_outputs_equivalence,
     test_hidden_states_output,
     test_retain_grad_hidden_states_attentions,

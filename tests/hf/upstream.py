@@ -107,6 +107,7 @@ BESIDE = (
     "pipelines",
     "options_with_the_cache_as_without",
     "a_prefix_is_read_once",
+    "an_older_name_of_the_cache",
 )
 """Checks of what no test there asks in one place."""
 
