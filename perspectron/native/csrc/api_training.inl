@@ -2,13 +2,13 @@
 
 namespace {
 
-// f over [0, total) in pieces of `grain`, on so many threads as have a piece.
+// f over [0, total) in pieces of `grain`.
 template <class F>
 void shared(int threads, int64_t total, int64_t grain, F&& f) {
   const int64_t pieces = ceil_div(total, grain);
   if (pieces <= 1 || threads <= 1) return f(0, total);
   Claims claims(total, grain);
-  parallel(int(threads < pieces ? threads : pieces), [&](Team&) {
+  parallel(threads, [&](Team&) {
     for (int64_t first, last; claims.next(first, last);) f(first, last);
   });
 }

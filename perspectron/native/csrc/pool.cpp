@@ -1,11 +1,13 @@
 #include "pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -113,10 +115,60 @@ class Pool {
 };
 
 std::atomic<Pool*> pool{nullptr};
+std::atomic<bool> forked{false};
+
+void watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    pool.store(nullptr);
+    forked.store(true);
+  });
+  (void)registered;
+}
+
+// The OpenMP that the process has loaded, found by name: this library is built and runs without one.
+struct OpenMP {
+  void (*const parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*const size)();  // of the team that the calling thread is in
+  int (*const number)();
+  int (*const most)();  // threads that this thread's next team would have: what torch.set_num_threads set
+
+  bool has(int threads) const {
+    return parallel && size && number && most && !forked.load(std::memory_order_relaxed) && most() == threads &&
+           size() == 1;
+  }
+};
+
+template <class F>
+F symbol(const char* name) {
+  return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
+}
+
+const OpenMP& openmp() {
+  static const OpenMP found{
+      symbol<decltype(OpenMP::parallel)>("GOMP_parallel"), symbol<decltype(OpenMP::size)>("omp_get_num_threads"),
+      symbol<decltype(OpenMP::number)>("omp_get_thread_num"), symbol<decltype(OpenMP::most)>("omp_get_max_threads")};
+  return found;
+}
+
+struct Shared {  // a job for a team that OpenMP makes, whose size is known once it is there
+  const Body body;
+  void* const context;
+  std::optional<Team> team;
+  std::atomic<bool> ready{false};
+
+  static void work(void* given) {
+    Shared& job = *static_cast<Shared*>(given);
+    if (openmp().number() == 0) {
+      job.team.emplace(openmp().size());
+      job.ready.store(true, std::memory_order_release);
+    } else {
+      await([&job] { return job.ready.load(std::memory_order_acquire); });
+    }
+    job.body(job.context, *job.team);
+  }
+};
 
 Pool& the_pool() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); });
-  (void)registered;
   Pool* found = pool.load(std::memory_order_acquire);
   if (found == nullptr) {
     Pool* made = new Pool;
@@ -129,10 +181,10 @@ Pool& the_pool() {
 }  // namespace
 
 void Team::barrier() {
-  if (size == 1) return;
+  if (size_ == 1) return;
   const int phase = phase_.load(std::memory_order_relaxed);
   if (missing_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    missing_.store(size, std::memory_order_relaxed);
+    missing_.store(size_, std::memory_order_relaxed);
     phase_.store(phase + 1, std::memory_order_release);
     return;
   }
@@ -141,8 +193,15 @@ void Team::barrier() {
 
 void run(int threads, Body body, void* context) {
   if (threads > 1) {
+    watch_forks();
     Pool& mine = the_pool();
     if (mine.take()) {
+      if (openmp().has(threads)) {
+        Shared job{body, context, {}};
+        openmp().parallel(Shared::work, &job, unsigned(threads), 0);
+        mine.leave();
+        return;
+      }
       const int workers = mine.grow(threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS);
       Job job(workers + 1, body, context);
       for (int i = 0; i < workers; i++) mine[i].give(&job);

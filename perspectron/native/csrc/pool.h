@@ -1,7 +1,10 @@
-// A pool of threads that wait for work: spinning for a while, then asleep.
+// Threads that work together: those of the process's OpenMP, or a pool of our own.
 //
-// One caller at a time has the workers; another that comes meanwhile runs alone. After fork() the child starts a
-// pool of its own. The pool is never destroyed: at exit its threads sleep or end with the process.
+// PyTorch's own operations run on OpenMP's threads, which spin for milliseconds after each. A second pool would be kept
+// from its core by them, and keep them from theirs, so ours is for other numbers of threads than OpenMP's, for processes
+// without it, and for children of fork(), where it does not work. Our pool's threads spin for a while, then sleep; it is
+// never destroyed: at exit its threads sleep or end with the process. One caller at a time has the workers; another that
+// comes meanwhile runs alone.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -10,13 +13,13 @@ namespace perspectron {
 
 class Team {  // the threads that run one piece of work together
  public:
-  explicit Team(int size) : size(size), missing_(size) {}
-  const int size;
+  explicit Team(int size) : missing_(size), size_(size) {}
   void barrier();
 
  private:
   std::atomic<int> missing_;
   std::atomic<int> phase_{0};
+  const int size_;
 };
 
 class Claims {  // deals out [0, total) in pieces of `grain`
@@ -36,7 +39,7 @@ class Claims {  // deals out [0, total) in pieces of `grain`
 using Body = void (*)(void* context, Team& team);
 void run(int threads, Body body, void* context);
 
-// Calls f(team) on up to `threads` threads, this one among them, and returns when all are done.
+// Calls f(team) on `threads` threads or fewer, this one among them, and returns when all are done.
 template <class F>
 void parallel(int threads, F&& f) {
   run(threads, [](void* context, Team& team) { (*static_cast<F*>(context))(team); }, &f);
