@@ -155,6 +155,30 @@ def test_many_callers_at_once():
     assert not wrong
 
 
+SHARED = """
+import os, torch
+from perspectron import native
+torch.set_num_threads(3)
+codes, scales, x = torch.randint(0, 243, (900, 1024), dtype=torch.uint8), torch.rand(4500), torch.randn(1, 1024)
+torch.ones(1 << 20).exp_()
+before = len(os.listdir("/proc/self/task"))
+y = native.linear(x, codes, scales, "ternary", 4500)
+assert len(os.listdir("/proc/self/task")) == before, "a second pool"
+native.set_threads(2)  # as a stream of experts has it, where PyTorch has another number
+assert torch.equal(native.linear(x, codes, scales, "ternary", 4500), y)
+assert len(os.listdir("/proc/self/task")) == before + 1
+"""
+
+
+@needed
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
+def test_kernels_take_the_threads_of_pytorch_and_own_ones_only_for_another_number():
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED], capture_output=True, text=True, cwd=library.HERE.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+
+
 FORK = """
 import os, signal, torch
 from perspectron import native
