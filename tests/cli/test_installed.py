@@ -139,3 +139,19 @@ def test_the_overview_says_what_a_command_says_of_itself(name):
     module, _, attribute = COMMANDS[name].partition(":")
     command = getattr(import_module(f"perspectron.cli.{module}"), attribute)
     assert about(name) == command.__doc__.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
+)
+def test_the_program_says_how_long_threads_spin_before_torch_is_loaded(given, found, tmp_path, environment):
+    program = (
+        "import os, sys; sys.argv[1:] = ['--version']; from perspectron.cli.main import console;"
+        "console(); assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    clean = {k: v for k, v in environment.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=clean, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[1:] == [str(found)], done.stderr
