@@ -92,9 +92,10 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
 
 
 def _spin_briefly() -> None:
-    """Have OpenMP's threads wait for work asleep after a fraction of a millisecond, unless the environment says how they
-    wait. It reads this when torch is loaded. By default they spin for much longer, and on a core that another program
-    wants they are not there when work comes: an update of a small model then took up to 15 times as long."""
+    """Have OpenMP's threads wait for work asleep after a fraction of a millisecond, unless the environment says how.
+
+    It reads this when torch is loaded. By default they spin for much longer, and on a core that another program wants
+    they are not there when work comes: an update of a small model then took up to 15 times as long."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
