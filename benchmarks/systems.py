@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from perspectron import presets
 from perspectron.model import LanguageModel, build
 from perspectron.ops import attention, gru, lens
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 
 TESTS = (
     "tests/ops/test_gru.py",
@@ -80,7 +80,7 @@ def trainer(name: str, sizes: Sizes) -> Callable[[], None]:
     """A call is one step: forward, loss with every term, backward, AdamW."""
     model = build(config_of(name, sizes))
     ids = torch.randint(model.config.vocab_size, (sizes.B, sizes.T + 1))
-    return partial(update, model, adamw(model, OptimConfig()), ids)
+    return partial(update, model, optimizer_of(model, OptimConfig()), ids)
 
 
 def update(model: LanguageModel, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
@@ -235,7 +235,7 @@ def drm_against_modules(report: common.Report, sizes: Sizes, repeats: int) -> di
     model = build(presets.get("drm-104k"))
     plain = drm_modules.PlainDRM(model.config).take(model)
     ids = torch.randint(model.config.vocab_size, (B, T + 1))
-    ours, theirs = adamw(model, OptimConfig()), adamw(plain, OptimConfig())
+    ours, theirs = optimizer_of(model, OptimConfig()), optimizer_of(plain, OptimConfig())
 
     def modules() -> None:
         plain(ids[:, :-1], ids[:, 1:]).backward()

@@ -27,7 +27,7 @@ from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel, build
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
@@ -98,7 +98,7 @@ def stepper(name: str, setting: Setting, dtype: str) -> Callable[[], None]:
     model, loss_of = make(name, setting)
     vocab_size = presets.get(PERSPECTIVE, **setting.sizes).vocab_size
     ids, targets = torch.randint(vocab_size, (2, setting.B, setting.T)).unbind()
-    optimizer = adamw(model, OptimConfig())
+    optimizer = optimizer_of(model, OptimConfig())
 
     def step() -> None:
         with autocast(torch.device("cpu"), dtype):

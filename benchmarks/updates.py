@@ -18,7 +18,7 @@ from perspectron import native, presets
 from perspectron.config import ModelConfig
 from perspectron.machine import memory_kept
 from perspectron.model import build
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.train.precision import autocast
 
 TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/test_memory.py")
@@ -31,7 +31,7 @@ DESIGNS = (
 
 def updates(model: nn.Module, vocab: int, T: int, dtype: str) -> Callable[[], float]:
     """A call that makes one update and says how many seconds of the processor it took."""
-    optimizer, device = adamw(model, OptimConfig(lr=1e-3)), torch.device("cpu")
+    optimizer, device = optimizer_of(model, OptimConfig(lr=1e-3)), torch.device("cpu")
     ids = torch.randint(0, vocab, (8, T + 1), generator=torch.Generator().manual_seed(0))
 
     def update() -> float:

@@ -39,7 +39,7 @@ from perspectron.terms import Term
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 
 V, D = 64, 16
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": 64}
@@ -575,7 +575,7 @@ def test_metrics_of_a_model_that_reports_nothing_have_no_terms(runs, tmp_path):
 def test_gates_do_not_decay():
     """Decay would pull the mixture of lenses to equal shares and the route gate to one half."""
     model = perspectron.build(annealed())
-    decayed = {id(p) for p in adamw(model, OptimConfig()).param_groups[0]["params"]}
+    decayed = {id(p) for p in optimizer_of(model, OptimConfig()).param_groups[0]["params"]}
     names = {name.split(".", 2)[-1] for name, p in model.named_parameters() if id(p) in decayed}
     assert not names & {"mixer.gates_HL", "mixer.u_HK", "route.raw_1"}
     assert {"mixer.qkv_proj.weight", "mixer.o_proj.weight", "ffn.up_proj.weight"} <= names
@@ -591,7 +591,7 @@ def test_gates_do_not_decay():
 )
 def test_biases_and_bounds_of_heads_do_not_decay(name, vectors):
     model = perspectron.build(presets.get(name))
-    decayed = {id(p) for p in adamw(model, OptimConfig()).param_groups[0]["params"]}
+    decayed = {id(p) for p in optimizer_of(model, OptimConfig()).param_groups[0]["params"]}
     found = {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) not in decayed}
     assert vectors <= found
     assert not vectors & {name.rsplit(".", 1)[-1] for name, p in model.named_parameters() if id(p) in decayed}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import perspectron
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 
 GOLDENS = Path(__file__).parent / "goldens" / "losses.json"
 PRESETS = [
@@ -25,7 +25,7 @@ PLAIN = ("perspective-tiny", "perspective-tiny-dense", "adr-tiny", "lens-tiny", 
 def losses(preset: str, **sizes: bool) -> list[float]:
     """In float64, on random ids; a document starts inside the window."""
     model = perspectron.build(perspectron.presets.get(preset, **sizes), seed=0).double()
-    optimizer = adamw(model, OptimConfig())
+    optimizer = optimizer_of(model, OptimConfig())
     draw = torch.Generator().manual_seed(1)
     found = []
     for step in range(5):

@@ -24,7 +24,7 @@ from perspectron.eval.timing import take_turns, timed
 from perspectron.machine import Peak, pick_device, return_memory, trim
 from perspectron.model import build
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -59,7 +59,7 @@ def stepper(config: ModelConfig, setting: Setting) -> Callable[[Dtype], None]:
     model = build(config).to(device).train()
     draw, shape = torch.Generator().manual_seed(0), (setting.batch_size, setting.seq_len + 1)
     ids_BT = torch.randint(config.vocab_size, shape, generator=draw).to(device)
-    optimizer = adamw(model, OptimConfig())
+    optimizer = optimizer_of(model, OptimConfig())
 
     def step(dtype: Dtype) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):

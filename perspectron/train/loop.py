@@ -33,7 +33,7 @@ from perspectron.train.expert_stats import matrices, means
 from perspectron.train.guard import first_non_finite, signals
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.metrics import Metrics, forget, noting, read_metrics
-from perspectron.train.optim import adamw, falls_at, freeze, learning_rate
+from perspectron.train.optim import optimizer_of, falls_at, freeze, learning_rate
 from perspectron.train.pace import Pace
 from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
@@ -106,7 +106,7 @@ class Trainer:
         self.forward: Callable[..., Any] = self.model
         if self.config.train.compile:
             self.forward = compiled(self.model)
-        self.optimizer = adamw(self.model, self.config.train.optim)
+        self.optimizer = optimizer_of(self.model, self.config.train.optim)
 
     def settle(self) -> None:
         """Replace a dtype of "auto" in `config` after timing passes over a batch, which have no other effect."""

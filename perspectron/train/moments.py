@@ -10,7 +10,7 @@ from perspectron.errors import CheckpointError
 from perspectron.model import LanguageModel
 from perspectron.train import lora
 
-OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "step.", "rng.")
+OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "momentum_buffer.", "step.", "rng.")
 """Prefixes of the names, which no tensor of a model has."""
 
 
@@ -43,15 +43,18 @@ def restore(
     """Give the optimizer its moments, and torch its random state. CheckpointError, naming the file, unless each is what
     this model's are."""
     moments: dict[Tensor, dict[str, Tensor]] = {}
+    orthogonal = {id(p) for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]}
     for name, parameter in model.named_parameters():
         shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        if id(parameter) in orthogonal:
+            shapes = {"momentum_buffer": parameter.shape}
         state = {key: tensors.pop(f"{key}.{name}") for key in shapes if f"{key}.{name}" in tensors}
         for key, value in state.items():
             if value.shape != shapes[key] or not value.is_floating_point() or len(state) < len(shapes):
                 raise CheckpointError(
                     f"{path}: {key}.{name} is {value.dtype} {list(value.shape)}, must be as in training"
                 )
-        if state and not 0 <= state["step"].item() < math.inf:
+        if "step" in state and not 0 <= state["step"].item() < math.inf:
             raise CheckpointError(f"{path}: step.{name} is {state['step'].item()}, must be ≥ 0 and finite")
         moments[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
     random, random_cuda = tensors.pop("rng.cpu", None), tensors.pop("rng.cuda", None)

@@ -1,10 +1,10 @@
-"""AdamW with weight decay on matrices only, and learning-rate schedules."""
+"""AdamW with weight decay on matrices only, Muon for the matrices of blocks, and learning-rate schedules."""
 
 import fnmatch
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ from perspectron.config import at_least, one_of, positive, require
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """ "muon": the updates of the blocks' matrices are orthogonalised (torch.optim.Muon), each as large as AdamW's would
+    be; all else has AdamW."""
     lr: float = 1e-3
     """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -37,6 +40,7 @@ class OptimConfig:
     """Largest gradient norm; 0 is no limit."""
 
     def __post_init__(self) -> None:
+        one_of(self.optimizer, ("adamw", "muon"), "optimizer")
         one_of(self.schedule, ("cosine", "constant"), "schedule")
         positive(self, "lr")
         at_least(0, self, "warmup", "weight_decay", "clip")
@@ -57,18 +61,43 @@ class AdamW(torch.optim.AdamW):
     load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
 
 
-def adamw(model: nn.Module, config: OptimConfig) -> AdamW:
-    """One group of matrices, which decay, and one of vectors (norms, biases), which do not; none of what is frozen. A
-    module names in `no_decay` those of its parameters that are vectors of a head each, stacked."""
+class Muon(AdamW):
+    """AdamW, and torch's Muon for the parameters of the last group. Both keep what they know of a parameter in
+    `state`."""
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], config: OptimConfig) -> None:
+        super().__init__(groups, **_options(config))
+        self.muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.muon.state = self.state
+        self.param_groups += self.muon.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Make one update."""
+        *self.param_groups, last = self.param_groups
+        super().step()
+        self.param_groups.append(last)
+        inspect.unwrap(torch.optim.Muon.step)(self.muon)
+
+
+def optimizer_of(model: nn.Module, config: OptimConfig) -> AdamW:
+    """The optimizer of what is not frozen: one group of matrices, which decay, one of vectors (norms, biases), which do
+    not, and with Muon one of the blocks' matrices. A module names in `no_decay` those of its parameters that are
+    vectors of a head each, stacked."""
     stacked = {id(getattr(m, name)) for m in model.modules() for name in getattr(m, "no_decay", ())}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim >= 2 and id(p) not in stacked]
-    vectors = [p for p in trained if p.ndim < 2 or id(p) in stacked]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.ndim >= 2 and id(p) not in stacked}
+    hidden = [p for name, p in matrices.items() if name.startswith("blocks.") and p.ndim == 2]
+    known = {id(p) for p in hidden} if config.optimizer == "muon" else set()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in matrices.values() if id(p) not in known], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in matrices], "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    return Muon(groups, hidden, config) if known else AdamW(groups, **_options(config))
+
+
+def _options(config: OptimConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": True}
 
 
 def freeze(model: nn.Module, only: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ from perspectron.train.expert_stats import experts_of, matrices
 from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
-from perspectron.train.optim import adamw, freeze
+from perspectron.train.optim import optimizer_of, freeze
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
 
@@ -60,6 +60,8 @@ class ParallelTrainer(Trainer):
         for name in ("lora", "template"):
             value = getattr(config.train, name)
             require(not value, name, value, "left out with more than one rank")
+        kind = config.train.optim.optimizer
+        require(kind == "adamw", "optimizer", kind, "adamw with more than one rank, as Muon needs whole matrices")
         self.ranks = ranks_of(team, layout, config)
         self._group = dist.new_group(backend="gloo")  # of the thread that writes checkpoints
         self._writing: threading.Thread | None = None
@@ -102,7 +104,7 @@ class ParallelTrainer(Trainer):
         self.model.to_empty(device=self.device)
         self._draw()
         self.forward: Callable[..., Any] = self.model
-        self.optimizer = adamw(self.model, self.config.train.optim)
+        self.optimizer = optimizer_of(self.model, self.config.train.optim)
         for group in list(
             self.optimizer.param_groups
         ):  # whose tensors lie on one mesh, as fused updates need it

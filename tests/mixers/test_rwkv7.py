@@ -15,7 +15,7 @@ from perspectron import presets
 from perspectron.errors import ConfigError
 from perspectron.mixers.rwkv7 import RWKV7, RWKV7Config, RWKV7State
 from perspectron.mixers.rwkv7_channel import RWKV7Channel, RWKV7ChannelConfig, RWKV7ChannelState
-from perspectron.train.optim import OptimConfig, adamw
+from perspectron.train.optim import OptimConfig, optimizer_of
 
 D, H, K = 12, 3, 4
 
@@ -267,7 +267,7 @@ def test_parameters_and_state_are_as_large_as_said(d_model, head_dim, ranks):
 
 def test_vectors_do_not_decay():
     net = model()
-    _, vectors = adamw(net, OptimConfig()).param_groups
+    _, vectors = optimizer_of(net, OptimConfig()).param_groups
     kept = {id(p) for p in vectors["params"]}
     for module in net.modules():
         if isinstance(module, RWKV7):

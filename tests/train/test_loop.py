@@ -18,7 +18,7 @@ from perspectron.train import checkpoint, loop
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
 from perspectron.train.metrics import read_metrics
-from perspectron.train.optim import AdamW, OptimConfig, adamw, learning_rate
+from perspectron.train.optim import AdamW, OptimConfig, optimizer_of, learning_rate
 from perspectron.train.prepare import prepare
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -160,9 +160,47 @@ def test_its_methods_are_those_of_torch():
         optimizers[0].load_state_dict(copy.deepcopy(states[1]))
 
 
+@torch.no_grad()
+def orthogonalised(update: torch.Tensor) -> torch.Tensor:
+    """Newton and Schulz's iteration in float64, by the coefficients of Muon's author."""
+    x = update.double() / update.double().norm()
+    x = x.T if len(x) > x.shape[1] else x
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x.T if len(update) > update.shape[1] else x
+
+
+def test_one_step_of_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adamw(runs, tmp_path):
+    trainer, plain = (
+        runs.trainer(tmp_path / kind, optim=OptimConfig(lr=3e-3, warmup=3, clip=0.0, optimizer=kind))
+        for kind in ("muon", "adamw")
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    gradients = {}
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda: (
+        gradients.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()}), step()
+    )  # fmt: skip
+    lr = trainer.step()["lr"]
+    plain.step()
+    others, moved = dict(plain.model.named_parameters()), 0
+    for name, parameter in trainer.model.named_parameters():
+        if not (name.startswith("blocks.") and parameter.ndim == 2):
+            assert torch.equal(parameter, others[name]), name
+            continue
+        moved += 1
+        decayed = before[name].double() * (1 - lr * trainer.config.train.optim.weight_decay)
+        towards = orthogonalised(gradients[name])  # its scale does not matter, nor does momentum in the first step
+        size = 0.2 * max(parameter.shape) ** 0.5 * lr
+        error = (decayed - size * towards - parameter).norm() / (size * towards).norm()
+        assert error < 0.15, (name, error)  # the iteration runs in bfloat16; of the gradient itself it is above 0.5
+    assert moved >= 4
+
+
 def test_only_matrices_decay(runs, tmp_path):
     trainer = runs.trainer(tmp_path)
-    optimizer = adamw(trainer.model, OptimConfig(lr=0.1, weight_decay=0.5))
+    optimizer = optimizer_of(trainer.model, OptimConfig(lr=0.1, weight_decay=0.5))
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for parameter in trainer.model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -46,6 +46,7 @@ VARIANTS = [
     {"accumulate": 2, "recompute": True, "clip": 0.05},
     {"clip": 0.0, "batch_size": 3, "eval_every": 0, "save_every": 0},
     {"dtype": "bfloat16"},
+    {"optim": OptimConfig(lr=3e-3, warmup=3, optimizer="muon")},
 ]
 
 
