@@ -78,14 +78,15 @@ def by_traces(model: LanguageModel, piece: Piece, up: Weights) -> tuple[Tensor, 
     return nats_BT[0].detach(), dict(zip(leaves, found, strict=True)), with_weights(state.detach(), up)
 
 
-def by_backprop(model: LanguageModel, pieces: Sequence[Piece], up: Weights) -> Weights:
-    """The gradient of the summed nats of the last piece, through all of them."""
+def by_backprop(model: LanguageModel, pieces: Sequence[Piece], up: Weights, count: int = 1) -> Weights:
+    """The gradient of the summed nats of the last `count` pieces, through all of them."""
     leaves = {i: weight.detach().requires_grad_() for i, weight in up.items()}
-    state = with_weights(pieces[0].state, leaves, traces=False)
+    state, nats = with_weights(pieces[0].state, leaves, traces=False), list[Tensor]()
     with torch.enable_grad():
         for piece in pieces:
             nats_BT, state = losses(model, piece, state)
-        found = torch.autograd.grad(nats_BT.sum(), list(leaves.values()))
+            nats.append(nats_BT.sum())
+        found = torch.autograd.grad(torch.stack(nats[-count:]).sum(), list(leaves.values()))
     return dict(zip(leaves, found, strict=True))
 
 

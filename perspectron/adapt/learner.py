@@ -8,8 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model import LanguageModel
 
+RATE = 1e-4  # of Adam, for each token of an update
 BETAS, EPS = (0.9, 0.99), 1e-8
 GUARDED = 128  # tokens on which the adapter has to be no worse than the model without it
 PATIENCE = 3  # rollbacks in a row, after which nothing is learned until the next document
@@ -43,13 +43,13 @@ class AdaptConfig:
     """estimator: of the gradient. "trace" goes through all tokens before, by traces that are carried along; "jvp" takes
     `directions` of a random subspace of `subspace` numbers, in forward mode; "backprop" goes back through `window`
     tokens. every: tokens for each update, which are read at once. lr: of Adam. pull: of the weights towards 0, in terms
-    of lr. clip: norm of a gradient at most. guard: updates between two comparisons with the model without the adapter;
-    0 is never. seconds: after so many nothing is learned any more.
+    of lr. clip: norm of a gradient at most. guard: turns to update between two comparisons with the model without the
+    adapter; 0 is never. seconds: after so many nothing is learned any more.
     """
 
     estimator: Literal["trace", "jvp", "backprop"] = "trace"
     every: int = 2 * CHUNK
-    lr: float = 1e-4 * 2 * CHUNK
+    lr: float = RATE * 2 * CHUNK
     pull: float = 0.01
     clip: float = 1.0
     guard: int = 10
@@ -70,6 +70,12 @@ class AdaptConfig:
                 self.directions,
                 f"≤ subspace = {self.subspace}",
             )
+
+    @classmethod
+    def of_text(cls, tokens: int) -> Self:
+        """The config for a text of so many tokens, from which something is learned even if they are few."""
+        every = max(1, min(cls.every, tokens))
+        return cls(every=every, lr=RATE * every)
 
 
 @dataclass(frozen=True)
@@ -122,14 +128,14 @@ class Learner:
             adapter.trace.clear()
         self.state = adapter.attach(self.talk.state.to(model.device), traces=traced)
         self.gradient: Weights = {}
-        self.since, self.streak, self.spent, self.frozen = 0, 0, 0.0, False
-        tokens = max(GUARDED, config.window if config.estimator == "backprop" else 0)
-        self.past: deque[tuple[Piece, Tensor]] = deque(maxlen=1 + math.ceil(tokens / config.every))
+        self.since, self.turns, self.streak, self.spent, self.frozen = 0, 0, 0, 0.0, False
+        self.past: deque[tuple[Piece, Tensor]] = deque()
         """The newest pieces, without their traces, and their nats as they were scored."""
+        self.reach = max(GUARDED, config.every, config.window if config.estimator == "backprop" else 0)
         self.accepted = self._weights()
 
     def conversation(self, *, traces: bool = False) -> Conversation:
-        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r more scans."""
+        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r more products."""
         return replace(self.talk, state=with_weights(self.state, self.adapter.up, traces=traces)).fork()
 
     def read(self, ids: Sequence[int]) -> Report:
@@ -164,16 +170,18 @@ class Learner:
             with torch.no_grad():
                 nats_BT, state = losses(self.model, piece)
             nats_T, start = nats_BT[0], time.perf_counter()
-        self.past.append((replace(piece, state=with_weights(piece.state, up, traces=False)), nats_T))
         self.since += len(ids) - 1
         due = self.since >= self.config.every
-        if learns and due and self.config.estimator != "trace":
-            found = self._late(piece)
+        finite = bool(nats_T.isfinite().all())
+        if finite:
+            self._remember(replace(piece, state=with_weights(piece.state, up, traces=False)), nats_T)
+            if learns and due and self.config.estimator != "trace":
+                found = self._late()
+        else:
+            state = piece.state  # what it left in the memory would stay there
+            self.past.clear()
         for i, part in found.items():
             self.gradient[i] = self.gradient[i] + part if i in self.gradient else part
-        finite = bool(nats_T.isfinite().all())
-        if not finite:  # what it left in the memory would stay there
-            state = piece.state
         if learns and due:
             self._update(finite)
         if due:
@@ -182,22 +190,37 @@ class Learner:
         self.spent += (time.perf_counter() - start) * learns
         return nats_T.double().cpu()
 
-    def _late(self, piece: Piece) -> Weights:
-        """The gradient from the newest tokens, for which they are read again."""
-        up = self.adapter.up
+    def _late(self) -> Weights:
+        """The gradient from the tokens since the last turn, for which they are read again."""
+        up, since = self.adapter.up, [piece for piece, _ in self._newest(self.since)]
         if self.space is not None:
             chosen_K = self.space.directions(self.adapter.counters.updates, self.config.directions)
-            return by_jvp(self.model, piece, up, self.space, chosen_K)
-        return by_backprop(self.model, [piece for piece, _ in self._newest(self.config.window)], up)
+            return by_jvp(self.model, joined(since), up, self.space, chosen_K)
+        whole = [piece for piece, _ in self._newest(max(self.since, self.config.window))]
+        return by_backprop(self.model, whole, up, len(since))
+
+    def _remember(self, piece: Piece, nats_T: Tensor) -> None:
+        """Keep a piece, and no more of those before it than are needed."""
+        self.past.append((piece, nats_T))
+        while sum(len(nats_T) for _, nats_T in self.past) - len(self.past[0][1]) >= self.reach:
+            self.past.popleft()
 
     def _newest(self, tokens: int) -> list[tuple[Piece, Tensor]]:
-        """The pieces of the newest tokens, of so many or a few more."""
-        count = math.ceil(tokens / self.config.every)
-        return list(islice(self.past, max(0, len(self.past) - count), None))
+        """The pieces of the newest tokens, of so many or a few more, or all there are."""
+        found = list[tuple[Piece, Tensor]]()
+        for piece, nats_T in reversed(self.past):
+            if sum(len(nats_T) for _, nats_T in found) >= tokens:
+                break
+            found.insert(0, (piece, nats_T))
+        return found
 
     def _update(self, finite: bool) -> None:
-        """A step of Adam with the mean gradient; none where something is not finite."""
+        """A step of Adam with the mean gradient; none where something is not finite, or the weights were worse than
+        none."""
         adapter, config, counters = self.adapter, self.config, self.adapter.counters
+        self.turns += 1
+        if config.guard and self.turns % config.guard == 0 and not self._stands():
+            return
         gradient = torch.stack([self.gradient[i] for i in adapter.up])
         norm = gradient.double().norm() / self.since
         if not finite or not norm.isfinite():
@@ -217,13 +240,13 @@ class Learner:
         up = up - lr * (mean / (square.sqrt() + EPS) + config.pull * up)
         for name, part in zip(names, (up, first, second), strict=True):
             setattr(adapter, name, dict(zip(adapter.up, part, strict=True)))
-        if config.guard and counters.updates % config.guard == 0:
-            self._compare()
 
-    def _compare(self) -> None:
-        """Go back to the last accepted weights where the newest tokens, as they were scored before they were learned
-        from, lost more than the model without the adapter loses from the same state."""
+    def _stands(self) -> bool:
+        """True if the weights are accepted. False where the newest tokens, as they were scored under them, lost more
+        than the model without the adapter loses from the same state: the last accepted weights are back."""
         adapter, newest = self.adapter, self._newest(GUARDED)
+        if sum(len(nats_T) for _, nats_T in newest) < 2:  # too few to tell
+            return True
         piece = joined([piece for piece, _ in newest])
         none = {i: torch.zeros_like(up) for i, up in adapter.up.items()}
         with torch.no_grad():
@@ -236,8 +259,9 @@ class Learner:
             adapter.counters.rollbacks += 1
             self.streak += 1
             self.frozen = self.streak >= PATIENCE
-        else:
-            self.accepted, self.streak = self._weights(), 0
+            return False
+        self.accepted, self.streak = self._weights(), 0
+        return True
 
     def _weights(self) -> tuple[Weights, Weights, Weights]:
         """Copies of the weights and their moments."""

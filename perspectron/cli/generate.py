@@ -11,7 +11,7 @@ import tyro
 from rich.table import Table
 
 from perspectron import native
-from perspectron.adapt import Adapter, Learner
+from perspectron.adapt import AdaptConfig, Adapter, Learner
 from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
 from perspectron.cli.options import answer, open_model, perspectives_of, table
 from perspectron.cli.progress import Work
@@ -233,8 +233,10 @@ class Generate:
         rows = list[Conversation]()
         for row, text in enumerate(texts):
             adapter = Adapter(model) if self.adapter is None else Adapter.load(self.adapter, model)
-            learner = Learner(model, adapter, conversation=None if talk is None else talk.take(row))
-            if self.adapt and (ids := tokenizer.encode(text)):
+            ids = tokenizer.encode(text)
+            begun = None if talk is None else talk.take(row)
+            learner = Learner(model, adapter, AdaptConfig.of_text(len(ids)), begun)
+            if self.adapt and ids:
                 learner.read(ids)
             rows.append(learner.conversation(traces=saves))
         return Conversation.stack(rows), adapter

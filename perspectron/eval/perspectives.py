@@ -193,7 +193,7 @@ def calibrate(
     The threshold is the (1 − target_flag) quantile of D among triggered tokens; trigger_p gives target_trigger, or
     stays. Temperatures are fitted on the first half, the expected calibration errors are those of the second. With
     target_probe a probe is fitted on the first half, to tell where the base is wrong; its threshold is exceeded by that
-    share of the second.
+    share of the second, and that of D and the rates are the second's.
     DataError: a text shorter than asked, or a probe where all is wrong or nothing."""
     return fit(collect(subject, config, tokens), config, target_flag, target_trigger, target_probe)
 
@@ -214,23 +214,24 @@ def fit(
     more = dict[str, Any]()
     if target_probe is not None:
         config, more["auroc"] = probed(found, config, target_probe)
-    asked = unsure(found, config)
-    apart = found.scores["D"]
+    half = len(found.top) // 2
+    read = slice(0 if target_probe is None else half, None)  # a probe asks otherwise where it was fitted
+    asked = unsure(found, config)[read]
+    apart = found.scores["D"][read]
     if not asked.any():
         raise DataError(
             "calibration: no token was unsure enough to ask; read more tokens or raise target_trigger"
         )
     threshold = min(1.0, max(0.0, float(np.quantile(apart[asked], 1 - target_flag))))
-    half = len(found.top) // 2
     of = slice(0, half)
     config = replace(
         config, threshold=threshold, temperature=fitted(found.log_mixture[of], found.target[of]),
         base_temperature=fitted(found.log_base[of], found.target[of]),
     )  # fmt: skip
     split = asked & (apart >= threshold)
-    alone = np.array([len(set(votes)) == len(votes) for votes in found.votes.tolist()])
+    alone = np.array([len(set(votes)) == len(votes) for votes in found.votes[read].tolist()])
     rates = {
-        "tokens": len(found.top),
+        "tokens": len(asked),
         "triggered": float(asked.mean()),
         "disagreed": float(split.mean()),
         "flagged": float((split & alone).mean()),

@@ -15,7 +15,7 @@ from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import eligibility, pdr
 from perspectron.ops.attention import Places, places
-from perspectron.ops.dispatch import gradients_off
+from perspectron.ops.dispatch import full_precision, gradients_off
 from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
@@ -86,7 +86,8 @@ class Adapted:
         if not (self.traced and torch.is_grad_enabled()):
             return memory_BDR
         zeros_BDr = (self.up_BDr - self.up_BDr.detach()).to(memory_BDR.dtype)
-        return memory_BDR + torch.einsum("brdn,bdr->bdn", self.trace_BrDR, zeros_BDr)
+        with full_precision(memory_BDR):
+            return memory_BDR + torch.einsum("brdn,bdr->bdn", self.trace_BrDR, zeros_BDr)
 
 
 @register

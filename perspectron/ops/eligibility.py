@@ -12,8 +12,11 @@ Shapes: B batch, T time, D value width, R state rank, r rank of the adapter.
 import torch
 from torch import Tensor
 
+from perspectron.ops import dispatch
+
 
 @torch.no_grad()
+@dispatch.in_full_precision
 def carried(
     k_BTR: Tensor,
     v_BTD: Tensor,

@@ -137,7 +137,9 @@ def _gates(*shape: int) -> Tensor:
 def _sizes(device: torch.device) -> list[tuple[int, int, int, int]]:
     """B, T, D and R of the memories."""
     if device.type == "cuda":
-        return [(2, 300, 96, 16), (2, 300, 100, 24), (4, 1024, 256, 64), (2, 300, 96, 128), (1, 300, 96, 256)]
+        narrow = [(2, 300, 40, R) for R in (1, 2, 3, 8)]
+        wide = [(2, 300, 96, 16), (2, 300, 100, 24), (4, 1024, 256, 64), (2, 300, 96, 128), (1, 300, 96, 256)]
+        return [*narrow, *wide, (2, 1, 96, 64), (2, 5, 96, 16)]
     if "triton" in _kernels(torch.zeros(1, device=device)):
         return [(1, 19, 5, 3)]
     return [(2, 130, 40, 24), (2, 300, 96, 64)]

@@ -109,14 +109,59 @@ def test_weights_that_are_worse_than_none_go_back_to_the_last_accepted_bits(mode
         patch.setattr(perspectron.adapt.learner, "losses", better)
         for _ in range(PATIENCE):
             assert not learner.frozen
-            learner._compare()
+            assert not learner._stands()
     assert all(same(one, other) for one, other in zip(learner._weights(), wanted, strict=True))
     assert adapter.counters.rollbacks == PATIENCE and learner.frozen
     assert learner.read(text(60)).updates == 0
     assert learner.read([0, *text(60)]).updates > 0  # the next document
-    learner._compare()
+    assert learner._stands()
     assert learner.streak == 0  # learned weights are not worse
     assert same(adapter.up, learner.accepted[0])
+
+
+def test_only_weights_under_which_tokens_were_scored_are_accepted(model):
+    _, learner = learned(model, 20, guard=1)
+    scored = learner._weights()
+    learner.read(text(40)[20:])
+    assert all(same(one, other) for one, other in zip(learner.accepted, scored, strict=True))
+    assert not same(learner.adapter.up, scored[0])  # the step came after it
+
+
+def test_a_guard_that_finds_weights_worse_makes_no_step(model, monkeypatch):
+    adapter, learner = learned(model, 40, guard=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            perspectron.adapt.learner, "losses", lambda model, piece, state: (torch.zeros(1, len(piece.ids) - 1), state)
+        )
+        read, learner.past = learner.past.copy(), learner.past
+        learner.since = 20
+        learner.gradient = {i: torch.ones_like(up) for i, up in adapter.up.items()}
+        learner._update(finite=True)
+    assert len(read) == 2 and adapter.counters.rollbacks == 1 and adapter.counters.updates == 2
+    assert all(same(one, other) for one, other in zip(learner._weights(), learner.accepted, strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["jvp", "backprop"])
+def test_what_is_learned_does_not_depend_on_how_a_text_is_cut(model, estimator):
+    options = {"estimator": estimator, "window": 20, "directions": 4, "subspace": 16, "guard": 2}
+    whole, _ = learned(model, 80, **options)
+    adapter = Adapter(model, AdapterConfig(rank=2))
+    learner = Learner(model, adapter, AdaptConfig(every=20, lr=0.02, **options))
+    for first, last in ((0, 7), (7, 8), (8, 39), (39, 40), (40, 73), (73, 80)):
+        learner.read(text(80)[first:last])
+    for i, up in whole.up.items():
+        torch.testing.assert_close(adapter.up[i], up, rtol=0, atol=1e-9)
+    assert adapter.counters == whole.counters
+
+
+def test_under_autocast_traces_keep_their_precision(tmp_path):
+    model = make(layers=2, mixers="pdr").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        adapter, learner = learned(model, 60)
+    adapter.detach(learner.state)
+    assert all(trace.dtype == torch.float32 for trace in adapter.trace.values())
+    adapter.save(tmp_path / "a")
+    Adapter.load(tmp_path / "a", model)
 
 
 def test_a_loss_that_is_not_finite_teaches_nothing_and_leaves_the_state(monkeypatch):
@@ -128,6 +173,7 @@ def test_a_loss_that_is_not_finite_teaches_nothing_and_leaves_the_state(monkeypa
         assert learner.read(text(20)).skipped == 1
     assert all(same(one, other) for one, other in zip(learner._weights(), up, strict=True))
     assert torch.equal(learner.state.layers[0].memory_BDR, state.layers[0].memory_BDR)
+    assert not learner.past  # the next tokens do not follow those before
     assert learner.read(text(20)).updates == 1
 
 

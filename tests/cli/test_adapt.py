@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from perspectron.adapt.learner import AdaptConfig
+from perspectron.adapt import AdaptConfig, Adapter
 from perspectron.cli.main import main
 from perspectron.opening import load
 from tests.cli.small import SIZES
@@ -56,6 +56,15 @@ def test_generate_under_an_adapter_goes_on_from_its_two_files(folder, capsys):
     assert main([*on, "--adapter", adapter]) == 0
     assert main([*plain[:2], words, words[:40], *plain[3:], "--adapt"]) == 0
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]) == 2
+
+
+def test_generate_learns_from_a_short_prompt(folder, capsys):
+    run, adapter = str(folder / "perspective-tiny-dense"), folder / "short.adapter"
+    asked = ["generate", run, "the cat sat on mat 5", "--max-tokens", "2", "--adapt", "--save-adapter", str(adapter)]
+    assert main(asked) == 0
+    model, _ = load(run)
+    assert all(up.abs().max() > 0 for up in Adapter.load(adapter, model).up.values())
+    capsys.readouterr()
 
 
 def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):

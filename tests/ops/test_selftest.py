@@ -94,9 +94,10 @@ def test_only_a_pass_of_these_conditions_with_triton_counts(monkeypatch):
         assert not passed()
     file = record.write(now, [{"backend": "torch"}, {"backend": "triton"}], True)
     assert passed()
-    monkeypatch.setattr(record, "version", lambda: "another")
-    assert not passed()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "version", lambda: "another")
+        assert not passed()
+    assert passed()
     for text in ("", "[]", "{}", '{"rows": [1]}', file.read_text().replace('"holds": true', '"holds": 1')):
         file.write_text(text)
         assert not passed()

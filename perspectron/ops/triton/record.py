@@ -16,7 +16,8 @@ import torch
 from perspectron.errors import BackendError, PerspectronError, StorageError
 from perspectron.files import cache_folder, read_json, write_json
 
-KERNELS = Path(__file__).with_name("kernels.py")
+OPS = Path(__file__).parents[1]
+SOURCES = tuple(OPS / name for name in ("triton/kernels.py", "triton/scan.py", "selftest.py"))
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def version() -> str | None:
 
 
 def conditions(device: torch.device) -> dict[str, str]:
-    """The machine, the device and the versions that a selftest is made with, and a digest of the kernels."""
+    """The machine, the device and the versions that a selftest is made with, and a digest of what runs the kernels and tests them."""
     package = import_module("perspectron")  # which imports this module's layer, to the import contract
     cuda = device.type == "cuda"
     return {
@@ -41,7 +42,7 @@ def conditions(device: torch.device) -> dict[str, str]:
         "triton": version() or "not installed",
         "interpreted": os.environ.get("TRITON_INTERPRET", "0"),
         "perspectron": package.__version__,
-        "kernels": hashlib.sha256(KERNELS.read_bytes()).hexdigest()[:16],
+        "kernels": hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16],
     }
 
 

@@ -97,6 +97,8 @@ def _run(
         o, last = _Scan.apply(columns, x, w, gate, reader, state)
         return o, last
     o = _forward(columns, x, w, gate, reader, state, state, None)
+    if not state.is_inference():  # autograd must see that what it saved is no more
+        torch.autograd.graph.increment_version(state)
     return o, _written(state, state_NDR)
 
 
