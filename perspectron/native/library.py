@@ -7,6 +7,7 @@ one takes that of an installed copy. Where the sources are at hand, a library bu
 import ctypes
 import hashlib
 import importlib.metadata
+import os
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_digest": ([], ctypes.c_char_p),
     "pspx_isa": ([], ctypes.c_char_p),
     "pspx_set_isa": ([ctypes.c_char_p], _INT),
+    "pspx_forked": ([], None),
     "pspx_poison": ([_INT], None),
     "pspx_linear": ([_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_swiglu": (
@@ -93,9 +95,21 @@ def load() -> Loaded:
             problem = f"{path} cannot be loaded ({error})"
             continue
         if digest is None or library.pspx_digest().decode() == digest:
+            if _forked:
+                library.pspx_forked()
             return Loaded(library, None)
         problem = f"{path} was built from other sources (to build it again: {BUILD})"
     return Loaded(None, problem)
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+_forked = False  # since this module was imported; once the library is loaded, it sees forks itself
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def sources_digest() -> str | None:

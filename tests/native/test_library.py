@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from perspectron import native
-from perspectron.native import library
+from perspectron.native import library, training
 from perspectron.ops import pdr
 from tests.native.isa import forced_isa
 from tests.native.packing import matrix
@@ -164,7 +164,10 @@ torch.ones(1 << 20).exp_()
 before = len(os.listdir("/proc/self/task"))
 y = native.linear(x, codes, scales, "ternary", 4500)
 assert len(os.listdir("/proc/self/task")) == before, "a second pool"
-native.set_threads(2)  # as a stream of experts has it, where PyTorch has another number
+native.set_threads(2)  # a team is always whole
+assert torch.equal(native.linear(x, codes, scales, "ternary", 4500), y)
+assert len(os.listdir("/proc/self/task")) == before, "a second pool"
+torch.set_num_threads(1)  # as a stream of experts has it, whose small operations are faster so
 assert torch.equal(native.linear(x, codes, scales, "ternary", 4500), y)
 assert len(os.listdir("/proc/self/task")) == before + 1
 """
@@ -172,11 +175,57 @@ assert len(os.listdir("/proc/self/task")) == before + 1
 
 @needed
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
-def test_kernels_take_the_threads_of_pytorch_and_own_ones_only_for_another_number():
+def test_kernels_take_the_threads_of_pytorch_and_own_ones_only_where_it_has_fewer():
     done = subprocess.run(
         [sys.executable, "-c", SHARED], capture_output=True, text=True, cwd=library.HERE.parents[1]
     )
     assert done.returncode == 0, done.stderr
+
+
+EARLY = """
+import os, signal, sys, torch
+from perspectron import native
+torch.set_num_threads(3)
+if sys.argv[1] == "loaded":
+    assert native.available()
+torch.ones(1 << 20).exp_()  # a team of OpenMP's, whose threads the child will not have
+codes, scales, x = torch.randint(0, 243, (900, 1024), dtype=torch.uint8), torch.rand(4500), torch.randn(1, 1024)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    native.linear(x, codes, scales, "ternary", 4500)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+@needed
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("library_is", ["loaded", "not loaded"])
+def test_a_child_that_was_forked_before_the_first_kernel_does_not_wait_for_threads_it_has_not(library_is):
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, library_is], capture_output=True, text=True, cwd=library.HERE.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needed
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot choose")
+@pytest.mark.parametrize("torch_threads", [1, 3], ids=["our own threads", "OpenMP's"])
+def test_small_numbers_are_what_they_are_to_the_thread_that_calls(torch_threads):
+    """Whatever the others had when they started."""
+    small, ones = torch.full((1 << 18,), 3e-39), torch.ones(1 << 18)
+    torch.set_num_threads(torch_threads)
+    native.set_threads(3)
+    try:
+        for flushed, left in ((True, 0), (False, 1 << 18), (True, 0)):
+            torch.set_flush_denormal(flushed)
+            found = training.gated(ones, small)
+            torch.set_flush_denormal(False)
+            assert np.count_nonzero(found.numpy()) == left  # PyTorch would ask its own threads
+    finally:
+        native.set_threads(None)
+        torch.set_num_threads(1)
 
 
 FORK = """

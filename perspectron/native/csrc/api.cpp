@@ -142,6 +142,8 @@ API int pspx_set_isa(const char* name) {
   return 0;
 }
 
+API void pspx_forked() { forked(); }
+
 API void pspx_poison(int on) { poison.store(on != 0); }
 
 API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
@@ -216,8 +218,11 @@ API uint64_t pspx_read(const uint8_t* p, int64_t n, int threads) {
   const Kernels& k = kernels();
   Claims claims(n, ceil_div(stretch(n, threads), 4096) * 4096);
   std::atomic<uint64_t> sum{0};
+  Claims places(threads, 1);  // on so many threads, however large the team is
   parallel(useful(threads, n, 1), [&](Team&) {
     uint64_t own = 0;
+    int64_t place, after;
+    if (!places.next(place, after)) return;
     for (int64_t first, last; claims.next(first, last);) own += k.read(p + first, last - first);
     sum += own;
   });
@@ -229,8 +234,11 @@ API double pspx_peak(int threads) {
   const Kernels& k = kernels();
   const auto start = std::chrono::steady_clock::now();
   std::atomic<int64_t> made{0};
+  Claims places(threads, 1);
   parallel(threads, [&](Team&) {
     double own = 0;
+    int64_t place, after;
+    if (!places.next(place, after)) return;
     for (int i = 0; i < 50; i++) own += k.dots(5000);
     made += int64_t(own);
   });

@@ -46,8 +46,32 @@ void await(Ready ready) {
   while (!spin(ready)) sched_yield();
 }
 
+// How the processor treats denormal numbers and rounds, which is each thread's own.
+using Mode = uint64_t;
+inline Mode mode() {
+#if defined(__x86_64__)
+  return __builtin_ia32_stmxcsr();
+#elif defined(__aarch64__)
+  uint64_t found;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(found));
+  return found;
+#else
+  return 0;
+#endif
+}
+inline void set_mode(Mode to) {
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(unsigned(to));
+#elif defined(__aarch64__)
+  __asm__ volatile("msr fpcr, %0" : : "r"(to));
+#else
+  (void)to;
+#endif
+}
+
 struct Job {
   Job(int size, Body body, void* context) : team(size), body(body), context(context), working(size - 1) {}
+  const Mode caller = mode();
   Team team;
   const Body body;
   void* const context;
@@ -71,6 +95,7 @@ class Worker {
     for (;;) {
       Job* job = wait();
       job_.store(nullptr);
+      set_mode(job->caller);
       job->body(job->context, job->team);
       job->working.fetch_sub(1, std::memory_order_release);  // the job may be gone after this
     }
@@ -115,49 +140,52 @@ class Pool {
 };
 
 std::atomic<Pool*> pool{nullptr};
-std::atomic<bool> forked{false};
-
-void watch_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] {
-    pool.store(nullptr);
-    forked.store(true);
-  });
-  (void)registered;
-}
+std::atomic<bool> child{false};
+const int registered = pthread_atfork(nullptr, nullptr, forked);
 
 // The OpenMP that the process has loaded, found by name: this library is built and runs without one.
 struct OpenMP {
-  void (*const parallel)(void (*)(void*), void*, unsigned, unsigned);
-  int (*const size)();  // of the team that the calling thread is in
-  int (*const number)();
-  int (*const most)();  // threads that this thread's next team would have: what torch.set_num_threads set
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);
+  int (*size)();  // of the team that the calling thread is in
+  int (*number)();
+  int (*most)();  // threads that this thread's next team would have: what torch.set_num_threads set
 
   bool has(int threads) const {
-    return parallel && size && number && most && !forked.load(std::memory_order_relaxed) && most() == threads &&
-           size() == 1;
+    return parallel != nullptr && !child.load(std::memory_order_relaxed) && most() >= threads && size() == 1;
   }
 };
 
-template <class F>
-F symbol(const char* name) {
-  return reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
+// Nothing, unless one library has all of it: two of them know nothing of each other's teams.
+OpenMP find_openmp() {
+  void *found[4], *library = nullptr;
+  const char* names[] = {"GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num", "omp_get_max_threads"};
+  for (int i = 0; i < 4; i++) {
+    Dl_info about;
+    found[i] = dlsym(RTLD_DEFAULT, names[i]);
+    if (found[i] == nullptr || dladdr(found[i], &about) == 0) return {};
+    if (i > 0 && about.dli_fbase != library) return {};
+    library = about.dli_fbase;
+  }
+  return {reinterpret_cast<decltype(OpenMP::parallel)>(found[0]), reinterpret_cast<decltype(OpenMP::size)>(found[1]),
+          reinterpret_cast<decltype(OpenMP::number)>(found[2]), reinterpret_cast<decltype(OpenMP::most)>(found[3])};
 }
 
 const OpenMP& openmp() {
-  static const OpenMP found{
-      symbol<decltype(OpenMP::parallel)>("GOMP_parallel"), symbol<decltype(OpenMP::size)>("omp_get_num_threads"),
-      symbol<decltype(OpenMP::number)>("omp_get_thread_num"), symbol<decltype(OpenMP::most)>("omp_get_max_threads")};
+  static const OpenMP found = find_openmp();
   return found;
 }
 
 struct Shared {  // a job for a team that OpenMP makes, whose size is known once it is there
   const Body body;
   void* const context;
-  std::optional<Team> team;
+  const Mode caller = mode();
+  std::optional<Team> team = std::nullopt;
   std::atomic<bool> ready{false};
 
   static void work(void* given) {
     Shared& job = *static_cast<Shared*>(given);
+    const Mode own = mode();
+    set_mode(job.caller);
     if (openmp().number() == 0) {
       job.team.emplace(openmp().size());
       job.ready.store(true, std::memory_order_release);
@@ -165,6 +193,7 @@ struct Shared {  // a job for a team that OpenMP makes, whose size is known once
       await([&job] { return job.ready.load(std::memory_order_acquire); });
     }
     job.body(job.context, *job.team);
+    set_mode(own);
   }
 };
 
@@ -180,6 +209,11 @@ Pool& the_pool() {
 
 }  // namespace
 
+void forked() {
+  pool.store(nullptr);
+  child.store(true);
+}
+
 void Team::barrier() {
   if (size_ == 1) return;
   const int phase = phase_.load(std::memory_order_relaxed);
@@ -193,12 +227,11 @@ void Team::barrier() {
 
 void run(int threads, Body body, void* context) {
   if (threads > 1) {
-    watch_forks();
     Pool& mine = the_pool();
     if (mine.take()) {
       if (openmp().has(threads)) {
-        Shared job{body, context, {}};
-        openmp().parallel(Shared::work, &job, unsigned(threads), 0);
+        Shared job{body, context};
+        openmp().parallel(Shared::work, &job, unsigned(openmp().most()), 0);
         mine.leave();
         return;
       }
