@@ -135,7 +135,7 @@ class Learner:
         self.accepted = self._weights()
 
     def conversation(self, *, traces: bool = False) -> Conversation:
-        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r more products."""
+        """A copy of the conversation, under the adapter. traces: they are carried along, which takes r products."""
         return replace(self.talk, state=with_weights(self.state, self.adapter.up, traces=traces)).fork()
 
     def read(self, ids: Sequence[int]) -> Report:

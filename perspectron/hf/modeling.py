@@ -121,7 +121,8 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
             if generation_config.is_assistant:
                 model_kwargs["cache"].activate_past_recording()
 
-    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as their own models take it until then
+    # Until 5.40, as their own models do.
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,

@@ -33,7 +33,7 @@ from perspectron.train.expert_stats import matrices, means
 from perspectron.train.guard import first_non_finite, signals
 from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.metrics import Metrics, forget, noting, read_metrics
-from perspectron.train.optim import optimizer_of, falls_at, freeze, learning_rate
+from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
 from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume

@@ -17,8 +17,8 @@ class OptimConfig:
     """The optimizer and its learning rate."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """ "muon": the updates of the blocks' matrices are orthogonalised (torch.optim.Muon), each as large as AdamW's would
-    be; all else has AdamW."""
+    """ "muon": the updates of the blocks' matrices are orthogonalised (torch.optim.Muon), each as large as AdamW's;
+    all else has AdamW."""
     lr: float = 1e-3
     """Peak learning rate. `perspectron train` takes the one of the design and size (perspectron/presets/rates.py)."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -65,9 +65,13 @@ class Muon(AdamW):
     """AdamW, and torch's Muon for the parameters of the last group. Both keep what they know of a parameter in
     `state`."""
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], config: OptimConfig) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], config: OptimConfig
+    ) -> None:
         super().__init__(groups, **_options(config))
-        self.muon = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.muon = torch.optim.Muon(
+            matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
         self.muon.state = self.state
         self.param_groups += self.muon.param_groups
 

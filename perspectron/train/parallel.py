@@ -42,7 +42,7 @@ from perspectron.train.expert_stats import experts_of, matrices
 from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
-from perspectron.train.optim import optimizer_of, freeze
+from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
 
@@ -61,7 +61,9 @@ class ParallelTrainer(Trainer):
             value = getattr(config.train, name)
             require(not value, name, value, "left out with more than one rank")
         kind = config.train.optim.optimizer
-        require(kind == "adamw", "optimizer", kind, "adamw with more than one rank, as Muon needs whole matrices")
+        require(
+            kind == "adamw", "optimizer", kind, "adamw with more than one rank, as Muon needs whole matrices"
+        )
         self.ranks = ranks_of(team, layout, config)
         self._group = dist.new_group(backend="gloo")  # of the thread that writes checkpoints
         self._writing: threading.Thread | None = None

@@ -131,7 +131,9 @@ def test_a_guard_that_finds_weights_worse_makes_no_step(model, monkeypatch):
     adapter, learner = learned(model, 40, guard=3)
     with monkeypatch.context() as patch:
         patch.setattr(
-            perspectron.adapt.learner, "losses", lambda model, piece, state: (torch.zeros(1, len(piece.ids) - 1), state)
+            perspectron.adapt.learner,
+            "losses",
+            lambda model, piece, state: (torch.zeros(1, len(piece.ids) - 1), state),
         )
         read, learner.past = learner.past.copy(), learner.past
         learner.since = 20

@@ -60,7 +60,16 @@ def test_generate_under_an_adapter_goes_on_from_its_two_files(folder, capsys):
 
 def test_generate_learns_from_a_short_prompt(folder, capsys):
     run, adapter = str(folder / "perspective-tiny-dense"), folder / "short.adapter"
-    asked = ["generate", run, "the cat sat on mat 5", "--max-tokens", "2", "--adapt", "--save-adapter", str(adapter)]
+    asked = [
+        "generate",
+        run,
+        "the cat sat on mat 5",
+        "--max-tokens",
+        "2",
+        "--adapt",
+        "--save-adapter",
+        str(adapter),
+    ]
     assert main(asked) == 0
     model, _ = load(run)
     assert all(up.abs().max() > 0 for up in Adapter.load(adapter, model).up.values())

@@ -18,7 +18,7 @@ from perspectron.train import checkpoint, loop
 from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
 from perspectron.train.metrics import read_metrics
-from perspectron.train.optim import AdamW, OptimConfig, optimizer_of, learning_rate
+from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
 
 MODELS = ("perspective-tiny", "transformer-tiny")
@@ -191,10 +191,12 @@ def test_one_step_of_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_r
             continue
         moved += 1
         decayed = before[name].double() * (1 - lr * trainer.config.train.optim.weight_decay)
-        towards = orthogonalised(gradients[name])  # its scale does not matter, nor does momentum in the first step
+        # Its scale does not matter, nor does momentum in the first step.
+        towards = orthogonalised(gradients[name])
         size = 0.2 * max(parameter.shape) ** 0.5 * lr
         error = (decayed - size * towards - parameter).norm() / (size * towards).norm()
-        assert error < 0.15, (name, error)  # the iteration runs in bfloat16; of the gradient itself it is above 0.5
+        # The iteration runs in bfloat16; of the gradient itself it is above 0.5.
+        assert error < 0.15, (name, error)
     assert moved >= 4
 
 
