@@ -32,7 +32,7 @@ def version() -> str | None:
 
 
 def conditions(device: torch.device) -> dict[str, str]:
-    """The machine, the device and the versions that a selftest is made with, and a digest of what runs and tests kernels."""
+    """The machine, the device and the versions of a selftest, and a digest of what runs the kernels and tests them."""
     package = import_module("perspectron")  # which imports this module's layer, to the import contract
     cuda = device.type == "cuda"
     return {
