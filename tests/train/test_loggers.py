@@ -1,6 +1,7 @@
 """Loggers get what metrics.jsonl has, with all losses in bits per byte, and none of them can end a training."""
 
 import sqlite3
+import time
 import warnings
 
 import pytest
@@ -68,6 +69,9 @@ def test_wandb_works_offline(trained):
     pytest.importorskip("wandb")
     trainer, _ = trained("wandb")
     (file,) = trainer.run_dir.glob("wandb/offline-run-*/*.wandb")
+    until = time.monotonic() + 30  # a process of wandb's own writes it
+    while b"bits_per_byte" not in file.read_bytes() and time.monotonic() < until:
+        time.sleep(0.1)
     assert b"bits_per_byte" in file.read_bytes()
 
 
