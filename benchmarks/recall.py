@@ -2,9 +2,10 @@
 
 Small models of every design (width 64, two layers) are trained from scratch on multi-query associative recall. Of the
 perspective model that is two PDR layers, without its windowed attention; then the same with smaller memories: states of
-R columns, for R keys by theory. Last a needle of one fact (any value in the text is the answer), also for windowed
-attention alone, with a window that reaches it and with one that does not. A run ends when its task is solved or its
-steps are done. With --json results are written after each arm, and a call that finds the file does only what it lacks.
+R columns, for R keys by theory. Then a needle of one fact (any value in the text is the answer), also for windowed
+attention alone, with a window that reaches it and with one that does not. Last the parity of 64 bits, for recurrences
+that can flip a sign and for those that cannot. A run ends when its task is solved or its steps are done. With --json
+results are written after each arm, and a call that finds the file does only what it lacks.
 """
 
 import json
@@ -18,11 +19,17 @@ import torch
 from perspectron.config import ModelConfig
 from perspectron.eval.recall import SOLVED, Options, Setting, config_for, measure_setting
 from perspectron.eval.tasks import MQAR, Needle
+from perspectron.eval.tracking import Parity
 from perspectron.mixers.pdr import PDRConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
 
 TESTS = ("tests/eval/test_tasks.py::test_answers_are_those_of_a_plain_solver",)
 DESIGNS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr")
+DESIGNS += ("perspective2", "gdn", "kda", "gdn2", "rwkv7", "mamba3", "hgrn2", "mingru")
+FLIPS = ("gdn[negative=true]", "kda[negative=true]", "gdn2[negative=true]", "rwkv7")
+STAYS = ("gdn", "kda", "gdn2", "perspective", "gla", "ssd", "mamba3", "hgrn2", "mingru", "transformer")
+"""For parity: those whose decays reach below zero, and those whose do not."""
+RATES = (3e-3, 1e-3, 6e-3, 1.2e-2, 3e-4)
 RANKS = (1, 2, 4, 8)
 WINDOW, LAYERS = 4, 2
 
@@ -54,6 +61,9 @@ def arms(pairs: int, length: int, steps: int, options: Options) -> dict[str, Arm
     for window, expected in theory.items():
         model_of = with_mixers(WindowGQAConfig(heads=2, kv_heads=1, window=window), needle)
         found[f"needle: window {window}"] = (model_of, needle, expected)
+    parity = Setting(Parity(2 * length), steps)
+    for designs, expected in ((FLIPS, "can flip a bit"), (STAYS, "chance")):
+        found |= {f"parity: {name}": (model(name, parity), parity, expected) for name in designs}
     return found
 
 
@@ -72,7 +82,9 @@ def found_before(path: str | None, conditions: dict[str, Any]) -> dict[str, Any]
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=1, repeats=3)
     parser.add_argument("--steps", type=int, default=600, help="of a run at most (%(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3], help="learning rates (%(default)s)")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=list(RATES), help="learning rates (%(default)s)"
+    )
     parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

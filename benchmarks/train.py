@@ -1,25 +1,22 @@
-"""Training throughput: a Perspective model, its transformer twin, and transformers' GPT-2 of the same size.
+"""Training throughput: a Perspective model and its transformer twin.
 
 A step is forward, loss, backward and fused AdamW on 4096 random tokens; no clipping, no documents' resets.
 Bars: perspective ≥ 0.8 times the twin's tokens per second at T = 512, more than the twin's at T = 4096.
 
 FLOPs are those of the model, not of the kernels: 6 per parameter and token (the tied matrix counts once, for
-the head; a table of positions not at all), attention's two products over the keys a query may see, the PDR
+the head), attention's two products over the keys a query may see, the PDR
 tree's matrix products as pdr_scan counts them.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 import common
 import pdr_scan
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from perspectron import presets
 from perspectron.config import ModelConfig
@@ -32,25 +29,24 @@ from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
 BARS = {"perspective_to_twin": {"512": 0.8, "4096": 1.0}}
-PERSPECTIVE, TWIN, GPT2 = "perspective-20m-dense", "transformer-20m", "gpt2"
+PERSPECTIVE, TWIN = "perspective-20m-dense", "transformer-20m"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is of: overrides of the presets' sizes, GPT-2's, and B sequences of T."""
+    """What a step is of: overrides of the presets' sizes, and B sequences of T."""
 
     B: int
     T: int
-    positions: int
     sizes: dict[str, Any]
 
     def __str__(self) -> str:
         return f"{self.B}×{self.T}"
 
 
-FULL = (Setting(8, 512, 4096, {}), Setting(1, 4096, 4096, {}))
+FULL = (Setting(8, 512, {}), Setting(1, 4096, {}))
 TINY = {"vocab_size": 512, "d_model": 48, "hidden": 96, "rank": 8, "window": 16, "layers": 4}
-QUICK = (Setting(2, 32, 32, TINY),)
+QUICK = (Setting(2, 32, TINY),)
 
 
 def sized(name: str, setting: Setting) -> ModelConfig:
@@ -58,51 +54,21 @@ def sized(name: str, setting: Setting) -> ModelConfig:
     return presets.get(name, **{k: v for k, v in setting.sizes.items() if k in presets.sizes(name)})
 
 
-def gpt2(setting: Setting) -> Any:
-    """GPT-2 as wide as the perspective model, with the depth that brings it nearest in parameters."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    config = presets.get(PERSPECTIVE, **setting.sizes)
-    attention = next(b.mixer for b in config.blocks if isinstance(b.mixer, WindowGQAConfig))
-
-    def of(layers: int) -> Any:
-        wanted = GPT2Config(
-            vocab_size=config.vocab_size, n_embd=config.d_model, n_head=attention.heads, n_layer=layers,
-            n_positions=setting.positions, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return AutoModelForCausalLM.from_config(wanted, attn_implementation="sdpa")
-
-    with torch.device("meta"):
-        target = parameters(LanguageModel(config))
-        one, two = parameters(of(1)), parameters(of(2))
-    return of(max(1, 1 + round((target - one) / (two - one)))).train()
-
-
 def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make(name: str, setting: Setting) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
-    """(model, its mean loss of ids and targets)."""
-    torch.manual_seed(0)
-    if name == GPT2:
-        model = gpt2(setting)
-        return model, lambda ids, targets: F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
-    own = build(sized(name, setting)).train()
-    return own, lambda ids, targets: own(ids, targets=targets).loss
-
-
 def stepper(name: str, setting: Setting, dtype: str) -> Callable[[], None]:
     """A call of which is one step."""
-    model, loss_of = make(name, setting)
+    torch.manual_seed(0)
+    model = build(sized(name, setting)).train()
     vocab_size = presets.get(PERSPECTIVE, **setting.sizes).vocab_size
     ids, targets = torch.randint(vocab_size, (2, setting.B, setting.T)).unbind()
     optimizer = optimizer_of(model, OptimConfig())
 
     def step() -> None:
         with autocast(torch.device("cpu"), dtype):
-            loss = loss_of(ids, targets)
+            loss = model(ids, targets=targets).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -114,12 +80,8 @@ def flops(name: str, setting: Setting) -> tuple[int, int]:
     """(parameters, FLOPs of a step)."""
     B, T, tokens = setting.B, setting.T, setting.B * setting.T
     with torch.device("meta"):
-        model: Any = gpt2(setting) if name == GPT2 else LanguageModel(sized(name, setting))
+        model = LanguageModel(sized(name, setting))
     count = parameters(model)
-    if name == GPT2:
-        D = model.config.n_embd
-        blocks = model.config.n_layer * attention_flops(B, T, D, T)
-        return count, 6 * (count - prod(model.transformer.wpe.weight.shape)) * tokens + blocks
     total, D = 6 * count * tokens, model.config.d_model
     for block in model.config.blocks:
         match block.mixer:
@@ -193,7 +155,7 @@ def show(report: common.Report, setting: Setting, result: dict[str, Any]) -> Non
     report.table(["", "M parameters", "tokens/s", "GFLOP/step", "of peak", "peak memory"], rows)
     for name in result["models"]:
         if name != PERSPECTIVE:
-            bar = BARS["perspective_to_twin"].get(str(setting.T)) if name == TWIN else None
+            bar = BARS["perspective_to_twin"].get(str(setting.T))
             wanted = "" if bar is None else f" (bar {'>' if bar == 1 else '≥'} {bar})"
             report.say(f"tokens/s, perspective / {name}: {result[f'perspective_to_{name}'].text()}{wanted}")
     report.say("")
@@ -214,10 +176,6 @@ def main() -> None:
     shapes = ", ".join(map(str, settings))
     report = common.Report(args, TESTS, dtype=", ".join(args.dtypes), shapes=f"batch×time {shapes}")
     names = [PERSPECTIVE, TWIN]
-    if importlib.util.find_spec("transformers"):
-        names.append(GPT2)
-    else:
-        report.say("gpt2: not run, transformers is not installed (pip install transformers)", "")
     report.say(
         "bfloat16 is autocast; its share is of the bfloat16 matrix product, the PDR scan stays float32", ""
     )

@@ -39,6 +39,7 @@ SCRIPTS = {
     "contexts": [],
     "train": ["--dtypes", "bfloat16"],
     "updates": [],
+    "elsewhere": [],
     "precision": [],
     "systems": [],
     "routing": [],
@@ -194,9 +195,8 @@ def test_contexts(results):
 
 
 def test_train(results):
-    models = {"perspective-20m-dense", "transformer-20m"} | ({"gpt2"} if find_spec("transformers") else set())
     for run in results("train")["runs"]:
-        assert set(run["models"]) == models
+        assert set(run["models"]) == {"perspective-20m-dense", "transformer-20m"}
         counts = [model["parameters"] for model in run["models"].values()]
         assert max(counts) < 1.1 * min(counts)
         assert run["perspective_to_transformer-20m"]["median"] > 0
@@ -208,6 +208,16 @@ def test_updates(results):
     for design in results("updates").values():
         assert design["kernels"]["median"] > 0 and design["decode_seconds"]["median"] > 0
         assert design["tokens_per_second"]["low"] <= design["tokens_per_second"]["median"]
+
+
+def test_elsewhere(results):
+    (run,) = results("elsewhere")["runs"]
+    models = run["models"]
+    assert models["GPT-2 of transformers"]["parameters"] == models["gpt2"]["parameters"]
+    assert models["Mamba-2 of transformers"]["parameters"] == models["ssd"]["parameters"]
+    for found in models.values():
+        assert abs(found["parameters"] / run["params"] - 1) < 0.3
+        assert found["tokens_per_second"]["median"] > 0 and found.get("times", {"median": 1})["median"] > 0
 
 
 def test_step(results):

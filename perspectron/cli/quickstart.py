@@ -27,6 +27,7 @@ from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
+WARMUP = 0.2  # of the updates
 MODELS = {"perspective": "perspective2-tiny", "transformer": "transformer-tiny"}
 
 
@@ -42,7 +43,7 @@ class Quickstart:
     """Output folder."""
     data: str = "stdlib"
     """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
-    steps: int = 440
+    steps: int = 600
     """Number of updates for each model, of 8 × 128 tokens each."""
 
     def __call__(self) -> int:
@@ -85,7 +86,7 @@ class Quickstart:
             eval_every=0,
             eval_tokens=0,
             save_every=0,
-            optim=OptimConfig(lr=lr, warmup=30),
+            optim=OptimConfig(lr=lr, warmup=round(WARMUP * self.steps)),
         )
 
     def _comparison(self) -> Table:

@@ -1,8 +1,8 @@
 """The long forms of test_parallel: `python -m tests.train.long OUT [equal|kills|speed|context]`, minutes each.
 
 equal: 20 updates of every layout. kills: 20 kills of random ranks. speed: tokens per second and memory of 1, 2 and 4
-processes with one thread each, beside two that share nothing. context: a window of 1 M tokens on 4 processes. Prints
-what it found.
+processes with one thread each, beside one of two threads and two that share nothing. context: a window of 1 M tokens on
+4 processes. Prints what it found.
 """
 
 import json
@@ -19,7 +19,7 @@ from perspectron.data import Tokenizer, encode, open_corpus
 from perspectron.machine import Peak, resident
 from perspectron.ranks import together
 from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.layout import Layout
+from perspectron.train.layout import Layout, Shard
 from perspectron.train.loop import Trainer
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
@@ -54,11 +54,14 @@ def speed(cases: Cases, preset: str = "perspective-20m-dense", steps: int = 6) -
     config = RunConfig(presets.get(preset, vocab_size=300), train)
     half = replace(config, train=replace(train, batch_size=batch // 2))
 
-    for name, size in (("1", 1), ("2", 2), ("2 apart", 2), ("4", 4)):
+    alone: tuple[tuple[str, int, Shard], ...] = (("1", 1, "fsdp"), ("1 of two threads", 1, "fsdp"))
+    shared: tuple[tuple[str, int, Shard], ...] = (("2", 2, "fsdp"), ("2 by ddp", 2, "ddp"))
+    for name, size, shard in (*alone, *shared, ("2 apart", 2, "fsdp"), ("4", 4, "fsdp")):
 
-        def work(rank: int, name: str = name, size: int = size) -> None:
+        def work(rank: int, name: str = name, size: int = size, shard: Shard = shard) -> None:
+            torch.set_num_threads(2 if name == "1 of two threads" else 1)
             before = resident()
-            if name in ("1", "2 apart"):
+            if size == 1 or name == "2 apart":
                 own, part = cases.folder(f"speed {name} {rank}"), config if size == 1 else half
                 timed(Trainer(own, part, cases.tokenizer, cases.shards), before)
                 return
@@ -66,7 +69,7 @@ def speed(cases: Cases, preset: str = "perspective-20m-dense", steps: int = 6) -
                 run = f"speed {name}"
                 team.of_first(lambda: cases.folder(run))
                 given = (cases.folder(run), config, cases.tokenizer, cases.shards)
-                timed(ParallelTrainer(team, Layout(), *given), before)
+                timed(ParallelTrainer(team, Layout(shard), *given), before)
 
         def timed(trainer: Trainer, before: int, name: str = name, size: int = size) -> None:
             trainer.step()
