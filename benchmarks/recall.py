@@ -100,6 +100,8 @@ def main() -> None:
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     done = found_before(args.json, report.conditions)
     asked = arms(pairs, length, steps, options)
+    if unknown := set(args.only or ()) - set(asked):
+        parser.error(f"--only: no arm {', '.join(sorted(unknown))}; there are {', '.join(asked)}")
     for name in args.only or asked:
         if name not in done:
             config, setting, theory = asked[name]

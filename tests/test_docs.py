@@ -28,6 +28,7 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
+BENCHMARK = re.compile(r"\bpython (-m )?benchmarks[./](\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
 RUN += ("guides/quantise-and-stream.md", "guides/transformers.md", "guides/fine-tune.md", "guides/onnx.md")
@@ -128,6 +129,15 @@ def test_citations_name_a_page_and_a_heading_that_exist():
         if not (ROOT / page).is_file() or (anchor and anchor not in anchors(ROOT / page))
     ]
     assert lost == []
+
+
+def test_benchmarks_that_pages_name_start_as_they_say():
+    """A script imports what lies beside it, a module does not."""
+    named = {match for page in pages() for match in BENCHMARK.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 15
+    for module, name in sorted(named):
+        text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+        assert not (module and "\nimport common\n" in text), name
 
 
 def test_tests_that_pages_name_exist():
