@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -27,6 +28,8 @@ from perspectron.eval import timing  # noqa: E402
 from perspectron.eval.timing import take_turns, timed  # noqa: E402
 from perspectron.machine import Peak  # noqa: E402, F401
 from perspectron.machine import free_memory as available_bytes  # noqa: E402
+from perspectron.train.optim import OptimConfig, optimizer_of  # noqa: E402
+from perspectron.train.precision import autocast  # noqa: E402
 
 MATMUL_SIZES = (384, 768, 1536, 3072)
 
@@ -60,6 +63,34 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Seconds of each call, `repeats` per contender, taken in turns."""
     return take_turns({name: timed(call) for name, call in contenders.items()}, repeats, warmup)
+
+
+# Training
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def updating(
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    ids_BT: Tensor,
+    targets_BT: Tensor,
+    dtype: str,
+) -> Callable[[], None]:
+    """A call that makes one update: forward, loss, backward, clipping and fused AdamW."""
+    optimizer = optimizer_of(model, OptimConfig())
+
+    def update() -> None:
+        with autocast(ids_BT.device, dtype):
+            loss = loss_of(ids_BT, targets_BT)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
 
 
 # Command line

@@ -2,7 +2,8 @@
 and nanochat, each as a plain loop, as it is and compiled by torch.compile.
 
 An update is forward, loss, backward, clipping and fused AdamW on random tokens, bfloat16 by autocast or float32. All
-models take turns. Beside each stands ours of the same design with as many parameters, and `perspective2`.
+models take turns. Beside each stands ours of the same design, or of the nearest, with as many parameters, and
+`perspective2`.
 
 nanoGPT's decoder: learned positions, LayerNorm, GELU, a head that is the embedding. nanochat's: rotary positions, norms
 without weights, also of queries and keys and of the embedding, squared ReLU, capped logits, a head of its own. Both are
@@ -26,8 +27,6 @@ from perspectron.machine import memory_kept
 from perspectron.mixers.attention import AttentionConfig
 from perspectron.mixers.ssd import SSDConfig
 from perspectron.model import build
-from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.train.precision import autocast
 
 TESTS = ("tests/native/test_training.py", "tests/test_gpt2.py")
 BAR = 1.5
@@ -38,7 +37,7 @@ PAIRS = {
     "nanochat": "transformer",
     "Mamba-2 of transformers": "ssd",
 }
-"""What is trained elsewhere, and ours of that design."""
+"""What is trained elsewhere, and ours of that design, or of the nearest."""
 OURS = ("perspective2", "gpt2", "transformer", "ssd")
 
 
@@ -92,7 +91,9 @@ class Decoder(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, vocab_size: int, D: int, layers: int, heads: int, T: int, *, modern: bool) -> None:
+    def __init__(
+        self, vocab_size: int, D: int, layers: int, heads: int, hidden: int, T: int, *, modern: bool
+    ) -> None:
         super().__init__()
         self.modern = modern
         self.wte, self.head = nn.Embedding(vocab_size, D), nn.Linear(D, vocab_size, bias=False)
@@ -106,8 +107,8 @@ class Decoder(nn.Module):
 
         self.first, self.last = norm() if modern else nn.Identity(), norm()
         self.mixers = nn.ModuleList(Attention(D, heads, modern) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(D, 4 * D, bias=False) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(4 * D, D, bias=False) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(D, hidden, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(hidden, D, bias=False) for _ in range(layers))
         self.norms = nn.ModuleList(norm() for _ in range(2 * layers))
         half = D // heads // 2
         angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(half) / half)
@@ -135,24 +136,25 @@ class OfTransformers(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets_BT.flatten())
 
 
-def parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def theirs(name: str, setting: Setting) -> nn.Module:
-    """The model of that name, as wide as ours of its design; nano's as deep as brings them nearest in parameters."""
+    """The model of that name, as wide as ours of its design; nano's as deep as brings their networks nearest
+    to four times that width."""
     own = setting.ours(PAIRS[name])
     D, layers, mixer, network = own.d_model, len(own.blocks), own.blocks[0].mixer, own.blocks[0].ffn
     if name.startswith("nano"):
         assert isinstance(mixer, AttentionConfig)
 
-        def of(depth: int) -> Decoder:
+        def of(depth: int, hidden: int) -> Decoder:
             modern = name == "nanochat"
-            return Decoder(setting.vocab_size, D, depth, mixer.heads, setting.T, modern=modern)
+            return Decoder(setting.vocab_size, D, depth, mixer.heads, hidden, setting.T, modern=modern)
 
-        with torch.device("meta"):
-            depth = min(range(1, 4 * layers), key=lambda depth: abs(parameters(of(depth)) - setting.params))
-        return of(depth)
+        def width(depth: int) -> int:
+            with torch.device("meta"):
+                rest = setting.params - common.parameters(of(depth, 0))
+            return round(rest / (2 * D * depth))
+
+        depth = min(range(1, 4 * layers), key=lambda depth: abs(width(depth) - 4 * D))
+        return of(depth, width(depth))
     from transformers import AutoModelForCausalLM, GPT2Config, Mamba2Config, PreTrainedConfig
 
     ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "use_cache": False}
@@ -180,31 +182,17 @@ def ours(design: str, setting: Setting) -> tuple[nn.Module, Callable[[Tensor, Te
     return model, lambda ids, targets: model(ids, targets=targets).objective()
 
 
-def updates(
-    model: nn.Module, loss_of: Callable[..., Tensor], setting: Setting, dtype: str
-) -> Callable[[], None]:
-    """A call that makes one update."""
-    optimizer, device = optimizer_of(model, OptimConfig(lr=1e-3)), torch.device("cpu")
-    ids, targets = torch.randint(setting.vocab_size, (2, setting.B, setting.T)).unbind()
-
-    def update() -> None:
-        with autocast(device, dtype):
-            loss = loss_of(ids, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return update
-
-
 def measure(setting: Setting, dtype: str, repeats: int, *, quick: bool) -> dict[str, Any]:
     torch.manual_seed(0)
+    batch = torch.randint(setting.vocab_size, (2, setting.B, setting.T)).unbind()
     calls: dict[str, Callable[[], None]] = {}
     sizes: dict[str, int] = {}
     for design in OURS:
         model, loss_of = ours(design, setting)
-        calls[design], sizes[design] = updates(model, loss_of, setting, dtype), parameters(model)
+        calls[design], sizes[design] = (
+            common.updating(model, loss_of, *batch, dtype),
+            common.parameters(model),
+        )
     compiling: dict[str, float] = {}
     for name in PAIRS:
         for way in ("", ", compiled"):
@@ -212,11 +200,11 @@ def measure(setting: Setting, dtype: str, repeats: int, *, quick: bool) -> dict[
                 continue
             model = theirs(name, setting).train()
             called = torch.compile(model, dynamic=False) if way else model
-            update = updates(model, called, setting, dtype)
+            update = common.updating(model, called, *batch, dtype)
             start = time.perf_counter()
             update()
             compiling[name + way] = time.perf_counter() - start
-            calls[name + way], sizes[name + way] = update, parameters(model)
+            calls[name + way], sizes[name + way] = update, common.parameters(model)
     with memory_kept():
         seconds = common.interleave(calls, repeats)
     tokens = setting.B * setting.T
@@ -257,10 +245,11 @@ def show(report: common.Report, setting: Setting, run: dict[str, Any]) -> None:
 def main() -> None:
     parser = common.parser(__doc__ or "", threads=torch.get_num_threads(), repeats=5)
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=("bfloat16",))
-    parser.add_argument("--params", type=int, nargs="+", help="only these sizes")
+    sizes = [setting.params for setting in FULL]
+    parser.add_argument("--params", type=int, nargs="+", choices=sizes, default=sizes, help="(%(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    settings = [s for s in (QUICK if args.quick else FULL) if not args.params or s.params in args.params]
+    settings = QUICK if args.quick else [setting for setting in FULL if setting.params in args.params]
     shapes = "; ".join(map(str, settings))
     report = common.Report(args, TESTS, dtype=", ".join(args.dtypes), shapes=shapes)
     runs = []

@@ -1,8 +1,9 @@
 """What can each design be taught to remember, and where does a fixed state fail?
 
 Small models of every design (width 64, two layers) are trained from scratch on multi-query associative recall. Of the
-perspective model that is two PDR layers, without its windowed attention; then the same with smaller memories: states of
-R columns, for R keys by theory. Then a needle of one fact (any value in the text is the answer), also for windowed
+perspective model that is two PDR layers, without its windowed attention; of `perspective2` it is one layer of PDR 2 and
+one of attention to half a text, with both of its parts; then PDR with smaller memories: states of R columns, for R keys
+by theory. Then a needle of one fact (any value in the text is the answer), also for windowed
 attention alone, with a window that reaches it and with one that does not. Last the parity of 64 bits, for recurrences
 that can flip a sign and for those that cannot. A run ends when its task is solved or its steps are done. With --json
 results are written after each arm, and a call that finds the file does only what it lacks.
@@ -26,9 +27,11 @@ from perspectron.mixers.window_gqa import WindowGQAConfig
 TESTS = ("tests/eval/test_tasks.py::test_answers_are_those_of_a_plain_solver",)
 DESIGNS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr")
 DESIGNS += ("perspective2", "gdn", "kda", "gdn2", "rwkv7", "mamba3", "hgrn2", "mingru")
-FLIPS = ("gdn[negative=true]", "kda[negative=true]", "gdn2[negative=true]", "rwkv7")
-STAYS = ("gdn", "kda", "gdn2", "perspective", "gla", "ssd", "mamba3", "hgrn2", "mingru", "transformer")
-"""For parity: those whose decays reach below zero, and those whose do not."""
+PARITY = dict.fromkeys(("gdn[negative=true]", "kda[negative=true]", "gdn2[negative=true]"), "can flip a bit")
+PARITY |= {"mamba3": "turns a key by half a circle", "rwkv7": "flips a sign, and keeps less than half of it"}
+PARITY |= dict.fromkeys(("gdn", "kda", "gdn2", "perspective", "gla", "ssd", "hgrn2", "mingru"), "chance")
+PARITY |= {"transformer": "at no length beyond those it saw"}
+"""What theory says of the parity of bits: whether a token can turn a state into its negative."""
 RATES = (3e-3, 1e-3, 6e-3, 1.2e-2, 3e-4)
 RANKS = (1, 2, 4, 8)
 WINDOW, LAYERS = 4, 2
@@ -57,13 +60,12 @@ def arms(pairs: int, length: int, steps: int, options: Options) -> dict[str, Arm
     }
     found["needle: transformer"] = (model("transformer", needle), needle, "attention sees it")
     found["needle: perspective"] = (model("perspective", needle), needle, "if gates stay open")
-    theory = {length: "attention sees it", WINDOW: f"chance: sees {seen} tokens back of {length - 9}"}
-    for window, expected in theory.items():
+    reach = {length: "attention sees it", WINDOW: f"chance: sees {seen} tokens back of {length - 9}"}
+    for window, expected in reach.items():
         model_of = with_mixers(WindowGQAConfig(heads=2, kv_heads=1, window=window), needle)
         found[f"needle: window {window}"] = (model_of, needle, expected)
     parity = Setting(Parity(2 * length), steps)
-    for designs, expected in ((FLIPS, "can flip a bit"), (STAYS, "chance")):
-        found |= {f"parity: {name}": (model(name, parity), parity, expected) for name in designs}
+    found |= {f"parity: {name}": (model(name, parity), parity, theory) for name, theory in PARITY.items()}
     return found
 
 
@@ -76,7 +78,9 @@ def found_before(path: str | None, conditions: dict[str, Any]) -> dict[str, Any]
     if path in (None, "-") or not Path(path).is_file():
         return {}
     whole = json.loads(Path(path).read_text(encoding="utf-8"))
-    return whole["results"]["arms"] if whole["conditions"]["shapes"] == conditions["shapes"] else {}
+    if whole["conditions"]["shapes"] != conditions["shapes"]:
+        raise SystemExit(f"{path} has other settings: {whole['conditions']['shapes']}; name another file")
+    return whole["results"]["arms"]
 
 
 def main() -> None:
@@ -103,13 +107,14 @@ def main() -> None:
     if unknown := set(args.only or ()) - set(asked):
         parser.error(f"--only: no arm {', '.join(sorted(unknown))}; there are {', '.join(asked)}")
     for name in args.only or asked:
+        config, setting, theory = asked[name]
         if name not in done:
-            config, setting, theory = asked[name]
             found = measure_setting(config, setting, options)
             commit = report.conditions["commit"]
             done[name] = found | {"task": setting.task.name, "theory": theory, "commit": commit}
             if args.json != "-":
                 report.finish({"solved": SOLVED, "arms": done})
+        done[name]["theory"] = theory
         report.say(line(name, done[name]))
     report.say("")
     header = ["arm", "task", "accuracy", "chance", "solved", "steps", "state", "parameters", "CPU s"]

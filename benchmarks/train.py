@@ -16,7 +16,6 @@ from typing import Any
 import common
 import pdr_scan
 import torch
-from torch import nn
 
 from perspectron import presets
 from perspectron.config import ModelConfig
@@ -54,10 +53,6 @@ def sized(name: str, setting: Setting) -> ModelConfig:
     return presets.get(name, **{k: v for k, v in setting.sizes.items() if k in presets.sizes(name)})
 
 
-def parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def stepper(name: str, setting: Setting, dtype: str) -> Callable[[], None]:
     """A call of which is one step."""
     torch.manual_seed(0)
@@ -81,7 +76,7 @@ def flops(name: str, setting: Setting) -> tuple[int, int]:
     B, T, tokens = setting.B, setting.T, setting.B * setting.T
     with torch.device("meta"):
         model = LanguageModel(sized(name, setting))
-    count = parameters(model)
+    count = common.parameters(model)
     total, D = 6 * count * tokens, model.config.d_model
     for block in model.config.blocks:
         match block.mixer:

@@ -12,14 +12,12 @@ from unittest import mock
 
 import common
 import torch
-from torch import nn
+from torch import Tensor
 
 from perspectron import native, presets
 from perspectron.config import ModelConfig
 from perspectron.machine import memory_kept
 from perspectron.model import build
-from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.train.precision import autocast
 
 TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/test_memory.py")
 DESIGNS = (
@@ -29,22 +27,21 @@ DESIGNS = (
 )
 
 
-def updates(model: nn.Module, vocab: int, T: int, dtype: str) -> Callable[[], float]:
+def updates(model: Any, vocab: int, T: int, dtype: str) -> Callable[[], float]:
     """A call that makes one update and says how many seconds of the processor it took."""
-    optimizer, device = optimizer_of(model, OptimConfig(lr=1e-3)), torch.device("cpu")
     ids = torch.randint(0, vocab, (8, T + 1), generator=torch.Generator().manual_seed(0))
 
-    def update() -> float:
+    def loss_of(ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return model(ids_BT, targets=targets_BT).objective()
+
+    update = common.updating(model, loss_of, ids[:, :-1], ids[:, 1:], dtype)
+
+    def timed() -> float:
         start = time.process_time()
-        with autocast(device, dtype):
-            output = model(ids[:, :-1], targets=ids[:, 1:])
-        output.objective().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update()
         return time.process_time() - start
 
-    return update
+    return timed
 
 
 def decoding(model: Any, tokens: int) -> Callable[[], float]:

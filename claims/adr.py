@@ -117,8 +117,8 @@ INTERPRETATION = (
           worded("a token costs the same at any length", 0.99, 1.01, " times at twice a million tokens"),
           of(_growth, 1 << 20)),
     Claim("adr-transformer", "§4, our reading", "Transformer-like flexibility",
-          worded("at most 0.01 higher loss than the transformer's", *trained.NO_HIGHER), trained.versus("adr",
-          "transformer"),
+          worded("at most 0.01 higher loss than the transformer's", *trained.NO_HIGHER),
+          trained.versus("adr", "transformer", "compare"),
           command=command("compare")),
 )
 
@@ -139,7 +139,7 @@ HYPOTHESIS = (
           worded("lower loss of an independent model than GPT-2's text", *trained.LOWER),
           documents.coherent("bits_per_byte", "bits per byte"), command=command("documents")),
     Claim("adr-loss", "§5, our reading", "whatever it reduces or improves, it models text better",
-          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2"),
+          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2", "compare"),
           command=command("compare")),
     Claim("adr-biology", "§5", "More biologically-plausible memory dynamics",
           worded("closer to cortical recurrence", 1),

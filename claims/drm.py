@@ -187,7 +187,7 @@ LOSSES = (
           worded("a Lyapunov exponent ≤ 0 with weights 1% off", float("-inf"), 0), documents.stable,
           command=command("documents")),
     Claim("drm-transformer", "docs/designs/drm.md#measured", "a transformer wins at equal tokens",
-          worded("the transformer's loss is lower", *trained.LOWER), trained.versus("transformer", "drm"),
+          worded("the transformer's loss is lower", *trained.LOWER), trained.versus("transformer", "drm", "compare"),
           command=command("compare")),
     Claim("drm-dispensable", "docs/designs/drm.md#measured", "directions can be ablated away",
           worded("at most 0.01 higher loss without directions", *trained.NO_HIGHER), trained.without("drm", "drm",

@@ -158,7 +158,7 @@ NOVELTY = (
           command=command("documents")),
     Claim("pdr-beats-gla", "§3.1, our reading", "PDR differs from GLA: perspective, not gate",
           worded("lower loss than GLA", *trained.LOWER), trained.versus("perspective", "gla"),
-          command=command("compare")),
+          command=command("reference/results")),
 )
 
 FLOPS = (
@@ -235,11 +235,11 @@ COMPARISON = (
           f"0 for {_added() / 1e6:.1f} M FLOPs: there are as many products of ternary weights as of others")),
           ("of multiplications, which weights of −1, 0 and 1 need none of", of(_saved))),
     Claim("pdr-beats-mamba", "§4.3, our reading", "much richer adaptivity than Mamba",
-          worded("lower loss than Mamba-2", *trained.LOWER), trained.versus("perspective", "ssd"),
+          worded("lower loss than Mamba-2", *trained.LOWER), trained.versus("perspective", "ssd", "compare"),
           command=command("compare")),
     Claim("pdr-beats-attention", "§3.3, our reading", "Perspective Is All You Need",
           worded("lower loss than the transformer", *trained.LOWER), trained.versus("perspective", "transformer"),
-          command=command("compare")),
+          command=command("reference/results")),
 )
 
 STATES = (

@@ -25,8 +25,14 @@ COMPARE = (
     "perspectron compare --params 2M --tokens 3M --seeds 3 --jobs 2 --dtype bfloat16 --rates 2e-3 4e-3 8e-3 "
     "--out runs/reference"
 )
+REFERENCE = (
+    "perspectron compare --designs 'perspective2,gdn,gla,transformer,transformer[shift=true,first_values=true],kda,"
+    "perspective' --params 2M --tokens 3M --seeds 3 --rates 2e-3 4e-3 8e-3 1.6e-2 3.2e-2 --warmups 0.05 0.2 "
+    "--rate-share 0.1 --dtype bfloat16 --suites '' --out runs/normed"
+)
+"""What results/reference joins, in one command."""
 ABLATED = ("perspective", "adr", "lens", "drm")
-COMPARISONS = ("compare", *(f"ablate-{design}" for design in ABLATED))
+COMPARISONS = ("compare", "reference/results", *(f"ablate-{design}" for design in ABLATED))
 DIRTY = "with changes"
 """Suffix of the commit of a measurement made with uncommitted changes."""
 VERSION = 1
@@ -43,6 +49,8 @@ def command(name: str) -> str:
         return f"{COMMANDS[name]} --json results/{name}.json"
     if name == "compare":
         return f"{COMPARE} && python -m claims.keep runs/reference results/compare.json"
+    if name == "reference/results":
+        return f"{REFERENCE} && cp runs/normed/results.json results/{name}.json"
     design = name.removeprefix("ablate-")
     made = f"perspectron ablate runs/reference/cells/{design}/0 --tokens 500k --seeds 3 --jobs 2 --out runs/{name}"
     return f"{made} && cp runs/{name}/results.json results/{name}.json"

@@ -4,6 +4,7 @@ Half of them run in one process and half in another: in a smoke run the times sa
 left out.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import common
 
@@ -47,7 +49,7 @@ SCRIPTS = {
     "full_size": [],
     "quantised": [],
     "ternary_gemv": [],
-    "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4"],
+    "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
     "layer_times": [],
     "sessions": [],
     "determinism": [],
@@ -215,9 +217,25 @@ def test_elsewhere(results):
     models = run["models"]
     assert models["GPT-2 of transformers"]["parameters"] == models["gpt2"]["parameters"]
     assert models["Mamba-2 of transformers"]["parameters"] == models["ssd"]["parameters"]
+    assert models.keys() > {"nanoGPT", "nanochat", "perspective2", "transformer"}
     for found in models.values():
-        assert abs(found["parameters"] / run["params"] - 1) < 0.3
-        assert found["tokens_per_second"]["median"] > 0 and found.get("times", {"median": 1})["median"] > 0
+        assert abs(found["parameters"] / run["params"] - 1) < 0.1
+        if "ours" in found:
+            ours, theirs = (one["tokens_per_second"]["median"] for one in (models[found["ours"]], found))
+            assert found["times"]["median"] == pytest.approx(ours / theirs)
+
+
+@pytest.mark.parametrize("modern", [False, True])
+def test_the_decoders_elsewhere_see_no_later_token(monkeypatch, modern):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    elsewhere = importlib.import_module("elsewhere")
+    torch.manual_seed(0)
+    model = elsewhere.Decoder(50, 32, 2, 2, 64, 12, modern=modern)
+    ids = torch.randint(50, (1, 12))
+    other = torch.cat([ids[:, :8], (ids[:, 8:] + 1) % 50], 1)
+    seen = torch.cat([ids[:, :8], torch.full((1, 4), -100)], 1)  # targets of the first eight alone
+    assert torch.equal(model(ids, seen), model(other, seen))
+    assert not torch.equal(model(ids, ids), model(other, ids))
 
 
 def test_step(results):
@@ -390,9 +408,10 @@ def test_full_size(results):
 
 def test_recall(results):
     found = results("recall")
-    transformer, small, window = found["arms"].values()
-    assert transformer["task"] == small["task"] == "mqar" and window["task"] == "needle"
-    assert (transformer["chance"], window["chance"]) == (1 / 8, 1 / 16)
+    transformer, small, window, parity = found["arms"].values()
+    tasks = [arm["task"] for arm in found["arms"].values()]
+    assert tasks == ["mqar", "mqar", "needle", "parity"] and parity["length"] == 32
+    assert (transformer["chance"], window["chance"], parity["chance"]) == (1 / 8, 1 / 16, 1 / 2)
     assert small["state_bytes"] < transformer["state_bytes"]
     for arm in found["arms"].values():
         assert arm["steps"] == [2, 2] and len(arm["accuracy"]) == 2

@@ -1,7 +1,8 @@
 """Measures read from a comparison: designs, or one design with parts removed, trained on the same tokens.
 
-The files are results.json of `compare` and `ablate`, kept as compare.json and ablate-DESIGN.json. A difference of
-losses is judged as the report judges it: by the interval of the mean over seeds (`perspectron.stats`).
+The files are results.json of `compare` and `ablate`, kept as compare.json, reference/results.json (embeddings normed,
+losses alone) and ablate-DESIGN.json. A difference of losses is judged as the report judges it: by the interval of the
+mean over seeds (`perspectron.stats`).
 """
 
 import math
@@ -37,8 +38,9 @@ def scale(results: Results, file: str) -> str:
     """At what size a comparison was made."""
     plan = results.get(file)["plan"]
     size, tokens, data = plan["params"] / 1e6, plan["tokens"] / 1e6, Path(plan["data"]).name
-    seeds = len(plan["seeds"])
-    return f"at {size:.3g} M parameters and {tokens:.3g} M tokens of {data}, {seeds} seed{'s' if seeds > 1 else ''}"
+    seeds = f"{len(plan['seeds'])} seed{'s' if len(plan['seeds']) > 1 else ''}"
+    start = "" if file == "reference/results" else ", embeddings of 0.02"
+    return f"at {size:.3g} M parameters and {tokens:.3g} M tokens of {data}, {seeds}{start}"
 
 
 def cells(results: Results, file: str, design: str) -> Cells:
@@ -95,7 +97,7 @@ def difference(values: dict[str, list[float]], unit: str, proviso: str) -> Evide
     return Evidence((gap.low, gap.high), shown, proviso, unsure=f"no significant difference {proviso}")
 
 
-def versus(first: str, second: str, file: str = "compare") -> Measure:
+def versus(first: str, second: str, file: str = "reference/results") -> Measure:
     """Held-out bits per byte of one design less another's."""
 
     def measure(results: Results) -> Evidence:

@@ -65,6 +65,7 @@ def whole():
         ]
 
     found = {"compare": comparison({name: three(name, True) for name in DESIGNS})}
+    found["reference/results"] = comparison({name: three(name, False) for name in DESIGNS})
     for design in ABLATED:
         found[f"ablate-{design}"] = comparison({a: three(a, False) for a in (design, *ABLATIONS[design])})
     assert tuple(found) == COMPARISONS
@@ -83,7 +84,9 @@ def recalls(arms):
 
 def keep(folder, found):
     for name, result in found.items():
-        (folder / f"{name}.json").write_text(json.dumps(result))
+        path = folder / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result))
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ from perspectron.eval.recall import SOLVED
 from tests.claims.conftest import SEEDS, bins, cell, comparison, recalled, recalls
 
 SCALE = "at 2 M parameters and 3 M tokens of stdlib, 3 seeds"
+FIRST = f"{SCALE}, embeddings of 0.02"  # of the first comparison
 
 
 @pytest.fixture
 def results(kept):
     def write(seeds=SEEDS, **designs):
         found = comparison(designs, seeds=list(seeds))
-        return Results(kept(**{"compare": found, "ablate-lens": found}))
+        return Results(kept(**dict.fromkeys(("compare", "reference/results", "ablate-lens"), found)))
 
     return write
 
@@ -93,7 +94,7 @@ def test_gates_are_judged_seed_by_seed(results):
 
 def test_a_gate_that_stays_where_it_starts_shows_nothing(results):
     still = [[0.80, 0.81], [0.79, 0.80], [0.80, 0.80]]
-    assert gate(results, *still, start=(0.8, 0.8)).judged == f"untestable here: as at the start, {SCALE}"
+    assert gate(results, *still, start=(0.8, 0.8)).judged == f"untestable here: as at the start, {FIRST}"
     moved = [[0.70, 0.86], [0.71, 0.87], [0.70, 0.86]]
     assert gate(results, *moved, start=(0.8, 0.8)).verdict == "holds with a condition"
 
@@ -115,7 +116,7 @@ def test_positions_that_both_have_are_compared(results):
         for each in found["suites"]["position"]["bins"]:
             each["tokens"] = 5000
     enough = row(measure, results(one=one, other=other))
-    assert enough.judged == f"holds with a condition: {SCALE}; 5,000 targets, the same for all seeds"
+    assert enough.judged == f"holds with a condition: {FIRST}; 5,000 targets, the same for all seeds"
     one[0]["suites"]["position"]["bins"][6]["bits_per_byte"] = None
     assert row(measure, results(one=one, other=other)).verdict == "untestable here"
     one[0]["suites"] = {}
