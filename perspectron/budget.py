@@ -155,7 +155,7 @@ def settled(
     found = {name: value for name, value in found.items() if name not in given}
     rates: dict[str, Any] = {
         "lr": presets.rate(design, size),
-        "warmup": max(1, round(presets.WARMUP * steps)),
+        "warmup": presets.warmup(steps),
     }
     rates = {name: value for name, value in rates.items() if name not in given and not train.init}
     optim = replace(train.optim, **rates)

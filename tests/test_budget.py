@@ -54,6 +54,11 @@ def test_a_long_text_is_estimated_from_the_share_that_was_read(tmp_path, monkeyp
     )
 
 
+def test_short_trainings_warm_up_for_longer():
+    steps = (1, 10, 600, 1200, 3000)
+    assert [presets.warmup(number) for number in steps] == [1, 2, 120, 120, 300]
+
+
 def test_a_short_text_has_a_small_model_whatever_the_time(machine):
     made = sized("perspective2", Budget(minutes=600), TrainConfig(), 100_000, 36000, 0)
     assert active_parameters(made) == pytest.approx(

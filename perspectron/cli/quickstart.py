@@ -27,7 +27,6 @@ from perspectron.train.optim import OptimConfig
 
 PROMPT = "def read_lines(path):\n"
 STATE = "conversation.state"
-WARMUP = 0.2  # of the updates
 MODELS = {"perspective": "perspective2-tiny", "transformer": "transformer-tiny"}
 
 
@@ -86,7 +85,7 @@ class Quickstart:
             eval_every=0,
             eval_tokens=0,
             save_every=0,
-            optim=OptimConfig(lr=lr, warmup=round(WARMUP * self.steps)),
+            optim=OptimConfig(lr=lr, warmup=presets.warmup(self.steps)),
         )
 
     def _comparison(self) -> Table:

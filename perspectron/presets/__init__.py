@@ -8,7 +8,7 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 from perspectron.presets import baselines as baselines
 from perspectron.presets import designs as designs
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
-from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, WARMUP, rate
+from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
 from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, title, variant
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "RENAMED",
     "TOKENS_PER_PARAMETER",
     "TOLERANCE",
-    "WARMUP",
     "design_of",
     "get",
     "names",
@@ -30,4 +29,5 @@ __all__ = [
     "title",
     "variant",
     "vocabulary",
+    "warmup",
 ]

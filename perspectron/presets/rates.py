@@ -17,13 +17,18 @@ OTHERS = {2_000_000: 4e-3}  # of designs that are not in RATES
 FALL = -1 / 3  # exponent of the parameters beyond the sizes searched: small models take higher rates
 HIGHEST, LOWEST = 1.6e-2, 2e-4
 
-WARMUP = 0.1
-"""Share of the updates in which the rate rises, between the two of a search, 0.05 and 0.2."""
+RISES, LEAST, MOST = 0.1, 120, 0.2
+"""Warm-up: a tenth of the updates; of short trainings more, 120, but no more than a fifth (docs/lab-notes.md)."""
 
 TOKENS_PER_PARAMETER = 1.5
 """Tokens to train on for each parameter, where time or tokens are given and the size is free (docs/lab-notes.md)."""
 PASSES = 8.0
 """Passes over a text after which a model of any size learns little more from it."""
+
+
+def warmup(steps: int) -> int:
+    """Updates in which the rate rises, of so many."""
+    return max(1, round(min(max(RISES * steps, LEAST), MOST * steps)))
 
 
 def rate(design: str, params: int) -> float:

@@ -78,7 +78,7 @@ def test_passes_and_tokens_become_updates(play, capsys):
     assert a.steps == -(-text.tokens // 2 // 64)
     assert main(["train", "--data", "play.txt", "--tokens", "1K", "--out", "b", *PLAIN, *QUICK]) == 0
     b = checkpoint.load_config(Path("b")).train
-    assert b.steps == 16 and b.optim.warmup == 2
+    assert b.steps == 16 and b.optim.warmup == 3
     assert b.optim.lr == presets.rate(
         "transformer", active_parameters(checkpoint.load_config(Path("b")).model)
     )
