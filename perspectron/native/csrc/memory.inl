@@ -84,42 +84,79 @@ inline ALWAYS Floats added(const Floats* x) {
   if constexpr (V == 4) return add(add(x[0], x[1]), add(x[2], x[3]));
 }
 
+// Adds factor times the sums of n ≤ 16 vectors, which it uses up, to n numbers.
+inline ALWAYS void add_trees(float* to, Floats* x, int64_t n, float factor = 1) {
+  for (int64_t i = n; i < 16; i++) x[i] = broadcast(0);
+  const Floats sums = trees(x);
+  if (n == 16) store(to, fma(broadcast(factor), sums, load_floats(to)));
+  else store(to, fma(broadcast(factor), sums, load_floats(to, n)), n);
+}
+
+// Which of a memory's inputs there are, known when it is compiled: the loops over rows have no branches.
+template <bool e, bool b, bool narrow>
+struct Has {
+  static constexpr bool erases = e, writes = b, one_gate = narrow;
+};
+template <class F>
+inline ALWAYS void with_inputs(const Memory& m, const F& f) {
+  const auto gates = [&](auto e, auto b) ALWAYS {
+    if (m.A == 1) f(Has<decltype(e)::value, decltype(b)::value, true>{});
+    else f(Has<decltype(e)::value, decltype(b)::value, false>{});
+  };
+  if (m.e != nullptr && m.b != nullptr) gates(std::true_type{}, std::true_type{});
+  else if (m.e != nullptr) gates(std::true_type{}, std::false_type{});
+  else if (m.b != nullptr) gates(std::false_type{}, std::true_type{});
+  else gates(std::false_type{}, std::false_type{});
+}
+
 // Adds to the gradients of q, k, e, b and α of the slab, of its row (n, t).
-template <int V>
+template <int V, class Inputs>
 void token_backward(const Memory& m, const Token<V>& token, const Floats* out, const float* before, const float* after,
                     float* d, Floats* dv, int64_t row) {
-  const float* writes = token.b != nullptr ? token.b : token.k;
-  const int64_t at = row * m.K;
-  Floats du[V], all = broadcast(0);
-  unroll<V>([&](auto j) ALWAYS { du[j] = dv[j] = broadcast(0); });
-  for (int64_t r = 0; r < m.K; r++)
-    unroll<V>([&](auto j) ALWAYS {
-      const Floats x = fma(broadcast(token.q[r]), out[j], load_floats(d + (r * V + j) * 16));
-      store(d + (r * V + j) * 16, x);
-      du[j] = fma(broadcast(writes[r]), x, du[j]);
-      if (token.b != nullptr) dv[j] = fma(broadcast(token.k[r]), x, dv[j]);
-    });
-  if (token.b == nullptr) unroll<V>([&](auto j) ALWAYS { dv[j] = du[j]; });
-  for (int64_t r = 0; r < m.K; r++) {
-    Floats dq[V], dw[V], dk[V], da[V], de[V];
-    unroll<V>([&](auto j) ALWAYS {
-      const Floats x = load_floats(d + (r * V + j) * 16), old = load_floats(before + (r * V + j) * 16);
-      dq[j] = mul(out[j], load_floats(after + (r * V + j) * 16));
-      dw[j] = mul(x, token.u[j]);
-      if (token.b != nullptr) dk[j] = mul(x, token.v[j]);
-      da[j] = mul(x, old);
-      Floats next = mul(broadcast(token.gate(r)), x);
-      if (token.e != nullptr) de[j] = mul(du[j], old), next = fma(broadcast(-token.e[r]), du[j], next);
-      store(d + (r * V + j) * 16, next);
-    });
-    m.dq[at + r] += tree(added<V>(dq));
-    if (token.narrow) all = add(all, added<V>(da));
-    else m.dalpha[at + r] += tree(added<V>(da));
-    (token.b != nullptr ? m.db : m.dk)[at + r] += tree(added<V>(dw));
-    if (token.b != nullptr) m.dk[at + r] += tree(added<V>(dk));
-    if (token.e != nullptr) m.de[at + r] -= tree(added<V>(de));
+  constexpr bool erases = Inputs::erases, writes = Inputs::writes, one_gate = Inputs::one_gate;
+  const float *q = token.q, *k = token.k, *e = token.e, *b = token.b, *alpha = token.alpha;
+  const int64_t K = m.K, at = row * K;
+  Floats o[V], u[V], v[V], du[V], dw[V], all = broadcast(0);
+  unroll<V>([&](auto j) ALWAYS { o[j] = out[j], u[j] = token.u[j], v[j] = token.v[j], du[j] = dw[j] = broadcast(0); });
+  const auto given = [&](int64_t r, auto j) ALWAYS {  // the gradient of the state after the token
+    const Floats x = fma(broadcast(q[r]), o[j], load_floats(d + (r * V + j) * 16));
+    du[j] = fma(broadcast((writes ? b : k)[r]), x, du[j]);
+    if constexpr (writes) dw[j] = fma(broadcast(k[r]), x, dw[j]);
+    return x;
+  };
+  if constexpr (erases)  // which needs all of du
+    for (int64_t r = 0; r < K; r++) unroll<V>([&](auto j) ALWAYS { store(d + (r * V + j) * 16, given(r, j)); });
+  for (int64_t first = 0; first < K; first += 16) {
+    const int64_t rows = first + 16 < K ? 16 : K - first, to = at + first;
+    Floats dqs[16], dus[16], dks[16], das[16], des[16];
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t r = first + i;
+      const Floats gate = broadcast(alpha[one_gate ? 0 : r]);
+      Floats dq[V], dz[V], dk[V], da[V], de[V];
+      unroll<V>([&](auto j) ALWAYS {
+        const Floats x = erases ? load_floats(d + (r * V + j) * 16) : given(r, j), old = load_floats(before + (r * V + j) * 16);
+        dq[j] = mul(o[j], load_floats(after + (r * V + j) * 16));
+        dz[j] = mul(x, u[j]);
+        if constexpr (writes) dk[j] = mul(x, v[j]);
+        da[j] = mul(x, old);
+        Floats next = mul(gate, x);
+        if constexpr (erases) de[j] = mul(du[j], old), next = fma(broadcast(-e[r]), du[j], next);
+        store(d + (r * V + j) * 16, next);
+      });
+      dqs[i] = added<V>(dq), dus[i] = added<V>(dz);
+      if constexpr (one_gate) all = add(all, added<V>(da));
+      else das[i] = added<V>(da);
+      if constexpr (writes) dks[i] = added<V>(dk);
+      if constexpr (erases) des[i] = added<V>(de);
+    }
+    add_trees(m.dq + to, dqs, rows);
+    if constexpr (!one_gate) add_trees(m.dalpha + to, das, rows);
+    add_trees((writes ? m.db : m.dk) + to, dus, rows);
+    if constexpr (writes) add_trees(m.dk + to, dks, rows);
+    if constexpr (erases) add_trees(m.de + to, des, rows, -1);
   }
-  if (token.narrow) m.dalpha[row] += tree(all);
+  if constexpr (one_gate) m.dalpha[row] += tree(all);
+  unroll<V>([&](auto j) ALWAYS { dv[j] = writes ? dw[j] : du[j]; });
 }
 
 template <int V>
@@ -155,7 +192,9 @@ void memory_columns_backward(const Memory& m, int64_t n, int64_t slab, int64_t c
       Floats out[V], dv[V];
       const int64_t at = n * m.T + begin + t;
       unroll<V>([&](auto j) ALWAYS { token.u[j] = us[t][j], out[j] = columns.get(m.out + at * m.V + column, j); });
-      token_backward<V>(m, token, out, state(t), state(t + 1), d, dv, slab * m.N * m.T + at);
+      with_inputs(m, [&](auto inputs) ALWAYS {
+        token_backward<V, decltype(inputs)>(m, token, out, state(t), state(t + 1), d, dv, slab * m.N * m.T + at);
+      });
       unroll<V>([&](auto j) ALWAYS { columns.put(m.dv + at * m.V + column, j, dv[j]); });
     }
   }
