@@ -150,7 +150,7 @@ def theirs(name: str, setting: Setting) -> nn.Module:
 
         def width(depth: int) -> int:
             with torch.device("meta"):
-                rest = setting.params - common.parameters(of(depth, 0))
+                rest = setting.params - common.parameters(of(depth, 1)) + 2 * D * depth
             return round(rest / (2 * D * depth))
 
         depth = min(range(1, 4 * layers), key=lambda depth: abs(width(depth) - 4 * D))

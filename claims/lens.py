@@ -253,8 +253,8 @@ REMOVED = (
     Claim("lens-mechanisms", "§Removed", "5 focused mechanisms vs 8+", "5 mechanisms", of(lambda: len(OFF)),
           built=True),
     Claim("lens-beats-gpt2", "§Summary", "every parameter justifies itself through improved validation loss",
-          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("lens", "gpt2", "compare"),
-          command=command("compare")),
+          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("lens", "gpt2"),
+          command=command("reference/results")),
 )
 # fmt: on
 
