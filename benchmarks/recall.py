@@ -3,10 +3,10 @@
 Small models of every design (width 64, two layers) are trained from scratch on multi-query associative recall. Of the
 perspective model that is two PDR layers, without its windowed attention; of `perspective2` it is one layer of PDR 2 and
 one of attention to half a text, with both of its parts; then PDR with smaller memories: states of R columns, for R keys
-by theory. Then a needle of one fact (any value in the text is the answer), also for windowed
-attention alone, with a window that reaches it and with one that does not. Last the parity of 64 bits, for recurrences
-that can flip a sign and for those that cannot. A run ends when its task is solved or its steps are done. With --json
-results are written after each arm, and a call that finds the file does only what it lacks.
+by theory. Then a needle of one fact (any value in the text is the answer), also for windowed attention alone, with a
+window that reaches it and with one that does not. Last the parity of 64 bits, for recurrences that can flip a sign and
+for those that cannot. A run ends when its task is solved or its steps are done. With --json results are written after
+each arm, and a call that finds the file does only what it lacks.
 """
 
 import json

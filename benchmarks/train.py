@@ -4,8 +4,8 @@ A step is forward, loss, backward and fused AdamW on 4096 random tokens; no clip
 Bars: perspective ≥ 0.8 times the twin's tokens per second at T = 512, more than the twin's at T = 4096.
 
 FLOPs are those of the model, not of the kernels: 6 per parameter and token (the tied matrix counts once, for
-the head), attention's two products over the keys a query may see, the PDR
-tree's matrix products as pdr_scan counts them.
+the head), attention's two products over the keys a query may see, the PDR tree's matrix products as pdr_scan
+counts them.
 """
 
 import json

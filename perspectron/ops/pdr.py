@@ -49,8 +49,7 @@ def scan(
     kernel where it can run and is faster (on a GPU, once `perspectron selftest --device cuda` has passed there), else
     the tree or, for one token where gradients are off, the step.
 
-    `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it instead of into a copy;
-    the numbers are the same. Only where gradients are off.
+    `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it; only without gradients.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit and

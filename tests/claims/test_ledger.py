@@ -13,6 +13,7 @@ from claims.__main__ import main as ask
 from claims.claim import AS_BUILT, MISSING, Row, judge
 from claims.results import COMMANDS, COMPARISONS, Results, command
 from perspectron.cli import main
+from perspectron.config import between_commas
 from tests.claims.conftest import ARMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,14 @@ def test_what_takes_long_is_a_command_that_puts_its_results_where_the_ledger_rea
         assert (made[0], copied, made[-2:]) == ("python", [], ["--json", target])
         assert all(f'"{option}"' in text for option in made if option.startswith("--"))
         assert f'"{script.stem}"' in (ROOT / "tests/test_benchmarks.py").read_text()  # where it is run
+
+
+def test_the_reference_run_in_one_command_has_the_designs_and_settings_of_the_joined_runs():
+    words = shlex.split(command("reference/results"))
+    kept = json.loads((RESULTS / "reference" / "results.json").read_text())
+    asked = main._parse(words[1 : words.index("&&")])
+    assert set(between_commas(asked.designs)) == set(kept["designs"])
+    assert [*asked.rates] == kept["plan"]["rates"] and [*asked.warmups] == kept["plan"]["warmups"]
 
 
 def test_a_row_names_the_command_of_the_file_that_it_reads(tmp_path):
