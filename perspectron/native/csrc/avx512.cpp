@@ -118,17 +118,6 @@ inline void store_brief(uint16_t* p, Floats x) {
 inline float tree(Floats x) {
   return tree_of(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
 }
-// Of 16 vectors, which it uses up: halves, quarters, pairs and neighbours, as `tree` adds them.
-inline Floats trees(Floats* x) {
-  for (int i = 0; i < 8; i++)
-    x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44), _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
-  for (int i = 0; i < 4; i++)
-    x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88), _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
-  for (int i = 0; i < 2; i++)
-    x[i] = _mm512_add_ps(_mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0x44), _mm512_shuffle_ps(x[2 * i], x[2 * i + 1], 0xee));
-  const Floats sums = _mm512_add_ps(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xdd));
-  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), sums);
-}
 inline Floats spread(Eight x, int r) {
   return _mm512_permutexvar_ps(_mm512_set1_epi32(r), _mm512_castps256_ps512(x));
 }

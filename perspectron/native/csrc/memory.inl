@@ -84,14 +84,6 @@ inline ALWAYS Floats added(const Floats* x) {
   if constexpr (V == 4) return add(add(x[0], x[1]), add(x[2], x[3]));
 }
 
-// Adds factor times the sums of n ≤ 16 vectors, which it uses up, to n numbers.
-inline ALWAYS void add_trees(float* to, Floats* x, int64_t n, float factor = 1) {
-  for (int64_t i = n; i < 16; i++) x[i] = broadcast(0);
-  const Floats sums = trees(x);
-  if (n == 16) store(to, fma(broadcast(factor), sums, load_floats(to)));
-  else store(to, fma(broadcast(factor), sums, load_floats(to, n)), n);
-}
-
 // Which of a memory's inputs there are, known when it is compiled: the loops over rows have no branches.
 template <bool e, bool b, bool narrow>
 struct Has {
@@ -126,34 +118,25 @@ void token_backward(const Memory& m, const Token<V>& token, const Floats* out, c
   };
   if constexpr (erases)  // which needs all of du
     for (int64_t r = 0; r < K; r++) unroll<V>([&](auto j) ALWAYS { store(d + (r * V + j) * 16, given(r, j)); });
-  for (int64_t first = 0; first < K; first += 16) {
-    const int64_t rows = first + 16 < K ? 16 : K - first, to = at + first;
-    Floats dqs[16], dus[16], dks[16], das[16], des[16];
-    for (int64_t i = 0; i < rows; i++) {
-      const int64_t r = first + i;
-      const Floats gate = broadcast(alpha[one_gate ? 0 : r]);
-      Floats dq[V], dz[V], dk[V], da[V], de[V];
-      unroll<V>([&](auto j) ALWAYS {
-        const Floats x = erases ? load_floats(d + (r * V + j) * 16) : given(r, j), old = load_floats(before + (r * V + j) * 16);
-        dq[j] = mul(o[j], load_floats(after + (r * V + j) * 16));
-        dz[j] = mul(x, u[j]);
-        if constexpr (writes) dk[j] = mul(x, v[j]);
-        da[j] = mul(x, old);
-        Floats next = mul(gate, x);
-        if constexpr (erases) de[j] = mul(du[j], old), next = fma(broadcast(-e[r]), du[j], next);
-        store(d + (r * V + j) * 16, next);
-      });
-      dqs[i] = added<V>(dq), dus[i] = added<V>(dz);
-      if constexpr (one_gate) all = add(all, added<V>(da));
-      else das[i] = added<V>(da);
-      if constexpr (writes) dks[i] = added<V>(dk);
-      if constexpr (erases) des[i] = added<V>(de);
-    }
-    add_trees(m.dq + to, dqs, rows);
-    if constexpr (!one_gate) add_trees(m.dalpha + to, das, rows);
-    add_trees((writes ? m.db : m.dk) + to, dus, rows);
-    if constexpr (writes) add_trees(m.dk + to, dks, rows);
-    if constexpr (erases) add_trees(m.de + to, des, rows, -1);
+  for (int64_t r = 0; r < K; r++) {
+    const Floats gate = broadcast(alpha[one_gate ? 0 : r]);
+    Floats dq[V], dz[V], dk[V], da[V], de[V];
+    unroll<V>([&](auto j) ALWAYS {
+      const Floats x = erases ? load_floats(d + (r * V + j) * 16) : given(r, j), old = load_floats(before + (r * V + j) * 16);
+      dq[j] = mul(o[j], load_floats(after + (r * V + j) * 16));
+      dz[j] = mul(x, u[j]);
+      if constexpr (writes) dk[j] = mul(x, v[j]);
+      da[j] = mul(x, old);
+      Floats next = mul(gate, x);
+      if constexpr (erases) de[j] = mul(du[j], old), next = fma(broadcast(-e[r]), du[j], next);
+      store(d + (r * V + j) * 16, next);
+    });
+    m.dq[at + r] += tree(added<V>(dq));
+    if constexpr (one_gate) all = add(all, added<V>(da));
+    else m.dalpha[at + r] += tree(added<V>(da));
+    (writes ? m.db : m.dk)[at + r] += tree(added<V>(dz));
+    if constexpr (writes) m.dk[at + r] += tree(added<V>(dk));
+    if constexpr (erases) m.de[at + r] -= tree(added<V>(de));
   }
   if constexpr (one_gate) m.dalpha[row] += tree(all);
   unroll<V>([&](auto j) ALWAYS { dv[j] = writes ? dw[j] : du[j]; });

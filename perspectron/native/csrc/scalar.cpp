@@ -183,11 +183,6 @@ inline float tree(const Floats& x) {
     for (int l = 0; l < n; l++) sum[l] += sum[l + n];
   return sum[0];
 }
-inline Floats trees(Floats* x) {  // of 16 vectors
-  float sums[16];
-  for (int i = 0; i < 16; i++) sums[i] = tree(x[i]);
-  return load_floats(sums);
-}
 struct Eight {  // the scales and offsets of a block
   float at[8];
 };
