@@ -42,16 +42,15 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over T tokens from a given state: (outputs [B,T,D], final state [B,D,R]).
 
-    Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if
-    any input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and
-    in forward mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32
-    on the CPU outside of forward mode, "triton" the kernels for float32 on a GPU, for R ≤ 256, likewise; "auto" a
-    kernel where it can run and is faster (on a GPU, once `perspectron selftest --device cuda` has passed there), else
-    the tree or, for one token where gradients are off, the step.
+    Any T, also 0 and 1; gates in [0, 1]. `scale` is R^-½ when not given. Computes and returns in float32 or, if any
+    input is, in float64; autocast does not reach inside. Differentiable once in every input, in reverse and in forward
+    mode. `backend`: "reference" is the plain step loop, "torch" the tree, "native" the kernel for float32 on the CPU
+    outside of forward mode, "triton" the kernels for float32 on a GPU, for R ≤ 256, likewise; "auto" a kernel where it
+    can run and is faster (on a GPU, once `perspectron selftest --device cuda` has passed there), else the tree or, for
+    one token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it; only without gradients.
-    `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
-    it would cost every single token a pass over its gates.
+    `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, saves a pass over them.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit and
     for a state to be consumed while gradients are on.
     """
