@@ -50,7 +50,7 @@ def scan(
     one token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BDR` up, and the kernel and the step write into it; only without gradients.
-    `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, saves a pass over them.
+    `checked`: gates outside [0, 1], and NaN, are a ValueError; a mixer, whose gates are sigmoids, saves that pass.
     Raises BackendError for an unknown backend or a kernel that cannot run, ValueError for shapes that do not fit and
     for a state to be consumed while gradients are on.
     """
