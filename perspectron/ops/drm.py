@@ -53,13 +53,16 @@ def scan(
     multiple of this; 0 is never. Computes and returns in float32 or, if any input is, in float64; autocast does not
     reach inside. Differentiable once, in reverse mode; everything else is an error.
 
-    backend: "reference" is the plain loop, "torch" and "auto" the fast one. Raises BackendError for an unknown one,
+    backend: "reference" is the plain loop, "torch" the fast one, "auto" that or, where it fits, the native kernel in
+    trainings on a CPU. Raises BackendError for an unknown one,
     ValueError for shapes that do not fit.
     """
     dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)
     if backend == "auto":
-        dispatch.say("drm.scan: auto runs the torch loop on %s", e_BTE.device.type)
+        dispatch.say(
+            "drm.scan: auto runs the torch loop on %s, the native kernel in training", e_BTE.device.type
+        )
     tensors = [x for x in (e_BTE, state.z_BS, state.geometry_BF, *weights) if x is not None]
     dtype = dispatch.widest(*tensors)
     if any(x.dtype != dtype for x in tensors):
@@ -71,8 +74,10 @@ def scan(
     drive_TBG = F.linear(e_BTE.transpose(0, 1), weights.token_w)
     drive_TBG = F.pad(drive_TBG, (len(weights.read_b) - drive_TBG.shape[-1], 0)) + weights.read_b
     when = plan(state.length_B, e_BTE.shape[1], law.geometry_interval, bptt, reset_BT, pad_BT)
-    run = reference if backend == "reference" else drm_loop.run
-    return run(drive_TBG, state, weights, law, when)
+    if backend == "reference":
+        return reference(drive_TBG, state, weights, law, when)
+    native = backend == "auto" and drm_loop.fits(drive_TBG, state, weights, law, when)
+    return drm_loop.run(drive_TBG, state, weights, law, when, native=native)
 
 
 def _check(e_BTE: Tensor, state: State, weights: Weights, law: Law) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.native import drm as kernel
 from perspectron.ops.drm_law import Geometry, Law, Plan, Weights, before, lines, thin
 
 
@@ -172,6 +173,34 @@ class Adjoint:
                 dz_BS = dz_BS.masked_fill(stop_B1, 0)
         self.dz_BS = dz_BS
 
+    def run_on_kernel(self) -> None:
+        """The same walk by the native kernel: every token has its own geometry, whose gates are all open."""
+        law, made, columns, solved = self.law, self.made, self.columns, self.solved
+        slopes = (
+            self.p_slope_TBG,
+            self.q_slope_J2BH,
+            self.c_slope_TBN,
+            self.mix_TBN1[..., 0] if law.directions > 0 else solved.a_BN,
+            self.gate_slope_JBN,
+            self.raw_slope_JBS,
+            self.squash_TBS if law.squash else None,
+            self.moved_TBS if law.clip else None,
+            self.norm_TB1[..., 0] if law.clip else None,
+        )
+        norm_TBN = solved.a_BN if made.norm_BN1 is None else made.norm_BN1[..., 0]
+        kept: list[Any] = [*columns, *solved, made.q_2BH, norm_TBN, made.raw_BS]
+        self.dz0_S, self.dz_BS = kernel.backward(
+            kernel.Made(*kept),
+            matrices(self.w),
+            (law.dt, law.radius, law.strength, made.norm_BN1 is not None),
+            [None if x is None else x.contiguous() for x in slopes],
+            self.dz_TBS.contiguous(),
+            self.dv_TBS.contiguous(),
+            (self.dX_JBM, self.dY_JBM, self.dc_TBN, self.dq_J2BH, self.dp_TBG),
+            self.when.reset_TB1,
+            self.when.pad_TB1,
+        )
+
     def _through_bounds(self, t: int, dz_BS: Tensor) -> Tensor:
         """The gradient of the state before it was squashed and pulled into the ball, from that after token t.
 
@@ -263,6 +292,12 @@ class Adjoint:
             _of_basis(self.made.V_part_BNK, self.d.V_BNS[kept:]),
             _of_basis(self.made.U_part_BRK, self.d.U_BRS[kept:]),
         )
+
+
+def matrices(w: Weights) -> kernel.Matrices:
+    """The matrices that the native kernel multiplies with."""
+    each = (w.read_w, w.trunk_w, w.direction_w, w.metric_w, w.flow_w)
+    return kernel.Matrices(*(x.contiguous() for x in each))
 
 
 def _gelu_slope(x: Tensor) -> Tensor:

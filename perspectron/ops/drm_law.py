@@ -121,6 +121,7 @@ class Plan(NamedTuple):
     is kept."""
 
     reset_TB1: Tensor | None
+    pad_TB1: Tensor | None
     stop_TB1: Tensor | None
     resets: list[Tensor | None]
     pads: list[Tensor | None]
@@ -139,7 +140,7 @@ def plan(
     due: list[Tensor | Literal[True] | None] = [True] * T
     if reset_BT is None and pad_BT is None and interval == 1 and bptt == 0:
         none: list[Tensor | None] = [None] * T
-        return Plan(None, None, none, none, none, due, list(range(T)), length_B + T)
+        return Plan(None, None, None, none, none, none, due, list(range(T)), length_B + T)
     at, stop_BT = places(length_B, T, reset_BT, pad_BT), None
     if bptt > 0:
         stop_BT = at.valid_BT & (at.position_BT > 0) & (at.position_BT % bptt == 0)
@@ -150,7 +151,7 @@ def plan(
     slot = list(itertools.accumulate((x is not None for x in due), initial=0 if interval > 1 else -1))[1:]
     reset_TB1, pad_TB1, stop_TB1 = _by_time(reset_BT), _by_time(pad_BT), _by_time(stop_BT)
     resets, pads, stops = (_columns(mask, T) for mask in (reset_TB1, pad_TB1, stop_TB1))
-    return Plan(reset_TB1, stop_TB1, resets, pads, stops, due, slot, at.length_B)
+    return Plan(reset_TB1, pad_TB1, stop_TB1, resets, pads, stops, due, slot, at.length_B)
 
 
 def refreshes(at: Places, interval: int, bptt: int) -> Tensor:

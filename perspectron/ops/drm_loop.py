@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perspectron.native import drm as kernel
+from perspectron.ops import fused
 from perspectron.ops.dispatch import once, refuse
-from perspectron.ops.drm_adjoint import Adjoint, Column, Made, Solved, naturalised, stack
+from perspectron.ops.drm_adjoint import Adjoint, Column, Made, Solved, matrices, naturalised, stack
 from perspectron.ops.drm_law import Geometry, Law, Plan, State, Trace, Weights, before, lines, of_lines, thin
 
 NORM = 1e-12  # a direction's least, as in F.normalize
@@ -24,9 +26,10 @@ FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
 
 
 def run(
-    drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan
+    drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan, *, native: bool = False
 ) -> tuple[Tensor, State, Trace | None]:
-    """The fast loop; takes and gives what `perspectron.ops.drm.reference` does."""
+    """The fast loop; takes and gives what `perspectron.ops.drm.reference` does. native: on the kernel, which must fit
+    (`fits`)."""
     kept_BF = state.geometry_BF
     if torch.is_inference_mode_enabled():
         columns, solved, _ = _forward(drive_TBG, state.z_BS, kept_BF, w, law, when, keep=False)
@@ -34,7 +37,7 @@ def run(
             kept_BF = lines(Geometry(*solved[-1][:4]))
         z_BTS = torch.stack([column.z_BS for column in columns], 1)
         return z_BTS, State(columns[-1].z_BS, kept_BF, when.length_B), None
-    z_TBS, v_TBS, V_BNS, *shown = _Loop.apply(law, when, drive_TBG, state.z_BS, kept_BF, *w)
+    z_TBS, v_TBS, V_BNS, *shown = _Loop.apply(law, when, native, drive_TBG, state.z_BS, kept_BF, *w)
     if law.geometry_interval > 1:
         kept_BF = lines(Geometry(V_BNS, *(x_JB[-1] for x_JB in shown)))
         slot_T = torch.tensor(when.slot, device=z_TBS.device)
@@ -142,36 +145,73 @@ def _confined(z_BS: Tensor, law: Law) -> Tensor:
     return (torch.tanh(z_BS) if law.squash else z_BS) * law.radius
 
 
+def fits(drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan) -> bool:
+    """True if the native kernel can train with these: float32 on a CPU, without bases, a geometry for each token with
+    all gates open, and no gradient that ends early."""
+    plain = w.direction_basis is w.metric_basis is None and law.geometry_interval == 1 and law.gate_top_k == 0
+    tensors = (drive_TBG, state.z_BS, *(x for x in w if x is not None))
+    return plain and law.strength > 0 and when.stop_TB1 is None and fused.fits(*tensors)
+
+
+def _on_kernel(
+    drive_TBG: Tensor, z_BS: Tensor, w: Weights, law: Law, when: Plan
+) -> tuple[Column, Solved, Made]:
+    """The stacked records of `_forward`, from the native kernel."""
+    numbers = (
+        *(law.dt, law.radius, law.strength, law.damping, law.metric_floor),
+        *(law.gate_bias, law.gate_temperature, law.clip, law.squash, law.direction_norm),
+    )
+    biases = [b.contiguous() for b in (w.trunk_b, w.direction_b, w.metric_b, w.flow_b)]
+    first = drive_TBG.contiguous(), z_BS.contiguous(), w.z0_S.contiguous()
+    made = kernel.forward(*first, matrices(w), biases, numbers, when.reset_TB1, when.pad_TB1)
+    norm_TBN1 = made.norm_TBN[..., None] if law.direction_norm else None
+    column = Column(made.z_TBS, made.p_TBG, made.c_TBC, made.x_TBS, made.v_TBS)
+    slot = Solved(made.V_TBNS, made.a_TBN, made.d_TBS, made.U_TBRS, made.inverse_TBS, made.Q_TBRS)
+    return column, slot, Made(made.q_T2BH, None, norm_TBN1, None, made.raw_TBS, None)
+
+
 class _Loop(torch.autograd.Function):
     """The loop with gradients: states, velocities, the last directions, and the gates and metrics of every geometry."""
 
     @staticmethod
     def forward(
-        ctx: Any, law: Law, when: Plan, drive_TBG: Tensor, z_BS: Tensor, geometry_BF: Tensor, *weights: Tensor
+        ctx: Any,
+        law: Law,
+        when: Plan,
+        native: bool,
+        drive_TBG: Tensor,
+        z_BS: Tensor,
+        geometry_BF: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         w = Weights(*weights)
+        ctx.law, ctx.when, ctx.native = law, when, native
+        if native:
+            column, slot, parts = _on_kernel(drive_TBG, z_BS, w, law, when)
+            ctx.save_for_backward(drive_TBG, z_BS, geometry_BF, *weights, *column, *slot, *parts)
+            return column.z_BS, column.v_BS, slot.V_BNS[-1].clone(), slot.a_BN, slot.d_BS, slot.U_BRS
         columns, solved, made = _forward(drive_TBG, z_BS, geometry_BF, w, law, when, keep=True)
         column, slot, refreshes = stack(Column, columns), stack(Solved, solved), len(made)
         if refreshes == 0:  # shapes are wanted all the same
             made.append(_made(F.gelu(column.p_BG[0]), w, law)[1])
         parts = Made._make(None if x is None else x[:refreshes] for x in stack(Made, made))
-        ctx.law, ctx.when = law, when
         ctx.save_for_backward(drive_TBG, z_BS, geometry_BF, *weights, *column, *slot, *parts)
         return column.z_BS, column.v_BS, slot.V_BNS[-1].clone(), slot.a_BN, slot.d_BS, slot.U_BRS
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *once("drm.scan", _backward, ctx.law, ctx.when, *gradients, *ctx.saved_tensors)
+        how = ctx.law, ctx.when, ctx.native
+        return None, None, None, *once("drm.scan", _backward, *how, *gradients, *ctx.saved_tensors)
 
     jvp = refuse("drm.scan has no forward-mode derivative; use backend='reference'")
 
 
-def _backward(law: Law, when: Plan, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(law: Law, when: Plan, native: bool, *tensors: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of `_Loop`'s tensors, from those of its outputs and what it kept."""
     rest = list(tensors)
     (gradients, (_, z_BS, _), w, column, slot, parts) = (
         [rest.pop(0) for _ in range(count)] for count in (6, 3, *map(len, FIELDS))
     )
     adjoint = Adjoint(law, when, Weights(*w), z_BS, Column(*column), Solved(*slot), Made(*parts), *gradients)
-    adjoint.run()
+    adjoint.run_on_kernel() if native else adjoint.run()
     return *adjoint.inputs(), *adjoint.weights()

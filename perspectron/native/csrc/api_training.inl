@@ -128,3 +128,49 @@ API void pspx_turn(const void* x, int brief, const float* cosine, const float* s
   const Turn r{x, cosine, sine, y, H, K, stride};
   shared(threads, N, rows_of(H * K), [&](int64_t first, int64_t last) { kernels().turn[brief](r, first, last); });
 }
+
+namespace {
+
+// The fields of a struct from pointers in their order.
+template <class M, class P, size_t n>
+void* const* taken(M& m, P* M::* const (&fields)[n], void* const* from) {
+  for (const auto field : fields) m.*field = static_cast<P*>(*from++);
+  return from;
+}
+
+template <class M>
+void sized(M& m, const int64_t* sizes, const double* law) {
+  m.T = sizes[0], m.B = sizes[1], m.S = sizes[2], m.H = sizes[3], m.N = sizes[4], m.R = sizes[5];
+  m.dt = float(law[0]), m.radius = float(law[1]), m.strength = float(law[2]);
+}
+
+}  // namespace
+
+// pointers: the fields of Drm or DrmBackward in their order; sizes: T, B, S, H, N, R; law: dt, radius, strength, and of
+// the first damping, floor, gate_bias, gate_temperature, clip, squash, unit.
+API void pspx_drm(void* const* pointers, const int64_t* sizes, const double* law, int threads) {
+  Drm m{};
+  sized(m, sizes, law);
+  m.damping = float(law[3]), m.floor = float(law[4]), m.gate_bias = float(law[5]), m.gate_temperature = float(law[6]);
+  m.clip = law[7] != 0, m.squash = law[8] != 0, m.unit = law[9] != 0;
+  const float* Drm::* const given[] = {&Drm::drive, &Drm::first, &Drm::start, &Drm::read, &Drm::trunk, &Drm::direction,
+                                       &Drm::metric, &Drm::flow, &Drm::trunk_b, &Drm::direction_b, &Drm::metric_b, &Drm::flow_b};
+  const uint8_t* Drm::* const masks[] = {&Drm::reset, &Drm::pad};
+  float* Drm::* const made[] = {&Drm::z, &Drm::p, &Drm::c, &Drm::x, &Drm::v, &Drm::V, &Drm::a, &Drm::d, &Drm::U,
+                                &Drm::inverse, &Drm::Q, &Drm::q, &Drm::norm, &Drm::raw};
+  taken(m, made, taken(m, masks, taken(m, given, pointers)));
+  shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm(m, first, last); });
+}
+
+API void pspx_drm_backward(void* const* pointers, const int64_t* sizes, const double* law, int threads) {
+  using M = DrmBackward;
+  M m{};
+  sized(m, sizes, law);
+  const float* M::* const given[] = {&M::dz, &M::dv, &M::p_slope, &M::q_slope, &M::c_slope, &M::mix, &M::gate_slope,
+                                     &M::raw_slope, &M::squash, &M::moved, &M::norm_moved, &M::c, &M::x, &M::V, &M::U,
+                                     &M::inverse, &M::Q, &M::norm, &M::read, &M::trunk, &M::direction, &M::metric, &M::flow};
+  const uint8_t* M::* const masks[] = {&M::reset, &M::pad};
+  float* M::* const made[] = {&M::dX, &M::dY, &M::dc, &M::dq, &M::dp, &M::dstart, &M::dfirst};
+  taken(m, made, taken(m, masks, taken(m, given, pointers)));
+  shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm_backward(m, first, last); });
+}

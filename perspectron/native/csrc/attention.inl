@@ -8,20 +8,20 @@ constexpr int64_t SPARE = 32;   // numbers past a row of keys that its last vect
 
 inline int64_t sixteen(int64_t n) { return ceil_div(n, 16) * 16; }
 
-// c[r] = Σ_d a[r][d] b[d], for V vectors of each row.
-template <int V>
+// c[r] = Σ_d a[r][d] b[d], for V vectors of each of R rows.
+template <int V, int R = ATTEND_ROWS>
 inline ALWAYS void rows_times(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc) {
-  Floats sum[ATTEND_ROWS][V];
-  unroll<ATTEND_ROWS>([&](auto r) ALWAYS { unroll<V>([&](auto j) ALWAYS { sum[r][j] = broadcast(0); }); });
+  Floats sum[R][V];
+  unroll<R>([&](auto r) ALWAYS { unroll<V>([&](auto j) ALWAYS { sum[r][j] = broadcast(0); }); });
   for (int64_t d = 0; d < depth; d++) {
     Floats x[V];
     unroll<V>([&](auto j) ALWAYS { x[j] = load_floats(b + d * ldb + 16 * j); });
-    unroll<ATTEND_ROWS>([&](auto r) ALWAYS {
+    unroll<R>([&](auto r) ALWAYS {
       const Floats y = broadcast(a[r * lda + d]);
       unroll<V>([&](auto j) ALWAYS { sum[r][j] = fma(y, x[j], sum[r][j]); });
     });
   }
-  unroll<ATTEND_ROWS>([&](auto r) ALWAYS { unroll<V>([&](auto j) ALWAYS { store(c + r * ldc + 16 * j, sum[r][j]); }); });
+  unroll<R>([&](auto r) ALWAYS { unroll<V>([&](auto j) ALWAYS { store(c + r * ldc + 16 * j, sum[r][j]); }); });
 }
 
 // c[d] += Σ_r a[r][d] b[r], for V vectors of each row.

@@ -124,6 +124,9 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 }
 inline Floats least(Floats a, Floats b) { return EACH(Floats, _mm256_min_ps(a.half[i], b.half[i])); }
 inline Floats greatest(Floats a, Floats b) { return EACH(Floats, _mm256_max_ps(a.half[i], b.half[i])); }
+inline Floats chosen(Floats a, Floats b, Floats x, Floats y) {  // x where a < b, else y
+  return EACH(Floats, _mm256_blendv_ps(y.half[i], x.half[i], _mm256_cmp_ps(a.half[i], b.half[i], _CMP_LT_OQ)));
+}
 inline Floats load_floats(const float* p) { return EACH(Floats, _mm256_loadu_ps(p + 8 * i)); }
 inline Floats load_floats(const float* p, int64_t n) {
   float whole[16] = {};

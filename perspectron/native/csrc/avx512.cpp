@@ -87,6 +87,9 @@ inline Floats root(Floats a) { return _mm512_sqrt_ps(a); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }     // b where either is NaN
 inline Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline Floats chosen(Floats a, Floats b, Floats x, Floats y) {  // x where a < b, else y
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
 inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
 inline Floats load_floats(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(__mmask16((1 << n) - 1), p); }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }

@@ -137,6 +137,37 @@ struct Turn {  // rotary positions of N rows of heads
   int64_t H, K, stride;
 };
 
+// Of perspectron.ops.drm, with G = 3H, M = NS + N, Y = S + RS, C coefficients; null: there is none. Weights are in panels
+// of 32 columns, of y = x W: see drm.inl.
+struct DrmSizes {
+  int64_t T, B, S, H, N, R;
+  float dt, radius, strength;
+  int64_t coefficients() const { return N > 0 ? N : S; }
+};
+
+struct Drm : DrmSizes {
+  const float *drive, *first, *start;                     // [T][B][G], [B][S], [S] of a document
+  const float *read, *trunk, *direction, *metric, *flow;  // S to G, 2 × H to H, H to M, H to Y, H to C
+  const float *trunk_b, *direction_b, *metric_b, *flow_b;
+  const uint8_t *reset, *pad;                             // null or [T][B]
+  float *z, *p, *c, *x, *v;                               // [T][B][S], [T][B][G], [T][B][C], [T][B][S] both
+  float *V, *a, *d, *U, *inverse, *Q;                     // [T][B] of [N][S], [N], [S], [R][S], [S], [R][S]
+  float *q, *norm, *raw;                                  // [T][2][B][H], null or [T][B][N], [T][B][S]
+  float damping, floor, gate_bias, gate_temperature;
+  bool clip, squash, unit;
+};
+
+struct DrmBackward : DrmSizes {
+  const float *dz, *dv;                                   // [T][B][S] both
+  const float *p_slope, *q_slope, *c_slope, *mix, *gate_slope, *raw_slope, *squash;  // as p, q, c, a, a, raw; null or as z
+  const float *moved, *norm_moved;                        // as z, null or [T][B]
+  const float *c, *x, *V, *U, *inverse, *Q, *norm;        // as above
+  const float *read, *trunk, *direction, *metric, *flow;  // the other way: G to S and so on
+  const uint8_t *reset, *pad;
+  float *dX, *dY, *dc, *dq, *dp;                          // [T][B][M], [T][B][Y], both added to; as c, q, p
+  float *dstart, *dfirst;                                 // [B][S] both, the first added to
+};
+
 struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes
@@ -171,6 +202,8 @@ struct Kernels {
   void (*norm_backward)(const Norm&, int64_t first, int64_t last);
   void (*convolve)(const Conv&, int64_t first, int64_t last);
   void (*convolve_backward)(const Conv&, int64_t first, int64_t last);
+  void (*drm)(const Drm&, int64_t first, int64_t last);
+  void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
 };
 
 extern const Kernels SCALAR;

@@ -137,6 +137,9 @@ inline Floats least(const Floats& a, const Floats& b) {
 inline Floats greatest(const Floats& a, const Floats& b) {
   return each([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
 }
+inline Floats chosen(const Floats& a, const Floats& b, const Floats& x, const Floats& y) {  // x where a < b, else y
+  return each([&](int i) { return a.at[i] < b.at[i] ? x.at[i] : y.at[i]; });
+}
 inline Floats load_floats(const float* p, int64_t n = 16) {
   Floats x{};
   std::memcpy(x.at, p, size_t(n) * 4);
