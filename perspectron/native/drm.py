@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron.native import _check, _library, threads
-
-PANEL = 32
-"""Columns of a product whose weights lie together, in the order in which they are read."""
+from perspectron.native.panels import panels
 
 
 class Sizes(NamedTuple):
@@ -43,7 +40,7 @@ class Matrices(NamedTuple):
     def panels(self, *, back: bool) -> list[Tensor]:
         """The matrices in panels, of y = x Wᵀ, or `back`, of x W."""
         matrices = [self.read_GS, self.trunk_2HH, self.direction_MH, self.metric_YH, self.flow_CH]
-        return [_panels(w if back else w.mT) for w in matrices]
+        return [panels(w if back else w.mT) for w in matrices]
 
 
 class Made(NamedTuple):
@@ -65,12 +62,6 @@ class Made(NamedTuple):
     q_T2BH: Tensor
     norm_TBN: Tensor
     raw_TBS: Tensor
-
-
-def _panels(w: Tensor) -> Tensor:
-    """The columns of [..., K, N], PANEL at a time, each group together; zeros after N."""
-    padded = F.pad(w.detach(), (0, -w.shape[-1] % PANEL))
-    return padded.unflatten(-1, (-1, PANEL)).transpose(-3, -2).contiguous()
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from perspectron.ops import dispatch, gru_loop
+from perspectron.ops.fused import fits
 
 BACKENDS = ("auto", "reference", "torch", "newton")
 
@@ -53,7 +54,8 @@ def scan(
     `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
     iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
     larger operations, which may pay on a GPU and never does on a CPU, so it runs only when asked for. "auto" is
-    "torch" or, for one token where gradients are off, a step.
+    "torch", with each token on the native kernel in trainings on a CPU in float32, or, for one token where gradients
+    are off, a step.
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -70,7 +72,10 @@ def scan(
     if isinstance(gamma, Tensor):
         gamma = gamma.to(dtype)[..., None]
     if backend == "auto":
-        dispatch.say("gru.scan: auto runs the torch loop on %s, and a step for one token", x.device.type)
+        dispatch.say(
+            "gru.scan: auto runs the torch loop on %s, a step for one token, the native kernel in training",
+            x.device.type,
+        )
     if x.shape[1] == 0:
         return x, x if raw else None, state
     if backend == "reference":
@@ -82,7 +87,8 @@ def scan(
     rate = 1 - gamma
     if isinstance(rate, Tensor):
         rate = rate.repeat(1, len(x), 1)
-    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", keep, pad))
+    native = backend == "auto" and fits(x, *cells, state)
+    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", native, keep, pad))
 
 
 def reference(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from perspectron.native import gru as kernel
 from perspectron.ops.dispatch import gradients_off, once, refuse
 
 CHUNK = 64  # products over fewer tokens pack their weights too often; more only take memory
@@ -24,12 +25,14 @@ ROUNDS = 16  # a sequence that has not settled by then gains nothing over the lo
 class Plan(NamedTuple):
     """The way to run the loop.
 
-    rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. newton: all tokens at once. keep [T,1,N,1]: 0
+    rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. newton: all tokens at once. native: each token
+    on the native kernel, which must fit. keep [T,1,N,1]: 0
     where a reset empties the memory, else 1. pad [T,1,N,1]: True where there is no token."""
 
     rate: float | Tensor
     raw: bool
     newton: bool
+    native: bool
     keep: Tensor | None
     pad: Tensor | None
 
@@ -154,6 +157,9 @@ def _met(h: Tensor, plan: Plan) -> Tensor:
 
 def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
     """Fill the memories token by token, in place. Comes in: what inputs and biases give, in gates and n, and h[0]."""
+    if plan.native:
+        kernel.forward(gates, n, h, wh, plan.rate, plan.keep)
+        return
     D = n.shape[-1]
     # Cut into tokens beforehand: in the loop an index costs as much as a small product.
     parts = [gates, gates[..., : 2 * D], *gates.split(D, -1), n]
@@ -329,6 +335,9 @@ def _walk_back(
 ) -> None:
     """Walk back token by token. Comes in: dh with what the outputs give. Goes out: dgates [G,L,N,4,D] and dh
     complete."""
+    if plan.native:
+        kernel.backward(dgates, dh, draw, slopes, through, wh_T, plan.keep)
+        return
     # Cut into tokens beforehand, as in `_walk`. A seed takes part in all four gates: it is spread over their dimension.
     recurrent = dgates[..., :3, :].flatten(-2).unbind(1)
     dhs, spread, each = dh.unbind(0), dh.unsqueeze(-2).unbind(0), dgates.unbind(1)

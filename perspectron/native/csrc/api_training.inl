@@ -174,3 +174,16 @@ API void pspx_drm_backward(void* const* pointers, const int64_t* sizes, const do
   taken(m, made, taken(m, masks, taken(m, given, pointers)));
   shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm_backward(m, first, last); });
 }
+
+API void pspx_gru(const float* wh, const float* keep, const float* rates, double rate, int64_t L, int64_t G, int64_t N,
+                  int64_t D, float* gates, float* n, float* h, int threads) {
+  const Gru m{wh, keep, rates, gates, n, h, float(rate), L, G, N, D};
+  shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru(m, first, last); });
+}
+
+API void pspx_gru_backward(const float* wh, const float* keep, const float* slopes, const float* through,
+                           const float* draw, int64_t L, int64_t G, int64_t N, int64_t D, float* dgates, float* dh,
+                           int threads) {
+  const GruBackward m{wh, keep, slopes, through, draw, dgates, dh, L, G, N, D};
+  shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru_backward(m, first, last); });
+}

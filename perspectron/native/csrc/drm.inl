@@ -1,20 +1,4 @@
-// The recurrence of perspectron.ops.drm and its adjoint, a token of some texts at a time. Each text is a row, and
-// a row's sums do not depend on how many there are. Weights come in panels of 32 columns, which are read in order.
-
-constexpr int64_t PANEL = 32;
-constexpr int DRM_VECTORS = TILE * TILE > 12 ? 2 : 1;  // of DRM_ROWS rows each: as many sums as registers hold
-constexpr int DRM_ROWS = TILE * TILE > 12 ? 8 : 4;
-inline int64_t panelled(int64_t n) { return ceil_div(n, PANEL) * PANEL; }
-
-// c = a W for `Rows` rows of depth numbers; W in panels [⌈N / 32⌉][depth][32], zeros after N; c has room for them.
-template <int Rows>
-void times(const float* a, int64_t lda, const float* panels, int64_t depth, int64_t N, float* c, int64_t ldc) {
-  for (int64_t j = 0; j < N; j += PANEL)
-    for (int64_t i = 0; i < PANEL; i += 16 * DRM_VECTORS)
-      rows_times<DRM_VECTORS, Rows>(a, lda, panels + j * depth + i, PANEL, depth, c + j + i, ldc);
-}
-
-inline Floats magnitude(Floats x) { return greatest(x, mul(x, broadcast(-1.0f))); }
+// The recurrence of perspectron.ops.drm and its adjoint, a token of some texts at a time.
 
 // Abramowitz and Stegun 7.1.26, as PyTorch has it: to 1.5e-7.
 inline Floats gelu_of(Floats x) {
@@ -25,15 +9,6 @@ inline Floats gelu_of(Floats x) {
   const Floats tail = mul(mul(sum, t), exponential(bounded(mul(mul(size, size), broadcast(-1.0f)))));
   const Floats below = mul(broadcast(0.5f), tail), above = minus(one, below);  // the normal law at x is one of them
   return mul(x, chosen(x, broadcast(0), below, above));
-}
-
-inline Floats tanh_of(Floats x) {
-  const Floats one = broadcast(1.0f), square = mul(x, x);
-  const Floats e = exponential(mul(magnitude(x), broadcast(-2.0f))), far = div(minus(one, e), add(one, e));
-  Floats near = broadcast(-1382.0f / 155925);
-  for (float c : {62.0f / 2835, -17.0f / 315, 2.0f / 15, -1.0f / 3, 1.0f}) near = fma(near, square, broadcast(c));
-  const Floats signed_far = chosen(x, broadcast(0), mul(far, broadcast(-1.0f)), far);
-  return chosen(square, broadcast(0.09f), mul(near, x), signed_far);
 }
 
 // log(1 + e^x) = max(x, 0) + 2 artanh(w), w = u / (2 + u), u = e^−|x|
@@ -74,16 +49,6 @@ inline void solved(const float* U, const float* inverse, int64_t R, int64_t S, f
     each(Q + r * S, Q + r * S, S, [&](Floats a, Floats) ALWAYS { return mul(a, scale); });
   }
 }
-
-// Rooms in this thread's memory, each a multiple of a panel.
-struct Rooms {
-  float* next;
-  float* of(int64_t n) {
-    float* room = next;
-    next += panelled(n);
-    return room;
-  }
-};
 
 // One row's geometry at a token, from what the heads gave, X = (V, gates) and Y = (d, U).
 inline void geometry_of(const Drm& m, int64_t at, const float* X, const float* Y, float* L) {
@@ -280,13 +245,10 @@ void drm_rows_back(const DrmBackward& m, int64_t first) {
   __builtin_memcpy(m.dfirst + first * S, dz, size_t(Rows * S) * sizeof(float));
 }
 
-// Rows [first, last), as many at a time as registers hold, and then fewer.
 template <class M>
 void drm(const M& m, int64_t first, int64_t last) {
-  const auto some = [&](auto rows) ALWAYS {
-    for (; first + rows <= last; first += rows)
-      if constexpr (std::is_same_v<M, Drm>) drm_rows<rows>(m, first);
-      else drm_rows_back<rows>(m, first);
-  };
-  some(Index<DRM_ROWS>{}), some(Index<4>{}), some(Index<2>{}), some(Index<1>{});
+  some_rows(first, last, [&](auto rows, int64_t row) {
+    if constexpr (std::is_same_v<M, Drm>) drm_rows<rows>(m, row);
+    else drm_rows_back<rows>(m, row);
+  });
 }

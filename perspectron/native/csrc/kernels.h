@@ -138,7 +138,7 @@ struct Turn {  // rotary positions of N rows of heads
 };
 
 // Of perspectron.ops.drm, with G = 3H, M = NS + N, Y = S + RS, C coefficients; null: there is none. Weights are in panels
-// of 32 columns, of y = x W: see drm.inl.
+// of 32 columns, of y = x W: see walk.inl.
 struct DrmSizes {
   int64_t T, B, S, H, N, R;
   float dt, radius, strength;
@@ -166,6 +166,21 @@ struct DrmBackward : DrmSizes {
   const uint8_t *reset, *pad;
   float *dX, *dY, *dc, *dq, *dp;                          // [T][B][M], [T][B][Y], both added to; as c, q, p
   float *dstart, *dfirst;                                 // [B][S] both, the first added to
+};
+
+constexpr int64_t GRU_ROWS = 8;  // memories of a piece
+
+struct Gru {  // r, c = σ(gates + h W); n = tanh(n + r (gates + h W)); h ← h + rate c (n − h), of N memories of G groups
+  const float *wh, *keep, *rates;  // [G] panels, D to 3D; null or [L][N], 0 where h was emptied; null or [G][N]
+  float *gates, *n, *h;            // [L][G][N][3D] r, c and what n adds, [L][G][N][D]; [L + 1][G][N][D]
+  float rate;
+  int64_t L, G, N, D;
+};
+
+struct GruBackward {  // dgates = (dh + draw) slopes; dh ← dh through + dgates Wᵀ
+  const float *wh, *keep, *slopes, *through, *draw;  // 3D to D; [L][G][N][4][D], [L][G][N][D], null or the same
+  float *dgates, *dh;                                // [G][L][N][4][D]; [L + 1][G][N][D], added to
+  int64_t L, G, N, D;
 };
 
 struct Kernels {
@@ -204,6 +219,8 @@ struct Kernels {
   void (*convolve_backward)(const Conv&, int64_t first, int64_t last);
   void (*drm)(const Drm&, int64_t first, int64_t last);
   void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
+  void (*gru)(const Gru&, int64_t first, int64_t last);  // pieces of GRU_ROWS memories, G·⌈N / GRU_ROWS⌉
+  void (*gru_backward)(const GruBackward&, int64_t first, int64_t last);
 };
 
 extern const Kernels SCALAR;

@@ -33,7 +33,11 @@ inline ALWAYS void unroll(F&& f) {
 
 #include "attention.inl"
 
+#include "walk.inl"
+
 #include "drm.inl"
+
+#include "gru.inl"
 
 // Four streams at once and no prefetches: a tenth faster than one stream, with prefetches or without.
 uint64_t read_all(const uint8_t* p, int64_t n) {
@@ -76,5 +80,5 @@ constexpr Kernels table(const char* name) {
           {gated<float>, gated<uint16_t>}, {gated_backward<float>, gated_backward<uint16_t>},
           {decayed<float>, decayed<uint16_t>}, {decayed_backward<float>, decayed_backward<uint16_t>},
           {attention<float>, attention<uint16_t>}, {attention_backward<float>, attention_backward<uint16_t>}, {turn<float>, turn<uint16_t>},
-          shifted, shifted_backward, norm_rows, norm_backward, convolve, convolve_backward, drm<Drm>, drm<DrmBackward>};
+          shifted, shifted_backward, norm_rows, norm_backward, convolve, convolve_backward, drm<Drm>, drm<DrmBackward>, gru<Gru>, gru<GruBackward>};
 }

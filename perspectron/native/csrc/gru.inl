@@ -1,0 +1,81 @@
+// The tokens of perspectron.ops.gru_loop, forward and back, of some memories at a time that share weights.
+
+// Exactly 0 far below, as padding has it.
+inline Floats gate_of(Floats x) { return chosen(x, broadcast(-87.0f), broadcast(0), sigmoid_of(x)); }
+
+template <int Rows>
+void gru_rows(const Gru& m, int64_t group, int64_t first) {
+  const int64_t D = m.D, wide = panelled(3 * D), step = m.G * m.N;
+  Rooms rooms{scratch<float>(DENSE, Rows * (panelled(D) + wide))};
+  float *opened = rooms.of(Rows * D), *products = rooms.of(Rows * wide);
+  const float* panels = m.wh + group * wide * D;
+  for (int64_t t = 0; t < m.L; t++) {
+    const int64_t at = t * step + group * m.N + first;
+    const float* met = m.h + at * D;
+    if (m.keep != nullptr) {
+      for (int64_t r = 0; r < Rows; r++) {
+        const Floats keep = broadcast(m.keep[t * m.N + first + r]);
+        each(opened + r * D, met + r * D, D, [&](Floats, Floats x) ALWAYS { return mul(x, keep); });
+      }
+      met = opened;
+    }
+    times<Rows>(met, D, panels, D, 3 * D, products, wide);
+    for (int64_t r = 0; r < Rows; r++) {
+      float *gates = m.gates + (at + r) * 3 * D, *n = m.n + (at + r) * D, *after = m.h + (at + r + step) * D;
+      const float *product = products + r * wide, *before = met + r * D;
+      const Floats rate = broadcast(m.rates == nullptr ? m.rate : m.rates[group * m.N + first + r]);
+      each(gates, product, 2 * D, [](Floats a, Floats b) ALWAYS { return gate_of(add(a, b)); });
+      each(gates + 2 * D, product + 2 * D, D, [](Floats a, Floats b) ALWAYS { return add(a, b); });
+      sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
+        const Floats candidate = tanh_of(fma(get_at(gates), get_at(gates + 2 * D), get_at(n))), old = get_at(before);
+        put_at(n, candidate);
+        put_at(after, fma(get_at(gates + D), mul(minus(candidate, old), rate), old));
+      });
+    }
+  }
+}
+
+template <int Rows>
+void gru_rows_back(const GruBackward& m, int64_t group, int64_t first) {
+  const int64_t D = m.D, wide = panelled(D), step = m.G * m.N;
+  float* products = scratch<float>(DENSE, Rows * wide);
+  const float* panels = m.wh + group * wide * 3 * D;
+  for (int64_t t = m.L - 1; t >= 0; t--) {
+    const int64_t at = t * step + group * m.N + first;
+    float* dgates = m.dgates + ((group * m.L + t) * m.N + first) * 4 * D;
+    for (int64_t r = 0; r < Rows; r++) {
+      const float *after = m.dh + (at + r + step) * D, *draw = m.draw == nullptr ? nullptr : m.draw + (at + r) * D;
+      for (int64_t i = 0; i < 4; i++) {
+        const float* slopes = m.slopes + ((at + r) * 4 + i) * D;
+        float* own = dgates + (4 * r + i) * D;
+        sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
+          const Floats seed = draw == nullptr ? get_at(after) : add(get_at(after), get_at(draw));
+          put_at(own, mul(seed, get_at(slopes)));
+        });
+      }
+    }
+    times<Rows>(dgates, 4 * D, panels, 3 * D, D, products, wide);
+    for (int64_t r = 0; r < Rows; r++) {  // straight through, and by way of the gates; both end at a reset
+      const float *after = m.dh + (at + r + step) * D, *through = m.through + (at + r) * D, *product = products + r * wide;
+      float* dh = m.dh + (at + r) * D;
+      const Floats keep = broadcast(m.keep == nullptr ? 1.0f : m.keep[t * m.N + first + r]);
+      sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
+        const Floats into = fma(get_at(after), get_at(through), get_at(product));
+        put_at(dh, fma(into, keep, get_at(dh)));
+      });
+    }
+  }
+}
+
+// Pieces of GRU_ROWS memories of a group each.
+template <class M>
+void gru(const M& m, int64_t first, int64_t last) {
+  const int64_t pieces = ceil_div(m.N, GRU_ROWS);
+  for (int64_t i = first; i < last; i++) {
+    const int64_t group = i / pieces, from = i % pieces * GRU_ROWS, end = from + GRU_ROWS < m.N ? from + GRU_ROWS : m.N;
+    some_rows(from, end, [&](auto rows, int64_t row) {
+      if constexpr (std::is_same_v<M, Gru>) gru_rows<rows>(m, group, row);
+      else gru_rows_back<rows>(m, group, row);
+    });
+  }
+}
