@@ -42,6 +42,7 @@ SCRIPTS = {
     "train": ["--dtypes", "bfloat16"],
     "updates": [],
     "elsewhere": [],
+    "before": ["--tree", str(ROOT)],
     "precision": [],
     "systems": [],
     "routing": [],
@@ -210,6 +211,16 @@ def test_updates(results):
     for design in results("updates").values():
         assert design["kernels"]["median"] > 0 and design["decode_seconds"]["median"] > 0
         assert design["tokens_per_second"]["low"] <= design["tokens_per_second"]["median"]
+
+
+def test_before(results):
+    """This commit before and now: the same model."""
+    found = results("before")["runs"]
+    assert [run["design"] for run in found] == ["perspective", "ssd"]
+    for run in found:
+        assert run["parameters"]["before"] == run["parameters"]["now"] and run["share"] > 0
+        before, now = (run["tokens_per_second"][name]["median"] for name in ("before", "now"))
+        assert run["times"]["median"] == pytest.approx(now / before)
 
 
 def test_elsewhere(results):

@@ -1,8 +1,8 @@
 """The recurrence of the directional relational manifold on a CPU, forward and backward, for `perspectron.ops.drm_loop`.
 
 Everything is float32; results depend neither on the number of threads nor on the instruction set. Weights are as
-`perspectron.ops.drm_law.Weights` has them, without bases; every token has a geometry of its own, whose gates are all
-open.
+`perspectron.ops.drm_law.Weights` has them, without bases; every token has its own geometry, without top-k gates.
+Source: docs/designs/drm.md#flow.
 
 Shapes: B batch, T time, S state width, H hidden width, G = 3H, N directions, R metric rank, M = N·S + N and
 Y = S + R·S the outputs of the trunks' heads, C coefficients: N, or S where there are no directions.
@@ -27,6 +27,12 @@ class Sizes(NamedTuple):
     N: int
     R: int
 
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """The shape that these letters name."""
+        _, _, S, H, N, R = self
+        size = self._asdict() | {"2": 2, "G": 3 * H, "M": N * S + N, "Y": S + R * S, "C": N or S}
+        return tuple(size[letter] for letter in letters)
+
 
 class Matrices(NamedTuple):
     """The weights of products, as `nn.Linear` has them: what looks at z, both trunks, and the heads."""
@@ -37,16 +43,12 @@ class Matrices(NamedTuple):
     metric_YH: Tensor
     flow_CH: Tensor
 
-    def panels(self, *, back: bool) -> list[Tensor]:
-        """The matrices in panels, of y = x Wᵀ, or `back`, of x W."""
-        matrices = [self.read_GS, self.trunk_2HH, self.direction_MH, self.metric_YH, self.flow_CH]
-        return [panels(w if back else w.mT) for w in matrices]
-
 
 class Made(NamedTuple):
-    """The values of every token that the backward pass reads: the state after it, what the first GELUs read, the
-    flow's coefficients, the velocity solved for, the velocity; directions, gates and metric, 1/D and Q; the trunks
-    before their last GELU, the directions' lengths, and the metric's diagonal before its softplus."""
+    """The values of every token that `forward` leaves: the state after it, what the first GELUs read, the flow's
+    coefficients, the velocity solved for, the velocity; directions, gates and metric, 1/D and Q; the trunks before
+    their last GELU, the metric's diagonal before its softplus, and the directions' lengths, if they are unit vectors.
+    """
 
     z_TBS: Tensor
     p_TBG: Tensor
@@ -60,35 +62,66 @@ class Made(NamedTuple):
     inverse_TBS: Tensor
     Q_TBRS: Tensor
     q_T2BH: Tensor
-    norm_TBN: Tensor
     raw_TBS: Tensor
+    norm_TBN: Tensor | None
+
+
+class Read(NamedTuple):
+    """The values of them that `backward` reads itself."""
+
+    c_TBC: Tensor
+    x_TBS: Tensor
+    V_TBNS: Tensor
+    U_TBRS: Tensor
+    inverse_TBS: Tensor
+    Q_TBRS: Tensor
+    norm_TBN: Tensor | None
+
+
+class Slopes(NamedTuple):
+    """The slopes of p, q, c, gates and raw; gates times coefficients; the squashing's slopes; and the states before
+    they were pulled into the ball, with their lengths. None where nothing squashes, or pulls."""
+
+    p_TBG: Tensor
+    q_T2BH: Tensor
+    c_TBC: Tensor
+    mix_TBN: Tensor
+    gate_TBN: Tensor
+    raw_TBS: Tensor
+    squash_TBS: Tensor | None
+    moved_TBS: Tensor | None
+    norm_TB: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """The gradients of the heads' outputs, which come with what they get from elsewhere, and room for those of c, q and
+    p."""
+
+    dX_TBM: Tensor
+    dY_TBY: Tensor
+    dc_TBC: Tensor
+    dq_T2BH: Tensor
+    dp_TBG: Tensor
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
 
 
-def _numbers(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    return (ctypes.c_double * len(values))(*values)
-
-
-def _masks(sizes: Sizes, masks: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _masks(sizes: Sizes, *masks: Tensor | None) -> list[Tensor | None]:
     """Bytes [T,B] of masks [T,B,1]."""
-    for mask in masks:
-        if mask is not None and mask.shape != (sizes.T, sizes.B, 1):
-            raise ValueError(f"a mask has shape {tuple(mask.shape)}, must have {(sizes.T, sizes.B, 1)}")
-    return [None if mask is None else mask.to(torch.uint8).contiguous() for mask in masks]
+    made = [None if mask is None else mask[..., 0].to(torch.uint8).contiguous() for mask in masks]
+    for mask in made:
+        if mask is not None:
+            _check(mask, torch.uint8, (sizes.T, sizes.B))
+    return made
 
 
-def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
-    for tensor, shape in shapes:
-        _check(tensor, torch.float32, shape)
-
-
-def _shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The shapes of `Made`'s tensors."""
-    letters = dict(zip("TBSHNR", sizes, strict=True)) | {"2": 2, "G": 3 * sizes.H, "C": sizes.N or sizes.S}
-    return {name: tuple(letters[letter] for letter in name.rsplit("_", 1)[1]) for name in Made._fields}
+def _check_named(sizes: Sizes, tensors: NamedTuple) -> None:
+    """ValueError unless each tensor has the shape that its name ends with."""
+    for name, tensor in tensors._asdict().items():
+        if tensor is not None:
+            _check(tensor, torch.float32, sizes.shape(name.rsplit("_", 1)[1]))
 
 
 def forward(
@@ -100,57 +133,50 @@ def forward(
     law: Sequence[float],
     reset_TB1: Tensor | None,
     pad_TB1: Tensor | None,
+    *,
+    directions: int,
+    rank: int,
+    unit: bool,
 ) -> Made:
     """All tokens. biases: of trunks [2H], directions [M], metric [Y], flow [C]. law: dt, radius, strength, damping,
-    least d, bias and temperature of the gates; then 1 or 0: clip, squash, unit directions."""
-    (T, B, G), (M, H), S = drive_TBG.shape, matrices.direction_MH.shape, len(start_S)
-    N, R = M // (S + 1), len(matrices.metric_YH) // S - 1
-    sizes = Sizes(T, B, S, H, N, R)
-    wanted = [(G, S), (2, H, H), (M, H), (S + R * S, H), (N or S, H)]
-    if G != 3 * H:
-        raise ValueError(f"drive has width {G}, must be 3H = {3 * H}")
-    _check_all([(drive_TBG, (T, B, G)), (first_BS, (B, S)), (start_S, (S,))])
-    _check_all([(w, shape) for w, shape in zip(matrices, wanted, strict=True)])
-    _check_all([(b, (n,)) for b, n in zip(biases, (2 * H, M, S + R * S, N or S), strict=True)])
-    made = Made(*(drive_TBG.new_empty(shape) for shape in _shapes_of(sizes).values()))
-    given = [drive_TBG, first_BS, start_S, *matrices.panels(back=False), *biases]
-    pointers = _pointers([*given, *(masks := _masks(sizes, (reset_TB1, pad_TB1))), *made])
-    _library().pspx_drm(pointers, (ctypes.c_int64 * 6)(*sizes), _numbers(law), threads())
-    del given, masks  # until here their memory is read
+    least d, bias and temperature of the gates; then 1 or 0: clip, squash. unit: directions are unit vectors."""
+    T, B, _ = drive_TBG.shape
+    sizes = Sizes(T, B, len(start_S), matrices.trunk_2HH.shape[-1], directions, rank)
+    _check_named(sizes, matrices)
+    given, of_biases = (drive_TBG, first_BS, start_S), [(2 * sizes.H,), *map(sizes.shape, "MYC")]
+    shapes = [*map(sizes.shape, ("TBG", "BS", "S")), *of_biases]
+    for tensor, shape in zip((*given, *biases), shapes, strict=True):
+        _check(tensor, torch.float32, shape)
+    made = Made(*(drive_TBG.new_empty(sizes.shape(name.rsplit("_", 1)[1])) for name in Made._fields))
+    made = made if unit else made._replace(norm_TBN=None)
+    weights, masks = [panels(w.mT) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
+    pointers = _pointers([*given, *weights, *biases, *masks, *made])
+    _library().pspx_drm(pointers, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads())
     return made
 
 
 def backward(
-    made: Made,
+    read: Read,
     matrices: Matrices,
     law: Sequence[float],
-    slopes: Sequence[Tensor | None],
+    slopes: Slopes,
     dz_TBS: Tensor,
     dv_TBS: Tensor,
-    into: Sequence[Tensor],
+    into: Gradients,
     reset_TB1: Tensor | None,
     pad_TB1: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The adjoint of all tokens: the gradients of z0 and of the first state. law: dt, radius, strength. slopes: of p, q
-    and c, the gates times coefficients, of gates and raw, of the squashing, then the states before they were pulled
-    into the ball and their lengths [T,B]; None where there is none of the last three. into: the gradients of the heads'
-    outputs [T,B,M] and [T,B,Y], which come with what else they have, and room for those of c, q and p."""
-    (T, B, S), N, R = made.z_TBS.shape, made.V_TBNS.shape[2], made.U_TBRS.shape[2]
-    sizes = Sizes(T, B, S, made.q_T2BH.shape[-1], N, R)
-    shapes = _shapes_of(sizes)
-    _check_all([(x, shapes[name]) for name, x in made._asdict().items()])
-    like = ("p_TBG", "q_T2BH", "c_TBC", "a_TBN", "a_TBN", "raw_TBS", "z_TBS", "z_TBS")
-    wanted: list[tuple[int, ...]] = [*(shapes[name] for name in like), (T, B)]
-    _check_all([(x, shape) for x, shape in zip(slopes, wanted, strict=True) if x is not None])
-    _check_all([(dz_TBS, (T, B, S)), (dv_TBS, (T, B, S))])
-    wanted = [(T, B, N * S + N), (T, B, S + R * S), *(shapes[name] for name in ("c_TBC", "q_T2BH", "p_TBG"))]
-    _check_all(list(zip(into, wanted, strict=True)))
+    """The adjoint of all tokens, into `into`; the gradients of z0 and of the first state. law: dt, radius, strength."""
+    (T, B, N, S), R = read.V_TBNS.shape, read.U_TBRS.shape[2]
+    sizes = Sizes(T, B, S, matrices.trunk_2HH.shape[-1], N, R)
+    for tensors in (read, matrices, slopes, into):
+        _check_named(sizes, tensors)
+    for tensor in (dz_TBS, dv_TBS):
+        _check(tensor, torch.float32, (T, B, S))
     dstart_BS, dfirst_BS = (dz_TBS.new_zeros(B, S) for _ in range(2))
-    read = [made.c_TBC, made.x_TBS, made.V_TBNS, made.U_TBRS, made.inverse_TBS, made.Q_TBRS]
-    given = [dz_TBS, dv_TBS, *slopes, *read, made.norm_TBN if law[3] else None, *matrices.panels(back=True)]
-    pointers = _pointers(
-        [*given, *(masks := _masks(sizes, (reset_TB1, pad_TB1))), *into, dstart_BS, dfirst_BS]
+    weights, masks = [panels(w) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
+    pointers = _pointers([dz_TBS, dv_TBS, *slopes, *read, *weights, *masks, *into, dstart_BS, dfirst_BS])
+    _library().pspx_drm_backward(
+        pointers, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 3)(*law), threads()
     )
-    _library().pspx_drm_backward(pointers, (ctypes.c_int64 * 6)(*sizes), _numbers(law), threads())
-    del given, masks
     return dstart_BS.sum(0), dfirst_BS

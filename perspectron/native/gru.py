@@ -1,47 +1,58 @@
 """The tokens of `perspectron.ops.gru_loop` on a CPU, forward and backward, in place.
 
 Everything is float32; results depend neither on the number of threads nor on the instruction set.
+Source: docs/designs/adr.md#memories.
 
-Shapes: L tokens, G groups of weights, N memories that share a group's, D width.
+Shapes: L tokens, G groups of weights, N memories that share a group's, D width, p panels.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from perspectron.native import _check, _library, threads
-from perspectron.native.panels import panels
+from perspectron.native.panels import PANEL
 
 
-def _keep(keep_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
-    if keep_L1N1 is not None:
-        _check(keep_L1N1, torch.float32, (L, 1, N, 1))
-    return keep_L1N1
+def _reset(reset_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
+    """Bytes."""
+    if reset_L1N1 is not None:
+        _check(reset_L1N1, torch.bool, (L, 1, N, 1))
+    return reset_L1N1
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
+    for tensor, shape in shapes:
+        _check(tensor, torch.float32, shape)
 
 
 def forward(
     gates_LGNF: Tensor,
     n_LGND: Tensor,
     h_LGND: Tensor,
-    wh_GDF: Tensor,
+    wh_GpDP: Tensor,
     rate: float | Tensor,
-    keep_L1N1: Tensor | None,
+    reset_L1N1: Tensor | None,
 ) -> None:
-    """Fill the memories [L + 1,G,N,D] from h[0] on, as `gru_loop._walk` does; rate: a number or [G,N,1]."""
+    """Fill the memories [L + 1,G,N,D] from h[0] on, as `gru_loop._walk` does. wh: in panels of [G,D,3D]; rate: a number
+    or [G,N,1]."""
     L, G, N, D = n_LGND.shape
-    shapes = [(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))]
-    each = isinstance(rate, Tensor)
-    rates = rate.contiguous() if isinstance(rate, Tensor) else None
-    for tensor, shape in (*shapes, *([] if rates is None else [(rates, (G, N, 1))])):
-        _check(tensor, torch.float32, shape)
-    _check(wh := panels(wh_GDF), torch.float32, (G, -(-3 * D // 32), D, 32))
-    keep = _keep(keep_L1N1, L, N)
+    rates = rate.expand(G, N, 1).contiguous() if isinstance(rate, Tensor) else None
+    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))])
+    _check_all(
+        [(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL)), *([] if rates is None else [(rates, (G, N, 1))])]
+    )
     _library().pspx_gru(
-        wh.data_ptr(),
-        None if keep is None else keep.data_ptr(),
-        None if rates is None else rates.data_ptr(),
-        0.0 if each else rate,
+        *_pointers(wh_GpDP, rates),
+        0.0 if isinstance(rate, Tensor) else rate,
+        *_pointers(_reset(reset_L1N1, L, N)),
         *(L, G, N, D),
-        *(x.data_ptr() for x in (gates_LGNF, n_LGND, h_LGND)),
+        *_pointers(gates_LGNF, n_LGND, h_LGND),
         threads(),
     )
 
@@ -52,28 +63,19 @@ def backward(
     draw_LGND: Tensor | None,
     slopes_LGN4D: Tensor,
     through_LGND: Tensor,
-    wh_GFD: Tensor,
-    keep_L1N1: Tensor | None,
+    wh_GpFP: Tensor,
+    reset_L1N1: Tensor | None,
 ) -> None:
     """Complete the gradients of the memories [L + 1,G,N,D], and fill those of the gates, as `gru_loop._walk_back`
-    does."""
+    does. wh: in panels of [G,3D,D]."""
     L, G, N, D = through_LGND.shape
     draw = None if draw_LGND is None else draw_LGND.contiguous()
-    shapes = [
-        (dgates_GLN4D, (G, L, N, 4, D)),
-        (dh_LGND, (L + 1, G, N, D)),
-        (slopes_LGN4D, (L, G, N, 4, D)),
-        (through_LGND, (L, G, N, D)),
-        *([] if draw is None else [(draw, (L, G, N, D))]),
-    ]
-    for tensor, shape in shapes:
-        _check(tensor, torch.float32, shape)
-    _check(wh := panels(wh_GFD), torch.float32, (G, -(-D // 32), 3 * D, 32))
-    keep = _keep(keep_L1N1, L, N)
+    _check_all([(dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (through_LGND, (L, G, N, D))])
+    _check_all([(slopes_LGN4D, (L, G, N, 4, D)), (wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL))])
+    _check_all([] if draw is None else [(draw, (L, G, N, D))])
     _library().pspx_gru_backward(
-        wh.data_ptr(),
-        *(None if x is None else x.data_ptr() for x in (keep, slopes_LGN4D, through_LGND, draw)),
+        *_pointers(wh_GpFP, slopes_LGN4D, through_LGND, draw, _reset(reset_L1N1, L, N)),
         *(L, G, N, D),
-        *(x.data_ptr() for x in (dgates_GLN4D, dh_LGND)),
+        *_pointers(dgates_GLN4D, dh_LGND),
         threads(),
     )

@@ -53,15 +53,15 @@ def scan(
     multiple of this; 0 is never. Computes and returns in float32 or, if any input is, in float64; autocast does not
     reach inside. Differentiable once, in reverse mode; everything else is an error.
 
-    backend: "reference" is the plain loop, "torch" the fast one, "auto" that or, where it fits, the native kernel in
-    trainings on a CPU. Raises BackendError for an unknown one,
-    ValueError for shapes that do not fit.
+    backend: "reference" is the plain loop, "torch" the fast one, "auto" that or, in training on a CPU, the native
+    kernel, where it fits. Raises BackendError for an unknown one, ValueError for shapes that do not fit.
     """
     dispatch.known(backend, BACKENDS)
     _check(e_BTE, state, weights, law)
     if backend == "auto":
+        where = e_BTE.device.type
         dispatch.say(
-            "drm.scan: auto runs the torch loop on %s, the native kernel in training", e_BTE.device.type
+            "drm.scan: auto runs the torch loop on %s, or in training on a CPU a native kernel", where
         )
     tensors = [x for x in (e_BTE, state.z_BS, state.geometry_BF, *weights) if x is not None]
     dtype = dispatch.widest(*tensors)

@@ -86,6 +86,7 @@ class Adjoint:
         *gradients: Tensor,
     ) -> None:
         self.law, self.when, self.w = law, when, w
+        self.squashed = law.clip and law.squash
         self.columns, self.solved, self.made = columns, solved, made
         self.dz_TBS, self.dv_TBS, dV_BNS, da_JBN, dd_JBS, dU_JBRS = gradients
         (J, B, N, S), R = solved.V_BNS.shape, law.rank
@@ -174,29 +175,37 @@ class Adjoint:
         self.dz_BS = dz_BS
 
     def run_on_kernel(self) -> None:
-        """The same walk by the native kernel: every token has its own geometry, whose gates are all open."""
-        law, made, columns, solved = self.law, self.made, self.columns, self.solved
-        slopes = (
+        """The same walk by the native kernel, for what `drm_loop.fits`."""
+        law, columns, solved, norm_BN1 = self.law, self.columns, self.solved, self.made.norm_BN1
+        assert solved.inverse_BS is not None and solved.Q_BRS is not None  # noqa: PT018
+        read = kernel.Read(
+            columns.c_BN,
+            columns.x_BS,
+            solved.V_BNS,
+            solved.U_BRS,
+            solved.inverse_BS,
+            solved.Q_BRS,
+            None if norm_BN1 is None else norm_BN1[..., 0],
+        )
+        slopes = kernel.Slopes(
             self.p_slope_TBG,
             self.q_slope_J2BH,
             self.c_slope_TBN,
             self.mix_TBN1[..., 0] if law.directions > 0 else solved.a_BN,
             self.gate_slope_JBN,
             self.raw_slope_JBS,
-            self.squash_TBS if law.squash else None,
+            self.squash_TBS if self.squashed else None,
             self.moved_TBS if law.clip else None,
             self.norm_TB1[..., 0] if law.clip else None,
         )
-        norm_TBN = solved.a_BN if made.norm_BN1 is None else made.norm_BN1[..., 0]
-        kept: list[Any] = [*columns, *solved, made.q_2BH, norm_TBN, made.raw_BS]
         self.dz0_S, self.dz_BS = kernel.backward(
-            kernel.Made(*kept),
+            read,
             matrices(self.w),
-            (law.dt, law.radius, law.strength, made.norm_BN1 is not None),
-            [None if x is None else x.contiguous() for x in slopes],
+            (law.dt, law.radius, law.strength),
+            kernel.Slopes(*(None if x is None else x.contiguous() for x in slopes)),  # type: ignore[arg-type]
             self.dz_TBS.contiguous(),
             self.dv_TBS.contiguous(),
-            (self.dX_JBM, self.dY_JBM, self.dc_TBN, self.dq_J2BH, self.dp_TBG),
+            kernel.Gradients(self.dX_JBM, self.dY_JBM, self.dc_TBN, self.dq_J2BH, self.dp_TBG),
             self.when.reset_TB1,
             self.when.pad_TB1,
         )
@@ -206,7 +215,7 @@ class Adjoint:
 
         R z / |z| has no slope along z, and R / |z| across it.
         """
-        if self.law.squash:
+        if self.squashed:
             dz_BS = dz_BS * self.squash_TBS[t]
         if not self.outside[t]:
             return dz_BS

@@ -146,8 +146,8 @@ def _confined(z_BS: Tensor, law: Law) -> Tensor:
 
 
 def fits(drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan) -> bool:
-    """True if the native kernel can train with these: float32 on a CPU, without bases, a geometry for each token with
-    all gates open, and no gradient that ends early."""
+    """True if the native kernel can train with these: float32 on a CPU, a geometry for each token, which bends the
+    velocity, without bases, top-k gates or `bptt`."""
     plain = w.direction_basis is w.metric_basis is None and law.geometry_interval == 1 and law.gate_top_k == 0
     tensors = (drive_TBG, state.z_BS, *(x for x in w if x is not None))
     return plain and law.strength > 0 and when.stop_TB1 is None and fused.fits(*tensors)
@@ -159,14 +159,24 @@ def _on_kernel(
     """The stacked records of `_forward`, from the native kernel."""
     numbers = (
         *(law.dt, law.radius, law.strength, law.damping, law.metric_floor),
-        *(law.gate_bias, law.gate_temperature, law.clip, law.squash, law.direction_norm),
+        *(law.gate_bias, law.gate_temperature, law.clip, law.squash),
     )
-    biases = [b.contiguous() for b in (w.trunk_b, w.direction_b, w.metric_b, w.flow_b)]
-    first = drive_TBG.contiguous(), z_BS.contiguous(), w.z0_S.contiguous()
-    made = kernel.forward(*first, matrices(w), biases, numbers, when.reset_TB1, when.pad_TB1)
-    norm_TBN1 = made.norm_TBN[..., None] if law.direction_norm else None
+    made = kernel.forward(
+        drive_TBG.contiguous(),
+        z_BS.contiguous(),
+        w.z0_S.contiguous(),
+        matrices(w),
+        [b.contiguous() for b in (w.trunk_b, w.direction_b, w.metric_b, w.flow_b)],
+        numbers,
+        when.reset_TB1,
+        when.pad_TB1,
+        directions=law.directions,
+        rank=law.rank,
+        unit=law.direction_norm,
+    )
     column = Column(made.z_TBS, made.p_TBG, made.c_TBC, made.x_TBS, made.v_TBS)
     slot = Solved(made.V_TBNS, made.a_TBN, made.d_TBS, made.U_TBRS, made.inverse_TBS, made.Q_TBRS)
+    norm_TBN1 = None if made.norm_TBN is None else made.norm_TBN[..., None]
     return column, slot, Made(made.q_T2BH, None, norm_TBN1, None, made.raw_TBS, None)
 
 

@@ -54,7 +54,7 @@ def scan(
     `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
     iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
     larger operations, which may pay on a GPU and never does on a CPU, so it runs only when asked for. "auto" is
-    "torch", with each token on the native kernel in trainings on a CPU in float32, or, for one token where gradients
+    "torch", with each token on the native kernel in training on a CPU in float32, or, for one token where gradients
     are off, a step.
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
@@ -72,9 +72,9 @@ def scan(
     if isinstance(gamma, Tensor):
         gamma = gamma.to(dtype)[..., None]
     if backend == "auto":
+        where = x.device.type
         dispatch.say(
-            "gru.scan: auto runs the torch loop on %s, a step for one token, the native kernel in training",
-            x.device.type,
+            "gru.scan: auto runs the torch loop on %s, or in training on a CPU a native kernel", where
         )
     if x.shape[1] == 0:
         return x, x if raw else None, state
@@ -82,13 +82,12 @@ def scan(
         return reference(x, cells, gamma, state, reset_BT, pad_BT, raw)
     if backend != "torch" and x.shape[1] == 1 and dispatch.gradients_off():
         return _step_(x, cells, gamma, dispatch.owned(state, consume_state), reset_BT, pad_BT, raw)
-    keep_BT = None if reset_BT is None else (~reset_BT).to(dtype)
-    keep, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (keep_BT, pad_BT))
+    reset, pad = (gru_loop.by_row(mask_BT, x.shape[3]) for mask_BT in (reset_BT, pad_BT))
     rate = 1 - gamma
     if isinstance(rate, Tensor):
         rate = rate.repeat(1, len(x), 1)
     native = backend == "auto" and fits(x, *cells, state)
-    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", native, keep, pad))
+    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", native, reset, pad))
 
 
 def reference(

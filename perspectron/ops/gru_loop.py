@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from perspectron.native import gru as kernel
+from perspectron.native.panels import panels
 from perspectron.ops.dispatch import gradients_off, once, refuse
 
 CHUNK = 64  # products over fewer tokens pack their weights too often; more only take memory
@@ -26,22 +27,22 @@ class Plan(NamedTuple):
     """The way to run the loop.
 
     rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. newton: all tokens at once. native: each token
-    on the native kernel, which must fit. keep [T,1,N,1]: 0
-    where a reset empties the memory, else 1. pad [T,1,N,1]: True where there is no token."""
+    on the native kernel, which must fit. reset [T,1,N,1]: True where the memory is emptied first. pad [T,1,N,1]: True
+    where there is no token."""
 
     rate: float | Tensor
     raw: bool
     newton: bool
     native: bool
-    keep: Tensor | None
+    reset: Tensor | None
     pad: Tensor | None
 
     def chunks(self, T: int) -> list[tuple[slice, "Plan"]]:
         size = T if self.newton else CHUNK
         slices = [slice(start, min(start + size, T)) for start in range(0, T, size)]
-        masks = ([None if mask is None else mask[at] for mask in (self.keep, self.pad)] for at in slices)
+        masks = ([None if mask is None else mask[at] for mask in (self.reset, self.pad)] for at in slices)
         return [
-            (at, self._replace(keep=keep, pad=pad)) for at, (keep, pad) in zip(slices, masks, strict=True)
+            (at, self._replace(reset=reset, pad=pad)) for at, (reset, pad) in zip(slices, masks, strict=True)
         ]
 
 
@@ -123,6 +124,7 @@ def _forward(
     before the first token and after each [T+1,G,N,D]. Only if `train`, gates and n hold more than one chunk."""
     B, T, G, R, D = x.shape
     wi, wh, bi, bh = (_complement(w) for w in (wi, wh, bi, bh))
+    wh_packed = panels(wh) if plan.native else None
     chunks = plan.chunks(T)
     # Without a backward pass every chunk writes its gates over those of the one before. h[t] is what token t finds and
     # h[t + 1] what it leaves, so that both are slices of one tensor.
@@ -143,7 +145,9 @@ def _forward(
         torch.add(gi[..., 2 * D :], bi[:, None, 2 * D :], out=n_c)
         if part.pad is not None:  # σ(−∞): c is 0 and h stays, whatever stands in x
             gates_c[..., D : 2 * D].masked_fill_(part.pad, float("-inf"))
-        if not (plan.newton and _solve(gates_c, n_c, h_c, wh, part)):
+        if wh_packed is not None:
+            kernel.forward(gates_c, n_c, h_c, wh_packed, part.rate, part.reset)
+        elif not (plan.newton and _solve(gates_c, n_c, h_c, wh, part)):
             _walk(gates_c, n_c, h_c, wh, part)
         if raws is not None:
             torch.lerp(_met(h_c, part), n_c, gates_c[..., D : 2 * D], out=raws[at])
@@ -152,21 +156,18 @@ def _forward(
 
 def _met(h: Tensor, plan: Plan) -> Tensor:
     """The memory that each token finds [L,G,N,D], from h [L+1,G,N,D]: empty after a reset."""
-    return h[:-1] if plan.keep is None else h[:-1] * plan.keep
+    return h[:-1] if plan.reset is None else h[:-1].masked_fill(plan.reset, 0)
 
 
 def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
     """Fill the memories token by token, in place. Comes in: what inputs and biases give, in gates and n, and h[0]."""
-    if plan.native:
-        kernel.forward(gates, n, h, wh, plan.rate, plan.keep)
-        return
     D = n.shape[-1]
     # Cut into tokens beforehand: in the loop an index costs as much as a small product.
     parts = [gates, gates[..., : 2 * D], *gates.split(D, -1), n]
-    difference, opened = torch.empty_like(n[0]), torch.empty_like(n[0])
+    difference, opened, empty = torch.empty_like(n[0]), torch.empty_like(n[0]), n.new_zeros(())
     hs = h.unbind(0)
     for t, (all_, rc, r, c, hn, n_t) in enumerate(zip(*(part.unbind(0) for part in parts), strict=True)):
-        before = hs[t] if plan.keep is None else torch.mul(hs[t], plan.keep[t], out=opened)
+        before = hs[t] if plan.reset is None else torch.where(plan.reset[t], empty, hs[t], out=opened)
         all_.baddbmm_(before, wh)  # one product for the three gates, added to what the inputs gave
         rc.sigmoid_()
         n_t.addcmul_(r, hn).tanh_()
@@ -198,8 +199,7 @@ def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
             gates.copy_(guess)
             n.copy_(candidate)
             return True
-        # A reset multiplies what is met by 0, and with it all that decays.
-        decay = 1 - step if plan.keep is None else (1 - step) * plan.keep
+        decay = 1 - step if plan.reset is None else (1 - step).masked_fill_(plan.reset, 0)
         h[1:] = _linear(decay, step.mul_(candidate), h[0])
     _warn("forward")
     return False
@@ -270,6 +270,7 @@ def _backward(
     B, T, G, R, D = x.shape
     # In this order both products read and write three neighbouring parts of one tensor: nothing is cut out or copied.
     wi_T, wh_T = wi.mT.contiguous(), wh.roll(D, -1).mT.contiguous()
+    wh_packed = panels(wh_T) if plan.native else None
     dx, dwi, dwh, dbias = (
         torch.empty_like(x),
         torch.zeros_like(wi),
@@ -290,12 +291,14 @@ def _backward(
         if draws is not None:
             draw = _by_time(draws[:, at])
             past = torch.addcmul(draw, draw, gates[at][..., D : 2 * D], value=-1)  # the gates: ĥ = z h + …
-            dh[:-1] += past if part.keep is None else past.mul_(part.keep)
+            dh[:-1] += past if part.reset is None else past.masked_fill_(part.reset, 0)
             # The slopes are those of h, and hold a factor 1 − γ that ĥ does not have.
             draw = draw / plan.rate
         dh[L] += carry
         dgates = h.new_empty(G, L, B * R, 4, D)
-        if not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
+        if wh_packed is not None:
+            kernel.backward(dgates, dh, draw, slopes, through, wh_packed, part.reset)
+        elif not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
             _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
         rows, carry = dgates.view(G, -1, 4 * D), dh[0]
         # Gradients of weights and inputs wait for no token: one product for the chunk each.
@@ -335,9 +338,6 @@ def _walk_back(
 ) -> None:
     """Walk back token by token. Comes in: dh with what the outputs give. Goes out: dgates [G,L,N,4,D] and dh
     complete."""
-    if plan.native:
-        kernel.backward(dgates, dh, draw, slopes, through, wh_T, plan.keep)
-        return
     # Cut into tokens beforehand, as in `_walk`. A seed takes part in all four gates: it is spread over their dimension.
     recurrent = dgates[..., :3, :].flatten(-2).unbind(1)
     dhs, spread, each = dh.unbind(0), dh.unsqueeze(-2).unbind(0), dgates.unbind(1)
@@ -346,11 +346,11 @@ def _walk_back(
     for t in reversed(range(len(throughs))):
         seed = spread[t + 1] if draw is None else (dhs[t + 1] + draw[t]).unsqueeze(-2)
         torch.mul(seed, slopes_[t], out=each[t])
-        if plan.keep is None:  # straight through, and by way of the gates
+        if plan.reset is None:  # straight through, and by way of the gates
             dhs[t].addcmul_(dhs[t + 1], throughs[t]).baddbmm_(recurrent[t], wh_T)
         else:  # both end at a reset
             torch.mul(dhs[t + 1], throughs[t], out=into).baddbmm_(recurrent[t], wh_T)
-            dhs[t].addcmul_(into, plan.keep[t])
+            dhs[t].add_(into.masked_fill_(plan.reset[t], 0))
 
 
 def _solve_back(
@@ -358,8 +358,11 @@ def _solve_back(
 ) -> bool:
     """Do as `_walk_back`, all tokens at once, by the splitting of `_solve`. If that does not converge, False, and dh
     is as it came."""
-    keep = 1 if plan.keep is None else plan.keep
-    opened = through * keep
+
+    def kept(x: Tensor) -> Tensor:
+        return x if plan.reset is None else x.masked_fill(plan.reset, 0)
+
+    opened = kept(through)
     # The adjoint is linear: what comes through the gates is held at the last guess, and what goes straight through is
     # the linear recurrence of `_linear`, backwards in time.
     guess = torch.zeros_like(dh)
@@ -367,7 +370,7 @@ def _solve_back(
         seed = guess[1:] if draw is None else guess[1:] + draw
         torch.mul(seed.unsqueeze(-2).transpose(0, 1), slopes.transpose(0, 1), out=dgates)
         rows = dgates[..., :3, :].flatten(-2).flatten(1, 2)
-        fixed = dh[:-1] + _tokens(torch.bmm(rows, wh_T), len(opened)) * keep
+        fixed = dh[:-1] + kept(_tokens(torch.bmm(rows, wh_T), len(opened)))
         if _settled(torch.cat([torch.addcmul(fixed, opened, guess[1:]), dh[-1:]]), guess):
             dh.copy_(guess)
             return True

@@ -21,6 +21,8 @@ VARIANTS = {
     "not clipped": {"squash": False, "clip": False},
     "long directions": {"direction_norm": False},
     "no directions": {"directions": 0},
+    "one direction, more columns than coordinates": {"directions": 1, "rank": 9},
+    "naturalised in full": {"strength": 1.0, "damping": 1e3},
 }
 ELSEWHERE = {
     "top-k": {"gate_top_k": 2},
@@ -77,7 +79,9 @@ def results(law, sizes, masked=False, dtype=torch.float32, backend="auto"):
 def taken(monkeypatch):
     """A list that gets an entry for each call of the kernel."""
     calls, own = [], drm_loop.kernel.forward
-    monkeypatch.setattr(drm_loop.kernel, "forward", lambda *args: calls.append(1) or own(*args))
+    monkeypatch.setattr(
+        drm_loop.kernel, "forward", lambda *args, **options: calls.append(1) or own(*args, **options)
+    )
     return calls
 
 
@@ -123,6 +127,28 @@ def test_a_token_that_is_not_finite_makes_its_text_nan_from_there_on():
     e[1, 3] = float("nan")
     z, _, _ = drm.scan(e, *inputs[1:])
     assert z[1, 3:].isnan().all() and z[1, :3].isfinite().all() and z[[0, 2]].isfinite().all()
+
+
+def test_some_gradients_alone():
+    sizes = (3, 9, 7, 6)
+    inputs, _, leaves = case(BASE, *sizes)
+    whole = results(BASE, sizes)[1]
+    for i, leaf in enumerate(leaves):
+        given = [x.detach() for x in leaves]
+        given[i] = leaf
+        state = inputs[1]._replace(z_BS=given[1])
+        z, after, trace = drm.scan(given[0], state, Weights(*given[2:]), BASE)
+        draw = torch.Generator().manual_seed(1)
+        loss = sum((x * torch.randn(x.shape, generator=draw)).sum() for x in (z, after.z_BS, *trace))
+        (found,) = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(found, whole[i])
+
+
+def test_a_law_of_other_sizes_is_refused():
+    inputs, _, _ = case(BASE, 2, 4, 7, 6)
+    for other in ({"directions": 2}, {"rank": 1}):
+        with pytest.raises(ValueError, match=r"must be torch\.float32"):
+            drm.scan(*inputs[:3], BASE._replace(**other))
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -9,7 +9,7 @@ from perspectron.ops.gru import Cells
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
-SIZES = [(1, 1, 1, 1, 3), (3, 70, 2, 2, 5), (8, 9, 3, 1, 40), (5, 66, 1, 3, 33)]
+SIZES = [(1, 1, 1, 1, 3), (3, 63, 2, 2, 5), (8, 64, 1, 1, 40), (5, 65, 1, 3, 33)]
 """B, T, G, R, D."""
 
 
@@ -76,3 +76,30 @@ def test_padding_leaves_a_memory_as_it_is():
     h, _, last = gru.scan(x, Cells(*cells), 0.5, state, pad_BT=pad_BT)
     assert not h[0].any()
     assert torch.equal(h[1, 1:], h[1, :1].expand(4, -1, -1, -1)) and torch.equal(last[1], h[1, 0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_nothing_of_before_a_reset_is_remembered(backend):
+    """Not even a NaN; and gradients of what comes after do not see it."""
+    (x, *cells, state), _ = case((1, 8, 1, 1, 5))
+    broken = x.detach().clone()
+    broken[0, 2] = float("nan")
+    broken.requires_grad_()
+    reset_BT = torch.arange(8)[None] == 4
+    h, _, last = gru.scan(broken, Cells(*cells), 0.9, state, reset_BT=reset_BT, backend=backend)
+    assert h[0, 2:4].isnan().all() and h[0, 4:].isfinite().all()
+    (gradient,) = torch.autograd.grad(last.sum(), broken)
+    assert gradient[0, 4:].isfinite().all() and gradient[0, 4:].any()
+
+
+def test_some_gradients_alone():
+    leaves, _ = case((3, 9, 2, 1, 5))
+    whole = results((3, 9, 2, 1, 5), masked=False, learned=False, raw=False)[2:]
+    for i, leaf in enumerate(leaves):
+        inputs = [x.detach() for x in leaves]
+        inputs[i] = leaf
+        x, *cells, state = inputs
+        outputs = [y for y in gru.scan(x, Cells(*cells), 0.9, state) if y is not None]
+        draw = torch.Generator().manual_seed(1)
+        loss = sum((y * torch.randn(y.shape, generator=draw)).sum() for y in outputs)
+        torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], whole[i])

@@ -5,6 +5,7 @@ namespace {
 // f over [0, total) in pieces of `grain`.
 template <class F>
 void shared(int threads, int64_t total, int64_t grain, F&& f) {
+  if (total == 0) return;
   const int64_t pieces = ceil_div(total, grain);
   if (pieces <= 1 || threads <= 1) return f(0, total);
   Claims claims(total, grain);
@@ -147,17 +148,17 @@ void sized(M& m, const int64_t* sizes, const double* law) {
 }  // namespace
 
 // pointers: the fields of Drm or DrmBackward in their order; sizes: T, B, S, H, N, R; law: dt, radius, strength, and of
-// the first damping, floor, gate_bias, gate_temperature, clip, squash, unit.
+// the first damping, floor, gate_bias, gate_temperature, clip, squash.
 API void pspx_drm(void* const* pointers, const int64_t* sizes, const double* law, int threads) {
   Drm m{};
   sized(m, sizes, law);
   m.damping = float(law[3]), m.floor = float(law[4]), m.gate_bias = float(law[5]), m.gate_temperature = float(law[6]);
-  m.clip = law[7] != 0, m.squash = law[8] != 0, m.unit = law[9] != 0;
+  m.clip = law[7] != 0, m.squash = law[8] != 0;
   const float* Drm::* const given[] = {&Drm::drive, &Drm::first, &Drm::start, &Drm::read, &Drm::trunk, &Drm::direction,
                                        &Drm::metric, &Drm::flow, &Drm::trunk_b, &Drm::direction_b, &Drm::metric_b, &Drm::flow_b};
   const uint8_t* Drm::* const masks[] = {&Drm::reset, &Drm::pad};
   float* Drm::* const made[] = {&Drm::z, &Drm::p, &Drm::c, &Drm::x, &Drm::v, &Drm::V, &Drm::a, &Drm::d, &Drm::U,
-                                &Drm::inverse, &Drm::Q, &Drm::q, &Drm::norm, &Drm::raw};
+                                &Drm::inverse, &Drm::Q, &Drm::q, &Drm::raw, &Drm::norm};
   taken(m, made, taken(m, masks, taken(m, given, pointers)));
   shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm(m, first, last); });
 }
@@ -175,15 +176,15 @@ API void pspx_drm_backward(void* const* pointers, const int64_t* sizes, const do
   shared(threads, m.B, ceil_div(m.B, threads), [&](int64_t first, int64_t last) { kernels().drm_backward(m, first, last); });
 }
 
-API void pspx_gru(const float* wh, const float* keep, const float* rates, double rate, int64_t L, int64_t G, int64_t N,
+API void pspx_gru(const float* wh, const float* rates, double rate, const uint8_t* reset, int64_t L, int64_t G, int64_t N,
                   int64_t D, float* gates, float* n, float* h, int threads) {
-  const Gru m{wh, keep, rates, gates, n, h, float(rate), L, G, N, D};
+  const Gru m{wh, rates, reset, gates, n, h, float(rate), L, G, N, D};
   shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru(m, first, last); });
 }
 
-API void pspx_gru_backward(const float* wh, const float* keep, const float* slopes, const float* through,
-                           const float* draw, int64_t L, int64_t G, int64_t N, int64_t D, float* dgates, float* dh,
+API void pspx_gru_backward(const float* wh, const float* slopes, const float* through, const float* draw,
+                           const uint8_t* reset, int64_t L, int64_t G, int64_t N, int64_t D, float* dgates, float* dh,
                            int threads) {
-  const GruBackward m{wh, keep, slopes, through, draw, dgates, dh, L, G, N, D};
+  const GruBackward m{wh, slopes, through, draw, reset, dgates, dh, L, G, N, D};
   shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru_backward(m, first, last); });
 }

@@ -12,11 +12,10 @@ void gru_rows(const Gru& m, int64_t group, int64_t first) {
   for (int64_t t = 0; t < m.L; t++) {
     const int64_t at = t * step + group * m.N + first;
     const float* met = m.h + at * D;
-    if (m.keep != nullptr) {
-      for (int64_t r = 0; r < Rows; r++) {
-        const Floats keep = broadcast(m.keep[t * m.N + first + r]);
-        each(opened + r * D, met + r * D, D, [&](Floats, Floats x) ALWAYS { return mul(x, keep); });
-      }
+    if (m.reset != nullptr) {
+      copied(met, opened, Rows * D);
+      for (int64_t r = 0; r < Rows; r++)
+        if (m.reset[t * m.N + first + r]) cleared(opened + r * D, D);
       met = opened;
     }
     times<Rows>(met, D, panels, D, 3 * D, products, wide);
@@ -24,8 +23,8 @@ void gru_rows(const Gru& m, int64_t group, int64_t first) {
       float *gates = m.gates + (at + r) * 3 * D, *n = m.n + (at + r) * D, *after = m.h + (at + r + step) * D;
       const float *product = products + r * wide, *before = met + r * D;
       const Floats rate = broadcast(m.rates == nullptr ? m.rate : m.rates[group * m.N + first + r]);
-      each(gates, product, 2 * D, [](Floats a, Floats b) ALWAYS { return gate_of(add(a, b)); });
-      each(gates + 2 * D, product + 2 * D, D, [](Floats a, Floats b) ALWAYS { return add(a, b); });
+      made(gates, gates, product, 2 * D, [](Floats a, Floats b) ALWAYS { return gate_of(add(a, b)); });
+      add_to(gates + 2 * D, product + 2 * D, D);
       sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
         const Floats candidate = tanh_of(fma(get_at(gates), get_at(gates + 2 * D), get_at(n))), old = get_at(before);
         put_at(n, candidate);
@@ -58,10 +57,9 @@ void gru_rows_back(const GruBackward& m, int64_t group, int64_t first) {
     for (int64_t r = 0; r < Rows; r++) {  // straight through, and by way of the gates; both end at a reset
       const float *after = m.dh + (at + r + step) * D, *through = m.through + (at + r) * D, *product = products + r * wide;
       float* dh = m.dh + (at + r) * D;
-      const Floats keep = broadcast(m.keep == nullptr ? 1.0f : m.keep[t * m.N + first + r]);
+      if (m.reset != nullptr && m.reset[t * m.N + first + r]) continue;
       sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
-        const Floats into = fma(get_at(after), get_at(through), get_at(product));
-        put_at(dh, fma(into, keep, get_at(dh)));
+        put_at(dh, add(fma(get_at(after), get_at(through), get_at(product)), get_at(dh)));
       });
     }
   }

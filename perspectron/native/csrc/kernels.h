@@ -137,8 +137,8 @@ struct Turn {  // rotary positions of N rows of heads
   int64_t H, K, stride;
 };
 
-// Of perspectron.ops.drm, with G = 3H, M = NS + N, Y = S + RS, C coefficients; null: there is none. Weights are in panels
-// of 32 columns, of y = x W: see walk.inl.
+// Of perspectron.ops.drm, with G = 3H, M = NS + N, Y = S + RS and C coefficients. Weights are in panels of 32 columns, of
+// y = x W: see walk.inl.
 struct DrmSizes {
   int64_t T, B, S, H, N, R;
   float dt, radius, strength;
@@ -149,18 +149,21 @@ struct Drm : DrmSizes {
   const float *drive, *first, *start;                     // [T][B][G], [B][S], [S] of a document
   const float *read, *trunk, *direction, *metric, *flow;  // S to G, 2 × H to H, H to M, H to Y, H to C
   const float *trunk_b, *direction_b, *metric_b, *flow_b;
-  const uint8_t *reset, *pad;                             // null or [T][B]
+  const uint8_t *reset, *pad;                             // [T][B], or null
   float *z, *p, *c, *x, *v;                               // [T][B][S], [T][B][G], [T][B][C], [T][B][S] both
   float *V, *a, *d, *U, *inverse, *Q;                     // [T][B] of [N][S], [N], [S], [R][S], [S], [R][S]
-  float *q, *norm, *raw;                                  // [T][2][B][H], null or [T][B][N], [T][B][S]
+  float *q, *raw;                                         // [T][2][B][H], [T][B][S]
+  float* norm;                                            // [T][B][N], or null where directions are no unit vectors
   float damping, floor, gate_bias, gate_temperature;
-  bool clip, squash, unit;
+  bool clip, squash;
 };
 
 struct DrmBackward : DrmSizes {
   const float *dz, *dv;                                   // [T][B][S] both
-  const float *p_slope, *q_slope, *c_slope, *mix, *gate_slope, *raw_slope, *squash;  // as p, q, c, a, a, raw; null or as z
-  const float *moved, *norm_moved;                        // as z, null or [T][B]
+  const float *p_slope, *q_slope, *c_slope;               // as p, q and c
+  const float *mix, *gate_slope, *raw_slope;              // as a, a and raw
+  const float* squash;                                    // as z, or null
+  const float *moved, *norm_moved;                        // as z, [T][B]; or null both
   const float *c, *x, *V, *U, *inverse, *Q, *norm;        // as above
   const float *read, *trunk, *direction, *metric, *flow;  // the other way: G to S and so on
   const uint8_t *reset, *pad;
@@ -171,15 +174,18 @@ struct DrmBackward : DrmSizes {
 constexpr int64_t GRU_ROWS = 8;  // memories of a piece
 
 struct Gru {  // r, c = σ(gates + h W); n = tanh(n + r (gates + h W)); h ← h + rate c (n − h), of N memories of G groups
-  const float *wh, *keep, *rates;  // [G] panels, D to 3D; null or [L][N], 0 where h was emptied; null or [G][N]
+  const float *wh, *rates;         // [G] panels, D to 3D; [G][N], or null
+  const uint8_t* reset;            // [L][N], 1 where h is emptied first; or null
   float *gates, *n, *h;            // [L][G][N][3D] r, c and what n adds, [L][G][N][D]; [L + 1][G][N][D]
   float rate;
   int64_t L, G, N, D;
 };
 
 struct GruBackward {  // dgates = (dh + draw) slopes; dh ← dh through + dgates Wᵀ
-  const float *wh, *keep, *slopes, *through, *draw;  // 3D to D; [L][G][N][4][D], [L][G][N][D], null or the same
-  float *dgates, *dh;                                // [G][L][N][4][D]; [L + 1][G][N][D], added to
+  const float *wh, *slopes, *through;  // 3D to D; [L][G][N][4][D], [L][G][N][D]
+  const float* draw;                   // [L][G][N][D], or null
+  const uint8_t* reset;
+  float *dgates, *dh;                  // [G][L][N][4][D]; [L + 1][G][N][D], added to
   int64_t L, G, N, D;
 };
 

@@ -1,5 +1,5 @@
-// What the recurrences have in common whose products wait for the token before: some rows walk through all tokens together,
-// and a row's sums do not depend on how many there are. Weights come in panels of 32 columns, which are read in order.
+// Shared by recurrences whose products must wait for the previous token: a few rows go through all tokens together, and a
+// row's sums do not depend on how many rows there are. Weights come in panels of 32 columns, which are read in order.
 
 constexpr int64_t PANEL = 32;
 constexpr int WALK_VECTORS = TILE * TILE > 12 ? 2 : 1;  // of WALK_ROWS rows each: as many sums as registers hold
@@ -25,7 +25,7 @@ inline Floats tanh_of(Floats x) {
   return chosen(square, broadcast(0.09f), mul(near, x), signed_far);
 }
 
-// Rooms in this thread's memory, each a multiple of a panel.
+// Slices of this thread's scratch memory, each a multiple of a panel.
 struct Rooms {
   float* next;
   float* of(int64_t n) {
@@ -41,5 +41,34 @@ inline void some_rows(int64_t first, int64_t last, const F& f) {
   const auto some = [&](auto rows) ALWAYS {
     for (; first + rows <= last; first += rows) f(rows, first);
   };
-  some(Index<WALK_ROWS>{}), some(Index<4>{}), some(Index<2>{}), some(Index<1>{});
+  if constexpr (WALK_ROWS > 4) some(Index<WALK_ROWS>{});
+  some(Index<4>{}), some(Index<2>{}), some(Index<1>{});
 }
+
+// y = f(x) and y = f(a, b), 16 numbers at a time.
+template <class F>
+inline ALWAYS void made(float* y, const float* x, int64_t n, const F& f) {
+  sixteens(n, [&](auto at, auto put_at) ALWAYS { put_at(y, f(at(x))); });
+}
+template <class F>
+inline ALWAYS void made(float* y, const float* a, const float* b, int64_t n, const F& f) {
+  sixteens(n, [&](auto at, auto put_at) ALWAYS { put_at(y, f(at(a), at(b))); });
+}
+inline Floats sum_of(Floats a, Floats b) { return add(a, b); }
+inline Floats product_of(Floats a, Floats b) { return mul(a, b); }
+
+inline ALWAYS void add_times(float* y, float s, const float* x, int64_t n) {
+  const Floats all = broadcast(s);
+  each(y, x, n, [&](Floats a, Floats b) ALWAYS { return fma(all, b, a); });
+}
+inline ALWAYS void scaled(float* y, float s, const float* x, int64_t n) {
+  const Floats all = broadcast(s);
+  made(y, x, n, [&](Floats a) ALWAYS { return mul(a, all); });
+}
+// y = from + share (to − from), without loss where share is near 1
+inline ALWAYS void between(float* y, const float* from, const float* to, float share, int64_t n) {
+  const Floats there = broadcast(share), here = broadcast(1.0f - share);
+  made(y, from, to, n, [&](Floats a, Floats b) ALWAYS { return fma(there, b, mul(here, a)); });
+}
+inline void copied(const float* from, float* to, int64_t n) { __builtin_memcpy(to, from, size_t(n) * sizeof(float)); }
+inline void cleared(float* to, int64_t n) { __builtin_memset(to, 0, size_t(n) * sizeof(float)); }
