@@ -31,6 +31,14 @@ def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
         _check(tensor, torch.float32, shape)
 
 
+def _rates(rate: float | Tensor, G: int, N: int) -> tuple[Tensor | None, float]:
+    """(one for each memory, or None; the one for all)."""
+    if not isinstance(rate, Tensor):
+        return None, rate
+    _check(rates := rate.expand(G, N, 1).contiguous(), torch.float32, (G, N, 1))
+    return rates, 0.0
+
+
 def forward(
     gates_LGNF: Tensor,
     n_LGND: Tensor,
@@ -42,14 +50,12 @@ def forward(
     """Fill the memories [L + 1,G,N,D] from h[0] on, as `gru_loop._walk` does. wh: in panels of [G,D,3D]; rate: a number
     or [G,N,1]."""
     L, G, N, D = n_LGND.shape
-    rates = rate.expand(G, N, 1).contiguous() if isinstance(rate, Tensor) else None
     _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))])
-    _check_all(
-        [(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL)), *([] if rates is None else [(rates, (G, N, 1))])]
-    )
+    _check_all([(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL))])
+    rates, one = _rates(rate, G, N)
     _library().pspx_gru(
         *_pointers(wh_GpDP, rates),
-        0.0 if isinstance(rate, Tensor) else rate,
+        one,
         *_pointers(_reset(reset_L1N1, L, N)),
         *(L, G, N, D),
         *_pointers(gates_LGNF, n_LGND, h_LGND),
@@ -61,20 +67,27 @@ def backward(
     dgates_GLN4D: Tensor,
     dh_LGND: Tensor,
     draw_LGND: Tensor | None,
-    slopes_LGN4D: Tensor,
-    through_LGND: Tensor,
+    gates_LGNF: Tensor,
+    n_LGND: Tensor,
+    h_LGND: Tensor,
     wh_GpFP: Tensor,
+    rate: float | Tensor,
     reset_L1N1: Tensor | None,
 ) -> None:
     """Complete the gradients of the memories [L + 1,G,N,D], and fill those of the gates, as `gru_loop._walk_back`
-    does. wh: in panels of [G,3D,D]."""
-    L, G, N, D = through_LGND.shape
+    does, from what `forward` left. draw: the gradient of ĥ over the rate; wh: in panels of [G,3D,D]."""
+    L, G, N, D = n_LGND.shape
     draw = None if draw_LGND is None else draw_LGND.contiguous()
-    _check_all([(dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (through_LGND, (L, G, N, D))])
-    _check_all([(slopes_LGN4D, (L, G, N, 4, D)), (wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL))])
-    _check_all([] if draw is None else [(draw, (L, G, N, D))])
+    _check_all([(dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (h_LGND, (L + 1, G, N, D))])
+    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D))])
+    _check_all(
+        [(wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL)), *([] if draw is None else [(draw, (L, G, N, D))])]
+    )
+    rates, one = _rates(rate, G, N)
     _library().pspx_gru_backward(
-        *_pointers(wh_GpFP, slopes_LGN4D, through_LGND, draw, _reset(reset_L1N1, L, N)),
+        *_pointers(wh_GpFP, rates),
+        one,
+        *_pointers(gates_LGNF, n_LGND, h_LGND, draw, _reset(reset_L1N1, L, N)),
         *(L, G, N, D),
         *_pointers(dgates_GLN4D, dh_LGND),
         threads(),

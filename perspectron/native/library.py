@@ -67,7 +67,10 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_drm": ([*[_POINTER] * 3, _INT], None),
     "pspx_drm_backward": ([*[_POINTER] * 3, _INT], None),
     "pspx_gru": ([*[_POINTER] * 2, ctypes.c_double, _POINTER, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
-    "pspx_gru_backward": ([*[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 2, _INT], None),
+    "pspx_gru_backward": (
+        [*[_POINTER] * 2, ctypes.c_double, *[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 2, _INT],
+        None,
+    ),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),
 }

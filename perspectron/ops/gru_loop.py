@@ -282,8 +282,8 @@ def _backward(
     carry = torch.zeros_like(h[0]) if dlast is None else _by_time(dlast[:, None])[0]
     for at, part in reversed(plan.chunks(T)):
         L = at.stop - at.start
-        met = _met(h[at.start : at.stop + 1], part)
-        slopes, through = _slopes(gates[at], n[at], met, plan.rate)
+        h_c = h[at.start : at.stop + 1]
+        met = _met(h_c, part)
         # dh[t] is of what token t finds, dh[t + 1] of what it leaves, as in h.
         dh, draw = h.new_zeros(L + 1, G, B * R, D), None
         if dmemories is not None:
@@ -297,9 +297,11 @@ def _backward(
         dh[L] += carry
         dgates = h.new_empty(G, L, B * R, 4, D)
         if wh_packed is not None:
-            kernel.backward(dgates, dh, draw, slopes, through, wh_packed, part.reset)
-        elif not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
-            _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
+            kernel.backward(dgates, dh, draw, gates[at], n[at], h_c, wh_packed, plan.rate, part.reset)
+        else:
+            slopes, through = _slopes(gates[at], n[at], met, plan.rate)
+            if not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
+                _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
         rows, carry = dgates.view(G, -1, 4 * D), dh[0]
         # Gradients of weights and inputs wait for no token: one product for the chunk each.
         dwh.baddbmm_(_rows(met).mT, rows[..., : 3 * D])

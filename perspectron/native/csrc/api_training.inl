@@ -182,9 +182,9 @@ API void pspx_gru(const float* wh, const float* rates, double rate, const uint8_
   shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru(m, first, last); });
 }
 
-API void pspx_gru_backward(const float* wh, const float* slopes, const float* through, const float* draw,
-                           const uint8_t* reset, int64_t L, int64_t G, int64_t N, int64_t D, float* dgates, float* dh,
-                           int threads) {
-  const GruBackward m{wh, slopes, through, draw, reset, dgates, dh, L, G, N, D};
+API void pspx_gru_backward(const float* wh, const float* rates, double rate, const float* gates, const float* n,
+                           const float* h, const float* draw, const uint8_t* reset, int64_t L, int64_t G, int64_t N,
+                           int64_t D, float* dgates, float* dh, int threads) {
+  const GruBackward m{wh, rates, gates, n, h, draw, reset, dgates, dh, float(rate), L, G, N, D};
   shared(threads, G * ceil_div(N, GRU_ROWS), 1, [&](int64_t first, int64_t last) { kernels().gru_backward(m, first, last); });
 }

@@ -37,29 +37,40 @@ void gru_rows(const Gru& m, int64_t group, int64_t first) {
 template <int Rows>
 void gru_rows_back(const GruBackward& m, int64_t group, int64_t first) {
   const int64_t D = m.D, wide = panelled(D), step = m.G * m.N;
-  float* products = scratch<float>(DENSE, Rows * wide);
+  Rooms rooms{scratch<float>(DENSE, Rows * wide + panelled(D))};
+  float *products = rooms.of(Rows * wide), *nothing = rooms.of(D);
+  cleared(nothing, D);
   const float* panels = m.wh + group * wide * 3 * D;
+  const Floats one = broadcast(1.0f);
   for (int64_t t = m.L - 1; t >= 0; t--) {
     const int64_t at = t * step + group * m.N + first;
+    const auto begins = [&](int64_t r) { return m.reset != nullptr && m.reset[t * m.N + first + r]; };
+    const auto rate = [&](int64_t r) { return broadcast(m.rates == nullptr ? m.rate : m.rates[group * m.N + first + r]); };
     float* dgates = m.dgates + ((group * m.L + t) * m.N + first) * 4 * D;
     for (int64_t r = 0; r < Rows; r++) {
-      const float *after = m.dh + (at + r + step) * D, *draw = m.draw == nullptr ? nullptr : m.draw + (at + r) * D;
-      for (int64_t i = 0; i < 4; i++) {
-        const float* slopes = m.slopes + ((at + r) * 4 + i) * D;
-        float* own = dgates + (4 * r + i) * D;
-        sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
-          const Floats seed = draw == nullptr ? get_at(after) : add(get_at(after), get_at(draw));
-          put_at(own, mul(seed, get_at(slopes)));
-        });
-      }
+      const float *after = m.dh + (at + r + step) * D, *draw = m.draw == nullptr ? nothing : m.draw + (at + r) * D;
+      const float *gates = m.gates + (at + r) * 3 * D, *n = m.n + (at + r) * D, *met = begins(r) ? nothing : m.h + (at + r) * D;
+      float* own = dgates + 4 * r * D;
+      const Floats share = rate(r);
+      sixteens(D, [&](auto get_at, auto put_at) ALWAYS {  // slopes of tanh and sigmoid from their values
+        const Floats opened = get_at(gates), c = get_at(gates + D), candidate = get_at(n);
+        const Floats seed = mul(add(get_at(after), get_at(draw)), mul(c, share));
+        const Floats of_n = mul(seed, minus(one, mul(candidate, candidate)));
+        put_at(own, mul(of_n, opened));
+        put_at(own + D, mul(mul(of_n, get_at(gates + 2 * D)), mul(opened, minus(one, opened))));
+        put_at(own + 2 * D, mul(mul(seed, minus(one, c)), minus(get_at(met), candidate)));  // c is 1 − z
+        put_at(own + 3 * D, of_n);
+      });
     }
     times<Rows>(dgates, 4 * D, panels, 3 * D, D, products, wide);
     for (int64_t r = 0; r < Rows; r++) {  // straight through, and by way of the gates; both end at a reset
-      const float *after = m.dh + (at + r + step) * D, *through = m.through + (at + r) * D, *product = products + r * wide;
+      if (begins(r)) continue;
+      const float *after = m.dh + (at + r + step) * D, *c = m.gates + ((at + r) * 3 + 1) * D, *product = products + r * wide;
       float* dh = m.dh + (at + r) * D;
-      if (m.reset != nullptr && m.reset[t * m.N + first + r]) continue;
+      const Floats share = rate(r);
       sixteens(D, [&](auto get_at, auto put_at) ALWAYS {
-        put_at(dh, add(fma(get_at(after), get_at(through), get_at(product)), get_at(dh)));
+        const Floats through = minus(one, mul(get_at(c), share));
+        put_at(dh, add(fma(get_at(after), through, get_at(product)), get_at(dh)));
       });
     }
   }

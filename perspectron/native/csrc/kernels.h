@@ -181,11 +181,13 @@ struct Gru {  // r, c = σ(gates + h W); n = tanh(n + r (gates + h W)); h ← h 
   int64_t L, G, N, D;
 };
 
-struct GruBackward {  // dgates = (dh + draw) slopes; dh ← dh through + dgates Wᵀ
-  const float *wh, *slopes, *through;  // 3D to D; [L][G][N][4][D], [L][G][N][D]
-  const float* draw;                   // [L][G][N][D], or null
+struct GruBackward {  // of the same: dgates are of gates + h W, r, z and n; ĥ is h without its rate
+  const float *wh, *rates;     // 3D to D; as above
+  const float *gates, *n, *h;  // what forward left
+  const float* draw;           // the gradient of ĥ, divided by the rate: [L][G][N][D], or null
   const uint8_t* reset;
-  float *dgates, *dh;                  // [G][L][N][4][D]; [L + 1][G][N][D], added to
+  float *dgates, *dh;          // [G][L][N][4][D]; [L + 1][G][N][D], added to
+  float rate;
   int64_t L, G, N, D;
 };
 
