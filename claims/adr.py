@@ -118,8 +118,8 @@ INTERPRETATION = (
           of(_growth, 1 << 20)),
     Claim("adr-transformer", "§4, our reading", "Transformer-like flexibility",
           worded("at most 0.01 higher loss than the transformer's", *trained.NO_HIGHER),
-          trained.versus("adr", "transformer", "compare"),
-          command=command("compare")),
+          trained.versus("adr", "transformer"),
+          command=command("reference/results")),
 )
 
 HYPOTHESIS = (
@@ -139,8 +139,8 @@ HYPOTHESIS = (
           worded("lower loss of an independent model than GPT-2's text", *trained.LOWER),
           documents.coherent("bits_per_byte", "bits per byte"), command=command("documents")),
     Claim("adr-loss", "§5, our reading", "whatever it reduces or improves, it models text better",
-          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2", "compare"),
-          command=command("compare")),
+          worded("lower loss than GPT-2, equal parameters", *trained.LOWER), trained.versus("adr", "gpt2"),
+          command=command("reference/results")),
     Claim("adr-biology", "§5", "More biologically-plausible memory dynamics",
           worded("closer to cortical recurrence", 1),
           untestable("no measure of plausibility in a language model", "no such measure")),
