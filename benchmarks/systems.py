@@ -1,9 +1,9 @@
 """The four designs and the baselines at one size: training, decoding and memory; and three kernels against what they
 replace.
 
-Bars: ADR's GRU ≥ 4 times the document's loop over tokens and heads; lens attention ≤ 2.0 times plain attention,
-forward and backward; drm-104k trains ≥ 8,000 tokens/s where a plain loop of modules gives about 5,000, and steps
-as fast late as early. Everything that is compared takes turns in one process.
+Bars: ADR's GRU ≥ 20 times the document's loop over tokens and heads; lens attention ≤ 1.4 times plain attention,
+forward and backward; drm-104k trains ≥ 10 times as fast as a plain loop of modules, and steps as fast late as early.
+Everything that is compared takes turns in one process.
 """
 
 import json
@@ -30,9 +30,9 @@ TESTS = (
     "tests/test_mixers.py::test_steps_equal_the_whole",
 )
 BARS = {
-    "gru_to_loop": 4.0,
-    "lens_to_plain": 2.0,
-    "drm_tokens_per_second": 8000,
+    "gru_to_loop": 20.0,
+    "lens_to_plain": 1.4,
+    "drm_to_modules": 10.0,
     "drm_late_to_early": 1.05,
 }
 MODELS = (
@@ -252,8 +252,8 @@ def drm_against_modules(report: common.Report, sizes: Sizes, repeats: int) -> di
         pair = decode.paired(early, late, 200 if repeats > 1 else 4)
     flat = common.Spread.of(decode.middle_half([b / a for a, b in zip(*pair, strict=True)]))
     report.say(
-        f"drm-104k, B{B} T{T}: {speeds['ours'].text()} tokens/s (bar ≥ {BARS['drm_tokens_per_second']}), modules in "
-        f"a loop {speeds['modules'].text()}: {ratio.text()} times",
+        f"drm-104k, B{B} T{T}: {speeds['ours'].text()} tokens/s, modules in a loop "
+        f"{speeds['modules'].text()}: {ratio.text()} times (bar ≥ {BARS['drm_to_modules']})",
         f"drm-104k, one step after {sizes.late[1]} tokens: {flat.text()} times one after {sizes.late[0]} "
         f"(bar ≤ {BARS['drm_late_to_early']}; middle half of the pairs)",
     )
@@ -271,7 +271,7 @@ def bars_missed(results: dict[str, Any]) -> list[str]:
     reached = {
         "gru_to_loop": results["gru"]["loop_to_ours"].median >= BARS["gru_to_loop"],
         "lens_to_plain": results["lens"]["lens_to_plain"].median <= BARS["lens_to_plain"],
-        "drm_tokens_per_second": drm["tokens_per_second"]["ours"].median >= BARS["drm_tokens_per_second"],
+        "drm_to_modules": drm["ours_to_modules"].median >= BARS["drm_to_modules"],
         "drm_late_to_early": drm["late_to_early"].median <= BARS["drm_late_to_early"],
     }
     return [name for name, is_reached in reached.items() if not is_reached]

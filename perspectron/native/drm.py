@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perspectron.native import _check, _library, threads
-from perspectron.native.panels import panels
+from perspectron.native.panels import addresses, panels
 
 
 class Sizes(NamedTuple):
@@ -104,10 +104,6 @@ class Gradients(NamedTuple):
     dp_TBG: Tensor
 
 
-def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
-
-
 def _masks(sizes: Sizes, *masks: Tensor | None) -> list[Tensor | None]:
     """Bytes [T,B] of masks [T,B,1]."""
     made = [None if mask is None else mask[..., 0].to(torch.uint8).contiguous() for mask in masks]
@@ -150,8 +146,8 @@ def forward(
     made = Made(*(drive_TBG.new_empty(sizes.shape(name.rsplit("_", 1)[1])) for name in Made._fields))
     made = made if unit else made._replace(norm_TBN=None)
     weights, masks = [panels(w.mT) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
-    pointers = _pointers([*given, *weights, *biases, *masks, *made])
-    _library().pspx_drm(pointers, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads())
+    tensors = addresses([*given, *weights, *biases, *masks, *made])
+    _library().pspx_drm(tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 9)(*law), threads())
     return made
 
 
@@ -169,14 +165,14 @@ def backward(
     """The adjoint of all tokens, into `into`; the gradients of z0 and of the first state. law: dt, radius, strength."""
     (T, B, N, S), R = read.V_TBNS.shape, read.U_TBRS.shape[2]
     sizes = Sizes(T, B, S, matrices.trunk_2HH.shape[-1], N, R)
-    for tensors in (read, matrices, slopes, into):
-        _check_named(sizes, tensors)
+    for named in (read, matrices, slopes, into):
+        _check_named(sizes, named)
     for tensor in (dz_TBS, dv_TBS):
         _check(tensor, torch.float32, (T, B, S))
     dstart_BS, dfirst_BS = (dz_TBS.new_zeros(B, S) for _ in range(2))
     weights, masks = [panels(w) for w in matrices], _masks(sizes, reset_TB1, pad_TB1)
-    pointers = _pointers([dz_TBS, dv_TBS, *slopes, *read, *weights, *masks, *into, dstart_BS, dfirst_BS])
+    tensors = addresses([dz_TBS, dv_TBS, *slopes, *read, *weights, *masks, *into, dstart_BS, dfirst_BS])
     _library().pspx_drm_backward(
-        pointers, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 3)(*law), threads()
+        tensors, (ctypes.c_int64 * 6)(*sizes), (ctypes.c_double * 3)(*law), threads()
     )
     return dstart_BS.sum(0), dfirst_BS

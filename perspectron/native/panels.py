@@ -1,7 +1,10 @@
-"""Weights in the order in which the kernels of recurrences read them.
+"""Tensors as kernels take them: weights in the order in which they are read, and arrays of addresses.
 
 Shapes: K inputs, N outputs of a product y = x W.
 """
+
+import ctypes
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,3 +18,8 @@ def panels(w_KN: Tensor) -> Tensor:
     N."""
     padded = F.pad(w_KN.detach(), (0, -w_KN.shape[-1] % PANEL))
     return padded.unflatten(-1, (-1, PANEL)).transpose(-3, -2).contiguous()
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of tensors that the caller keeps alive; null for None."""
+    return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))

@@ -8,13 +8,13 @@ Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = 
 queries, G of keys, K width of a head, V of a value's.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from perspectron.native import _check, _library, threads
+from perspectron.native.panels import addresses
 
 ROWS = 64
 """Rows whose part of a weight's gradient is summed at once, of norms and mixes."""
@@ -187,7 +187,7 @@ def shifted(x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | N
     the first, zeros where a document begins."""
     given, sizes = _shifted(x_BTD, last_BD, mix_ND, reset_BT)
     y = tuple(torch.empty_like(x_BTD) for _ in mix_ND)
-    _library().pspx_shifted(*given, *sizes, _pointers(y), threads())
+    _library().pspx_shifted(*given, *sizes, addresses(y), threads())
     return y
 
 
@@ -203,12 +203,8 @@ def shifted_backward(
     dx_BTD, dlast_BD = torch.empty_like(x_BTD), torch.zeros_like(last_BD)
     parts = x_BTD.new_zeros(-(-x_BTD.shape[0] * x_BTD.shape[1] // ROWS), *mix_ND.shape)
     into = dx_BTD.data_ptr(), dlast_BD.data_ptr(), parts.data_ptr()
-    _library().pspx_shifted_backward(*given, *sizes, ROWS, _pointers(dy), *into, threads())
+    _library().pspx_shifted_backward(*given, *sizes, ROWS, addresses(dy), *into, threads())
     return dx_BTD, dlast_BD, parts.sum(0)
-
-
-def _pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
 
 
 def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
