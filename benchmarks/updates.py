@@ -16,6 +16,7 @@ from torch import Tensor
 
 from perspectron import native, presets
 from perspectron.config import ModelConfig
+from perspectron.decode.steps import stepped, steps_of
 from perspectron.machine import memory_kept
 from perspectron.model import build
 
@@ -49,12 +50,12 @@ def decoding(model: Any, tokens: int) -> Callable[[], float]:
 
     @torch.inference_mode()
     def decode() -> float:
-        state = model(torch.arange(64)[None] % 200).state
+        state, steps = model(torch.arange(64)[None] % 200).state, steps_of(model)
         token = torch.tensor([[1]])
         start = time.process_time()
         for _ in range(tokens):
-            output = model(token, state, consume_state=True)
-            state, token = output.state, output.logits[:, -1].argmax(-1, keepdim=True)
+            _, logits_1V, state = stepped(model, steps, token, state)
+            token = logits_1V.argmax(-1, keepdim=True)
         return (time.process_time() - start) / tokens
 
     return decode

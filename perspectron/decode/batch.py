@@ -13,6 +13,7 @@ from torch import Tensor
 from perspectron.decode.perspectives import Verdict
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Read, Watched
 from perspectron.model import LanguageModel
@@ -117,9 +118,12 @@ class Batch:
     state: LMState | None = None
     before: LMState | None = None
     """The state before the last token, where it is kept."""
+    steps: Steps | None = None
+    """Recordings of the model's step, where there are any."""
 
     def join(self, rows: list[Row]) -> None:
         """Let rows in, with their states."""
+        self.steps = steps_of(self.model)
         if self.together and rows:
             states = [] if self.state is None else [self.state.select(range(len(self.rows)))]
             for row in rows:
@@ -146,15 +150,15 @@ class Batch:
             empty = [[END_OF_TEXT_ID]] * (-len(self.rows) % WIDTH)
             ids_B1 = torch.tensor([*(row.unread for row in self.rows), *empty], device=device)
             self.before = self.state.fork(self.before) if keep else None
-            hidden_B1D, self.state, _ = model.hidden(ids_B1, self.state, consume_state=True)
-            read = [Read(hidden_B1D[:, 0], len(self.rows))]
+            hidden_BD, logits_BV, self.state = stepped(model, self.steps, ids_B1, self.state)
+            read = [Read(hidden_BD, len(self.rows), logits_BV)]
         else:
             for row in self.rows:
                 assert row.state is not None
                 ids_11 = torch.tensor([row.unread], device=device)
                 row.watched.before = row.state.fork(row.watched.before) if keep else None
-                hidden_11D, row.state, _ = model.hidden(ids_11, row.state, consume_state=True)
-                read.append(Read(hidden_11D[:, 0], 1))
+                hidden_1D, logits_1V, row.state = stepped(model, self.steps, ids_11, row.state)
+                read.append(Read(hidden_1D, 1, logits_1V))
         for row in self.rows:
             row.start = 1
         return read

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perspectron.config import require
+from perspectron.decode.steps import stepped, steps_of
 from perspectron.errors import ConfigError
 from perspectron.experts.router import Views
 from perspectron.model import LanguageModel
@@ -74,6 +75,10 @@ def read(
     from which rows choose their experts; the positions are filled in here.
     """
     B, T, device = len(parts), max(map(len, parts)), model.device
+    alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != END_OF_TEXT_ID)
+    if alone:  # it may be one that was drawn, and is read again
+        hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
+        return hidden_1D, state
     length_B = torch.tensor([len(part) for part in parts])
     ids_BT = torch.tensor([[*part, *[END_OF_TEXT_ID] * (T - len(part))] for part in parts])
     pad_BT = torch.arange(T) >= length_B[:, None]

@@ -155,9 +155,7 @@ class Rows:
         """
         watch = self._watch
         read = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read()]
-        logits = (
-            [self.model.head(hidden)[:rows] for hidden, rows in read] if watch is None else watch.heads(read)
-        )
+        logits = [self._logits(one) for one in read] if watch is None else watch.heads(read)
         # A model may have more ids than its tokenizer knows.
         pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
@@ -183,6 +181,10 @@ class Rows:
             self._reading.remove(own)
         del self._rows[row]
         return _conversation(own, self._state_of(own))
+
+    def _logits(self, read: Read) -> Tensor:
+        logits_BV = self.model.head(read.hidden_BD) if read.logits_BV is None else read.logits_BV
+        return logits_BV[: read.rows]
 
     def _own(self, row: int) -> Row:
         if row not in self._rows:

@@ -42,10 +42,12 @@ class Watched:
 
 
 class Read(NamedTuple):
-    """The head's input after the last token of so many rows, and perhaps of rows of no text after them [B,D]."""
+    """The head's input after the last token of so many rows, and perhaps of rows of no text after them [B,D]; and its
+    output, where that is at hand."""
 
     hidden_BD: Tensor
     rows: int
+    logits_BV: Tensor | None = None
 
 
 class Mark(NamedTuple):
@@ -83,7 +85,7 @@ class Watch:
     def heads(self, read: Sequence[Read]) -> list[Tensor]:
         """Logits [n,V] of the rows of each part."""
         logits, parts, reports = list[Tensor](), list[Tensor](), list[Report]()
-        for hidden_BD, rows in read:
+        for hidden_BD, rows, _ in read:
             parts.append(hidden_BD[:rows])
             if self.safety is not None:
                 hidden_BD, report = self.safety.read(hidden_BD)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from perspectron.census import is_cache, touched
 from perspectron.config import ModelConfig
+from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns, timed
 from perspectron.machine import free_memory
 from perspectron.model import LanguageModel, build
@@ -113,6 +114,7 @@ class Stepper:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.model, self.context, self.visit = model, context, visit
+        self._recorded = steps_of(model)
         self.start = self.state = filled(model, context, context - visit - 1, pool)
         self.ids_11 = torch.ones(1, 1, dtype=torch.int64, device=model.device)
         self._steps = timed(lambda: [self.step() for _ in range(visit)], model.device, clock)
@@ -129,10 +131,9 @@ class Stepper:
         self.state = pytree.tree_map_with_path(own, self.start)
 
     def step(self) -> Tensor:
-        """The logits [1,1,V] after one more token."""
-        output = self.model(self.ids_11, self.state, consume_state=True)
-        self.state = output.state
-        return output.logits
+        """The logits [1,V] after one more token."""
+        _, logits_1V, self.state = stepped(self.model, self._recorded, self.ids_11, self.state)
+        return logits_1V
 
     def turn(self) -> float:
         """Seconds of a token."""

@@ -14,6 +14,7 @@ import torch
 from perspectron.census import Touched, touched
 from perspectron.decode.reading import END_OF_TEXT_ID, prefill
 from perspectron.decode.sampling import SamplingConfig, sample
+from perspectron.decode.steps import stepped, steps_of
 from perspectron.model import LanguageModel
 from perspectron.state import LMState
 from perspectron.stream.speed import reading
@@ -38,15 +39,14 @@ def decode(
     from the logits, reading it, and having the next logits. The first `warmup` are not told. `between`: called
     before each token, not timed."""
     logits_1V, state = prefill(model, [[END_OF_TEXT_ID, *prompt]])
-    seconds, recent = [], list[int]()
+    seconds, recent, steps = [], list[int](), steps_of(model)
     for drawn in range(warmup + tokens):
         if between is not None:
             between()
         start = time.perf_counter()
         ids = sample(logits_1V[:, :vocab_size], [recent], drawn, sampling)
         ids_11 = ids.to(logits_1V.device)[:, None]
-        hidden_11D, state, _ = model.hidden(ids_11, state, consume_state=True)
-        logits_1V = model.head(hidden_11D)[:, 0]
+        _, logits_1V, state = stepped(model, steps, ids_11, state)
         recent = [*recent, int(ids)][-sampling.repetition_window :]
         seconds.append(time.perf_counter() - start)
     return seconds[warmup:], state

@@ -4,7 +4,7 @@ Shapes: B batch, T time, H heads, S cache slots, K query and key width, V value 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,16 @@ class Cache(Ragged):
     v_BHSV: Tensor
     length_B: Tensor
     used: int
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for."""
+        return self.k_BHSK.shape[2]
+
+    def with_slots(self, S: int) -> "Cache":
+        """The cache with room for S tokens, at least as many as before; the new slots are empty."""
+        k, v = (_with_slots(ring, S) for ring in (self.k_BHSK, self.v_BHSV))
+        return replace(self, k_BHSK=k, v_BHSV=v)
 
     def ring(self) -> tuple[Tensor, Tensor]:
         """The slots that may be filled."""

@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         [*[_POINTER] * 2, ctypes.c_double, *[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 2, _INT],
         None,
     ),
+    "pspx_tape": ([_POINTER, _LONG, _POINTER, _INT], _LONG),
     "pspx_read": ([_POINTER, _LONG, _INT], ctypes.c_uint64),
     "pspx_peak": ([_INT], ctypes.c_double),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.native import training
-from perspectron.ops.dispatch import gradients_off, owned, watched
+from perspectron.ops.dispatch import gradients_off, owned, recorder, watched
 from perspectron.ops.fused import fits, recorded
 
 LONGEST = 2048
@@ -213,6 +213,9 @@ def _first(at: Places, window: int | None) -> Tensor:
 def stepped(q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: Places, *, scale: float | None = None) -> Tensor:
     """One token attends to a ring that already holds it. Rows of a batch on a CPU do so one by one, each to the slots
     that it has filled: how many the others have changes no bit of it. An exporter, which sees no values, masks."""
+    if (tape := recorder()) is not None:
+        attended: Tensor = tape.attended(q_BH1K, ring, at, scale)
+        return attended
     S = ring[0].shape[2]  # padding before any token sees slot 0: no empty softmax
     if q_BH1K.device.type != "cpu" or torch.compiler.is_exporting():
         return attend(q_BH1K, *ring, slots(at.length_B.clamp_min(1), S)[:, None] >= 0, scale=scale)

@@ -46,6 +46,13 @@ def watched(*tensors: Tensor) -> bool:
     return any(type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
+def recorder() -> Any:
+    """The recorder of a step that watches (`perspectron.decode.recorder`), or None. Numbers that a step changes cannot be
+    asked for under it."""
+    mode = _get_current_dispatch_mode()
+    return mode if hasattr(mode, "attended") else None
+
+
 def widest(*tensors: Tensor) -> torch.dtype:
     """The dtype to compute in: float32, or float64 if any tensor is."""
     return functools.reduce(torch.promote_types, {x.dtype for x in tensors}, torch.float32)

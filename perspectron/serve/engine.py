@@ -18,6 +18,7 @@ from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
+from perspectron.decode.steps import stepped, steps_of
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import PerspectronError
 from perspectron.model import LanguageModel
@@ -304,14 +305,12 @@ def row_by_row_cost(model: LanguageModel, rows: int) -> float:
     full = rows + -rows % WIDTH
     batch, alone = model.init_state(full), [model.init_state(1) for _ in range(rows)]
     ids_B1 = torch.ones(full, 1, dtype=torch.int64, device=model.device)
-    ratios = []
+    ratios, steps = [], steps_of(model)
     for _ in range(4):
         start = time.perf_counter()
-        hidden_B1D, batch, _ = model.hidden(ids_B1, batch, consume_state=True)
-        model.head(hidden_B1D)
+        _, _, batch = stepped(model, steps, ids_B1, batch)
         middle = time.perf_counter()
         for row in range(rows):
-            hidden_11D, alone[row], _ = model.hidden(ids_B1[:1], alone[row], consume_state=True)
-            model.head(hidden_11D)
+            _, _, alone[row] = stepped(model, steps, ids_B1[:1], alone[row])
         ratios.append((time.perf_counter() - middle) / (middle - start))
     return statistics.median(ratios[1:])

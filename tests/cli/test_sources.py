@@ -10,7 +10,7 @@ from perspectron.data import Tokenizer, open_shards
 from perspectron.train import checkpoint
 
 TINY = ["--preset", "transformer-tiny", "--set", "layers=1", "d_model=16", "heads=2", "--steps", "2"]
-TINY += ["--seq-len", "16", "--batch-size", "2", "--eval-tokens", "64"]
+TINY += ["--seq-len", "16", "--batch-size", "2", "--eval-tokens", "64", "--dtype", "float32"]
 
 
 @pytest.fixture

@@ -248,3 +248,5 @@ API double pspx_peak(int threads) {
 #include "step.inl"
 
 #include "api_training.inl"
+
+#include "api_tape.inl"

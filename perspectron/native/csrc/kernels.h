@@ -191,6 +191,27 @@ struct GruBackward {  // of the same: dgates are of gates + h W, r, z and n; ĥ 
   int64_t L, G, N, D;
 };
 
+// Of a recorded step, see tape.inl. The codes and kinds are those of perspectron/native/tape.py, in its order.
+enum Code : int64_t {
+  COPY, FILL, ADD, ADD_SCALAR, MUL, DIV, REMAINDER, FLOOR_DIVIDE, POWER, LEAST, GREATEST, LERP, ADD_PRODUCT, WHERE, EQUAL,
+  DIFFERENT, LESS, AT_MOST, BOTH, EITHER, NOT, EXP, LOG, LOG1P, SINE, COSINE, TANH, SIGMOID, SILU, SOFTPLUS, LOG_SIGMOID,
+  GELU, GELU_TANH, ROOT, INVERSE_ROOT, INVERSE, MAGNITUDE,
+  SUM, NORM, ANY, MOST, FEWEST, SOFTMAX, RMS_NORM, LAYER_NORM, GATHER, SCATTER, CHOLESKY, SOLVE, PRODUCT, ATTEND
+};
+enum Kind : int64_t { FLOAT, DOUBLE, LONG, BYTE };
+constexpr int DIMENSIONS = 5;
+
+struct Operand {
+  int64_t base, offset, kind;  // which address of a call, and how many bytes after it
+  int64_t stride[DIMENSIONS];  // in numbers
+};
+
+struct Instruction {
+  int64_t code, size[DIMENSIONS];
+  double number[3];
+  Operand at[5];
+};
+
 struct Kernels {
   const char* name;
   int few;  // up to so many tokens are multiplied straight from the packed codes
@@ -229,6 +250,9 @@ struct Kernels {
   void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
   void (*gru)(const Gru&, int64_t first, int64_t last);  // pieces of GRU_ROWS memories, G·⌈N / GRU_ROWS⌉
   void (*gru_backward)(const GruBackward&, int64_t first, int64_t last);
+  bool (*tape)(const Instruction&, void* const* bases);  // false for an index that is not there
+  void (*tape_product)(const Instruction&, void* const* bases, int64_t first, int64_t last);  // columns
+  void (*tape_attend)(const Instruction&, void* const* bases, int64_t first, int64_t last);   // pairs of a row and a key head
 };
 
 extern const Kernels SCALAR;

@@ -1,0 +1,222 @@
+"""Steps of a model that run as a recording: one call of native code reads a token, where the modules would be hundreds
+of calls of PyTorch.
+
+Shapes: B batch, D model width, V vocabulary.
+"""
+
+import dataclasses
+import logging
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron import native
+from perspectron.decode.recorder import Recorder
+from perspectron.mixers.cache import Cache
+from perspectron.model import LanguageModel
+from perspectron.native import tape
+from perspectron.native.tape import Unrecordable, memory
+from perspectron.ops.dispatch import owned
+from perspectron.state import LMState
+
+ROWS = 8
+"""Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
+row has the same bits in batches of any size."""
+TOLERANCE = 1e-3
+"""A recording must give the modules' numbers up to this."""
+KINDS = (torch.float32, torch.float64, torch.int64, torch.bool)
+log = logging.getLogger("perspectron")
+
+
+def steps_of(model: LanguageModel) -> "Steps | None":
+    """The model's recordings, as its weights are now; None where there can be none: on another device than a CPU, in
+    another precision than float32, with weights that are packed or streamed, with hooks that look on, or without native
+    kernels."""
+    tensors = [*model.parameters(), *model.buffers()]
+    plain = all(x.device.type == "cpu" and x.dtype in KINDS for x in tensors)
+    if (
+        model.dtype is not torch.float32
+        or not plain
+        or torch.is_autocast_enabled("cpu")
+        or not native.wanted()
+    ):
+        return None
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    if hooked or type(model).hidden is not LanguageModel.hidden:
+        return None
+    weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+    if (found := _known.get(model)) is None or found.weights != weights:
+        _known[model] = found = Steps(model, weights)
+    return found
+
+
+def stepped(
+    model: LanguageModel, steps: "Steps | None", ids_B1: Tensor, state: LMState
+) -> tuple[Tensor, Tensor, LMState]:
+    """Read a token in each row after `state`, which is used up, by a recording or by the modules: (what the head reads
+    [B,D], logits [B,V], the new state)."""
+    if steps is not None and (done := steps.step(ids_B1, state)) is not None:
+        return done
+    hidden_B1D, state, _ = model.hidden(ids_B1, state, consume_state=True)
+    return hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), state
+
+
+class Steps:
+    """Recordings of one model's step, by the shapes of its state. weights: where they were, and in which version."""
+
+    def __init__(self, model: LanguageModel, weights: tuple[tuple[int, int], ...]) -> None:
+        self._model, self.weights = weakref.ref(model), weights
+        self._made = dict[Any, _Recording | None]()
+        self._latest: _Recording | None = None
+        self._lock = threading.Lock()
+
+    @torch.inference_mode()
+    def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
+        """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
+        state). None for a step that cannot be recorded; the state is then as it was."""
+        with self._lock:
+            now = self._latest
+            if now is None or now.state is not state or not now.has_room():
+                self._latest = now = self._taken(state)
+            return None if now is None else now.step(ids_B1)
+
+    def _taken(self, state: LMState) -> "_Recording | None":
+        """The recording for a state of these shapes, which goes on from it."""
+        model, B = self._model(), state.batch_size
+        assert model is not None
+        model.own(state)
+        if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in _caches(state)):
+            return None
+        leaves, spec = pytree.tree_flatten(_roomy(state))
+        leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
+        taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
+        shapes = (tuple(x.shape[1:]) if isinstance(x, Tensor) else None for x in leaves)
+        key = (spec, min(B, ROWS), *shapes)
+        if key not in self._made:
+            try:
+                self._made[key] = _Recording(model, taken)
+            except Exception as reason:  # whatever it was, the modules can do it
+                log.info("steps of %s run without a recording: %s", model.config.name, reason)
+                self._made[key] = None
+        recording = self._made[key]
+        if recording is not None:
+            recording.take(taken)
+        return recording
+
+
+_known: "weakref.WeakKeyDictionary[LanguageModel, Steps]" = weakref.WeakKeyDictionary()
+
+
+class _Recording:
+    """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from."""
+
+    def __init__(self, model: LanguageModel, state: LMState) -> None:
+        self.state: LMState | None = None
+        rows = min(ROWS, state.batch_size)
+        traced = _like(state, rows)
+        bases = _tensors(traced)
+        self._ids_B1 = torch.ones(rows, 1, dtype=torch.int64)
+        recorder = Recorder([self._ids_B1], bases)
+        with recorder:
+            hidden_B1D, after, _ = model.hidden(self._ids_B1, traced, consume_state=True)
+            self._hidden_BD = hidden_B1D[:, 0]
+            self._logits_BV = model.head(self._hidden_BD)
+        self._tape = recorder.tape
+        own = {memory(x) for x in bases}
+        for base, end in zip(bases, _tensors(after), strict=True):
+            if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
+                raise Unrecordable("a state that changes its shape, or parts that change places")
+            if memory(end) != memory(base):
+                tape.each(self._tape, "copy", base, end)
+            elif base.data_ptr() != end.data_ptr() or base.stride() != end.stride():
+                raise Unrecordable("a state that moves in its memory")
+        self._tape.done()
+        self._check(model, _like(state, rows), _like(state, rows))
+        self.state = None
+
+    def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
+        """Unrecordable unless two steps, of other tokens, give what the modules give."""
+        self.take(recorded)
+        for id in (0, model.config.vocab_size - 1):
+            if not self.has_room():
+                return
+            ids_B1 = torch.full_like(self._ids_B1, id)
+            hidden_B1D, given, _ = model.hidden(ids_B1, given, consume_state=True)
+            hidden_BD, logits_BV, recorded = self.step(ids_B1)
+            rows = range(len(ids_B1))  # selected, a cache has no more slots than are filled
+            pairs = [(hidden_BD, hidden_B1D[:, 0]), (logits_BV, model.head(hidden_B1D[:, 0]))]
+            pairs += zip(_tensors(recorded.select(rows)), _tensors(given.select(rows)), strict=True)
+            if not all(_near(found, wanted) for found, wanted in pairs):
+                raise Unrecordable("it does not give what the modules give")
+
+    def take(self, state: LMState) -> None:
+        """Go on from this state, whose memory is written into from now on."""
+        self.state, self._caches = state, _caches(state)
+        leaves, groups = _tensors(state), -(-state.batch_size // len(self._ids_B1))
+        start, row = ([f(x) for x in leaves] for f in (Tensor.data_ptr, lambda x: x[:1].nbytes))
+        self._places = np.array(start) + np.outer(np.arange(groups) * len(self._ids_B1), row)
+
+    def has_room(self) -> bool:
+        """True if the caches have a slot for the next token."""
+        return all(cache.used < cache.slots for cache in self._caches)
+
+    def step(self, ids_B1: Tensor) -> tuple[Tensor, Tensor, LMState]:
+        """`Steps.step`, after the state that it is at."""
+        assert self.state is not None
+        parts, rows = list[tuple[Tensor, Tensor]](), len(self._ids_B1)
+        for group, places in enumerate(self._places):
+            self._ids_B1.copy_(ids_B1[group * rows : (group + 1) * rows])
+            self._tape.run(places)
+            parts.append((self._hidden_BD.clone(), self._logits_BV.clone()))
+        for cache in self._caches:  # no other state has them: they were made when this one was taken
+            object.__setattr__(cache, "used", cache.used + 1)
+        hidden_BD, logits_BV = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return hidden_BD, logits_BV, self.state
+
+
+def _like(state: LMState, rows: int) -> LMState:
+    """A state of the same shapes for so many rows, whose numbers are the same whatever was read: whether a step can be
+    recorded must not depend on the text. Caches have one slot filled: what nobody touches takes no memory."""
+
+    def made(part: Any) -> Any:
+        if isinstance(part, Cache):
+            k, v = (x.new_zeros(rows, *x.shape[1:]) for x in (part.k_BHSK, part.v_BHSV))
+            for x in (k, v):
+                x[:, :, :1] = noise(x[:, :, :1])
+            return Cache(k, v, part.length_B.new_ones(rows), 1)
+        return noise(part[:rows]) if isinstance(part, Tensor) else part
+
+    def noise(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return torch.ones_like(x)
+        return 0.1 + 0.2 * torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
+    return state._map(made, is_leaf=lambda part: isinstance(part, Cache))
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found.double(), wanted.double(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def _tensors(state: LMState) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
+
+
+def _caches(state: Any) -> list[Cache]:
+    """The growing caches among its parts."""
+    parts = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Cache))
+    return [part for part in parts if isinstance(part, Cache)]
+
+
+def _roomy(state: LMState) -> LMState:
+    """The state with a free slot in each cache."""
+
+    def grown(part: Any) -> Any:
+        return part.with_slots(2 * part.used) if isinstance(part, Cache) and part.used >= part.slots else part
+
+    return state._map(grown, is_leaf=lambda part: isinstance(part, Cache))

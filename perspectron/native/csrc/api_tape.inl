@@ -1,0 +1,36 @@
+// Running a recorded step.
+
+namespace {
+
+constexpr int64_t WORTH_SHARING = int64_t(1) << 19;  // multiply-adds: some 50 µs of reading weights
+
+}  // namespace
+
+// 0, or 1 + the number of the instruction whose index is not there.
+API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int threads) {
+  const Kernels& k = kernels();
+  const Instruction* all = static_cast<const Instruction*>(tape);
+  for (int64_t at = 0; at < count; at++) {
+    const Instruction& i = all[at];
+    if (i.code == PRODUCT) {
+      const int64_t columns = i.size[3], work = i.size[2] * i.size[3] * i.size[4];
+      const int64_t batches = i.size[0] * i.size[1];
+      const bool split = batches == 1 && columns >= 2 * threads * 16 && work >= WORTH_SHARING;
+      const int64_t grain = split ? ceil_div(ceil_div(columns, threads), 16) * 16 : columns;
+      shared(split ? threads : 1, columns, grain, [&](int64_t first, int64_t last) { k.tape_product(i, bases, first, last); });
+    } else if (i.code == ATTEND) {
+      const int64_t pairs = i.size[0] * i.size[1], work = i.size[2] * (i.size[3] + i.size[4]) * pairs;
+      const Operand& filled = i.at[4];
+      const int64_t* length = reinterpret_cast<const int64_t*>(static_cast<const char*>(bases[filled.base]) + filled.offset);
+      int64_t longest = 0;
+      for (int64_t b = 0; b < i.size[0]; b++)
+        longest = length[b * filled.stride[0]] > longest ? length[b * filled.stride[0]] : longest;
+      if (longest > int64_t(i.number[1])) longest = int64_t(i.number[1]);
+      shared(work * longest >= WORTH_SHARING ? threads : 1, pairs, 1,
+             [&](int64_t first, int64_t last) { k.tape_attend(i, bases, first, last); });
+    } else if (!k.tape(i, bases)) {
+      return 1 + at;
+    }
+  }
+  return 0;
+}

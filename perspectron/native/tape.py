@@ -1,0 +1,241 @@
+"""A tape: operations on memory that stays where it is, written down once and run again and again without Python.
+
+Instructions have up to five dimensions, over which each operand has strides of its own. Results depend neither on the
+number of threads nor on the instruction set. What each instruction does: `csrc/tape.inl`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perspectron.native import _library, threads
+
+CODES = (
+    "copy", "fill", "add", "add_scalar", "mul", "div", "remainder", "floor_divide", "power", "least", "greatest",
+    "lerp", "add_product", "where", "equal", "different", "less", "at_most", "both", "either", "not", "exp", "log",
+    "log1p", "sine", "cosine", "tanh", "sigmoid", "silu", "softplus", "log_sigmoid", "gelu", "gelu_tanh", "root",
+    "inverse_root", "inverse", "magnitude", "sum", "norm", "any", "most", "fewest", "softmax", "rms_norm", "layer_norm",
+    "gather", "scatter", "cholesky", "solve", "product", "attend",
+)  # fmt: skip
+KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3}
+DIMENSIONS = 5
+OPERANDS = 5
+_OPERAND = np.dtype(
+    [("base", np.int64), ("offset", np.int64), ("kind", np.int64), ("stride", np.int64, DIMENSIONS)]
+)
+_INSTRUCTION = np.dtype(
+    [
+        ("code", np.int64),
+        ("size", np.int64, DIMENSIONS),
+        ("number", np.float64, 3),
+        ("at", _OPERAND, OPERANDS),
+    ]
+)
+
+
+class Unrecordable(Exception):
+    """An operation that no instruction does."""
+
+
+class Axes(NamedTuple):
+    """Dimensions, and the strides of each operand over them."""
+
+    size: list[int]
+    strides: list[list[int]]
+
+    @staticmethod
+    def of(size: Sequence[int], *strides: Sequence[int]) -> "Axes":
+        return Axes(list(size), [list(own) for own in strides])
+
+    def merged(self) -> "Axes":
+        """The same places in fewer dimensions: none of one place, and one for two where all operands step alike."""
+        size, strides = list[int](), [list[int]() for _ in self.strides]
+        for n, *steps in zip(self.size, *self.strides, strict=True):
+            if n == 1:
+                continue
+            if size and all(own[-1] == step * n for own, step in zip(strides, steps, strict=True)):
+                size[-1] *= n
+                for own, step in zip(strides, steps, strict=True):
+                    own[-1] = step
+            else:
+                size.append(n)
+                for own, step in zip(strides, steps, strict=True):
+                    own.append(step)
+        return Axes(size, strides)
+
+    def filled(self, count: int) -> "Axes":
+        """With dimensions of one place in front, `count` in all."""
+        missing = count - len(self.size)
+        if missing < 0:
+            raise Unrecordable(f"{len(self.size)} dimensions")
+        return Axes([1] * missing + self.size, [[0] * missing + own for own in self.strides])
+
+    def join(self, other: "Axes") -> "Axes":
+        return Axes(self.size + other.size, [a + b for a, b in zip(self.strides, other.strides, strict=True)])
+
+
+class Tape:
+    """Instructions in order. bases: tensors whose place may differ from run to run, by the number of their memory; all
+    other memory stays, and is kept."""
+
+    def __init__(self, bases: Sequence[Tensor]) -> None:
+        self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
+        self.kept = list[Tensor]()
+        self._made = list[np.ndarray]()
+        self._where = np.zeros(1 + len(bases), np.int64)
+        self._tape = np.zeros(0, _INSTRUCTION)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def write(self, code: str, axes: Axes, operands: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
+        """Add an instruction; the axes have an operand's strides for each of the tensors."""
+        axes = axes.filled(DIMENSIONS)
+        made = np.zeros((), _INSTRUCTION)
+        made["code"], made["size"] = CODES.index(code), axes.size
+        made["number"][: len(numbers)] = numbers
+        for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
+            if tensor.dtype not in KINDS:
+                raise Unrecordable(str(tensor.dtype))
+            base, start = self.bases.get(memory(tensor), (0, 0))
+            made["at"][i] = (base, tensor.data_ptr() - start, KINDS[tensor.dtype], strides)
+            self.kept.append(tensor)
+        self._made.append(made)
+
+    def done(self) -> None:
+        """Let it be run."""
+        self._tape = np.stack(self._made) if self._made else self._tape
+
+    def run(self, places: np.ndarray) -> None:
+        """Run it, with the bases at these addresses [N], int64. RuntimeError: an index, such as a token's, that is not
+        there."""
+        self._where[1:] = places
+        failed = _library().pspx_tape(
+            self._tape.ctypes.data, len(self._tape), self._where.ctypes.data, threads()
+        )
+        if failed:
+            raise RuntimeError(f"a recorded step met an index that is not there (instruction {failed - 1})")
+
+
+def memory(x: Tensor) -> int:
+    """A number of the memory that a tensor is a view of."""
+    return int(x.untyped_storage()._cdata)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def each(tape: Tape, code: str, out: Tensor, *given: Tensor, numbers: Sequence[float] = ()) -> None:
+    """out = f(given), place by place; what is given is broadcast."""
+    if out.numel() == 0:
+        return
+    operands = [out, *(x.expand(out.shape) for x in given)]
+    order = sorted(range(out.ndim), key=lambda d: out.stride()[d], reverse=True)  # the nearest numbers last
+    strides = [[x.stride(d) for d in order] for x in operands]
+    tape.write(code, Axes.of([out.shape[d] for d in order], *strides).merged(), operands, numbers)
+
+
+def reduced(tape: Tape, code: str, out: Tensor, x: Tensor, dims: Sequence[int], scale: float = 1) -> None:
+    """out, whose shape is x's without `dims` or with ones there, is taken together over them."""
+    dims = sorted(d % x.ndim for d in dims) if x.ndim else []
+    kept = [d for d in range(x.ndim) if d not in dims]
+    out = out if out.ndim == x.ndim else out.view([1 if d in dims else x.shape[d] for d in range(x.ndim)])
+    over = Axes.of([x.shape[d] for d in dims], [0] * len(dims), [x.stride(d) for d in dims]).merged()
+    here = Axes.of([x.shape[d] for d in kept], *[[t.stride(d) for d in kept] for t in (out, x)]).merged()
+    if len(over.size) > 1:
+        raise Unrecordable(f"{code} over dimensions that do not lie together")
+    tape.write(code, here.filled(DIMENSIONS - 1).join(over.filled(1)), (out, x), (scale,))
+
+
+def by_rows(
+    tape: Tape, code: str, out: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 0,
+) -> None:  # fmt: skip
+    """Each row of the last dimension."""
+    x = contiguous(tape, x, last=True)
+    if out.stride(-1) != 1:
+        raise Unrecordable(f"{code} into rows that do not lie together")
+    parts = [x if part is None else contiguous(tape, part) for part in (weight, bias)]
+    lead = Axes.of(x.shape[:-1], *[t.stride()[:-1] for t in (out, x)], *[[0] * (x.ndim - 1)] * 2).merged()
+    axes = lead.filled(DIMENSIONS - 1).join(Axes.of([x.shape[-1]], [1], [1], [1], [1]))
+    tape.write(code, axes, (out, x, *parts), (eps, weight is not None, bias is not None))
+
+
+def product(
+    tape: Tape,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    alpha: float = 1,
+    beta: float = 1,
+) -> None:
+    """out [...,m,n] = alpha · a [...,m,k] b [...,k,n] + beta · bias."""
+    if out.numel() == 0:
+        return
+    beta = 0 if bias is None else beta
+    lead = out.shape[:-2]
+    a, b = a.expand(*lead, *a.shape[-2:]), b.expand(*lead, *b.shape[-2:])
+    other = out if bias is None else bias.expand(out.shape)
+    m, n, k = out.shape[-2], out.shape[-1], a.shape[-1]
+    operands = (out, a, b, other)
+    strides = [list(x.stride()[:-2]) for x in operands]
+    batch = Axes.of(lead, *strides)
+    own = Axes.of([m], [out.stride(-2)], [a.stride(-2)], [0], [other.stride(-2)])
+    rows = batch.join(own).merged()
+    if len(rows.size) <= 1 and not any(rows.strides[2]):  # one matrix for all rows
+        batch, own = Axes.of([], *[[]] * 4), rows.filled(1)
+    columns = Axes.of([n, k], [out.stride(-1), 0], [0, a.stride(-1)], [b.stride(-1), b.stride(-2)],
+                      [other.stride(-1), 0])  # fmt: skip
+    tape.write("product", batch.merged().filled(2).join(own).join(columns), operands, (alpha, beta))
+
+
+def moved(tape: Tape, code: str, out: Tensor, x: Tensor, index: Tensor, dim: int) -> None:
+    """gather: out = x at the index along a dimension; scatter: out there = x. The index has the shape of the places."""
+    base, other = (x, out) if code == "gather" else (out, x)
+    strides = [list(other.stride()), list(index.stride()), list(base.stride())]
+    most, apart = base.shape[dim], base.stride(dim)
+    strides[2][dim] = 0
+    ordered = (
+        (strides[0], strides[2], strides[1]) if code == "gather" else (strides[2], strides[0], strides[1])
+    )
+    axes = Axes.of(index.shape, *ordered).merged()
+    tape.write(code, axes, (out, x, index), (most, apart))
+
+
+def contiguous(tape: Tape, x: Tensor, *, last: bool = False) -> Tensor:
+    """x, or a copy whose numbers lie together. last: those of the last dimension suffice."""
+    if x.is_contiguous() or (last and x.stride(-1) == 1):
+        return x
+    copy = torch.empty(x.shape, dtype=x.dtype)
+    each(tape, "copy", copy, x)
+    return copy
+
+
+def cholesky(tape: Tape, out: Tensor, x: Tensor) -> None:
+    """The lower factors of [...,n,n]."""
+    tape.write("cholesky", Axes.of(x.shape, out.stride(), x.stride()), (out, x))
+
+
+def solve(tape: Tape, out: Tensor, triangle: Tensor, given: Tensor, *, upper: bool, ones: bool) -> None:
+    """out = triangle⁻¹ given, both [...,m,n] and the triangles [...,m,m]."""
+    triangle = triangle.expand(*given.shape[:-2], *triangle.shape[-2:])
+    axes = Axes.of(given.shape, out.stride(), given.stride(), triangle.stride())
+    tape.write("solve", axes, (out, given, triangle), (upper, ones))
+
+
+def attend(
+    tape: Tape, out: Tensor, q: Tensor, k: Tensor, v: Tensor, length_B: Tensor, scale: float, slots: int
+) -> None:
+    """out [B,H,1,V] = softmax(scale · q kᵀ) v over the slots of a ring [B,G,S,·] that `length` tokens have filled."""
+    (B, H, _, K), G, V = q.shape, k.shape[1], v.shape[-1]
+    for x in (out, q, k, v):
+        if x.stride(-1) != 1:
+            raise Unrecordable("attention to rows that do not lie together")
+    heads = [(x.stride(0), x.stride(1) * (H // G), x.stride(1), 0, 0) for x in (out, q)]
+    rings = [(x.stride(0), x.stride(1), x.stride(2), 0, 0) for x in (k, v)]
+    axes = Axes.of((B, G, H // G, K, V), *heads, *rings, (length_B.stride(0), 0, 0, 0, 0))
+    tape.write("attend", axes, (out, q, k, v, length_B), (scale, slots))

@@ -1,0 +1,235 @@
+"""A step that is recorded gives what the modules give, for every design, in every batch, and each row alone."""
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron import native, presets
+from perspectron.decode import steps as steps_module
+from perspectron.decode.rows import Rows
+from perspectron.decode.steps import Steps, stepped, steps_of
+from perspectron.experts.router import RoutedConfig
+from perspectron.model import LanguageModel, build
+from perspectron.state import LMState, load_state, save_state
+from tests.decode.test_rows import prompt_of
+from tests.decode.test_store import small
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+ALONE = ("perspective-experts",)
+"""Designs whose steps cannot be recorded: which expert reads a token is not known before."""
+DESIGNS = [design for design in presets.DESIGNS if design not in ALONE]
+VARIANTS = [
+    "perspective2[gated=true]", "perspective2[shift=false,first_values=false]",
+    "transformer[shift=true,first_values=true]",
+    "gdn[negative=true]", "kda[negative=true,shift=true]", "mamba3[shift=true]", "lens2[output_gate=false]",
+    "perspective[embedding_norm=false]",
+]  # fmt: skip
+
+
+def read(model: LanguageModel, rows: int, length: int = 12) -> LMState:
+    ids = torch.tensor([prompt_of(length + row % 3, row)[:length] for row in range(rows)])
+    with torch.inference_mode():
+        return model.hidden(ids)[1]
+
+
+def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 300, (count, rows, 1), generator=torch.Generator().manual_seed(seed))
+
+
+def recorded(model: LanguageModel) -> Steps:
+    found = steps_of(model)
+    assert found is not None
+    return found
+
+
+def go_on(
+    steps: Steps | None, model: LanguageModel, ids_NB1: Tensor, state: LMState
+) -> tuple[list[Tensor], LMState]:
+    """The logits after each token, and the state after all."""
+    said = []
+    with torch.inference_mode():
+        for ids_B1 in ids_NB1:
+            if steps is not None:
+                done = steps.step(ids_B1, state)
+                assert done is not None
+                _, logits, state = done
+            else:
+                _, logits, state = stepped(model, None, ids_B1, state)
+            said.append(logits)
+    return said, state
+
+
+def near(found: LMState, wanted: LMState) -> None:
+    rows = range(found.batch_size)
+    pairs = zip(pytree.tree_leaves(found.select(rows)), pytree.tree_leaves(wanted.select(rows)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("design", [*DESIGNS, *VARIANTS])
+def test_a_recording_gives_what_the_modules_give(design, rows):
+    model = small(design)
+    ids, before = tokens(rows, 40), read(model, rows)
+    found, after = go_on(recorded(model), model, ids, before.fork())
+    wanted, modules = go_on(None, model, ids, before.fork())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    near(after, modules)
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_that_is_no_giant_is_recorded(name):
+    config = presets.get(name)
+    with torch.device("meta"):
+        size = sum(x.numel() for x in LanguageModel(config).parameters())
+    if size > 6e6 or any(isinstance(block.ffn, RoutedConfig) for block in config.blocks):
+        pytest.skip("a giant, or with experts")
+    model = build(config).eval()
+    ids = tokens(1, 18) % config.vocab_size
+    with torch.inference_mode():
+        before = model.hidden(ids[:12, :, 0].T)[1]
+    ids = ids[12:]
+    found, _ = go_on(recorded(model), model, ids, before.fork())
+    wanted, _ = go_on(None, model, ids, before.fork())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_row_has_its_bits_in_any_batch(design):
+    model = small(design)
+    ids, before = tokens(24, 9), read(model, 24)
+    whole, after = go_on(recorded(model), model, ids, before.fork())
+    order = [3, 17, 0, 23, 8, 5, 2, 11]
+    some, few = go_on(recorded(model), model, ids[:, order], before.select(order))
+    for one, other in zip(whole, some, strict=True):
+        assert torch.equal(one[order], other)
+    for one, other in zip(
+        pytree.tree_leaves(after.select(order)), pytree.tree_leaves(few.select(range(8))), strict=True
+    ):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("design", ["perspective2", "transformer", "adr", "lens"])
+def test_a_state_that_was_kept_goes_on_with_the_same_bits(design, tmp_path):
+    model = small(design)
+    steps, ids = recorded(model), tokens(1, 30)
+    whole, after = go_on(steps, model, ids, read(model, 1))
+    _, half = go_on(steps, model, ids[:13], read(model, 1))
+    save_state(tmp_path / "half.state", half, model)
+    go_on(steps, model, tokens(1, 5, 1), half)  # it is used up, and its memory taken
+    rest, end = go_on(steps, model, ids[13:], load_state(tmp_path / "half.state", model))
+    assert all(torch.equal(one, other) for one, other in zip(whole[13:], rest, strict=True))
+    for one, other in zip(pytree.tree_leaves(after.take(0)), pytree.tree_leaves(end.take(0)), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_states_that_take_turns_do_not_meet():
+    model = small("transformer")
+    steps, ids = recorded(model), tokens(1, 12)
+    alone = [go_on(steps, model, tokens(1, 12, n), read(model, 1))[0] for n in range(3)]
+    states = [read(model, 1) for _ in range(3)]
+    for at in range(len(ids)):
+        for n, state in enumerate(states):
+            said, states[n] = go_on(steps, model, tokens(1, 12, n)[at : at + 1], state)
+            assert torch.equal(said[0], alone[n][at])
+
+
+def test_a_cache_grows_and_the_state_says_so():
+    model = small("transformer")
+    before = read(model, 1)
+    _, after = go_on(recorded(model), model, tokens(1, 100), before)
+    cache = after.layers[0]
+    assert cache.used == 112 <= cache.slots and int(cache.length_B) == 112
+    cache.room()
+
+
+def test_weights_that_change_are_recorded_anew():
+    model = small("perspective2")
+    steps = recorded(model)
+    assert steps_of(model) is steps
+    first, _ = go_on(steps, model, tokens(1, 3), read(model, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    assert steps_of(model) is not steps
+    found, _ = go_on(recorded(model), model, tokens(1, 3), read(model, 1))
+    wanted, _ = go_on(None, model, tokens(1, 3), read(model, 1))
+    assert not torch.allclose(found[0], first[0], atol=1e-4)
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        model.norm.weight.data = model.norm.weight.data.clone()  # elsewhere, with the same version
+    assert steps_of(model) is not None
+    assert steps_of(copy.deepcopy(model)) is not steps_of(model)
+
+
+def test_a_model_that_is_gone_leaves_nothing():
+    model = small("gla")
+    go_on(recorded(model), model, tokens(1, 2), read(model, 1))
+    known, count = weakref.ref(model), len(steps_module._known)
+    del model
+    gc.collect()
+    assert known() is None and len(steps_module._known) < count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.blocks[0].register_forward_hook(lambda *_: None) and model,
+    ],
+    ids=["float64", "bfloat16", "a hook"],
+)
+def test_others_are_stepped_by_the_modules(change):
+    model = small("perspective2")
+    change(model)
+    assert steps_of(model) is None
+
+
+def test_without_kernels_the_modules_step(monkeypatch):
+    monkeypatch.setattr(native, "wanted", lambda: False)
+    assert steps_of(small("gla")) is None
+
+
+def test_what_cannot_be_recorded_is_stepped_by_the_modules(caplog):
+    model = small(ALONE[0])
+    steps, state = recorded(model), read(model, 1)
+    with caplog.at_level(logging.INFO, "perspectron"), torch.inference_mode():
+        kept = state.fork()
+        assert steps.step(torch.tensor([[3]]), state) is None
+        assert steps.step(torch.tensor([[3]]), state) is None
+        said = stepped(model, steps, torch.tensor([[3]]), state)[1]
+        assert torch.equal(said, stepped(model, None, torch.tensor([[3]]), kept)[1])
+    assert sum("run without a recording" in message for message in caplog.messages) == 1
+
+
+def test_a_recording_that_is_wrong_is_not_used(monkeypatch):
+    model = small("gla")
+    monkeypatch.setattr(
+        "perspectron.native.tape.CODES", tuple(reversed(__import__("perspectron").native.tape.CODES))
+    )
+    assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is None
+
+
+def test_the_first_token_of_all_is_read_by_the_modules():
+    model = small("transformer")
+    with torch.inference_mode():
+        assert recorded(model).step(torch.tensor([[3]]), model.init_state(1)) is None
+
+
+def test_drawing_takes_the_recording(tokenizer, monkeypatch):
+    model, calls = small("perspective2"), []
+    monkeypatch.setattr(Steps, "step", lambda self, *a, own=Steps.step: calls.append(1) or own(self, *a))
+    rows = Rows(model, tokenizer)
+    rows.add(prompt_of(9, 1), max_tokens=6)
+    while rows.active:
+        rows.step()
+    assert len(calls) == 5  # the first token is drawn after the prompt

@@ -1,0 +1,219 @@
+"""What is recorded and run again gives what PyTorch gives, whatever lies in the memory that a run may change."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron import native
+from perspectron.decode.recorder import HANDLERS, Recorder
+from perspectron.native.tape import CODES, Tape, Unrecordable
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+ISAS = ("avx512", "avx2", "scalar")
+OPERATIONS = {
+    "sums": lambda x, y, i: x + y - 2 * x + (1 - y) - 3,
+    "shares": lambda x, y, i: torch.add(x, y, alpha=0.5) + torch.sub(x, 2.0, alpha=0.25),
+    "products": lambda x, y, i: x * y / (y + 4) * 0.3,
+    "in place": lambda x, y, i: (x + 0).mul_(y).add_(1).sub_(y).div_(3).clamp_min_(-0.5).neg(),
+    "curves in place": lambda x, y, i: (x + 0).exp_().sqrt_().rsqrt_().reciprocal_().tanh_().sigmoid_()
+    + F.silu(x + 0, inplace=True).relu_().clamp_(0.1, 1) + (x + 0).lerp_(y, 0.5).addcmul_(x, y),
+    "filled": lambda x, y, i: torch.full_like(x, 2).mul_(x) + x.new_full((1,), 3) + x.new_zeros(1) + x.new_ones(1)
+    + torch.ones_like(x) + (x + 0).fill_(y[0, 0]) + (y + 0).fill_(2) + (y + 0).zero_() + x.clone().copy_(y),
+    "laid out": lambda x, y, i: x.mT.reshape(-1) + y.mT.flatten() + x.mT.contiguous().view(-1),
+    "a row and a column": lambda x, y, i: x[:, :1] * y[:1] + x[1, 2],
+    "transposed": lambda x, y, i: (x.mT + y.mT).mT.contiguous() * x,
+    "every second": lambda x, y, i: x[:, :-1:2] * y[:, 1::2],
+    "powers": lambda x, y, i: x**2 + x.abs() ** 0.5 + (x.abs() + 1) ** -0.5 + x.abs() ** 1.7 + 2.0**y + x.square(),
+    "exp and log": lambda x, y, i: torch.exp(x) + torch.log(x.abs() + 1) + torch.log1p(y.abs()),
+    "far exp": lambda x, y, i: torch.exp(60 * x).clamp_max(1) + torch.exp(-200 * y.abs()),
+    "roots": lambda x, y, i: x.abs().sqrt() + (y.abs() + 1).rsqrt() + (y.abs() + 1).reciprocal(),
+    "curves": lambda x, y, i: torch.tanh(x) + torch.sigmoid(3 * y) + F.silu(x) + F.relu(y),
+    "soft curves": lambda x, y, i: F.softplus(9 * x) + F.softplus(x, 2, 5) + F.logsigmoid(30 * y),
+    "gelu": lambda x, y, i: F.gelu(x) + F.gelu(y, approximate="tanh"),
+    "double angles": lambda x, y, i: (x.double().cos() + y.double().sin()).float(),
+    "bounds": lambda x, y, i: x.clamp(-0.3, 0.4) + torch.maximum(x, y) - torch.minimum(x, y) + y.clamp(max=0.1).clamp_min(-1),
+    "lerp": lambda x, y, i: torch.lerp(x, y, 0.3) + torch.lerp(x, y, y.abs()),
+    "addcmul": lambda x, y, i: torch.addcmul(x, x, y, value=0.5),
+    "choices": lambda x, y, i: torch.where(x > y, x, 0.5) + x.masked_fill(y <= 0, 2) + (x == y) + (x != y).float(),
+    "truth": lambda x, y, i: (((x > 0) & (y >= 0)) | ~(x < 1)).float()
+    + torch.logical_or(torch.logical_and(x > 0, y > 0), torch.logical_not(x > 1)),
+    "whole numbers": lambda x, y, i: ((i + 7) % 5 - (3 * i) // 2).float() + (i.clamp(1, 2) == 2).float(),
+    "joined": lambda x, y, i: torch.cat([x, y[:2], torch.ones_like(x)])
+    + F.pad(torch.stack([x, y], 1).sum(1), (0, 0, 2, len(x))),
+    "padded": lambda x, y, i: F.pad(x, (1, 2), value=3.0),
+    "sum": lambda x, y, i: x.sum(-1) + y.sum(0, keepdim=True).mT[:1, 0] + x.mean(1) + y.sum(),
+    "ends": lambda x, y, i: x.amax(-1) + y.amin(0)[0] + (x > 1).any(1).float(),
+    "norms": lambda x, y, i: torch.linalg.vector_norm(x, dim=-1) + torch.linalg.vector_norm(y, dim=0)[0],
+    "softmax": lambda x, y, i: x.softmax(-1) + torch.cat([y, y], 1).softmax(-1)[:, : y.shape[1]],
+    "rms norm": lambda x, y, i: F.rms_norm(x, x.shape[-1:], y[0], 1e-5) + F.rms_norm(y, y.shape[-1:]),
+    "layer norm": lambda x, y, i: F.layer_norm(x, x.shape[-1:], y[0], y[1], 1e-5),
+    "picked": lambda x, y, i: F.embedding(i, x) + x.index_select(0, i) + x.gather(0, i[:, None].expand(-1, x.shape[1])),
+    "put": lambda x, y, i: torch.zeros_like(x).scatter_(0, i[:1, None].expand(1, x.shape[1]), y[:1]) + x,
+    "running sum": lambda x, y, i: x.cumsum(0) + y.cumsum(1),
+    "linear": lambda x, y, i: F.linear(x, y, y[:, 0]) + F.linear(x[0], y) + torch.mm(x, y.mT),
+    "matmul": lambda x, y, i: x @ y.mT + torch.addmm(x @ x.mT, x, y.mT, beta=2, alpha=3),
+    "batches": lambda x, y, i: torch.bmm(x[:, :, None], y[:, None]).sum(1)
+    + torch.baddbmm(x[:, None], x[:, None, :1], y[:, None])[:, 0],
+    "columns": lambda x, y, i: x.mT @ y + x.mT.contiguous() @ y,
+    "state": lambda x, y, i: (x[:, None] * y[:, :, None]).clone().mul_(0.5)
+    .baddbmm_(x[:, :, None], y[:, None]).flatten(1),
+    "constants": lambda x, y, i: torch.arange(x.shape[1]).float().mul_(1).add_(x[0])
+    + torch.full((x.shape[1],), 2.0).exp(),
+}  # fmt: skip
+SHAPES = [(5, 3), (4, 16), (6, 37), (3, 300)]
+
+
+def record(operation, inputs: list[Tensor]):
+    """(the tape, its result)"""
+    with torch.inference_mode(), Recorder([], inputs) as recorder:
+        out = operation(*inputs)
+    recorder.tape.done()
+    return recorder.tape, out
+
+
+def inputs_of(shape: tuple[int, int], seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(shape, generator=draw) for _ in "xy")
+    return [x, y, torch.randint(shape[0], (shape[0],), generator=draw)]
+
+
+def run(tape, inputs: list[Tensor]) -> None:
+    tape.run(np.array([x.data_ptr() for x in inputs]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_tape_does_what_pytorch_does(name, isa, use_isa):
+    use_isa(isa)
+    for shape in SHAPES:
+        if name == "put" and shape[0] < 4:
+            continue
+        tape, out = record(OPERATIONS[name], inputs_of(shape, 0))
+        for seed in (1, 2, 1):  # in other memory than it was recorded in
+            inputs = inputs_of(shape, seed)
+            run(tape, inputs)
+            expected = OPERATIONS[name](*(x.double() if x.is_floating_point() else x for x in inputs))
+            near = 3e-6 * float(expected.abs().max())
+            torch.testing.assert_close(out.double(), expected.double(), rtol=2e-5, atol=near)
+
+
+def test_every_operation_and_every_instruction_is_tried(monkeypatch):
+    met, written = set(), set()
+    for name, handler in HANDLERS.items():
+        monkeypatch.setitem(HANDLERS, name, lambda *a, name=name, own=handler: (met.add(name), own(*a)))
+    own = Tape.write
+    monkeypatch.setattr(Tape, "write", lambda self, code, *a: (written.add(code), own(self, code, *a))[1])
+    for operation in (*OPERATIONS.values(), solved):
+        record(operation, inputs_of((4, 16), 0))
+    assert set(CODES) - written == {"attend"}, "tests/decode/test_steps.py has it"
+    assert met == set(HANDLERS)
+
+
+def solved(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+    lower, _ = torch.linalg.cholesky_ex(x @ x.mT + torch.eye(len(x)))
+    return torch.linalg.solve_triangular(lower, y, upper=False) + torch.linalg.solve_triangular(
+        lower.mT, y, upper=True
+    )
+
+
+def test_a_triangle_is_solved():
+    tape, out = record(solved, inputs_of((5, 9), 0))
+    inputs = inputs_of((5, 9), 3)
+    run(tape, inputs)
+    torch.testing.assert_close(out, solved(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_bits_do_not_depend_on_the_instruction_set(name, use_isa):
+    tape, out = record(OPERATIONS[name], inputs_of((6, 37), 0))
+    found = []
+    for isa in ISAS:
+        use_isa(isa)
+        run(tape, inputs_of((6, 37), 1))
+        found.append(out.clone())
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_what_is_not_finite_stays_so():
+    def curves(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+        parts = (
+            torch.exp(x),
+            torch.sigmoid(x),
+            F.silu(x),
+            torch.tanh(x),
+            x.softmax(-1),
+            F.gelu(x),
+            x.clamp(-1, 1),
+            x * y,
+        )
+        norm, top, least = F.rms_norm(x, x.shape[-1:]), torch.maximum(x, y), torch.minimum(y, x)
+        return torch.stack([*parts, norm, top, least, F.softplus(x), x.sum(1, keepdim=True) + x])
+
+    tape, out = record(curves, inputs_of((4, 16), 0))
+    inputs = inputs_of((4, 16), 1)
+    inputs[0][0, 3], inputs[0][1, 2], inputs[0][2, 15] = torch.nan, torch.inf, -torch.inf
+    run(tape, inputs)
+    for found, expected in zip(out, curves(*inputs), strict=True):
+        assert torch.equal(found.isfinite(), expected.isfinite())
+        finite = expected.isfinite()
+        torch.testing.assert_close(found[finite], expected[finite], rtol=2e-5, atol=2e-6)
+    assert torch.equal(
+        out[9:11].isnan(), torch.stack([torch.maximum(*inputs[:2]), torch.minimum(*inputs[:2])]).isnan()
+    )
+
+
+def test_a_large_product_is_shared_among_threads_bit_for_bit():
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(1000, 700, generator=draw), torch.randn(3, 700, generator=draw)
+    tape, out = record(lambda x: F.linear(x, weight), [x])
+    found = []
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        try:
+            run(tape, [x])
+        finally:
+            native.set_threads(None)
+        found.append(out.clone())
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], x @ weight.mT, rtol=1e-4, atol=1e-4)
+
+
+def test_an_index_that_is_not_there_is_an_error():
+    tape, _ = record(lambda i: F.embedding(i, torch.ones(5, 3)), [torch.tensor([1, 2])])
+    with pytest.raises(RuntimeError, match="an index that is not there"):
+        run(tape, [torch.tensor([1, 5])])
+    with pytest.raises(RuntimeError, match="an index that is not there"):
+        run(tape, [torch.tensor([-1, 0])])
+
+
+WEIGHT = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda x: x * x.sum().item(), "item"),
+        (lambda x: x[: len(x.nonzero())], "nonzero"),
+        (lambda x: torch.tensor(x.tolist()), "resolve_conj"),
+        (lambda x: WEIGHT.add_(x), "writes into a weight"),
+        (lambda x: torch.linalg.det(x[:, None] * x), "linalg"),
+        (lambda x: torch.fft.fft(x).real, "fft"),
+        (lambda x: x.to(torch.bfloat16), "bfloat16"),
+        (lambda x: (torch.ones(2, 3, 4) * x[:, None]).sum((0, 2)), "lie together"),
+    ],
+    ids=[
+        "a number",
+        "places",
+        "a list",
+        "a weight",
+        "a determinant",
+        "a transform",
+        "another precision",
+        "apart",
+    ],
+)
+def test_what_cannot_be_recorded_is_said(operation, message):
+    with pytest.raises(Unrecordable, match=message):
+        record(operation, [torch.rand(3)])
