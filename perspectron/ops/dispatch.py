@@ -47,8 +47,8 @@ def watched(*tensors: Tensor) -> bool:
 
 
 def recorder() -> Any:
-    """The recorder of a step that watches (`perspectron.decode.recorder`), or None. Numbers that a step changes cannot be
-    asked for under it."""
+    """The recorder that watches a step (`perspectron.decode.recorder`), or None. It knows nothing of the numbers that a
+    step changes."""
     mode = _get_current_dispatch_mode()
     return mode if hasattr(mode, "attended") else None
 

@@ -33,7 +33,8 @@ OPERATIONS = {
     "soft curves": lambda x, y, i: F.softplus(9 * x) + F.softplus(x, 2, 5) + F.logsigmoid(30 * y),
     "gelu": lambda x, y, i: F.gelu(x) + F.gelu(y, approximate="tanh"),
     "double angles": lambda x, y, i: (x.double().cos() + y.double().sin()).float(),
-    "bounds": lambda x, y, i: x.clamp(-0.3, 0.4) + torch.maximum(x, y) - torch.minimum(x, y) + y.clamp(max=0.1).clamp_min(-1),
+    "bounds": lambda x, y, i: x.clamp(-0.3, 0.4)
+    + torch.maximum(x, y) - torch.minimum(x, y) + y.clamp(max=0.1).clamp_min(-1),
     "lerp": lambda x, y, i: torch.lerp(x, y, 0.3) + torch.lerp(x, y, y.abs()),
     "addcmul": lambda x, y, i: torch.addcmul(x, x, y, value=0.5),
     "choices": lambda x, y, i: torch.where(x > y, x, 0.5) + x.masked_fill(y <= 0, 2) + (x == y) + (x != y).float(),
