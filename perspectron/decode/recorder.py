@@ -18,7 +18,7 @@ from perspectron.ops import attention
 
 Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], None]
 HANDLERS: dict[str, Handler] = {}
-"""By the name of an operation: what writes it down, from its result and its arguments."""
+"""Functions that write an operation down, by its name; they get its result and its arguments."""
 
 ASKED = (
     "_local_scalar_dense",
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """What an operation writes into."""
+        """The tensors that an operation writes into."""
         schema = func._schema.arguments
         if not any(a.alias_info is not None and a.alias_info.is_write for a in schema):
             return []

@@ -1,0 +1,105 @@
+"""A decoded token by the modules and by a recording of their step, for every design, alone and in batches.
+
+Random weights, float32, after a prompt of 256 tokens, head included, drawing not; the ways take turns in one process.
+Seconds are processor time on one thread; ratios are round by round. Python: what of a recorded step is not native code.
+
+python benchmarks/steps.py --json results/steps.json
+"""
+
+import time
+from collections.abc import Callable
+
+import common
+import torch
+
+from perspectron import presets
+from perspectron.config import ModelConfig
+from perspectron.decode.steps import stepped, steps_of
+from perspectron.eval.timing import take_turns
+from perspectron.model import LanguageModel, build
+
+TESTS = ("tests/decode/test_steps.py", "tests/native/test_tape.py")
+ROWS = (1, 8, 16)
+PROMPT, VOCAB = 256, 2048
+PRESETS = ("drm-104k", "perspective2-tiny", "transformer-tiny", "perspective-20m-dense", "transformer-20m")
+DESIGNS = (
+    "perspective", "adr", "lens", "drm", "perspective2", "adr2", "lens2", "drm2", "transformer", "gpt2", "gla", "ssd",
+    "gdn", "kda", "gdn2", "mamba3", "hgrn2", "mingru", "rwkv7",
+)  # fmt: skip
+
+
+def ways(model: LanguageModel, rows: int, tokens: int) -> dict[str, Callable[[], float]]:
+    """Calls that say how many seconds a token of all rows takes: by the modules, by the recording, and its tape."""
+    ids_BT = torch.arange(PROMPT).repeat(rows, 1) % (model.config.vocab_size - 1) + 1
+    ids_B1 = torch.ones(rows, 1, dtype=torch.int64)
+    start = model.hidden(ids_BT)[1]
+    steps = steps_of(model)
+    assert steps is not None
+
+    def way(recorded: bool) -> Callable[[], float]:
+        def turn() -> float:
+            _, _, state = stepped(model, steps if recorded else None, ids_B1, start.fork())
+            before = time.process_time()
+            for _ in range(tokens):
+                _, _, state = stepped(model, steps if recorded else None, ids_B1, state)
+            return (time.process_time() - before) / tokens
+
+        return turn
+
+    recorded = way(True)
+    recorded()
+    recording = steps._latest
+    assert recording is not None, model.config.name
+
+    def tape() -> float:
+        before = time.process_time()
+        for _ in range(tokens):
+            for places in recording._places:
+                recording._tape.run(places)
+        return (time.process_time() - before) / tokens
+
+    def both() -> float:
+        """Seconds outside of the tape, which runs on the state that the recording is at."""
+        return recorded() - tape()
+
+    return {"modules": way(False), "recorded": recorded, "python": both}
+
+
+def sized(name: str, params: int) -> ModelConfig:
+    if name in presets.names():
+        return presets.get(name)
+    return presets.solve(name, params, vocab_size=VOCAB, seq_len=512)
+
+
+@torch.inference_mode()
+def main() -> int:
+    parser = common.parser(__doc__ or "", threads=1, repeats=9)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    names = ("drm-104k", "perspective2") if args.quick else (*DESIGNS, *PRESETS)
+    params, tokens = (300_000, 3) if args.quick else (2_000_000, 24)
+    report = common.Report(args, TESTS, dtype="float32", shapes=f"{params:,} parameters or a preset")
+    results, table = dict[str, dict[str, dict[str, common.Spread]]](), []
+    for name in names:
+        config = sized(name, params)
+        model = build(config).eval().requires_grad_(False)
+        results[name] = {}
+        for rows in ROWS[:1] if name.endswith(("20m", "20m-dense")) else ROWS:
+            taken = take_turns(ways(model, rows, tokens), args.repeats)
+            ratio = common.Spread.of(
+                [a / b for a, b in zip(taken["modules"], taken["recorded"], strict=True)]
+            )
+            own = {way: common.Spread.of(seconds) for way, seconds in taken.items()} | {"ratio": ratio}
+            results[name][str(rows)] = own
+            said = [own[way].text(1e3) for way in ("modules", "recorded")]
+            table.append((name, str(rows), *said, ratio.text(), own["python"].text(1e6)))
+            report.say(
+                f"{name}, {rows} rows: {said[0]} ms by the modules, {said[1]} recorded, {ratio.text()} times"
+            )
+    report.table(("model", "rows", "modules, ms", "recorded, ms", "times", "Python, µs"), table)
+    report.finish(results)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
