@@ -63,6 +63,8 @@ class Recorder(TorchDispatchMode):
         self.tape.kept += given
         written = [x for x in self._written(func, args, kwargs) if x.numel() > 0]
         live = any(self.live(x) for x in given)
+        if live and torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unrecordable(f"{name}, which draws")
         if live and name in ASKED:
             raise Unrecordable(f"{name} of what a step changes")
         if live or any(self.live(x) for x in written):
@@ -80,6 +82,8 @@ class Recorder(TorchDispatchMode):
                 self._constant[memory(x)] = False
             return out
         sources = {memory(x) for x in given}
+        if not made and not written:
+            raise Unrecordable(f"{name} of what a step changes")
         if not written and all(memory(x) in sources for x in made):
             return out  # a view
         if name in EMPTY:
@@ -126,6 +130,8 @@ class Recorder(TorchDispatchMode):
             return
         if memory(x) not in self._constant:
             raise Unrecordable("an operation that writes into a weight or a buffer")
+        if memory(x) in self.tape.used:
+            raise Unrecordable("a constant that is read before it is written into")
         if not self._constant[memory(x)]:
             whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
             tape.each(self.tape, "copy", whole, whole.clone())
@@ -180,6 +186,8 @@ for _code, _names in {
 def _binary(code: str, *names: str, swapped: bool = False) -> None:
     @records(*names)
     def write(r: Recorder, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs:
+            raise Unrecordable(f"{code} with {', '.join(kwargs)}")
         a, b = (operand(x, single(out)) for x in (reversed(args[:2]) if swapped else args[:2]))
         tape.each(r.tape, code, single(out), a, b)
 

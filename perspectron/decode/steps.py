@@ -21,7 +21,7 @@ from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
 from perspectron.native import tape
 from perspectron.native.tape import Unrecordable, memory
-from perspectron.ops.dispatch import owned
+from perspectron.ops.dispatch import check_consumed, owned
 from perspectron.state import LMState
 
 ROWS = 8
@@ -29,6 +29,12 @@ ROWS = 8
 row has the same bits in batches of any size."""
 TOLERANCE = 1e-3
 """A recording must give the modules' numbers up to this."""
+MOST_BYTES = 1 << 30
+"""Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
+MOST_RECORDINGS = 16
+"""Recordings of a model that are kept."""
+LEAST_SLOTS = 64
+"""Slots of a cache, which has a power of two of them, so that few recordings do for all."""
 KINDS = (torch.float32, torch.float64, torch.int64, torch.bool)
 log = logging.getLogger("perspectron")
 
@@ -60,6 +66,7 @@ def stepped(
 ) -> tuple[Tensor, Tensor, LMState]:
     """Read a token in each row after `state`, which is used up, by a recording or by the modules: (what the head reads
     [B,D], logits [B,V], the new state)."""
+    check_consumed(True)
     if steps is not None and (done := steps.step(ids_B1, state)) is not None:
         return done
     hidden_B1D, state, _ = model.hidden(ids_B1, state, consume_state=True)
@@ -79,23 +86,32 @@ class Steps:
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
         """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
         state). None for a step that cannot be recorded; the state is then as it was."""
+        model = self._model()
+        assert model is not None
+        if ids_B1.shape != (state.batch_size, 1):
+            return None  # the modules say what is wrong
+        if state.length_B is not None and int(state.length_B.max()) >= model.config.positions:
+            return None
         with self._lock:
             now = self._latest
             if now is None or now.state is not state or not now.has_room():
-                self._latest = now = self._taken(state)
+                if now is not None:
+                    now.leave()
+                self._latest = now = self._taken(model, state)
             return None if now is None else now.step(ids_B1)
 
-    def _taken(self, state: LMState) -> "_Recording | None":
+    def _taken(self, model: LanguageModel, state: LMState) -> "_Recording | None":
         """The recording for a state of these shapes, which goes on from it."""
-        model, B = self._model(), state.batch_size
-        assert model is not None
+        B = state.batch_size
         model.own(state)
+        if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in _tensors(state)):
+            return None
         if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in _caches(state)):
             return None
         leaves, spec = pytree.tree_flatten(_roomy(state))
         leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
         taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
-        shapes = (tuple(x.shape[1:]) if isinstance(x, Tensor) else None for x in leaves)
+        shapes = ((x.shape[1:], x.dtype) if isinstance(x, Tensor) else None for x in leaves)
         key = (spec, min(B, ROWS), *shapes)
         if key not in self._made:
             try:
@@ -103,7 +119,9 @@ class Steps:
             except Exception as reason:  # whatever it was, the modules can do it
                 log.info("steps of %s run without a recording: %s", model.config.name, reason)
                 self._made[key] = None
-        recording = self._made[key]
+        recording = self._made[key] = self._made.pop(key)  # the latest is the last
+        if len(self._made) > MOST_RECORDINGS:
+            del self._made[next(iter(self._made))]
         if recording is not None:
             recording.take(taken)
         return recording
@@ -137,7 +155,7 @@ class _Recording:
                 raise Unrecordable("a state that moves in its memory")
         self._tape.done()
         self._check(model, _like(state, rows), _like(state, rows))
-        self.state = None
+        self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
         """Unrecordable unless two steps, of other tokens, give what the modules give."""
@@ -161,6 +179,10 @@ class _Recording:
         start, row = ([f(x) for x in leaves] for f in (Tensor.data_ptr, lambda x: x[:1].nbytes))
         self._places = np.array(start) + np.outer(np.arange(groups) * len(self._ids_B1), row)
 
+    def leave(self) -> None:
+        """Let go of the state."""
+        self.state, self._caches = None, []
+
     def has_room(self) -> bool:
         """True if the caches have a slot for the next token."""
         return all(cache.used < cache.slots for cache in self._caches)
@@ -181,7 +203,7 @@ class _Recording:
 
 def _like(state: LMState, rows: int) -> LMState:
     """A state of the same shapes for so many rows, whose numbers are the same whatever was read: whether a step can be
-    recorded must not depend on the text. Caches have one slot filled: what nobody touches takes no memory."""
+    recorded must not depend on the text. Caches have one slot filled."""
 
     def made(part: Any) -> Any:
         if isinstance(part, Cache):
@@ -217,6 +239,9 @@ def _roomy(state: LMState) -> LMState:
     """The state with a free slot in each cache."""
 
     def grown(part: Any) -> Any:
-        return part.with_slots(2 * part.used) if isinstance(part, Cache) and part.used >= part.slots else part
+        if not isinstance(part, Cache):
+            return part
+        slots = 1 << (max(LEAST_SLOTS, part.slots, part.used + 1) - 1).bit_length()
+        return part if slots == part.slots else part.with_slots(slots)
 
     return state._map(grown, is_leaf=lambda part: isinstance(part, Cache))

@@ -21,6 +21,8 @@ CODES = (
     "gather", "scatter", "cholesky", "solve", "product", "attend",
 )  # fmt: skip
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3}
+FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend")
+"""Instructions that know float32 alone."""
 DIMENSIONS = 5
 OPERANDS = 5
 _OPERAND = np.dtype(
@@ -83,7 +85,7 @@ class Tape:
 
     def __init__(self, bases: Sequence[Tensor]) -> None:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
-        self.kept = list[Tensor]()
+        self.kept, self.used = list[Tensor](), set[int]()
         self._made = list[np.ndarray]()
         self._where = np.zeros(1 + len(bases), np.int64)
         self._tape = np.zeros(0, _INSTRUCTION)
@@ -102,11 +104,15 @@ class Tape:
                 raise Unrecordable(str(tensor.dtype))
             base, start = self.bases.get(memory(tensor), (0, 0))
             made["at"][i] = (base, tensor.data_ptr() - start, KINDS[tensor.dtype], strides)
+            if code in FLOATS and i < 2 and tensor.dtype is not torch.float32:
+                raise Unrecordable(f"{code} of {tensor.dtype}")
             self.kept.append(tensor)
+            self.used.add(memory(tensor))
         self._made.append(made)
 
     def done(self) -> None:
         """Let it be run."""
+        self.kept = [x for x in self.kept if memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
 
     def run(self, places: np.ndarray) -> None:
