@@ -1,6 +1,7 @@
 """A step that is recorded gives what the modules give, for every design, in every batch, and each row alone."""
 
 import copy
+import functools
 import gc
 import logging
 import weakref
@@ -14,6 +15,7 @@ from perspectron import native, presets
 from perspectron.decode import steps as steps_module
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import Steps, stepped, steps_of
+from perspectron.errors import ConfigError
 from perspectron.experts.router import RoutedConfig
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState, load_state, save_state
@@ -233,3 +235,28 @@ def test_drawing_takes_the_recording(tokenizer, monkeypatch):
     while rows.active:
         rows.step()
     assert len(calls) == 5  # the first token is drawn after the prompt
+
+
+def test_a_state_of_another_precision_has_a_recording_of_its_own():
+    model = small("transformer")
+    ids = torch.tensor([prompt_of(9, 1)])
+    with torch.inference_mode():
+        brief = model.to(torch.bfloat16).hidden(ids)[1]
+        model.float()
+        steps = recorded(model)
+        assert steps.step(torch.tensor([[3]]), read(model, 1)) is not None
+        assert steps.step(torch.tensor([[3]]), brief) is None
+
+
+def test_positions_end_where_the_table_does():
+    model = small("gpt2")
+    steps, state = recorded(model), read(model, 1)
+    ids = torch.full((model.config.positions, 1, 1), 3)
+    with pytest.raises(ConfigError, match="positions"), torch.inference_mode():
+        functools.reduce(lambda state, ids_B1: stepped(model, steps, ids_B1, state)[2], ids, state)
+
+
+def test_gradients_must_be_off():
+    model = small("gla")
+    with pytest.raises(ValueError, match="consume_state"):
+        stepped(model, recorded(model), torch.tensor([[3]]), read(model, 1))
