@@ -140,7 +140,7 @@ def test_pdr_scan(results):
             assert 0 < shape[key]["low"] <= shape[key]["median"] <= shape[key]["high"]
         assert shape["kernel_to_tree"]["median"] > 0
         assert set(shape["memory"]) == {"kernel", "tree", "loop", "materialised"}
-        assert shape["memory"]["materialised"]["peak_bytes"] >= 0  # so little may fit into what is freed
+        assert shape["memory"]["materialised"]["peak_bytes"] > 0
         assert 0 < shape["share_of_matmul_peak"] < 1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from perspectron import native, presets
 from perspectron.decode import steps as steps_module
@@ -260,3 +261,43 @@ def test_gradients_must_be_off():
     model = small("gla")
     with pytest.raises(ValueError, match="consume_state"):
         stepped(model, recorded(model), torch.tensor([[3]]), read(model, 1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"), [([[300]], IndexError), ([[3, 4]], None), ([[3], [4]], ConfigError)]
+)
+def test_tokens_that_do_not_fit_are_left_to_the_modules(ids, error):
+    model = small("gla")
+    state = read(model, 1)
+    with torch.inference_mode():
+        kept = state.fork()
+        assert recorded(model).step(torch.tensor(ids), state) is None
+        near(state, kept)
+        if error is not None:
+            with pytest.raises(error):
+                stepped(model, recorded(model), torch.tensor(ids), state)
+
+
+def test_who_looks_on_sees_the_modules():
+    model = small("gla")
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        stepped(model, recorded(model), torch.tensor([[3]]), read(model, 1))
+    assert counter.get_total_flops() > 0
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert steps_of(model) is None
+    finally:
+        handle.remove()
+
+
+def test_recordings_are_few_and_states_are_let_go():
+    model = small("transformer")
+    steps = recorded(model)
+    for length in range(3, 40):
+        _, after = go_on(steps, model, tokens(1, 2), read(model, 1, length))
+    assert len(steps._made) == 1
+    known = weakref.ref(after)
+    go_on(steps, model, tokens(1, 1), read(model, 1))
+    del after
+    gc.collect()
+    assert known() is None

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron import native
-from perspectron.decode.recorder import HANDLERS, Recorder
+from perspectron.decode.operations import HANDLERS
+from perspectron.decode.recorder import Recorder
 from perspectron.native.tape import CODES, Tape, Unrecordable
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
@@ -202,6 +203,11 @@ WEIGHT = torch.ones(3)
         (lambda x: torch.linalg.det(x[:, None] * x), "linalg"),
         (lambda x: torch.fft.fft(x).real, "fft"),
         (lambda x: x.to(torch.bfloat16), "bfloat16"),
+        (lambda x: x.double().softmax(-1), "softmax of torch.float64"),
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), "rounding_mode"),
+        (lambda x: x * torch.rand_like(x), "draws"),
+        (lambda x: x if torch.allclose(x, x) else -x, "allclose"),
+        (lambda x: (c := torch.zeros(3), x + c, c.add_(x))[1], "read before it is written"),
         (lambda x: (torch.ones(2, 3, 4) * x[:, None]).sum((0, 2)), "lie together"),
     ],
     ids=[
@@ -212,6 +218,11 @@ WEIGHT = torch.ones(3)
         "a determinant",
         "a transform",
         "another precision",
+        "a softmax in float64",
+        "a rounding",
+        "a draw",
+        "a comparison",
+        "a constant",
         "apart",
     ],
 )
