@@ -85,10 +85,8 @@ class Steps:
         state). None for a step that cannot be recorded; the state is then as it was."""
         model = self._model()
         assert model is not None
-        if (
-            ids_B1.shape != (state.batch_size, 1)
-            or not 0 <= int(ids_B1.min()) <= int(ids_B1.max()) < self._ids
-        ):
+        ids = ids_B1.tolist()
+        if len(ids) != state.batch_size or not all(len(row) == 1 and 0 <= row[0] < self._ids for row in ids):
             return None  # the modules say what is wrong
         if state.length_B is not None and int(state.length_B.max()) >= model.config.positions:
             return None

@@ -280,8 +280,9 @@ def test_tokens_that_do_not_fit_are_left_to_the_modules(ids, error):
 
 def test_who_looks_on_sees_the_modules():
     model = small("gla")
+    steps, state = recorded(model), read(model, 1)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        stepped(model, recorded(model), torch.tensor([[3]]), read(model, 1))
+        stepped(model, steps, torch.tensor([[3]]), state)
     assert counter.get_total_flops() > 0
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
