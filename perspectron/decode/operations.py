@@ -26,10 +26,8 @@ def records(*names: str) -> Callable[[Handler], Handler]:
 
 
 def operand(x: Any, like: Tensor) -> Tensor:
-    """A number as a tensor of the result's kind."""
-    if isinstance(x, Tensor):
-        return x
-    return torch.tensor(x, dtype=like.dtype if like.dtype is not torch.bool else torch.float64)
+    """A number as a tensor of the kind of another."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=like.dtype)
 
 
 def filled(args: tuple[Any, ...], first: int, *rest: Any) -> tuple[Any, ...]:
@@ -48,6 +46,8 @@ def single(out: Any) -> Tensor:
 def _unary(code: str, *names: str) -> None:
     @records(*names)
     def write(to: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if code == "not" and args[0].dtype is not torch.bool:
+            raise Unrecordable("operations on bits")
         tape.each(to, code, single(out), args[0])
 
 
@@ -67,8 +67,12 @@ def _binary(code: str, *names: str, swapped: bool = False) -> None:
     def write(to: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs:
             raise Unrecordable(f"{code} with {', '.join(kwargs)}")
-        a, b = (operand(x, single(out)) for x in (reversed(args[:2]) if swapped else args[:2]))
-        tape.each(to, code, single(out), a, b)
+        out, given = single(out), args[:2]
+        kinds = out if out.dtype is not torch.bool else next(x for x in given if isinstance(x, Tensor))
+        if code in ("both", "either") and any(operand(x, kinds).dtype is not torch.bool for x in given):
+            raise Unrecordable("operations on bits")
+        a, b = (operand(x, kinds) for x in (reversed(given) if swapped else given))
+        tape.each(to, code, out, a, b)
 
 
 for _code, _names in {
@@ -219,7 +223,8 @@ def _stack(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
 @records("pad")
 def _pad(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, pads = args[0], args[1]
-    if kwargs.get("mode", "constant") != "constant" or min(pads, default=0) < 0:
+    modes = {x for x in (*args, *kwargs.values()) if isinstance(x, str)}
+    if modes - {"constant"} or min(pads, default=0) < 0:
         raise Unrecordable("pad")
     value = next((a for a in args[2:] if isinstance(a, (int, float))), kwargs.get("value", 0)) or 0
     tape.each(to, "fill", out, numbers=(value,))

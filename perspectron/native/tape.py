@@ -182,6 +182,8 @@ def product(
     """out [...,m,n] = alpha · a [...,m,k] b [...,k,n] + beta · bias."""
     if out.numel() == 0:
         return
+    if a.shape[-1] == 0:
+        raise Unrecordable("a product over nothing")
     beta = 0 if bias is None else beta
     lead = out.shape[:-2]
     a, b = a.expand(*lead, *a.shape[-2:]), b.expand(*lead, *b.shape[-2:])
