@@ -35,7 +35,7 @@ MOST_BYTES = 1 << 30
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 LEAST_SLOTS = 64
-"""Slots of a cache, which has a power of two of them, so that few recordings do for all."""
+"""Slots of a cache that was full: it gets a power of two of them, so that few recordings do for all."""
 log = logging.getLogger("perspectron")
 
 
@@ -237,9 +237,8 @@ def _roomy(state: LMState) -> LMState:
     """The state with a free slot in each cache."""
 
     def grown(part: Any) -> Any:
-        if not isinstance(part, Cache):
+        if not isinstance(part, Cache) or part.used < part.slots:
             return part
-        slots = 1 << (max(LEAST_SLOTS, part.slots, part.used + 1) - 1).bit_length()
-        return part if slots == part.slots else part.with_slots(slots)
+        return part.with_slots(1 << (max(LEAST_SLOTS, part.used + 1) - 1).bit_length())
 
     return state._map(grown, is_leaf=lambda part: isinstance(part, Cache))
