@@ -14,7 +14,7 @@ from perspectron.native.tape import Tape, Unrecordable
 
 Handler = Callable[[Tape, Any, tuple[Any, ...], dict[str, Any]], None]
 HANDLERS: dict[str, Handler] = {}
-"""By the names that a recorder meets in inference mode."""
+"""Functions that write an operation down, by the name under which a recorder meets it in inference mode."""
 
 
 def records(*names: str) -> Callable[[Handler], Handler]:
