@@ -73,11 +73,20 @@ def test_equal_time_gives_each_what_its_speed_buys(text, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_seconds_are_measured_of_each(text, tmp_path):
+def test_seconds_are_measured_of_each(text, tmp_path, monkeypatch):
+    told, measured = [], plans._seconds
+
+    def doubled(*args):
+        """As measured, but twice as long for one of them: how fast two designs are may well be the same."""
+        told.append(measured(*args))
+        return {"transformer": 1.0, "drm": 2.0}
+
+    monkeypatch.setattr(plans, "_seconds", doubled)
     own = settings(text, arms=("transformer", "drm"), match="time")
     made = plan(tmp_path, "designs", own, models_of_designs, 1)
+    assert [set(seconds) for seconds in told] == [{"transformer", "drm"}] and min(told[0].values()) > 0
     assert made.arms["transformer"].steps == 32
-    assert 1 <= made.arms["drm"].steps != 32
+    assert made.arms["drm"].steps == 16
 
 
 def test_what_was_open_is_settled_once(text, tmp_path):
