@@ -37,6 +37,8 @@ FORMATS = ("ternary", "2bit", "4bit", "int8")
 ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
 MOST_COLUMNS = 65536
 """K must not exceed it: 255 · 127 · 65536 < 2³¹, with more a sum could leave 32 bits."""
+SEGMENT = 256
+"""Tokens of a scan between states that are kept for its gradients; a multiple of the kernel's SCAN_TOKENS."""
 MOST_THREADS = 1024
 Pair = tuple[Tensor, Tensor]
 _threads: int | None = None
@@ -136,9 +138,16 @@ def route(
 
 
 def pdr_scan(
-    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor, o_BTD: Tensor
+    q_BTR: Tensor,
+    k_BTR: Tensor,
+    v_BTD: Tensor,
+    gamma_BTD: Tensor,
+    state_BDR: Tensor,
+    o_BTD: Tensor,
+    borders_NBDR: Tensor | None = None,
 ) -> None:
-    """S = γ S + v kᵀ, o = S q over T tokens in float32; writes o and, in place, the state."""
+    """S = γ S + v kᵀ, o = S q over T tokens in float32; writes o and, in place, the state. borders: receives the state
+    before each segment of SEGMENT tokens."""
     B, T, R = q_BTR.shape
     D = v_BTD.shape[2]
     if R < 1:
@@ -147,10 +156,12 @@ def pdr_scan(
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, o_BTD)),
         (state_BDR, (B, D, R)),
+        *(() if borders_NBDR is None else ((borders_NBDR, (-(-T // SEGMENT), B, D, R)),)),
     ):
         _check(tensor, torch.float32, shape)
     pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
-    _library().pspx_scan(*pointers, B, T, D, R, threads())
+    pointers.append(0 if borders_NBDR is None else borders_NBDR.data_ptr())
+    _library().pspx_scan(*pointers, B, T, D, R, SEGMENT, threads())
     for written in (state_BDR, o_BTD):
         if not written.is_inference():  # autograd must see that what it saved is no more
             torch.autograd.graph.increment_version(written)

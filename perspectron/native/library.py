@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, *[_POINTER] * 3],
         None,
     ),
-    "pspx_scan": ([*[_POINTER] * 6, *[_LONG] * 4, _INT], None),
+    "pspx_scan": ([*[_POINTER] * 7, *[_LONG] * 5, _INT], None),
     "pspx_entropy": ([_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT], None),
     "pspx_entropy_backward": (
         [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER, ctypes.c_double, _POINTER, _INT],
@@ -52,7 +52,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_decayed_backward": ([*[_POINTER] * 4, _INT, _LONG, *[_POINTER] * 2, _INT], None),
     "pspx_convolve": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
     "pspx_convolve_backward": ([*[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
-    "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 5, _INT], None),
+    "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 6, *[_POINTER] * 5, _INT], None),
     "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 2, _INT], None),
     "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 5, *[_POINTER] * 7, _INT], None),
     "pspx_attention": (

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perspectron.native import _check, _library, threads
+from perspectron.native import SEGMENT, _check, _library, threads
 from perspectron.native.panels import addresses
 
 ROWS = 64
 """Rows whose part of a weight's gradient is summed at once, of norms and mixes."""
 
 SLAB = 64
-"""Rows of a recurrence's state whose gradients of q and k are summed at once."""
+"""Rows of a recurrence's state whose gradients of q and k are summed at once, at most the kernel's SCAN_ROWS."""
 
 
 def _brief(x: Tensor) -> bool:
@@ -268,23 +268,25 @@ def convolve_backward(
 
 def scan_backward(
     q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor,
-    state_BDR: Tensor, do_BTD: Tensor, dstate_BDR: Tensor,
+    borders_NBDR: Tensor, do_BTD: Tensor, dstate_BDR: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, γ and the first state of `native.pdr_scan`, from those of outputs and last state."""
+    """Gradients of q, k, v, γ and the first state of `native.pdr_scan`, from its borders and the gradients of outputs
+    and last state."""
     (B, T, R), D = q_BTR.shape, v_BTD.shape[2]
     if min(T, R) < 1:
         raise ValueError(f"T = {T}, R = {R}, must be ≥ 1")
     for tensor, shape in (
         *((x, (B, T, R)) for x in (q_BTR, k_BTR)),
         *((x, (B, T, D)) for x in (v_BTD, gamma_BTD, do_BTD)),
-        *((x, (B, D, R)) for x in (state_BDR, dstate_BDR)),
+        (dstate_BDR, (B, D, R)),
+        (borders_NBDR, (-(-T // SEGMENT), B, D, R)),
     ):
         _check(tensor, torch.float32, shape)
     dq, dk = (q_BTR.new_zeros(-(-D // SLAB), B, T, R) for _ in range(2))
     dv_BTD, dgamma_BTD, dstate_BDR = torch.empty_like(v_BTD), torch.empty_like(v_BTD), dstate_BDR.clone()
-    given = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, do_BTD)]
+    given = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, borders_NBDR, do_BTD)]
     into = [x.data_ptr() for x in (dq, dk, dv_BTD, dgamma_BTD, dstate_BDR)]
-    _library().pspx_scan_backward(*given, B, T, D, R, SLAB, *into, threads())
+    _library().pspx_scan_backward(*given, B, T, D, R, SLAB, SEGMENT, *into, threads())
     return dq.sum(0), dk.sum(0), dv_BTD, dgamma_BTD, dstate_BDR
 
 

@@ -116,26 +116,33 @@ def _obstacle(*tensors: Tensor) -> str | None:
 
 
 def _native(
-    q_BTR: Tensor, k_BTR: Tensor, v_BTD: Tensor, gamma_BTD: Tensor, state_BDR: Tensor
+    q_BTR: Tensor,
+    k_BTR: Tensor,
+    v_BTD: Tensor,
+    gamma_BTD: Tensor,
+    state_BDR: Tensor,
+    borders_NBDR: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernel, which writes into the state: in full size, those before and after would take 500 MB."""
     q_BTR, k_BTR, v_BTD, gamma_BTD = (x.contiguous() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD))
     work_BDR, o_BTD = state_BDR.contiguous(), torch.empty_like(v_BTD)
-    native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD)
+    native.pdr_scan(q_BTR, k_BTR, v_BTD, gamma_BTD, work_BDR, o_BTD, borders_NBDR)
     if work_BDR is not state_BDR:
         state_BDR.copy_(work_BDR)
     return o_BTD, state_BDR
 
 
 class _Native(torch.autograd.Function):
-    """The kernel with its gradients; keeps only its inputs."""
+    """The kernel with its gradients; keeps its inputs, of the states one in SEGMENT."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, v, gamma, state)
-        return _native(q, k, v, gamma, state.clone())
+        segments = -(-q.shape[1] // native.SEGMENT)
+        borders = state[None] if segments == 1 else state.new_empty(segments, *state.shape)
+        ctx.save_for_backward(q, k, v, gamma, borders)
+        return _native(q, k, v, gamma, state.clone(), None if segments == 1 else borders)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:

@@ -182,6 +182,11 @@ inline void store_brief(uint16_t* p, Floats x) {
 #include "eight.inl"
 
 inline float tree(Floats x) { return tree_of(_mm256_add_ps(x.half[0], x.half[1])); }
+inline Floats trees(const Floats* x) {
+  float sums[16];
+  for (int i = 0; i < 16; i++) sums[i] = tree(x[i]);
+  return load_floats(sums);
+}
 inline Floats spread(Eight x, int r) {
   const __m256 all = _mm256_permutevar8x32_ps(x, _mm256_set1_epi32(r));
   return {{all, all}};

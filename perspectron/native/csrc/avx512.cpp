@@ -121,6 +121,18 @@ inline void store_brief(uint16_t* p, Floats x) {
 inline float tree(Floats x) {
   return tree_of(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
 }
+// The trees of 16 vectors, added in pairs as each would be alone.
+inline Floats trees(const Floats* x) {
+  const auto halves = [&](int a, int b) { return add(_mm512_shuffle_f32x4(x[a], x[b], 0x44), _mm512_shuffle_f32x4(x[a], x[b], 0xee)); };
+  const auto quarters = [](Floats a, Floats b) { return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
+  const auto four = [&](int i) { return quarters(halves(i, 4 + i), halves(8 + i, 12 + i)); };
+  const auto eights = [](Floats a, Floats b) {
+    const __m512d left = _mm512_castps_pd(a), right = _mm512_castps_pd(b);
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(left, right)), _mm512_castpd_ps(_mm512_unpackhi_pd(left, right)));
+  };
+  const Floats a = eights(four(0), four(1)), b = eights(four(2), four(3));
+  return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
 inline Floats spread(Eight x, int r) {
   return _mm512_permutexvar_ps(_mm512_set1_epi32(r), _mm512_castps256_ps512(x));
 }

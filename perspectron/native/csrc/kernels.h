@@ -41,14 +41,15 @@ struct Tokens {  // quantised activations
 struct Scan {  // S = γ S + v k, o = S q, over T tokens
   const float *q, *k, *v, *gamma;  // [B][T][R], [B][T][R], [B][T][D], [B][T][D]
   float *state, *o;                // [B][D][R], [B][T][D]
-  int64_t B, T, D, R;
+  float* borders;                  // [⌈T / segment⌉][B][D][R], the state before each segment of tokens; null if not wanted
+  int64_t B, T, D, R, segment;     // a multiple of SCAN_TOKENS
 };
 
 struct ScanBackward {  // of the same
-  const float *q, *k, *v, *gamma, *state, *out;  // as above, the state before the first token; the gradient of o
+  const float *q, *k, *v, *gamma, *borders, *out;  // as above; the gradient of o
   float *dq, *dk;                                // zeros [⌈D / rows⌉][B][T][R], to be summed
   float *dv, *dgamma, *dstate;                   // [B][T][D] both; [B][D][R], of the last state, becomes that of the first
-  int64_t B, T, D, R, rows;
+  int64_t B, T, D, R, rows, segment;
 };
 
 struct Memory {  // of N memories, see memory.inl

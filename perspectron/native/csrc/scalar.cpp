@@ -186,6 +186,11 @@ inline float tree(const Floats& x) {
     for (int l = 0; l < n; l++) sum[l] += sum[l + n];
   return sum[0];
 }
+inline Floats trees(const Floats* x) {
+  Floats sums;
+  for (int i = 0; i < 16; i++) sums.at[i] = tree(x[i]);
+  return sums;
+}
 struct Eight {  // the scales and offsets of a block
   float at[8];
 };
