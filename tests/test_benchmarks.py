@@ -63,7 +63,8 @@ SCRIPTS = {
     "documents": ["--seeds", "1", "--data", sources()],
     "speedrun": ["--repeats", "1", "--data", sources()],
 }
-SCRIPTS |= {"llama_cpp": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
+SCRIPTS |= {"llama_server": []} if find_spec("xllamacpp") and find_spec("gguf") else {}
+SCRIPTS |= {"llama_decode": []} if find_spec("llama_cpp") and find_spec("gguf") else {}
 SCRIPTS |= {"triton_kernels": []} if find_spec("triton") else {}
 CONDITIONS = {
     *("device", "cpu", "cores", "threads", "load", "torch"),
@@ -160,12 +161,21 @@ def test_in_transformers(results):
     assert rows["import and build"]["mamba2 of transformers"] == "ok"
 
 
-@pytest.mark.skipif("llama_cpp" not in SCRIPTS, reason="llama.cpp is not installed (extra `bench`)")
-def test_llama_cpp(results):
-    found = results("llama_cpp")
+@pytest.mark.skipif("llama_server" not in SCRIPTS, reason="llama.cpp is not installed (extra `bench`)")
+def test_llama_server(results):
+    found = results("llama_server")
     assert found["same_answers"] > 0 == found["engines"]["perspectron"]["tokens_that_differ"]
     for kind in found["engines"]["perspectron"]["kinds"].values():
         assert 0 < kind["hits"] < kind["tokens"]
+
+
+@pytest.mark.skipif("llama_decode" not in SCRIPTS, reason="llama-cpp-python is not installed")
+def test_llama_decode(results):
+    for found in results("llama_decode")["sizes"].values():
+        assert 0 < found["largest_difference"]["llama.cpp, float32"] < 1e-5
+        assert (
+            found["256"]["seconds"].keys() == found["parameters"].keys() | found["largest_difference"].keys()
+        )
 
 
 def test_speedrun(results):

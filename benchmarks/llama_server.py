@@ -7,7 +7,7 @@ tokens that differ from those of the same engine when nothing is kept. llama.cpp
 checkpoints of a state, 8 GiB of prompts kept), and with a slot for each conversation and a checkpoint for each message,
 in the binding `xllamacpp`, which has its server in a wheel.
 
-python benchmarks/llama_cpp.py --json results/llama_cpp.json
+python benchmarks/llama_server.py --json results/llama_server.json
 """
 
 import functools
