@@ -2,9 +2,10 @@
 
 Contenders, all on the same inputs and output gradients: "kernel", the native scan that trainings on a CPU take; "tree",
 that of PyTorch's operations; "loop", autograd through the plain step loop; "materialised", the document's scan
-(docs/designs/perspective.md#scan). Bars: tree ≥ 20 times the loop, ≤ 0.6 GB of peak memory. Shares of the matrix
-product's peak count the tree's products, for the kernel too, which computes less. Memory is the rise over the inputs in
-a process of its own, gradients included.
+(docs/designs/perspective.md#scan). Bars: tree ≥ 20 times the loop, ≤ 0.6 GB of peak memory; the faster of kernel and
+tree ≥ 0.55 of the matrix product's peak at the first shape, ≥ 0.6 at the second. Shares count the tree's products, for
+the kernel too, which computes less. As in trainings, memory that is freed stays with the process while they are timed.
+Peak memory is the rise over the inputs in a process of its own, gradients included.
 
 Shapes: B batch, T time, L tokens of one chunk, D value width, R state rank.
 """
@@ -21,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from perspectron.machine import memory_kept
 from perspectron.ops import pdr
 
 TESTS = ("tests/ops/test_pdr.py",)
-BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9}
+BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9, "share_of_matmul_peak": (0.55, 0.6)}
 SOURCE_CHUNK = 256  # the document's
 
 
@@ -168,7 +170,8 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
     contenders = {
         name: lambda s=SCANS[name]: passes(s, tensors, gradients) for name in ("kernel", "tree", "loop")
     }
-    seconds = common.interleave(contenders, repeats)
+    with memory_kept():
+        seconds = common.interleave(contenders, repeats)
     peak = max(peak, common.matmul_peak(torch.float32, quick=quick))
     children = {
         name: common.child(
@@ -201,7 +204,7 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
     }
 
 
-def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
+def show(report: common.Report, shape: Shape, result: dict[str, Any], bar: float) -> None:
     once, against = result["materialised_seconds"], result["ratio_to_materialised"]
     kernel = result["kernel_to_tree"]
     rows = [
@@ -220,7 +223,7 @@ def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
         f"tree: {result['matmul_flops'] / 1e9:.2f} GFLOP in its matrix products, "
         f"{result['gflops_per_second']:.1f} GFLOP/s, {result['share_of_matmul_peak']:.0%} of the "
         f"{result['matmul_peak_gflops_per_second']:.0f} GFLOP/s of a matrix product",
-        f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count",
+        f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count; bar for the faster: {bar:.0%}",
         f"bars: {result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
         f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB)",
         "",
@@ -243,9 +246,9 @@ def main() -> None:
         "",
     )
     results = []
-    for shape in shapes:
+    for shape, bar in zip(shapes, BARS["share_of_matmul_peak"], strict=False):
         results.append(measure(shape, args.threads, repeats, quick=args.quick))
-        show(report, shape, results[-1])
+        show(report, shape, results[-1], bar)
     report.finish({"bars": BARS, "agreement": worst, "shapes": results})
 
 
