@@ -16,6 +16,7 @@ import common
 import decode
 import drm_modules
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import presets
@@ -200,7 +201,7 @@ def gru_against_loop(report: common.Report, sizes: Sizes, repeats: int) -> dict[
 
 
 def lens_against_plain(report: common.Report, sizes: Sizes, repeats: int) -> dict[str, Any]:
-    """Attention through three lenses and through one, forward and backward; the explicit form beside them."""
+    """Attention through three lenses and through one, of ours and of PyTorch; the lenses' explicit form beside them."""
     B, H, T, K = sizes.lens
     q, k, v = (torch.randn(B, H, T, K).requires_grad_() for _ in range(3))
     u, gates = torch.randn(H, K).mul_(0.02).requires_grad_(), torch.randn(H, 3).requires_grad_()
@@ -208,6 +209,9 @@ def lens_against_plain(report: common.Report, sizes: Sizes, repeats: int) -> dic
 
     def plain() -> None:
         torch.autograd.grad(attention.attend(q, k, v, causal=True), (q, k, v), do)
+
+    def pytorch() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), do)
 
     def lenses() -> None:
         query, key = lens.features(q, k, u, gates.softmax(-1))
@@ -217,16 +221,20 @@ def lens_against_plain(report: common.Report, sizes: Sizes, repeats: int) -> dic
     def explicit() -> None:
         torch.autograd.grad(lens.reference(q, k, v, u, gates.softmax(-1)), (q, k, v, u, gates), do)
 
-    seconds = common.interleave({"plain": plain, "lens": lenses, "explicit": explicit}, repeats)
-    ratio = common.ratios(seconds["lens"], seconds["plain"])
+    seconds = common.interleave(
+        {"plain": plain, "pytorch": pytorch, "lens": lenses, "explicit": explicit}, repeats
+    )
+    ratio, theirs = (common.ratios(seconds["lens"], seconds[name]) for name in ("plain", "pytorch"))
     against = common.ratios(seconds["explicit"], seconds["lens"])
     shape = f"B{B} H{H} T{T} D{K}"
     report.say(
-        f"lens attention, {shape}: {ratio.text()} times plain attention (bar ≤ {BARS['lens_to_plain']}); "
+        f"lens attention, {shape}: {ratio.text()} times plain attention (bar ≤ {BARS['lens_to_plain']}), "
+        f"{theirs.text()} times PyTorch's; "
         f"the explicit form takes {against.text()} times as long"
     )
     spreads = {name: common.Spread.of(values) for name, values in seconds.items()}
-    return {"shape": shape, "seconds": spreads, "lens_to_plain": ratio, "explicit_to_lens": against}
+    found = {"lens_to_plain": ratio, "lens_to_pytorch": theirs, "explicit_to_lens": against}
+    return {"shape": shape, "seconds": spreads} | found
 
 
 def drm_against_modules(report: common.Report, sizes: Sizes, repeats: int) -> dict[str, Any]:
