@@ -38,7 +38,7 @@ ROWS = {"ternary": 5, "2bit": 4, "4bit": 2, "int8": 1}
 MOST_COLUMNS = 65536
 """K must not exceed it: 255 · 127 · 65536 < 2³¹, with more a sum could leave 32 bits."""
 SEGMENT = 256
-"""Tokens of a scan between states that are kept for its gradients; a multiple of the kernel's SCAN_TOKENS."""
+"""Tokens of a scan between states that are kept for its gradients, a multiple of 16."""
 MOST_THREADS = 1024
 Pair = tuple[Tensor, Tensor]
 _threads: int | None = None
@@ -162,8 +162,10 @@ def pdr_scan(
     pointers = [x.data_ptr() for x in (q_BTR, k_BTR, v_BTD, gamma_BTD, state_BDR, o_BTD)]
     pointers.append(0 if borders_NBDR is None else borders_NBDR.data_ptr())
     _library().pspx_scan(*pointers, B, T, D, R, SEGMENT, threads())
-    for written in (state_BDR, o_BTD):
-        if not written.is_inference():  # autograd must see that what it saved is no more
+    for written in (state_BDR, o_BTD, borders_NBDR):
+        if (
+            written is not None and not written.is_inference()
+        ):  # autograd must see that what it saved is no more
             torch.autograd.graph.increment_version(written)
 
 

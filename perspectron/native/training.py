@@ -20,7 +20,7 @@ ROWS = 64
 """Rows whose part of a weight's gradient is summed at once, of norms and mixes."""
 
 SLAB = 64
-"""Rows of a recurrence's state whose gradients of q and k are summed at once, at most the kernel's SCAN_ROWS."""
+"""Rows of a recurrence's state whose gradients of q and k are summed at once, at most 64."""
 
 
 def _brief(x: Tensor) -> bool:

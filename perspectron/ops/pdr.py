@@ -133,24 +133,29 @@ def _native(
 
 
 class _Native(torch.autograd.Function):
-    """The kernel with its gradients; keeps its inputs, of the states one in SEGMENT."""
+    """The kernel with its gradients; keeps its inputs, and the state before each segment of SEGMENT tokens."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         segments = -(-q.shape[1] // native.SEGMENT)
-        borders = state[None] if segments == 1 else state.new_empty(segments, *state.shape)
-        ctx.save_for_backward(q, k, v, gamma, borders)
-        return _native(q, k, v, gamma, state.clone(), None if segments == 1 else borders)
+        borders = state.new_empty(segments, *state.shape) if segments > 1 else None
+        ctx.save_for_backward(q, k, v, gamma, state, borders)
+        return _native(q, k, v, gamma, state.clone(), borders)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple[Tensor, ...]:
-        return dispatch.once(
-            "pdr.scan", training.scan_backward, *ctx.saved_tensors, do.contiguous(), dstate.contiguous()
-        )
+        given = (*ctx.saved_tensors, do.contiguous(), dstate.contiguous())
+        return dispatch.once("pdr.scan", _native_backward, *given)
 
     jvp = dispatch.refuse("pdr.scan on the native kernel has no forward-mode derivative; use backend='torch'")
+
+
+def _native_backward(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor, borders: Tensor | None, *out: Tensor
+) -> tuple[Tensor, ...]:
+    return training.scan_backward(q, k, v, gamma, state[None] if borders is None else borders, *out)
 
 
 def reference(

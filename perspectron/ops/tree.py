@@ -130,16 +130,16 @@ class _Scan(torch.autograd.Function):
         borders = output[2]
         ctx.mark_non_differentiable(borders)
         ctx.set_materialize_grads(False)  # no zeros for the borders, which are the largest of all
-        ctx.save_for_backward(*tensors[:-1], borders)
+        ctx.save_for_backward(*tensors, borders)
         if ctx.kind.tangent is not None:
             ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        *inputs, borders = ctx.saved_tensors
+        *inputs, state, borders = ctx.saved_tensors
         do = torch.zeros_like(inputs[2]) if do is None else do
         dstate = torch.zeros_like(borders[0]) if dstate is None else dstate
-        return None, *once(ctx.kind.op, _backward, ctx.kind, *inputs, borders, do, dstate)
+        return None, *once(ctx.kind.op, _backward, ctx.kind, *inputs, state, borders, do, dstate)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -152,5 +152,6 @@ class _Scan(torch.autograd.Function):
 
 
 def _backward(kind: Recurrence, *given: Tensor) -> Tensors:
-    *inputs, borders, do, dstate = given
+    """The gradients. The first state, which borders hold too, is given so that they depend on it."""
+    *inputs, _, borders, do, dstate = given
     return kind._backward(inputs, borders, do, dstate)

@@ -57,6 +57,11 @@ def test_nothing_is_read_past_the_end(isa, use_isa):
         torch.rand(1, 5, 37),
     ]
     native.pdr_scan(*map(guarded, tensors), guarded(torch.empty(1, 3, 5)))
+    T, D, R = native.SEGMENT + 17, 67, 37
+    q, k, v, gamma = (guarded(torch.rand(1, T, n)) for n in (R, R, D, D))
+    state, borders = guarded(torch.rand(1, D, R)), guarded(torch.empty(2, 1, D, R))
+    native.pdr_scan(q, k, v, gamma, state, guarded(torch.empty(1, T, D)), borders)
+    training.scan_backward(q, k, v, gamma, borders, guarded(torch.rand(1, T, D)), state)
     native.read(guarded(torch.ones(1001, dtype=torch.uint8)), 1)
 
 

@@ -120,7 +120,10 @@ def test_wide_states_are_trained_by_the_tree(monkeypatch):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("T", "B", "D", "R"),
-    [(1, 1, 1, 1), (3, 3, 21, 37), (16, 2, 130, 16), (63, 2, 5, 300), (80, 1, 66, 96)],
+    [
+        *((1, 1, 1, 1), (3, 3, 21, 37), (16, 2, 130, 16), (63, 2, 5, 300), (80, 1, 66, 96)),
+        *((256, 2, 131, 16), (257, 2, 66, 63), (512, 1, 3, 65), (513, 2, 5, 130)),
+    ],
 )
 def test_gradients_equal_those_of_the_reference(isa, T, B, D, R, use_isa):
     use_isa(isa)
@@ -135,18 +138,43 @@ def test_gradients_equal_those_of_the_reference(isa, T, B, D, R, use_isa):
         assert (a - b).norm() <= 2e-6 * b.norm().clamp_min(1e-30)
 
 
-def test_threads_do_not_change_a_bit_of_the_gradients():
-    def gradients(threads):
-        native.set_threads(threads)
-        tensors = [x.requires_grad_() for x in inputs(40, B=2, D=200, R=48)]
-        return torch.autograd.grad(
-            sum(x.square().sum() for x in pdr.scan(*tensors, backend="native")), tensors
-        )
+def passes(T, **sizes):
+    """Outputs and gradients."""
+    tensors = [x.requires_grad_() for x in inputs(T, **sizes)]
+    outputs = pdr.scan(*tensors, backend="native")
+    return [*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), tensors)]
 
+
+@pytest.mark.parametrize("R", [16, 48, 96])
+def test_instruction_sets_and_threads_do_not_change_a_bit(R, use_isa):
+    expected = passes(300, B=2, D=131, R=R)
     try:
-        assert all(map(torch.equal, gradients(1), gradients(3)))
+        for isa in ISAS:
+            use_isa(isa)
+            for threads in (1, 3):
+                native.set_threads(threads)
+                assert all(map(torch.equal, passes(300, B=2, D=131, R=R), expected)), (isa, threads)
     finally:
         native.set_threads(None)
+
+
+@pytest.mark.parametrize("T", [native.SEGMENT, 2 * native.SEGMENT, 2 * native.SEGMENT + 1])
+def test_borders_are_the_states_between_segments(T):
+    q, k, v, gamma, state = inputs(T)
+    borders = torch.full((-(-T // native.SEGMENT), *state.shape), torch.nan)
+    native.pdr_scan(q, k, v, gamma, state.clone(), torch.empty_like(v), borders)
+    now = state.clone()
+    for i, border in enumerate(borders):
+        assert torch.equal(border, now)
+        span = slice(i * native.SEGMENT, (i + 1) * native.SEGMENT)
+        part = [x[:, span].contiguous() for x in (q, k, v, gamma)]
+        native.pdr_scan(*part, now, torch.empty_like(part[2]))
+
+
+@pytest.mark.parametrize("borders", [torch.empty(2, 2, 21, 37), torch.empty(1, 2, 37, 21).mT])
+def test_borders_that_do_not_fit_are_refused(borders):
+    with pytest.raises(ValueError, match=r"must be torch.float32 \(1, 2, 21, 37\) on cpu, contiguous"):
+        native.pdr_scan(*inputs(3), torch.empty(2, 3, 21), borders)
 
 
 def test_a_second_derivative_of_strided_gates_is_refused():
@@ -155,6 +183,26 @@ def test_a_second_derivative_of_strided_gates_is_refused():
     (first,) = torch.autograd.grad(pdr.scan(q, k, v, gamma, state)[0].sum(), gamma, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(first.square().sum() + gamma.sum(), gamma)
+
+
+@pytest.mark.parametrize("T", [3, native.SEGMENT + 1])
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_second_derivative_by_the_state_is_refused(T, backend):
+    *tensors, gamma, state = (x.requires_grad_() for x in inputs(T, D=4, R=5))
+    outputs = pdr.scan(*tensors, gamma, state, backend=backend)
+    (first,) = torch.autograd.grad(outputs[0].sum(), gamma, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(first.square().sum() + state.sum(), state)
+
+
+@pytest.mark.parametrize("T", [3, native.SEGMENT + 1])
+def test_a_state_that_is_changed_before_its_gradients_is_noticed(T):
+    *tensors, state = inputs(T)
+    gamma = tensors[3].requires_grad_()
+    loss = pdr.scan(*tensors, state, backend="native")[0].sum()
+    state.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, gamma)
 
 
 def test_a_second_derivative_is_refused():

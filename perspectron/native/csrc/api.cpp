@@ -205,6 +205,7 @@ API void pspx_swiglu(const float* x, int64_t T, const int64_t* rows, int64_t D, 
 
 API void pspx_scan(const float* q, const float* k, const float* v, const float* gamma, float* state, float* o,
                    float* borders, int64_t B, int64_t T, int64_t D, int64_t R, int64_t segment, int threads) {
+  if (segment % SCAN_TOKENS != 0) __builtin_trap();
   const Kernels& with = kernels();
   const Scan all{q, k, v, gamma, state, o, borders, B, T, D, R, segment};
   const int64_t grain = ceil_div(ceil_div(int64_t(64) << 10, 4 * R), 16) * 16;  // whole lines of v, γ and o

@@ -93,6 +93,7 @@ API void pspx_convolve_backward(const float* u, const float* weight, const float
 API void pspx_scan_backward(const float* q, const float* k, const float* v, const float* gamma, const float* borders,
                             const float* out, int64_t B, int64_t T, int64_t D, int64_t R, int64_t rows, int64_t segment,
                             float* dq, float* dk, float* dv, float* dgamma, float* dstate, int threads) {
+  if (rows > SCAN_ROWS || segment % SCAN_TOKENS != 0) __builtin_trap();
   const ScanBackward s{q, k, v, gamma, borders, out, dq, dk, dv, dgamma, dstate, B, T, D, R, rows, segment};
   shared(threads, B * ceil_div(D, rows), 1, [&](int64_t first, int64_t last) { kernels().scan_backward(s, first, last); });
 }

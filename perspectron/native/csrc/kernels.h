@@ -38,18 +38,20 @@ struct Tokens {  // quantised activations
   int64_t G() const { return ceil_div(S, GROUP); }
 };
 
+constexpr int64_t SCAN_TOKENS = 16, SCAN_ROWS = 64;  // of a chunk; of a state at once
+
 struct Scan {  // S = γ S + v k, o = S q, over T tokens
   const float *q, *k, *v, *gamma;  // [B][T][R], [B][T][R], [B][T][D], [B][T][D]
   float *state, *o;                // [B][D][R], [B][T][D]
   float* borders;                  // [⌈T / segment⌉][B][D][R], the state before each segment of tokens; null if not wanted
-  int64_t B, T, D, R, segment;     // a multiple of SCAN_TOKENS
+  int64_t B, T, D, R, segment;     // the last of borders, a multiple of SCAN_TOKENS
 };
 
 struct ScanBackward {  // of the same
   const float *q, *k, *v, *gamma, *borders, *out;  // as above; the gradient of o
   float *dq, *dk;                                // zeros [⌈D / rows⌉][B][T][R], to be summed
   float *dv, *dgamma, *dstate;                   // [B][T][D] both; [B][D][R], of the last state, becomes that of the first
-  int64_t B, T, D, R, rows, segment;
+  int64_t B, T, D, R, rows, segment;  // at most SCAN_ROWS rows
 };
 
 struct Memory {  // of N memories, see memory.inl

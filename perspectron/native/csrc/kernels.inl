@@ -3,6 +3,8 @@
 
 constexpr int64_t PREFETCH = 10240;  // bytes ahead, in what is read once from memory
 
+constexpr bool MANY_REGISTERS = TILE * TILE > 12;  // 32 of them
+
 template <int I>
 struct Index {
   constexpr operator int() const { return I; }
@@ -59,7 +61,7 @@ uint64_t read_all(const uint8_t* p, int64_t n) {
 }
 
 double dots_in_registers(int64_t repeats) {
-  constexpr int CHAINS = TILE * TILE > 12 ? 20 : 4;
+  constexpr int CHAINS = MANY_REGISTERS ? 20 : 4;
   Ints sum[CHAINS];
   unroll<CHAINS>([&](auto i) ALWAYS { sum[i] = zero_ints(); });
   Bytes codes = bytes_of(3), q = bytes_of(5);

@@ -1,8 +1,6 @@
 // The decay recurrence: S = γ S + v k, o = S q. A row of the state, up to 256 columns of it at a time, stays in
 // registers over the tokens of a chunk; the rows of a claim stay in the second-level cache over all chunks.
 
-constexpr int64_t SCAN_TOKENS = 16, SCAN_ROWS = 64;
-
 // V vectors of 16 columns of one row over n tokens; adds the products with q to dots[n], lane by lane. v and γ of a token
 // are SCAN_ROWS after those of the one before.
 template <int V, class Load, class Store>
@@ -38,8 +36,8 @@ inline ALWAYS void column_groups(int64_t R, const F& f) {
       [rest](float* p, Floats x) ALWAYS { store(p, x, rest); });
 }
 
-// [n][rows], rows `stride` apart, side by side: a power of two apart they would share few places of a cache. Those `ahead`
-// are fetched.
+// [n][rows], rows `stride` apart, side by side: a power of two apart they would share few places of a cache. Prefetches the
+// rows `ahead` tokens later.
 inline void beside(const float* from, int64_t stride, int64_t rows, int64_t n, int64_t ahead, float* to) {
   for (int64_t t = 0; t < n; t++) {
     for (int64_t i = 0; i < rows; i += 16) __builtin_prefetch(from + (t + ahead) * stride + i);

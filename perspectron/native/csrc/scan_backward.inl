@@ -1,9 +1,10 @@
 // The decay recurrence differentiated. Only the states at the borders of segments are kept; those inside are computed
 // again, V vectors of 16 columns of some rows at a time, whose q, k, dq and dk are read and written once.
 
-constexpr int WIDE_ROWS = TILE * TILE > 12 ? 2 : 1, FEW_COLUMNS_ROWS = 2 * WIDE_ROWS;  // at once: as many as registers hold
+constexpr int WIDEST = 4;                                                   // vectors of a row at once
+constexpr int WIDE_ROWS = MANY_REGISTERS ? 2 : 1, NARROW_ROWS = 2 * WIDE_ROWS;  // so wide, and of less: as registers hold
 
-// What the rows of a slab have in one chunk of n tokens, each [n][SCAN_ROWS].
+// v, γ and the gradient of o of a slab's rows in one chunk of n tokens, each [n][SCAN_ROWS]; out only for gradients.
 struct Chunk {
   const float *v, *gamma, *out;
   int64_t n;
@@ -78,11 +79,11 @@ inline ALWAYS void row_groups(int64_t rows, int64_t R, const F& f) {
   const auto groups = [&](auto Rows) ALWAYS {
     for (; row + Rows <= rows; row += Rows) f(Rows, row);
   };
-  if (R < 64) groups(Index<FEW_COLUMNS_ROWS>{});
+  if (R < 16 * WIDEST) groups(Index<NARROW_ROWS>{});
   groups(Index<WIDE_ROWS>{}), groups(Index<1>{});
 }
 
-// What a slab is in one chunk: all rows are of batch b.
+// Rows [begin, begin + rows) of batch b.
 struct Slab {
   int64_t b, begin, rows;
 };
@@ -95,7 +96,7 @@ inline void scan_chunk_backward(const ScanBackward& s, const Slab& slab, const C
   row_groups(slab.rows, s.R, [&](auto Rows, int64_t row) ALWAYS {
     Floats dvs[Rows][SCAN_TOKENS], dgammas[Rows][SCAN_TOKENS];
     for (int64_t n = c.n; n < SCAN_TOKENS; n++) unroll<Rows>([&](auto j) ALWAYS { dvs[j][n] = dgammas[j][n] = broadcast(0); });
-    column_groups<4>(s.R, [&](auto V, int64_t r, auto get, auto put) ALWAYS {
+    column_groups<WIDEST>(s.R, [&](auto V, int64_t r, auto get, auto put) ALWAYS {
       const auto differentiate = [&](auto begins) ALWAYS {
         scan_columns_backward<Rows, V, decltype(begins)::value>(
             c, row, s.q + at + r, s.k + at + r, s.R, before + row * s.R + r,
@@ -123,11 +124,12 @@ void scan_backward(const ScanBackward& s, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; i++) {
     const int64_t begin = i % slabs * s.rows, part = (i % slabs * s.B + i / slabs) * s.T * s.R;
     const Slab slab{i / slabs, begin, begin + s.rows < s.D ? s.rows : s.D - begin};
-    const auto chunk_at = [&](int64_t t, int64_t ahead) ALWAYS {
+    const auto chunk_at = [&](int64_t t, bool backwards) ALWAYS {
+      const int64_t ahead = backwards ? -SCAN_TOKENS : SCAN_TOKENS;
       const int64_t n = t + SCAN_TOKENS < s.T ? SCAN_TOKENS : s.T - t, from = (slab.b * s.T + t) * s.D + begin;
       beside(s.v + from, s.D, slab.rows, n, ahead, v);
       beside(s.gamma + from, s.D, slab.rows, n, ahead, gamma);
-      if (ahead < 0) beside(s.out + from, s.D, slab.rows, n, ahead, out);
+      if (backwards) beside(s.out + from, s.D, slab.rows, n, ahead, out);
       return Chunk{v, gamma, out, n};
     };
     for (int64_t segment = (s.T - 1) / s.segment; segment >= 0; segment--) {
@@ -136,17 +138,17 @@ void scan_backward(const ScanBackward& s, int64_t first, int64_t last) {
       __builtin_memcpy(borders, s.borders + from, size_t(slab.rows * s.R) * sizeof(float));
       float* border = borders;
       for (int64_t t = t0; t + SCAN_TOKENS < end; t += SCAN_TOKENS, border += size) {
-        const Chunk c = chunk_at(t, SCAN_TOKENS);
+        const Chunk c = chunk_at(t, false);
         const float* k = s.k + (slab.b * s.T + t) * s.R;
         row_groups(slab.rows, s.R, [&](auto Rows, int64_t row) ALWAYS {
           float* own = border + row * s.R;
-          column_groups<4>(s.R, [&](auto V, int64_t r, auto get, auto put) ALWAYS {
+          column_groups<WIDEST>(s.R, [&](auto V, int64_t r, auto get, auto put) ALWAYS {
             scan_columns_over<Rows, V>(c, row, k + r, s.R, own + r, own + size + r, get, put);
           });
         });
       }
       for (int64_t t = t0 + (border - borders) / size * SCAN_TOKENS; t >= t0; t -= SCAN_TOKENS, border -= size)
-        scan_chunk_backward(s, slab, chunk_at(t, -SCAN_TOKENS), t, border, s.dq + part, s.dk + part);
+        scan_chunk_backward(s, slab, chunk_at(t, true), t, border, s.dq + part, s.dk + part);
     }
   }
 }

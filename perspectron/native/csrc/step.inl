@@ -108,7 +108,7 @@ API int pspx_step_pdr(const PdrLayer* l, const float* x, int64_t T, const int64_
     team.barrier();
     for (int64_t first, last; memory.next(first, last);) {
       const int64_t t = first / pieces, begin = first % pieces * piece, end = begin + piece < D ? begin + piece : D;
-      const Scan scan{q + t * R, key + t * R, v + t * D, gamma + t * D, state + rows[t] * D * R, o + t * D, nullptr, 1, 1, D, R, 1};
+      const Scan scan{q + t * R, key + t * R, v + t * D, gamma + t * D, state + rows[t] * D * R, o + t * D, nullptr, 1, 1, D, R, 0};
       k.scan(scan, begin, end);
     }
     team.barrier();

@@ -350,7 +350,7 @@ inline ALWAYS void dots(const float* w, int64_t step, const float* x, int64_t k,
 // y[r · y_w + c · y_x] of each of `rows` rows of w with each of `count` of x.
 inline void all_dots(const float* w, int64_t w_step, int64_t rows, const float* x, int64_t x_step, int64_t count, int64_t k,
                      float* y, int64_t y_w, int64_t y_x) {
-  constexpr int AT_ONCE = TILE * TILE > 12 ? 8 : 4;
+  constexpr int AT_ONCE = MANY_REGISTERS ? 8 : 4;
   float sums[AT_ONCE];
   int64_t r = 0;
   for (; r + AT_ONCE <= rows; r += AT_ONCE)

@@ -2,8 +2,8 @@
 // row's sums do not depend on how many rows there are. Weights come in panels of 32 columns, which are read in order.
 
 constexpr int64_t PANEL = 32;
-constexpr int WALK_VECTORS = TILE * TILE > 12 ? 2 : 1;  // of WALK_ROWS rows each: as many sums as registers hold
-constexpr int WALK_ROWS = TILE * TILE > 12 ? 8 : 4;
+constexpr int WALK_VECTORS = MANY_REGISTERS ? 2 : 1;  // of WALK_ROWS rows each: as many sums as registers hold
+constexpr int WALK_ROWS = MANY_REGISTERS ? 8 : 4;
 inline int64_t panelled(int64_t n) { return ceil_div(n, PANEL) * PANEL; }
 
 // c = a W for `Rows` rows of depth numbers; W in panels [⌈N / 32⌉][depth][32], zeros after N; c has room for them.
