@@ -3,11 +3,12 @@
 The transformer is Llama's: rotary positions, RMSNorm, SwiGLU. llama.cpp has it in float32, with a cache in float32,
 where its logits are ours, and in 8 bits (Q8_0). Beside it `perspective2` of the same size. A token is
 one step with its head; none is drawn. Caches are filled, since reading that far is quadratic. All take turns at each
-context. Seconds are processor time. `pip install llama-cpp-python gguf` first, which compiles llama.cpp.
+context. `pip install llama-cpp-python gguf` first, which compiles llama.cpp.
 
 python benchmarks/llama_decode.py --json results/llama_decode.json
 """
 
+import argparse
 import ctypes
 import struct
 import tempfile
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import common
 import gguf
@@ -84,39 +85,45 @@ def write(model: LanguageModel, path: Path, bits: int, context: int) -> None:
 
 
 class Theirs:
-    """A GGUF file in llama.cpp, on one thread. The cache is in float32, and there is no flash attention, which computes
-    in float16 and is slower here, as a cache in float16 is."""
+    """A GGUF file in llama.cpp. The cache is in float32, and there is no flash attention, which computes in float16 and
+    is slower here, as a cache in float16 is."""
 
-    def __init__(self, path: Path, context: int, vocab: int) -> None:
-        llama_cpp.llama_log_set(QUIET, None)
+    def __init__(self, path: Path, context: int, vocab: int, threads: int) -> None:
+        llama_cpp.llama_log_set(quiet, None)
         options = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
         asked = llama_cpp.llama_context_default_params()
         asked.n_ctx, asked.n_batch, asked.n_ubatch = context, READ, READ
-        asked.n_threads = asked.n_threads_batch = 1
+        asked.n_threads = asked.n_threads_batch = threads
         asked.type_k = asked.type_v = llama_cpp.GGML_TYPE_F32
         asked.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = llama_cpp.llama_init_from_model(self.model, asked)
-        if not self.context:
-            raise MemoryError(f"llama.cpp has no room for {context:,} tokens of {path}")
+        done(bool(self.context))
         self.vocab = vocab
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        llama_cpp.llama_free(self.context)
+        llama_cpp.llama_model_free(self.model)
 
     def read(self, ids: list[int]) -> np.ndarray:
         """The logits after these tokens, which follow those before."""
         for start in range(0, len(ids), READ):
             part = ids[start : start + READ]
             tokens = (llama_cpp.llama_token * len(part))(*part)  # the batch only points at them
-            assert llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(tokens, len(part))) == 0
+            batch = llama_cpp.llama_batch_get_one(tokens, len(part))
+            done(llama_cpp.llama_decode(self.context, batch) == 0)
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, -1), (self.vocab,)).copy()
 
     def back_to(self, length: int) -> None:
-        memory = llama_cpp.llama_get_memory(self.context)
-        assert llama_cpp.llama_memory_seq_rm(memory, 0, length, -1)
+        done(llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, length, -1))
 
     def state(self) -> bytes:
         size = llama_cpp.llama_state_seq_get_size(self.context, 0)
         data = (ctypes.c_uint8 * size)()
-        assert llama_cpp.llama_state_seq_get_data(self.context, data, size, 0) == size
+        done(llama_cpp.llama_state_seq_get_data(self.context, data, size, 0) == size)
         return bytes(data)
 
     def fill(self, length: int) -> None:
@@ -132,8 +139,7 @@ class Theirs:
         cells, again = np.zeros((length, 3), np.int32), np.arange(length) % READ
         cells[:, 0], cells[:, 1] = np.arange(length), 1
         columns, layers = struct.unpack_from("2I", raw, head)
-        assert columns == 1
-        assert raw[16:head] == cells[:READ].tobytes()
+        done(columns == 1 and raw[16:head] == cells[:READ].tobytes())
         parts = [np.frombuffer(raw[:12] + struct.pack("I", length), np.uint8)]
         parts += [cells.reshape(-1).view(np.uint8), np.frombuffer(raw, np.uint8, 8, head)]
         at = head + 8
@@ -143,7 +149,7 @@ class Theirs:
             parts.append(np.frombuffer(raw, np.uint8, 12, at))
             parts.append(np.frombuffer(raw, np.uint8, prod(shape), at + 12).reshape(shape))
             at += 12 + parts[-1].size
-        assert at == len(raw)
+        done(at == len(raw))
         sizes = [x.size // READ * length if x.ndim == 3 else x.size for x in parts]
         whole, start = np.empty(sum(sizes), np.uint8), 0
         for x, size in zip(parts, sizes, strict=True):
@@ -151,7 +157,7 @@ class Theirs:
             start += size
         self.back_to(0)
         given = whole.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        assert llama_cpp.llama_state_seq_set_data(self.context, given, whole.size, 0) == whole.size
+        done(llama_cpp.llama_state_seq_set_data(self.context, given, whole.size, 0) == whole.size)
 
     def turn(self, length: int) -> Callable[[], float]:
         """Seconds of a token after `length` of them."""
@@ -160,64 +166,77 @@ class Theirs:
         def timed() -> float:
             self.back_to(length)
             self.read([1])
-            before = time.process_time()
+            before = time.perf_counter()
             for _ in range(VISIT):
-                assert llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(token, 1)) == 0
+                done(llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(token, 1)) == 0)
                 llama_cpp.llama_get_logits_ith(self.context, -1)
-            return (time.process_time() - before) / VISIT
+            return (time.perf_counter() - before) / VISIT
 
         return timed
 
 
 @llama_cpp.llama_log_callback
-def QUIET(level: int, text: bytes, data: Any) -> None:
+def quiet(level: int, text: bytes, data: Any) -> None:
     """Nothing is said."""
 
 
 def difference(model: LanguageModel, theirs: Theirs) -> float:
     """The largest between the logits after the same tokens. A cache that was filled must be as one that was read."""
     ids = [1 + 7 * i % (model.config.vocab_size - 1) for i in range(CHECKED)]
+    theirs.back_to(0)
     ours, read = model(torch.tensor([ids])).logits[0, -1].numpy(), theirs.read(ids)
     theirs.fill(READ)
-    assert (theirs.read(ids[READ:]) == read).all()
+    done(bool((theirs.read(ids[READ:]) == read).all()))
+    theirs.fill(2 * READ + 3)
+    _, one, two, three = np.split(keys(theirs.state()), [0, READ, 2 * READ])
+    done(bool((one == two).all() and (one[:3] == three).all()))
     return float(np.abs(ours - read).max())
 
 
-def measure(params: int, contexts: tuple[int, ...], repeats: int, report: common.Report) -> dict[str, Any]:
-    """Our models and llama.cpp's of one size, in turns, at one context after the other."""
+def keys(state: bytes) -> np.ndarray:
+    """The first layer's keys in a state, a row for each cell."""
+    (cells,) = struct.unpack_from("I", state, 12)
+    at = 16 + 12 * cells + 8
+    (size,) = struct.unpack_from("Q", state, at + 4)
+    return np.frombuffer(state, np.uint8, cells * size, at + 12).reshape(cells, size)
+
+
+def done(well: bool) -> None:
+    """RuntimeError where llama.cpp did not do what it was asked for."""
+    if not well:
+        raise RuntimeError("llama.cpp: no room, or a state is not laid out as it was in version 0.3.36")
+
+
+def measure(params: int, contexts: tuple[int, ...], args: argparse.Namespace, report: common.Report) -> Any:
+    """Our models of one size and one of llama.cpp's files at a time, in turns, at one context after the other."""
     configs = {
         name: presets.solve(design, params, vocab_size=2048, seq_len=512) for name, design in DESIGNS.items()
     }
-    most, cpu = contexts[-1], torch.device("cpu")
+    most, cpu, vocab = contexts[-1], torch.device("cpu"), configs["transformer"].vocab_size
     models = {name: decode_model(config, most, cpu) for name, config in configs.items()}
-    found: dict[str, Any] = {
-        "parameters": {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()}
-    }
+    parameters = {name: sum(x.numel() for x in model.parameters()) for name, model in models.items()}
+    found: dict[str, Any] = {"parameters": parameters, "largest_difference": {}, "contexts": {}}
     with tempfile.TemporaryDirectory() as folder:
-        theirs, vocab = {}, configs["transformer"].vocab_size
-        for name, bits in (("float32", 32), ("8 bits", 8)):
+        for bits, name in ((32, "float32"), (8, "8 bits")):
             write(models["transformer"], path := Path(folder) / f"{bits}.gguf", bits, most)
-            theirs[f"llama.cpp, {name}"] = Theirs(path, most, vocab)
-        found["largest_difference"] = {
-            name: difference(models["transformer"], one) for name, one in theirs.items()
-        }
-        report.say(f"{params:,} parameters: logits differ by {found['largest_difference']}")
-        for context in contexts:
-            length = context - VISIT - 1
-            for one in theirs.values():
-                one.fill(length)
-            pool = Pool(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
-            turns = {
-                name: Stepper(model, context, VISIT, pool, time.process_time).turn
-                for name, model in models.items()
-            }
-            taken = take_turns(turns | {name: one.turn(length) for name, one in theirs.items()}, repeats)
-            found[str(context)] = {
-                "seconds": {name: common.Spread.of(seconds) for name, seconds in taken.items()},
-                "to_ours": {name: common.ratios(taken[name], taken["transformer"]) for name in theirs},
-            }
-            for name, spread in found[str(context)]["seconds"].items():
-                report.say(f"at {context:,}: {name} {spread.text(1e3)} ms")
+            for context in contexts:
+                with Theirs(path, context, vocab, args.threads) as theirs:
+                    apart = found["largest_difference"][name] = difference(models["transformer"], theirs)
+                    theirs.fill(length := context - VISIT - 1)
+                    pool = Pool(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
+                    turns = {n: Stepper(model, context, VISIT, pool).turn for n, model in models.items()}
+                    taken = take_turns(turns | {"llama.cpp": theirs.turn(length)}, args.repeats)
+                    del turns, pool
+                own = found["contexts"].setdefault(str(context), {})[name] = {
+                    "seconds": {n: common.Spread.of(seconds) for n, seconds in taken.items()},
+                    "to_ours": {n: common.ratios(taken["llama.cpp"], taken[n]) for n in models},
+                }
+                report.say(f"{params:,} parameters at {context:,}, {name}: logits differ by {apart:.1e}")
+                for n, spread in own["seconds"].items():
+                    ratio = (
+                        f", llama.cpp takes {own['to_ours'][n].text()} times as long" if n in models else ""
+                    )
+                    report.say(f"  {n} {spread.text(1e3)} ms{ratio}")
     return found
 
 
@@ -230,7 +249,7 @@ def main() -> int:
     report = common.Report(args, TESTS, dtype="float32", shapes=f"{sizes} parameters, one row")
     results: dict[str, Any] = {"llama_cpp": llama_cpp.__version__, "sizes": {}}
     for params in sizes:
-        results["sizes"][str(params)] = measure(params, contexts, args.repeats, report)
+        results["sizes"][str(params)] = measure(params, contexts, args, report)
     report.finish(results)
     return 0
 

@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from perspectron.machine import memory_kept
 from perspectron.ops import pdr
 
-TESTS = ("tests/ops/test_pdr.py",)
-BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9, "share_of_matmul_peak": (0.55, 0.6)}
+TESTS = ("tests/ops/test_pdr.py", "tests/native/test_scan.py")
+BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9}
 SOURCE_CHUNK = 256  # the document's
 
 
@@ -41,8 +41,9 @@ class Shape:
         return f"d {self.D}, r {self.R}, T {self.T}, B {self.B}"
 
 
-SHAPES = (Shape(B=2, T=2048, D=512, R=64), Shape(B=1, T=512, D=4096, R=256))
-QUICK = (Shape(B=2, T=256, D=64, R=32),)  # more than what is freed before it is measured
+SHAPES = {Shape(B=2, T=2048, D=512, R=64): 0.55, Shape(B=1, T=512, D=4096, R=256): 0.6}
+"""With the bar for the share of the matrix product's peak."""
+QUICK = {Shape(B=2, T=256, D=64, R=32): 0.0}  # more than what is freed before it is measured
 AGREE = Shape(B=2, T=512, D=24, R=8)
 
 Pair = tuple[Tensor, Tensor]
@@ -204,7 +205,7 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
     }
 
 
-def show(report: common.Report, shape: Shape, result: dict[str, Any], bar: float) -> None:
+def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
     once, against = result["materialised_seconds"], result["ratio_to_materialised"]
     kernel = result["kernel_to_tree"]
     rows = [
@@ -223,8 +224,9 @@ def show(report: common.Report, shape: Shape, result: dict[str, Any], bar: float
         f"tree: {result['matmul_flops'] / 1e9:.2f} GFLOP in its matrix products, "
         f"{result['gflops_per_second']:.1f} GFLOP/s, {result['share_of_matmul_peak']:.0%} of the "
         f"{result['matmul_peak_gflops_per_second']:.0f} GFLOP/s of a matrix product",
-        f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count; bar for the faster: {bar:.0%}",
-        f"bars: {result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
+        f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count",
+        f"bars: {result['share_bar']:.0%} for the faster of the two, "
+        f"{result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
         f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB)",
         "",
     )
@@ -246,9 +248,9 @@ def main() -> None:
         "",
     )
     results = []
-    for shape, bar in zip(shapes, BARS["share_of_matmul_peak"], strict=False):
-        results.append(measure(shape, args.threads, repeats, quick=args.quick))
-        show(report, shape, results[-1], bar)
+    for shape, bar in shapes.items():
+        results.append(measure(shape, args.threads, repeats, quick=args.quick) | {"share_bar": bar})
+        show(report, shape, results[-1])
     report.finish({"bars": BARS, "agreement": worst, "shapes": results})
 
 
