@@ -205,6 +205,18 @@ def measure(shape: Shape, threads: int, repeats: int, *, quick: bool) -> dict[st
     }
 
 
+def missed(result: dict[str, Any]) -> list[str]:
+    """The bars that a shape does not reach."""
+    share = max(result["kernel_share_of_matmul_peak"], result["share_of_matmul_peak"])
+    peak = result["memory"]["tree"].get("peak_bytes")
+    met = {
+        "share_of_matmul_peak": share >= result["share_bar"],
+        "ratio_to_loop": result["ratio_to_loop"].median >= BARS["ratio_to_loop"],
+        "peak_bytes": peak is None or peak <= BARS["peak_bytes"],
+    }
+    return [name for name, well in met.items() if not well]
+
+
 def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
     once, against = result["materialised_seconds"], result["ratio_to_materialised"]
     kernel = result["kernel_to_tree"]
@@ -227,7 +239,7 @@ def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
         f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count",
         f"bars: {result['share_bar']:.0%} for the faster of the two, "
         f"{result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
-        f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB)",
+        f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB); missed: {', '.join(result['missed']) or 'none'}",
         "",
     )
 
@@ -250,6 +262,7 @@ def main() -> None:
     results = []
     for shape, bar in shapes.items():
         results.append(measure(shape, args.threads, repeats, quick=args.quick) | {"share_bar": bar})
+        results[-1]["missed"] = missed(results[-1])
         show(report, shape, results[-1])
     report.finish({"bars": BARS, "agreement": worst, "shapes": results})
 

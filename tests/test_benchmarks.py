@@ -143,6 +143,8 @@ def test_pdr_scan(results):
         assert set(shape["memory"]) == {"kernel", "tree", "loop", "materialised"}
         assert shape["memory"]["materialised"]["peak_bytes"] > 0
         assert 0 < shape["share_of_matmul_peak"] < 1
+        few = shape["ratio_to_loop"]["median"] < found["bars"]["ratio_to_loop"]
+        assert ("ratio_to_loop" in shape["missed"]) == few
 
 
 def test_decode(results):
