@@ -239,7 +239,8 @@ def show(report: common.Report, shape: Shape, result: dict[str, Any]) -> None:
         f"kernel: {result['kernel_share_of_matmul_peak']:.0%} of it by the same count",
         f"bars: {result['share_bar']:.0%} for the faster of the two, "
         f"{result['ratio_to_loop'].median:.1f} × the loop (≥ {BARS['ratio_to_loop']:g}), peak "
-        f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB); missed: {', '.join(result['missed']) or 'none'}",
+        f"{common.peak_text(result['memory']['tree'])} (≤ {BARS['peak_bytes'] / 1e9:g} GB)",
+        f"missed: {', '.join(result['missed']) or 'none'}",
         "",
     )
 
