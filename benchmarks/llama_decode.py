@@ -1,9 +1,9 @@
 """A decoded token here and in llama.cpp on one thread: the same random weights as our transformer and as a GGUF file.
 
 The transformer is Llama's: rotary positions, RMSNorm, SwiGLU. llama.cpp has it in float32, with a cache in float32,
-where its logits are ours, and in 8 bits (Q8_0). Beside it `perspective2` of the same size. A token is
-one step with its head; none is drawn. Caches are filled, since reading that far is quadratic. All take turns at each
-context. `pip install llama-cpp-python gguf` first, which compiles llama.cpp.
+where its logits are ours, and in 8 bits (Q8_0), where ours have 8 bits, too (int8, a scale for each row). Beside it
+`perspective2` of the same size. A token is one step with its head; none is drawn. Caches are filled, since reading that
+far is quadratic. All take turns at each context. `pip install llama-cpp-python gguf` first, which compiles llama.cpp.
 
 python benchmarks/llama_decode.py --json results/llama_decode.json
 """
@@ -14,6 +14,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,7 @@ from perspectron import presets
 from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
 from perspectron.eval.timing import take_turns
 from perspectron.model import LanguageModel
+from perspectron.quant.convert import convert
 
 TESTS = ("tests/decode/test_steps.py",)
 DESIGNS = {"transformer": "transformer[embedding_norm=false]", "perspective2": "perspective2"}
@@ -193,6 +195,12 @@ def difference(model: LanguageModel, theirs: Theirs) -> float:
     return float(np.abs(ours - read).max())
 
 
+def packed(model: LanguageModel) -> LanguageModel:
+    """A copy in 8 bits."""
+    convert(copy := deepcopy(model), "int8")
+    return copy
+
+
 def keys(state: bytes) -> np.ndarray:
     """The first layer's keys in a state, a row for each cell."""
     (cells,) = struct.unpack_from("I", state, 12)
@@ -219,12 +227,14 @@ def measure(params: int, contexts: tuple[int, ...], args: argparse.Namespace, re
     with tempfile.TemporaryDirectory() as folder:
         for bits, name in ((32, "float32"), (8, "8 bits")):
             write(models["transformer"], path := Path(folder) / f"{bits}.gguf", bits, most)
+            floats = models["transformer"]
+            ours = models if bits == 32 else {n: packed(model) for n, model in models.items()}
             for context in contexts:
                 with Theirs(path, context, vocab, args.threads) as theirs:
-                    apart = found["largest_difference"][name] = difference(models["transformer"], theirs)
+                    apart = found["largest_difference"][name] = difference(floats, theirs)
                     theirs.fill(length := context - VISIT - 1)
                     pool = Pool(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
-                    turns = {n: Stepper(model, context, VISIT, pool).turn for n, model in models.items()}
+                    turns = {n: Stepper(model, context, VISIT, pool).turn for n, model in ours.items()}
                     taken = take_turns(turns | {"llama.cpp": theirs.turn(length)}, args.repeats)
                     del turns, pool
                 own = found["contexts"].setdefault(str(context), {})[name] = {

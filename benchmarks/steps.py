@@ -1,8 +1,8 @@
-"""A decoded token by the modules and by a recording of their step, for every design, alone and in batches.
+"""A decoded token by the modules and by a recording of their step, for every design, alone and in batches, and packed.
 
-Random weights, float32, after a prompt of 256 tokens, head included, drawing not; the ways take turns in one process.
-Seconds are processor time on one thread; ratios are round by round. Python: what of a recorded step is not native code.
-Bars: Python ≤ 50 µs a token, and drm-104k ≤ 50 µs in all; a recording no slower than the modules.
+Random weights, float32 or packed, after a prompt of 256 tokens, head included, drawing not; the ways take turns in one
+process. Seconds are processor time on one thread; ratios are round by round. Python: what of a recorded step is not
+native code. Bars: Python ≤ 50 µs a token, and drm-104k ≤ 50 µs in all; a recording no slower than the modules.
 
 python benchmarks/steps.py --json results/steps.json
 """
@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from perspectron import presets
-from perspectron.config import ModelConfig
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns
 from perspectron.model import LanguageModel, build
+from perspectron.quant.convert import convert
 
 TESTS = ("tests/decode/test_steps.py", "tests/native/test_tape.py")
 BARS = {"python": 50e-6, "drm-104k": 50e-6, "ratio": 1.0}
 ROWS = (1, 8, 16)
 PROMPT, VOCAB = 256, 2048
 PRESETS = ("drm-104k", "perspective2-tiny", "transformer-tiny", "perspective-20m-dense", "transformer-20m")
+PACKED = tuple(f"{name}, {format}" for name in PRESETS[-2:] for format in ("int8", "4bit", "2bit"))
 DESIGNS = (
     "perspective", "adr", "lens", "drm", "perspective2", "adr2", "lens2", "drm2", "transformer", "gpt2", "gla", "ssd",
     "gdn", "kda", "gdn2", "mamba3", "hgrn2", "mingru", "rwkv7",
@@ -85,10 +86,15 @@ def missed(results: dict[str, dict[str, Any]]) -> list[str]:
     return told
 
 
-def sized(name: str, params: int) -> ModelConfig:
-    if name in presets.names():
-        return presets.get(name)
-    return presets.solve(name, params, vocab_size=VOCAB, seq_len=512)
+def made(name: str, params: int) -> LanguageModel:
+    """A design of so many parameters, or a preset; after a comma, the format that it is packed in."""
+    name, _, format = name.partition(", ")
+    known = name in presets.names()
+    config = presets.get(name) if known else presets.solve(name, params, vocab_size=VOCAB, seq_len=512)
+    model = build(config).eval().requires_grad_(False)
+    if format:
+        convert(model, format)
+    return model
 
 
 @torch.inference_mode()
@@ -96,15 +102,18 @@ def main() -> int:
     parser = common.parser(__doc__ or "", threads=1, repeats=9)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    names = ("drm-104k", "perspective2") if args.quick else (*DESIGNS, *PRESETS)
+    names = (
+        ("drm-104k", "perspective2", "perspective2, 4bit") if args.quick else (*DESIGNS, *PRESETS, *PACKED)
+    )
     params, tokens = (300_000, 3) if args.quick else (2_000_000, 24)
-    report = common.Report(args, TESTS, dtype="float32", shapes=f"{params:,} parameters or a preset")
+    report = common.Report(
+        args, TESTS, dtype="float32, or as named", shapes=f"{params:,} parameters or a preset"
+    )
     results, table = dict[str, dict[str, dict[str, common.Spread]]](), []
     for name in names:
-        config = sized(name, params)
-        model = build(config).eval().requires_grad_(False)
+        model = made(name, params)
         results[name] = {}
-        for rows in ROWS[:1] if name.endswith(("20m", "20m-dense")) else ROWS:
+        for rows in ROWS[:1] if "20m" in name else ROWS:
             taken = take_turns(ways(model, rows, tokens), args.repeats)
             ratio = common.Spread.of(
                 [a / b for a, b in zip(taken["modules"], taken["recorded"], strict=True)]

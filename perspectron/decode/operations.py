@@ -361,6 +361,14 @@ def _added(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any])
     tape.product(to, out, a, b, bias, kwargs.get("alpha", 1), kwargs.get("beta", 1))
 
 
+@records("packed_linear")
+def _packed(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, codes, scales, format, _, backend = args
+    if backend not in ("auto", "native"):
+        raise Unrecordable(f"packed products by backend {backend!r}")
+    tape.packed(to, out, x, codes.contiguous(), scales.contiguous(), format)
+
+
 @records("linalg_cholesky_ex")
 def _cholesky(to: Tape, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("upper"):

@@ -18,11 +18,13 @@ from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.decode.recorder import Recorder
+from perspectron.experts.router import Routed
 from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
 from perspectron.native import tape
 from perspectron.native.tape import Unrecordable, memory
 from perspectron.ops.dispatch import check_consumed, owned, watched
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
 
 ROWS = 8
@@ -30,6 +32,8 @@ ROWS = 8
 row has the same bits in batches of any size."""
 TOLERANCE = 1e-4
 """A recording must give the modules' numbers up to this share of the largest."""
+ROUNDED = 1e-2
+"""The same with packed matrices: what they read is rounded to 8 bits, and another last bit may round another way."""
 MOST_BYTES = 1 << 30
 """Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
 MOST_RECORDINGS = 16
@@ -41,12 +45,13 @@ log = logging.getLogger("perspectron")
 
 def steps_of(model: LanguageModel) -> "Steps | None":
     """The model's recordings, as its weights are now; None where there can be none: on another device than a CPU, in
-    another precision than float32, with weights that are packed or streamed, with hooks that look on, or without native
-    kernels. Weights that are changed through `.data` look unchanged; what was made of them alone stays as it was."""
-    tensors = [*model.parameters(), *model.buffers()]
-    plain = all(x.device.type == "cpu" and x.dtype in tape.KINDS for x in tensors)
+    another precision than float32 (packed matrices are none), with experts, whose choice no recording makes, with hooks
+    that look on, or without native kernels. Weights that are changed through `.data` look unchanged; what was made of
+    them alone stays as it was."""
+    tensors, modules = [*model.parameters(), *model.buffers()], list(model.modules())
+    plain = all(x.device.type == "cpu" for x in tensors) and not any(isinstance(m, Routed) for m in modules)
     plain = plain and model.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
-    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in model.modules()]
+    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in modules]
     hooked = any(map(any, [*hooks, (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)]))
     if not plain or hooked or type(model).hidden is not LanguageModel.hidden or not native.wanted():
         return None
@@ -157,6 +162,8 @@ class _Recording:
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
         """Unrecordable unless two steps, of other tokens, give what the modules give."""
+        packed = any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules())
+        share = ROUNDED if packed else TOLERANCE
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
             ids_B1 = torch.full_like(self._ids_B1, id)
@@ -165,7 +172,7 @@ class _Recording:
             rows = range(len(ids_B1))  # selected, a cache has no more slots than are filled
             pairs = [(hidden_BD, hidden_B1D[:, 0]), (logits_BV, model.head(hidden_B1D[:, 0]))]
             pairs += zip(_tensors(recorded.select(rows)), _tensors(given.select(rows)), strict=True)
-            if not all(_near(found, wanted) for found, wanted in pairs):
+            if not all(_near(found, wanted, share) for found, wanted in pairs):
                 raise Unrecordable("it does not give what the modules give")
 
     def take(self, state: LMState) -> None:
@@ -217,10 +224,10 @@ def _like(state: LMState, rows: int) -> LMState:
     return state._map(made, is_leaf=lambda part: isinstance(part, Cache))
 
 
-def _near(found: Tensor, wanted: Tensor) -> bool:
+def _near(found: Tensor, wanted: Tensor, share: float) -> bool:
     found, wanted = found.double(), wanted.double()
     largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-    return torch.allclose(found, wanted, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+    return torch.allclose(found, wanted, rtol=0, atol=share * largest, equal_nan=True)
 
 
 def _tensors(state: LMState) -> list[Tensor]:

@@ -91,7 +91,7 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
     """y [T,N] = x Wᵀ in float32; x float32, contiguous."""
     T, K = x_TK.shape
     _check(x_TK, torch.float32)
-    _check_matrix(codes, scales, format, N, K)
+    check_matrix(codes, scales, format, N, K)
     y_TN = _empty(x_TK, T, N)
     pointers = (codes.data_ptr(), scales.data_ptr(), FORMATS.index(format))
     _library().pspx_linear(x_TK.data_ptr(), T, K, *pointers, N, y_TN.data_ptr(), threads())
@@ -104,7 +104,7 @@ def swiglu(x_TD: Tensor, gate: Pair, up: Pair, down: Pair, format: str, F: int) 
     _check(x_TD, torch.float32)
     pointers = []
     for (codes, scales), N, K in ((gate, F, D), (up, F, D), (down, D, F)):
-        _check_matrix(codes, scales, format, N, K)
+        check_matrix(codes, scales, format, N, K)
         pointers += [codes.data_ptr(), scales.data_ptr()]
     y_TD = _empty(x_TD, T, D)
     _library().pspx_swiglu(
@@ -214,7 +214,8 @@ def _check(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = N
         raise ValueError(f"got {found}, must be {dtype} {shape or ''} on cpu, contiguous")
 
 
-def _check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
+def check_matrix(codes: Tensor, scales: Tensor, format: str, N: int, K: int) -> None:
+    """ValueError unless these are the codes and scales of such a matrix."""
     if format not in FORMATS:
         raise ValueError(f"format = {format!r}, must be one of {', '.join(FORMATS)}")
     if not 0 < K <= MOST_COLUMNS:

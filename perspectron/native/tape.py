@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.native import _library, threads
+from perspectron.native import FORMATS, _library, check_matrix, threads
 
 CODES = (
     "copy", "fill", "add", "add_scalar", "mul", "div", "remainder", "floor_divide", "power", "least", "greatest",
     "lerp", "add_product", "where", "equal", "different", "less", "at_most", "both", "either", "not", "exp", "log",
     "log1p", "sine", "cosine", "tanh", "sigmoid", "silu", "softplus", "log_sigmoid", "gelu", "gelu_tanh", "root",
     "inverse_root", "inverse", "magnitude", "sum", "norm", "any", "most", "fewest", "softmax", "rms_norm", "layer_norm",
-    "gather", "scatter", "cholesky", "solve", "product", "attend",
+    "gather", "scatter", "cholesky", "solve", "product", "attend", "packed",
 )  # fmt: skip
-KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3}
-FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend")
+KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
+FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed")
 """Instructions that know float32 alone."""
 DIMENSIONS = 5
 OPERANDS = 5
@@ -102,6 +102,8 @@ class Tape:
         for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
             if tensor.dtype not in KINDS:
                 raise Unrecordable(str(tensor.dtype))
+            if i == 0 and tensor.dtype is torch.uint8 and code not in ("gather", "scatter"):
+                raise Unrecordable(f"{code} into bytes")  # it would write 0 or 1
             base, start = self.bases.get(memory(tensor), (0, 0))
             made["at"][i] = (base, tensor.data_ptr() - start, KINDS[tensor.dtype], strides)
             if code in FLOATS and i < 2 and tensor.dtype is not torch.float32:
@@ -247,3 +249,12 @@ def attend(
     rings = [(x.stride(0), x.stride(1), x.stride(2), 0, 0) for x in (k, v)]
     axes = Axes.of((B, G, H // G, K, V), *heads, *rings, (length_B.stride(0), 0, 0, 0, 0))
     tape.write("attend", axes, (out, q, k, v, length_B), (scale, slots))
+
+
+def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, format: str) -> None:
+    """out [T,N] = x [T,K] Wᵀ of a packed matrix, as `native.linear`."""
+    (T, K), N = x.shape, out.shape[1]
+    check_matrix(codes, scales, format, N, K)
+    operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
+    axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
+    tape.write("packed", axes, operands, (FORMATS.index(format),))

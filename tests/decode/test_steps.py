@@ -14,19 +14,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perspectron import native, presets
 from perspectron.decode import steps as steps_module
+from perspectron.decode.operations import HANDLERS
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.errors import ConfigError
 from perspectron.experts.router import RoutedConfig
 from perspectron.model import LanguageModel, build
+from perspectron.native import tape
+from perspectron.quant.convert import convert
+from perspectron.quant.linear import QuantLinear
 from perspectron.state import LMState, load_state, save_state
 from tests.decode.test_rows import prompt_of
 from tests.decode.test_store import small
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
-ALONE = ("perspective-experts",)
-"""Designs whose steps cannot be recorded: which expert reads a token is not known before."""
-DESIGNS = [design for design in presets.DESIGNS if design not in ALONE]
+DESIGNS = [design for design in presets.DESIGNS if design != "perspective-experts"]
+"""All but the one whose steps cannot be recorded: which expert reads a token is not known before."""
+FORMATS = ("2bit", "4bit", "int8")
 VARIANTS = [
     "perspective2[gated=true]", "perspective2[shift=false,first_values=false]",
     "transformer[shift=true,first_values=true]",
@@ -87,6 +91,33 @@ def test_a_recording_gives_what_the_modules_give(design, rows):
     near(after, modules)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_packed_model_is_recorded(design, format, rows):
+    model = small(design)
+    convert(model, format)
+    ids, before = tokens(rows, 20), read(model, rows)
+    found, _ = go_on(recorded(model), model, ids, before.fork())
+    wanted, _ = go_on(None, model, ids, before.fork())
+    for one, other in zip(found, wanted, strict=True):
+        apart = (one - other).abs().max() / other.abs().max()
+        assert apart <= 2e-2, "what a matrix reads may round another way"
+
+
+def test_a_packed_recording_takes_the_packed_matrices(monkeypatch):
+    model = small("perspective2")
+    convert(model, "4bit")
+    written = []
+    own = tape.packed
+    monkeypatch.setattr(tape, "packed", lambda *a: (written.append(a[-1]), own(*a))[1])
+    go_on(recorded(model), model, tokens(1, 1), read(model, 1))
+    assert written.count("4bit") == sum(
+        m.format == "4bit" for m in model.modules() if isinstance(m, QuantLinear)
+    )
+    assert written.count("int8") == 1, "the head"
+
+
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_that_is_no_giant_is_recorded(name):
     config = presets.get(name)
@@ -105,9 +136,14 @@ def test_every_preset_that_is_no_giant_is_recorded(name):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_row_has_its_bits_in_any_batch(design):
+@pytest.mark.parametrize(
+    ("design", "format"),
+    [*((design, None) for design in DESIGNS), *(("perspective2", format) for format in FORMATS)],
+)
+def test_a_row_has_its_bits_in_any_batch(design, format):
     model = small(design)
+    if format is not None:
+        convert(model, format)
     ids, before = tokens(24, 9), read(model, 24)
     whole, after = go_on(recorded(model), model, ids, before.fork())
     order = [3, 17, 0, 23, 8, 5, 2, 11]
@@ -197,13 +233,18 @@ def test_others_are_stepped_by_the_modules(change):
     assert steps_of(model) is None
 
 
+def test_experts_are_stepped_by_the_modules():
+    assert steps_of(small("perspective-experts")) is None
+
+
 def test_without_kernels_the_modules_step(monkeypatch):
     monkeypatch.setattr(native, "wanted", lambda: False)
     assert steps_of(small("gla")) is None
 
 
-def test_what_cannot_be_recorded_is_stepped_by_the_modules(caplog):
-    model = small(ALONE[0])
+def test_what_cannot_be_recorded_is_stepped_by_the_modules(caplog, monkeypatch):
+    monkeypatch.delitem(HANDLERS, "linear")
+    model = small("gla")
     steps, state = recorded(model), read(model, 1)
     with caplog.at_level(logging.INFO, "perspectron"), torch.inference_mode():
         kept = state.fork()

@@ -10,6 +10,9 @@ from perspectron import native
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
 from perspectron.native.tape import CODES, Tape, Unrecordable
+from perspectron.ops import packed
+from perspectron.ops.packing import LAYOUTS
+from perspectron.quant.formats import quantise
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")
@@ -62,10 +65,20 @@ OPERATIONS = {
     "columns": lambda x, y, i: x.mT @ y + x.mT.contiguous() @ y,
     "state": lambda x, y, i: (x[:, None] * y[:, :, None]).clone().mul_(0.5)
     .baddbmm_(x[:, :, None], y[:, None]).flatten(1),
+    "packed": lambda x, y, i: sum(packed.linear(x + y, PACKED[format, x.shape[1]]) for format in LAYOUTS),
+    "packed, one after the other": lambda x, y, i: packed.linear(
+        packed.linear(x.mT.contiguous().mT, PACKED["int8", x.shape[1]]), PACKED["4bit", ROWS]
+    ),
     "constants": lambda x, y, i: torch.arange(x.shape[1]).float().mul_(1).add_(x[0])
     + torch.full((x.shape[1],), 2.0).exp(),
 }  # fmt: skip
 SHAPES = [(5, 3), (4, 16), (6, 37), (3, 300)]
+ROWS = 37
+PACKED = {
+    (format, K): quantise(torch.randn(ROWS, K, generator=torch.Generator().manual_seed(K)), format)
+    for format in LAYOUTS
+    for K in (ROWS, *(columns for _, columns in SHAPES))
+}
 
 
 def record(operation, inputs: list[Tensor]):

@@ -28,6 +28,10 @@ API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int t
       if (longest > int64_t(i.number[1])) longest = int64_t(i.number[1]);
       shared(work * longest >= WORTH_SHARING ? threads : 1, pairs, 1,
              [&](int64_t first, int64_t last) { k.tape_attend(i, bases, first, last); });
+    } else if (i.code == PACKED) {  // y [T][N] = x [T][K] Wᵀ, of size[2 … 4]; the codes, the scales; number[0] is the format
+      const auto at = [&](int operand) { return static_cast<char*>(bases[i.at[operand].base]) + i.at[operand].offset; };
+      pspx_linear(reinterpret_cast<const float*>(at(1)), i.size[2], i.size[4], reinterpret_cast<const uint8_t*>(at(2)), at(3),
+                  int(i.number[0]), i.size[3], reinterpret_cast<float*>(at(0)), threads);
     } else if (!k.tape(i, bases)) {
       return 1 + at;
     }
