@@ -94,7 +94,8 @@ class StreamedModel(LanguageModel):
         consume_state: bool = False,
         views: Views | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """The head's input, as for any model; one token of each row takes the shorter way, where there is one."""
+        """The head's input, as for any model; with experts, one token of each row takes the shorter way, where there is
+        one. (Without, steps are recorded.)"""
         others = inputs_embeds is not None or reset_BT is not None or views is not None
         if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
             return super().hidden(
@@ -117,7 +118,12 @@ class StreamedModel(LanguageModel):
         return {}
 
     def _steps(self, ids_BT: Tensor, state: LMState) -> bool:
-        if not torch.is_inference_mode_enabled() or self.training or ids_BT.shape != (state.batch_size, 1):
+        if (
+            not self.routed
+            or not torch.is_inference_mode_enabled()
+            or self.training
+            or ids_BT.shape != (state.batch_size, 1)
+        ):
             return False
         if not self._looked:
             self._step, self._looked = step_of(self), True

@@ -24,6 +24,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.steps import steps_of
 from perspectron.errors import ArtifactError, BackendError, ConfigError, ShardError, StateError, StorageError
 from perspectron.eval.cost import bench
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -389,6 +390,11 @@ def test_every_design(tmp_path, tokenizer, design, linear):
         generate(m, tokenizer, ["the cat"], max_tokens=12, sampling=sampling).ids for m in (loaded, model)
     ]
     assert texts[0] == texts[1]
+    if native.available():  # both drew by a recording
+        assert all(
+            list(steps_of(m)._made.values()).count(None) == 0 < len(steps_of(m)._made)
+            for m in (loaded, model)
+        )
 
 
 # ---------------------------------------------------------------- conversations and costs
