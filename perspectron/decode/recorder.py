@@ -4,7 +4,7 @@ Every operation that depends on the token or the state becomes an instruction; w
 once. Views become strides, so that they cost nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,17 @@ class Recorder(TorchDispatchMode):
             q = tape.contiguous(self.tape, q_BH1K, last=True)
             scale = q_BH1K.shape[-1] ** -0.5 if scale is None else scale
             tape.attend(self.tape, out, q, k, v, at.length_B, scale, k.stride(1) // k.stride(2))
+        self._dynamic.add(memory(out))
+        return out
+
+    def aside(self, function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+        """What a function makes of tensors, for the model's part whose operations depend on the numbers: a run calls it
+        between two parts of the tape."""
+        read = [x for x in given if x is not None]
+        self.tape.call(lambda: out.copy_(function(*given)), read)
+        with _disable_current_modes():
+            out = function(*given).clone(memory_format=torch.contiguous_format)
+        self.tape.kept += [*read, out]
         self._dynamic.add(memory(out))
         return out
 

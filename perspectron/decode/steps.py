@@ -18,6 +18,7 @@ from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.decode.recorder import Recorder
+from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import Routed
 from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
@@ -45,11 +46,12 @@ log = logging.getLogger("perspectron")
 
 def steps_of(model: LanguageModel) -> "Steps | None":
     """The model's recordings, as its weights are now; None where there can be none: on another device than a CPU, in
-    another precision than float32 (packed matrices are none), with experts, whose choice no recording makes, with hooks
-    that look on, or without native kernels. Weights that are changed through `.data` look unchanged; what was made of
-    them alone stays as it was."""
+    another precision than float32 (packed matrices are none), with experts that are fetched, with hooks that look on,
+    or without native kernels. Weights that are changed through `.data` look unchanged; what was made of them alone
+    stays as it was."""
     tensors, modules = [*model.parameters(), *model.buffers()], list(model.modules())
-    plain = all(x.device.type == "cpu" for x in tensors) and not any(isinstance(m, Routed) for m in modules)
+    fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in modules)
+    plain = all(x.device.type == "cpu" for x in tensors) and not fetched
     plain = plain and model.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in modules]
     hooked = any(map(any, [*hooks, (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)]))

@@ -4,7 +4,7 @@ Instructions have up to five dimensions, over which each operand has strides of 
 number of threads nor on the instruction set. What each instruction does: `csrc/tape.inl`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,6 +87,8 @@ class Tape:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
         self._made = list[np.ndarray]()
+        self._calls = list[tuple[int, Callable[[], object]]]()
+        self._parts = list[tuple[int, int, Callable[[], object] | None]]()
         self._where = np.zeros(1 + len(bases), np.int64)
         self._tape = np.zeros(0, _INSTRUCTION)
 
@@ -112,20 +114,33 @@ class Tape:
             self.used.add(memory(tensor))
         self._made.append(made)
 
+    def call(self, function: Callable[[], object], read: Sequence[Tensor]) -> None:
+        """Have Python do something between two instructions, with memory that stays where it is."""
+        if any(memory(x) in self.bases for x in read):
+            raise Unrecordable("a call that reads the state itself")
+        self._calls.append((len(self._made), function))
+        self.used |= {memory(x) for x in read}
+
     def done(self) -> None:
         """Let it be run."""
         self.kept = [x for x in self.kept if memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
+        ends = [*self._calls, (len(self._tape), None)]
+        starts = [0, *(end for end, _ in self._calls)]
+        self._parts = [(start, end, call) for start, (end, call) in zip(starts, ends, strict=True)]
 
     def run(self, places: np.ndarray) -> None:
         """Run it, with the bases at these addresses [N], int64. RuntimeError: an index, such as a token's, that is not
         there."""
         self._where[1:] = places
-        failed = _library().pspx_tape(
-            self._tape.ctypes.data, len(self._tape), self._where.ctypes.data, threads()
-        )
-        if failed:
-            raise RuntimeError(f"a recorded step met an index that is not there (instruction {failed - 1})")
+        for start, end, call in self._parts:
+            where = self._tape.ctypes.data + start * _INSTRUCTION.itemsize
+            failed = _library().pspx_tape(where, end - start, self._where.ctypes.data, threads())
+            if failed:
+                at = start + failed - 1
+                raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
+            if call is not None:
+                call()
 
 
 def memory(x: Tensor) -> int:

@@ -48,7 +48,7 @@ def watched(*tensors: Tensor) -> bool:
 
 def recorder() -> Any:
     """The recorder that watches a step (`perspectron.decode.recorder`), or None. It knows nothing of the numbers that a
-    step changes."""
+    step changes; what depends on them is done by `attended` or `aside`."""
     mode = _get_current_dispatch_mode()
     return mode if hasattr(mode, "attended") else None
 

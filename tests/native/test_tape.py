@@ -11,6 +11,7 @@ from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
 from perspectron.native.tape import CODES, Tape, Unrecordable
 from perspectron.ops import packed
+from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.formats import quantise
 
@@ -194,6 +195,21 @@ def test_a_large_product_is_shared_among_threads_bit_for_bit():
         found.append(out.clone())
     assert all(torch.equal(one, found[0]) for one in found)
     torch.testing.assert_close(found[0], x @ weight.mT, rtol=1e-4, atol=1e-4)
+
+
+def test_python_is_called_between_two_parts():
+    def sorted_by_python(x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+        mixed, ascending = x * y, lambda x: x.sort(-1)[0]
+        found = ascending(mixed) if (tape := recorder()) is None else tape.aside(ascending, mixed)
+        return found - x
+
+    tape, out = record(sorted_by_python, inputs_of((4, 9), 0))
+    for seed in (1, 2):
+        inputs = inputs_of((4, 9), seed)
+        run(tape, inputs)
+        torch.testing.assert_close(out, sorted_by_python(*inputs))
+    with pytest.raises(Unrecordable, match="reads the state itself"):
+        record(lambda x, y, i: recorder().aside(torch.sort, x), inputs_of((4, 9), 0))
 
 
 def test_an_index_that_is_not_there_is_an_error():
