@@ -104,8 +104,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def aside(self, function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-        """What a function makes of tensors, for the model's part whose operations depend on the numbers: a run calls it
-        between two parts of the tape."""
+        """The result of a function of tensors, for a part of the model whose operations depend on the numbers: a run
+        calls it between two parts of the tape."""
         read = [x for x in given if x is not None]
         self.tape.call(lambda: out.copy_(function(*given)), read)
         with _disable_current_modes():

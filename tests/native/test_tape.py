@@ -96,6 +96,7 @@ def inputs_of(shape: tuple[int, int], seed: int) -> list[Tensor]:
     return [x, y, torch.randint(shape[0], (shape[0],), generator=draw)]
 
 
+@torch.inference_mode()
 def run(tape, inputs: list[Tensor]) -> None:
     tape.run(np.array([x.data_ptr() for x in inputs]))
 
