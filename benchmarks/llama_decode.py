@@ -183,7 +183,8 @@ def quiet(level: int, text: bytes, data: Any) -> None:
 
 
 def difference(model: LanguageModel, theirs: Theirs) -> float:
-    """The largest between the logits after the same tokens. A cache that was filled must be as one that was read."""
+    """The largest between the logits of our float32 model and theirs after the same tokens. A cache that was filled
+    must be as one that was read."""
     ids = [1 + 7 * i % (model.config.vocab_size - 1) for i in range(CHECKED)]
     theirs.back_to(0)
     ours, read = model(torch.tensor([ids])).logits[0, -1].numpy(), theirs.read(ids)
@@ -256,7 +257,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     sizes, contexts = ((150_000,), (64, 256)) if args.quick else ((2_000_000, 20_000_000), (1024, 262144))
-    report = common.Report(args, TESTS, dtype="float32", shapes=f"{sizes} parameters, one row")
+    report = common.Report(args, TESTS, dtype="float32 and int8", shapes=f"{sizes} parameters, one row")
     results: dict[str, Any] = {"llama_cpp": llama_cpp.__version__, "sizes": {}}
     for params in sizes:
         results["sizes"][str(params)] = measure(params, contexts, args, report)

@@ -25,7 +25,9 @@ TESTS = ("tests/decode/test_steps.py", "tests/native/test_tape.py")
 BARS = {"python": 50e-6, "drm-104k": 50e-6, "ratio": 1.0}
 ROWS = (1, 8, 16)
 PROMPT, VOCAB = 256, 2048
-PRESETS = ("drm-104k", "perspective2-tiny", "transformer-tiny", "perspective-20m-dense", "transformer-20m")
+PRESETS = (
+    "drm-104k", "perspective2-tiny", "transformer-tiny", "perspective-tiny", "perspective-20m-dense", "transformer-20m",
+)  # fmt: skip
 PACKED = tuple(f"{name}, {format}" for name in PRESETS[-2:] for format in ("int8", "4bit", "2bit"))
 DESIGNS = (
     "perspective", "adr", "lens", "drm", "perspective2", "adr2", "lens2", "drm2", "transformer", "gpt2", "gla", "ssd",
@@ -113,7 +115,7 @@ def main() -> int:
     for name in names:
         model = made(name, params)
         results[name] = {}
-        for rows in ROWS[:1] if "20m" in name else ROWS:
+        for rows in ROWS[:1] if "20m" in name or name == "perspective-tiny" else ROWS:
             taken = take_turns(ways(model, rows, tokens), args.repeats)
             ratio = common.Spread.of(
                 [a / b for a, b in zip(taken["modules"], taken["recorded"], strict=True)]

@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self.tape.call(lambda: out.copy_(function(*given)), read)
         with _disable_current_modes():
             out = function(*given).clone(memory_format=torch.contiguous_format)
-        self.tape.kept += [*read, out]
+        self.tape.kept += [*read, out]  # the call has them, too
         self._dynamic.add(memory(out))
         return out
 

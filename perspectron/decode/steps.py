@@ -1,5 +1,5 @@
 """Steps of a model that run as a recording: one call of native code reads a token, where the modules would be hundreds
-of calls of PyTorch.
+of calls of PyTorch. Layers with experts are called between parts of it.
 
 Shapes: B batch, D model width, V vocabulary.
 """
@@ -46,8 +46,8 @@ log = logging.getLogger("perspectron")
 
 def steps_of(model: LanguageModel) -> "Steps | None":
     """The model's recordings, as its weights are now; None where there can be none: on another device than a CPU, in
-    another precision than float32 (packed matrices are none), with experts that are fetched, with hooks that look on,
-    or without native kernels. Weights that are changed through `.data` look unchanged; what was made of them alone
+    another precision than float32 (packed matrices do not count), with experts that are fetched, with hooks that look
+    on, or without native kernels. Weights that are changed through `.data` look unchanged; what was made of them alone
     stays as it was."""
     tensors, modules = [*model.parameters(), *model.buffers()], list(model.modules())
     fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in modules)
@@ -70,7 +70,8 @@ def stepped(
     [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
     `LanguageModel.hidden`."""
     check_consumed(True)
-    if steps is not None and not watched() and (done := steps.step(ids_B1, state)) is not None:
+    quiet = not watched() and not torch.is_autocast_enabled("cpu")
+    if steps is not None and quiet and (done := steps.step(ids_B1, state)) is not None:
         return done
     hidden_B1D, state, _ = model.hidden(ids_B1, state, consume_state=True)
     return hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), state
@@ -81,6 +82,7 @@ class Steps:
 
     def __init__(self, model: LanguageModel, weights: tuple[tuple[int, int], ...]) -> None:
         self._model, self.weights = weakref.ref(model), weights
+        self._one_row = any(isinstance(module, RoutedSwiGLU) for module in model.modules())
         self._ids = model.config.vocab_size
         self._made = dict[Any, _Recording | None]()
         self._latest: _Recording | None = None
@@ -110,6 +112,8 @@ class Steps:
         B = state.batch_size
         model.own(state)
         if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in _tensors(state)):
+            return None
+        if B > 1 and self._one_row:  # the modules read the weights of an expert once for all rows
             return None
         if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in _caches(state)):
             return None

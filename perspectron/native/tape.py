@@ -1,7 +1,9 @@
-"""A tape: operations on memory that stays where it is, written down once and run again and again without Python.
+"""A tape: operations on memory that stays where it is, written down once and run again and again without Python, but
+for calls that are asked for between two of them.
 
-Instructions have up to five dimensions, over which each operand has strides of its own. Results depend neither on the
-number of threads nor on the instruction set. What each instruction does: `csrc/tape.inl`.
+Instructions have up to five dimensions, over which each operand has strides of its own. Their results depend neither on
+the number of threads nor on the instruction set. What each instruction does: `csrc/tape.inl`, and of packed matrices
+`csrc/api_tape.inl`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ CODES = (
 )  # fmt: skip
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed")
-"""Instructions that know float32 alone."""
+"""Instructions whose result and first operand are float32."""
 DIMENSIONS = 5
 OPERANDS = 5
 _OPERAND = np.dtype(
@@ -123,7 +125,7 @@ class Tape:
 
     def done(self) -> None:
         """Let it be run."""
-        self.kept = [x for x in self.kept if memory(x) not in self.bases]
+        self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
         ends = [*self._calls, (len(self._tape), None)]
         starts = [0, *(end for end, _ in self._calls)]

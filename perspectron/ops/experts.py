@@ -49,15 +49,12 @@ def swiglu(
     E = gate_EFD.shape[0]
     order_N = expert_N.argsort(stable=True)
     groups = _groups(expert_N, E, _can_group(x_ND, gate_EFD))
-    if gradients_off() and 0 < len(x_ND) <= FEW and isinstance(groups, list) and not x_ND.is_meta:
-        weights = gate_EFD, up_EFD, down_EDF
-        alone = len(x_ND) == 1
-        y_ND = (
-            _forward(x_ND, weights, groups, rounded)[0]
-            if alone
-            else _filled(x_ND, weights, order_N, groups, rounded)
-        )
-        return y_ND, gate_EFD[:, units]
+    few = 0 < len(x_ND) <= FEW and units == slice(0) and not x_ND.is_meta
+    if few and gradients_off() and isinstance(groups, list):
+        weights, none = (gate_EFD, up_EFD, down_EDF), gate_EFD[:, units]
+        if len(x_ND) == 1:
+            return _forward(x_ND, weights, groups, rounded)[0], none
+        return _filled(x_ND, weights, order_N, groups, rounded), none
     y_ND, sample, *_ = _Experts.apply(x_ND, gate_EFD, up_EFD, down_EDF, order_N, groups, units, rounded)
     return y_ND, sample
 

@@ -21,6 +21,7 @@ from perspectron.files import cache_folder
 from perspectron.machine import free_memory, return_memory
 from perspectron.model import LanguageModel
 from perspectron.ops import packing
+from perspectron.ops.dispatch import recorder
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
@@ -94,8 +95,7 @@ class StreamedModel(LanguageModel):
         consume_state: bool = False,
         views: Views | None = None,
     ) -> tuple[Tensor, LMState, dict[str, Term]]:
-        """The head's input, as for any model; with experts, one token of each row takes the shorter way, where there is
-        one. (Without, steps are recorded.)"""
+        """The head's input, as for any model; one token of each row takes the shorter way, where there is one."""
         others = inputs_embeds is not None or reset_BT is not None or views is not None
         if state is None or ids_BT is None or others or not self._steps(ids_BT, state):
             return super().hidden(
@@ -118,12 +118,9 @@ class StreamedModel(LanguageModel):
         return {}
 
     def _steps(self, ids_BT: Tensor, state: LMState) -> bool:
-        if (
-            not self.routed
-            or not torch.is_inference_mode_enabled()
-            or self.training
-            or ids_BT.shape != (state.batch_size, 1)
-        ):
+        if recorder() is not None or not torch.is_inference_mode_enabled() or self.training:
+            return False
+        if ids_BT.shape != (state.batch_size, 1):
             return False
         if not self._looked:
             self._step, self._looked = step_of(self), True

@@ -540,7 +540,7 @@ void solve(const Instruction& i, void* const* bases) {
   });
 }
 
-// All but products and attention, which may be shared out.
+// All but products (of floats and packed ones) and attention, which may be shared out.
 bool run(const Instruction& i, void* const* bases) {
   switch (i.code) {
     case SUM: case NORM: case ANY: case MOST: case FEWEST: reduce(i, bases); return true;
