@@ -228,11 +228,10 @@ def measure(params: int, contexts: tuple[int, ...], args: argparse.Namespace, re
     with tempfile.TemporaryDirectory() as folder:
         for bits, name in ((32, "float32"), (8, "8 bits")):
             write(models["transformer"], path := Path(folder) / f"{bits}.gguf", bits, most)
-            floats = models["transformer"]
             ours = models if bits == 32 else {n: packed(model) for n, model in models.items()}
             for context in contexts:
                 with Theirs(path, context, vocab, args.threads) as theirs:
-                    apart = found["largest_difference"][name] = difference(floats, theirs)
+                    apart = found["largest_difference"][name] = difference(models["transformer"], theirs)
                     theirs.fill(length := context - VISIT - 1)
                     pool = Pool(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
                     turns = {n: Stepper(model, context, VISIT, pool).turn for n, model in ours.items()}

@@ -2,7 +2,8 @@
 
 Random weights, float32 or packed, after a prompt of 256 tokens, head included, drawing not; the ways take turns in one
 process. Seconds are processor time on one thread; ratios are round by round. Python: what of a recorded step is not
-native code. Bars: Python ≤ 50 µs a token, and drm-104k ≤ 50 µs in all; a recording no slower than the modules.
+native code, without what experts do. Bars: Python ≤ 50 µs a token, and drm-104k ≤ 50 µs in all; a recording no slower
+than the modules.
 
 python benchmarks/steps.py --json results/steps.json
 """

@@ -103,14 +103,12 @@ class Recorder(TorchDispatchMode):
         self._dynamic.add(memory(out))
         return out
 
-    def aside(self, function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    def aside(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """The result of a function of tensors, for a part of the model whose operations depend on the numbers: a run
         calls it between two parts of the tape."""
-        read = [x for x in given if x is not None]
-        self.tape.call(lambda: out.copy_(function(*given)), read)
+        self.tape.call(lambda: out.copy_(function(*given)), given)
         with _disable_current_modes():
             out = function(*given).clone(memory_format=torch.contiguous_format)
-        self.tape.kept += [*read, out]  # the call has them, too
         self._dynamic.add(memory(out))
         return out
 
