@@ -152,6 +152,25 @@ def test_tokenizers_that_are_not_byte_level_are_refused(bpe, tmp_path):
             adopt(tmp_path / "changed.json")
 
 
+def test_a_separator_beyond_the_vocabulary_is_refused(bpe, tmp_path):
+    """Also where no token has id 0, so that the rest would be in order once it has moved there."""
+    bpe.save(str(tmp_path / "whole.json"))
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    (own,) = whole["added_tokens"]
+    ranked = sorted(whole["model"]["vocab"], key=whole["model"]["vocab"].get)
+    others = [token for token in ranked if token != own["content"]]
+    whole["model"]["vocab"] = {token: id for id, token in enumerate(others, 1)}
+
+    def adopted(at: int) -> int:
+        (tmp_path / "changed.json").write_text(json.dumps(whole | {"added_tokens": [own | {"id": at}]}))
+        return adopt(tmp_path / "changed.json").separator
+
+    assert adopted(0) == 0
+    for at in (len(others) + 1, 1 << 31):
+        with pytest.raises(DataError, match=f"is {at}, must be a whole number in 0 … {len(others)}"):
+            adopted(at)
+
+
 def test_the_separator_is_the_one_that_the_config_names(bpe, tmp_path):
     bpe.add_special_tokens(["<|begin|>"])
     bpe.save(str(tmp_path / "tokenizer.json"))

@@ -67,8 +67,10 @@ def adopt(path: Path, ids: Sequence[Any] = ()) -> Adopted:
             )
     vocab = model["vocab"] | {token["content"]: token["id"] for token in added}
     at = vocab.pop(separator)
-    if type(at) is not int or at < 0:
-        raise DataError(f"{path}: the id of {separator!r} is {at!r}, must be a whole number ≥ 0")
+    if type(at) is not int or not 0 <= at <= len(vocab):  # beyond, a matrix may have no row
+        raise DataError(
+            f"{path}: the id of {separator!r} is {at!r}, must be a whole number in 0 … {len(vocab)}"
+        )
     first = next((token for token, id in vocab.items() if id == 0), None)
     if first is not None:
         vocab[first] = at
