@@ -25,16 +25,16 @@ EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided
 
 
 class Recorder(TorchDispatchMode):
-    """While it is entered, operations on what depends on `dynamic` tensors are written on the tape.
+    """While it is entered, operations on what depends on these tensors, the bases of the tape, are written on it.
 
     Unrecordable: an operation that no instruction does, that draws, that asks for a number which a run may change, or
     that writes into something made before, other than those tensors.
     """
 
-    def __init__(self, dynamic: Sequence[Tensor], bases: Sequence[Tensor]) -> None:
+    def __init__(self, bases: Sequence[Tensor]) -> None:
         super().__init__()
         self.tape = Tape(bases)
-        self._dynamic = {memory(x) for x in (*dynamic, *bases)}
+        self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()
 

@@ -6,11 +6,11 @@ Shapes: B batch, D model width, V vocabulary.
 
 import dataclasses
 import logging
+import sys
 import threading
 import weakref
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -23,7 +23,7 @@ from perspectron.experts.router import Routed
 from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
 from perspectron.native import tape
-from perspectron.native.tape import Unrecordable, memory
+from perspectron.native.tape import Unrecordable, addresses, memory
 from perspectron.ops.dispatch import check_consumed, owned, watched
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
@@ -88,28 +88,25 @@ class Steps:
         self._latest: _Recording | None = None
         self._lock = threading.Lock()
 
-    @torch.inference_mode()
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
         """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
         state). None for a step that cannot be recorded; the state is then as it was."""
-        model = self._model()
-        assert model is not None
         ids = ids_B1.tolist()
-        if len(ids) != state.batch_size or not all(len(row) == 1 and 0 <= row[0] < self._ids for row in ids):
+        if not ids_B1.is_cpu or not all(len(row) == 1 and 0 <= row[0] < self._ids for row in ids):
             return None  # the modules say what is wrong
-        if state.length_B is not None and int(state.length_B.max()) >= model.config.positions:
-            return None
         with self._lock:
             now = self._latest
-            if now is None or now.state is not state or not now.has_room():
+            if now is None or now.state is not state or now.left == 0:
                 if now is not None:
                     now.leave()
-                self._latest = now = self._taken(model, state)
-            return None if now is None else now.step(ids_B1)
+                self._latest = now = self._taken(state)
+            return None if now is None or len(ids) != now.batch_size else now.step(ids_B1)
 
-    def _taken(self, model: LanguageModel, state: LMState) -> "_Recording | None":
+    @torch.inference_mode()
+    def _taken(self, state: LMState) -> "_Recording | None":
         """The recording for a state of these shapes, which goes on from it."""
-        B = state.batch_size
+        model, B = self._model(), state.batch_size
+        assert model is not None
         model.own(state)
         if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in _tensors(state)):
             return None
@@ -133,6 +130,9 @@ class Steps:
             del self._made[next(iter(self._made))]
         if recording is not None:
             recording.take(taken)
+            if recording.left == 0:
+                recording.leave()
+                return None
         return recording
 
 
@@ -140,20 +140,24 @@ _known: "weakref.WeakKeyDictionary[LanguageModel, Steps]" = weakref.WeakKeyDicti
 
 
 class _Recording:
-    """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from."""
+    """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from.
+    batch_size: its rows. left: tokens for which it has positions, and slots in its caches."""
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self.state: LMState | None = None
-        rows = min(ROWS, state.batch_size)
+        self._rows = rows = min(ROWS, state.batch_size)
+        self._positions = model.config.positions
         traced = _like(state, rows)
-        bases = _tensors(traced)
-        self._ids_B1 = torch.ones(rows, 1, dtype=torch.int64)
-        recorder = Recorder([self._ids_B1], bases)
+        bases, ids_B1 = _tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
+        hidden_BD, logits_BV = (torch.empty(rows, n) for n in (model.config.d_model, model.config.vocab_size))
+        recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases])
         with recorder:
-            hidden_B1D, after, _ = model.hidden(self._ids_B1, traced, consume_state=True)
-            self._hidden_BD = hidden_B1D[:, 0]
-            self._logits_BV = model.head(self._hidden_BD)
+            hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
+            hidden_BD.copy_(hidden_B1D[:, 0])
+            logits_BV.copy_(model.head(hidden_B1D[:, 0]))
         self._tape = recorder.tape
+        self._hidden_BD, self._logits_BV = hidden_BD, logits_BV
+        self._apart = [x.nbytes for x in (ids_B1, hidden_BD, logits_BV)]
         own = {memory(x) for x in bases}
         for base, end in zip(bases, _tensors(after), strict=True):
             if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
@@ -172,10 +176,10 @@ class _Recording:
         share = ROUNDED if packed else TOLERANCE
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
-            ids_B1 = torch.full_like(self._ids_B1, id)
+            ids_B1 = torch.full((self._rows, 1), id)
             hidden_B1D, given, _ = model.hidden(ids_B1, given, consume_state=True)
             hidden_BD, logits_BV, recorded = self.step(ids_B1)
-            rows = range(len(ids_B1))  # selected, a cache has no more slots than are filled
+            rows = range(self._rows)  # selected, a cache has no more slots than are filled
             pairs = [(hidden_BD, hidden_B1D[:, 0]), (logits_BV, model.head(hidden_B1D[:, 0]))]
             pairs += zip(_tensors(recorded.select(rows)), _tensors(given.select(rows)), strict=True)
             if not all(_near(found, wanted, share) for found, wanted in pairs):
@@ -183,30 +187,32 @@ class _Recording:
 
     def take(self, state: LMState) -> None:
         """Go on from this state, whose memory is written into from now on."""
-        self.state, self._caches = state, _caches(state)
-        leaves, groups = _tensors(state), -(-state.batch_size // len(self._ids_B1))
-        start, row = ([f(x) for x in leaves] for f in (Tensor.data_ptr, lambda x: x[:1].nbytes))
-        self._places = np.array(start) + np.outer(np.arange(groups) * len(self._ids_B1), row)
+        self.state, self.batch_size, self._caches = state, state.batch_size, _caches(state)
+        self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
+        if state.length_B is not None:
+            self.left = min(self.left, self._positions - int(state.length_B.max()))
+        leaves = _tensors(state)
+        self._places = [
+            addresses([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in leaves)])
+            for first in range(0, self.batch_size, self._rows)
+        ]
 
     def leave(self) -> None:
         """Let go of the state."""
         self.state, self._caches = None, []
 
-    def has_room(self) -> bool:
-        """True if the caches have a slot for the next token."""
-        return all(cache.used < cache.slots for cache in self._caches)
-
     def step(self, ids_B1: Tensor) -> tuple[Tensor, Tensor, LMState]:
         """`Steps.step`, after the state that it is at."""
         assert self.state is not None
-        parts, rows = list[tuple[Tensor, Tensor]](), len(self._ids_B1)
+        ids_B1, B = ids_B1.long().contiguous(), self.batch_size
+        hidden_BD, logits_BV = (x.new_empty(B, x.shape[1]) for x in (self._hidden_BD, self._logits_BV))
+        starts = [x.data_ptr() for x in (ids_B1, hidden_BD, logits_BV)]
         for group, places in enumerate(self._places):
-            self._ids_B1.copy_(ids_B1[group * rows : (group + 1) * rows])
+            places[1:4] = [start + group * apart for start, apart in zip(starts, self._apart, strict=True)]
             self._tape.run(places)
-            parts.append((self._hidden_BD.clone(), self._logits_BV.clone()))
+        self.left -= 1
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)
-        hidden_BD, logits_BV = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden_BD, logits_BV, self.state
 
 

@@ -7,6 +7,7 @@ the number of threads nor on the instruction set. What each instruction does: `c
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import Array, c_int64
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +92,6 @@ class Tape:
         self._made = list[np.ndarray]()
         self._calls = list[tuple[int, Callable[[], object]]]()
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
-        self._where = np.zeros(1 + len(bases), np.int64)
         self._tape = np.zeros(0, _INSTRUCTION)
 
     def __len__(self) -> int:
@@ -129,20 +129,28 @@ class Tape:
         self._tape = np.stack(self._made) if self._made else self._tape
         ends = [*self._calls, (len(self._tape), None)]
         starts = [0, *(end for end, _ in self._calls)]
-        self._parts = [(start, end, call) for start, (end, call) in zip(starts, ends, strict=True)]
+        first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
+        self._native = _library().pspx_tape
+        self._parts = [
+            (first + start * apart, end - start, call)
+            for start, (end, call) in zip(starts, ends, strict=True)
+        ]
 
-    def run(self, places: np.ndarray) -> None:
-        """Run it, with the bases at these addresses [N], int64. RuntimeError: an index, such as a token's, that is not
-        there."""
-        self._where[1:] = places
-        for start, end, call in self._parts:
-            where = self._tape.ctypes.data + start * _INSTRUCTION.itemsize
-            failed = _library().pspx_tape(where, end - start, self._where.ctypes.data, threads())
-            if failed:
-                at = start + failed - 1
+    def run(self, places: Array[c_int64]) -> None:
+        """Run it, with the bases at these addresses, of `addresses`. RuntimeError: an index, such as a token's, that is
+        not there."""
+        # What stands here is run for each token, from memory that reading the weights has pushed out of all caches.
+        for first, count, call in self._parts:
+            if failed := self._native(first, count, places, threads()):
+                at = (first - self._tape.ctypes.data) // _INSTRUCTION.itemsize + failed - 1
                 raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
             if call is not None:
                 call()
+
+
+def addresses(bases: Sequence[int]) -> Array[c_int64]:
+    """Where the bases are, for `Tape.run`; place 1 + i is that of the base i, and may be changed."""
+    return (c_int64 * (1 + len(bases)))(0, *bases)
 
 
 def memory(x: Tensor) -> int:

@@ -9,7 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from perspectron.errors import BackendError
@@ -27,7 +29,7 @@ def known(backend: str, backends: tuple[str, ...]) -> None:
 def say(message: str, *args: str) -> None:
     """Write a line of the log, once for each message; not while a compiler traces, which would take it into its
     graph."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _say(message, *args)
 
 
@@ -39,9 +41,9 @@ def _say(message: str, *args: str) -> None:
 def watched(*tensors: Tensor) -> bool:
     """True if something else than PyTorch's own kernels sees these tensors (a compiler, a trace, a dispatch mode, a
     functional transform), so that code that reads their memory cannot be used."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if is_compiling() or _get_tracing_state() is not None:
         return True
-    if _get_current_dispatch_mode() is not None or torch._C._are_functorch_transforms_active():
+    if _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active():
         return True
     return any(type(x) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 

@@ -1,6 +1,5 @@
 """What is recorded and run again gives what PyTorch gives, whatever lies in the memory that a run may change."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +8,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
-from perspectron.native.tape import CODES, Tape, Unrecordable
+from perspectron.native.tape import CODES, Tape, Unrecordable, addresses
 from perspectron.ops import packed
 from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
@@ -84,7 +83,7 @@ PACKED = {
 
 def record(operation, inputs: list[Tensor]):
     """(the tape, its result)"""
-    with torch.inference_mode(), Recorder([], inputs) as recorder:
+    with torch.inference_mode(), Recorder(inputs) as recorder:
         out = operation(*inputs)
     recorder.tape.done()
     return recorder.tape, out
@@ -98,7 +97,7 @@ def inputs_of(shape: tuple[int, int], seed: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def run(tape, inputs: list[Tensor]) -> None:
-    tape.run(np.array([x.data_ptr() for x in inputs]))
+    tape.run(addresses([x.data_ptr() for x in inputs]))
 
 
 @pytest.mark.parametrize("isa", ISAS)
