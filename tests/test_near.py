@@ -30,7 +30,10 @@ from perspectron.state import load_state, save_state
 from perspectron.stream.step import Unsuited, check
 
 V, T = 40, 23
-LEANING = {"attention", "window_gqa", "pdr2", "gla", "gdn", "kda", "gdn2"}
+LEANING = {
+    *("attention", "window_gqa", "pdr2", "gla", "gdn", "kda", "gdn2"),
+    *("adr", "lens", "hgrn2", "ssd", "mamba3"),
+}
 
 
 def config(design: str) -> ModelConfig:
@@ -232,10 +235,10 @@ def test_where_it_is_not_computed_it_is_refused():
     with pytest.raises(Unsuited, match=r"model\.first_values = True"):
         check(replace(model.config, shift=False, first_values=True))
     with pytest.raises(
-        ConfigError, match="first_values = True, must be false in ssd: its mixers have no values"
+        ConfigError, match="first_values = True, must be false in mingru: its mixers have no values"
     ):
-        presets.get("ssd", first_values=True)
-    assert build(replace(config("ssd"), first_values=True))  # a run that was trained so can be read
+        presets.get("mingru", first_values=True)
+    assert build(replace(config("mingru"), first_values=True))  # a run that was trained so can be read
 
 
 def test_what_is_handed_on_is_no_dict():

@@ -14,7 +14,7 @@ from perspectron.config import MixerConfig, divides, one_of, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import Dropout
+from perspectron.mixers.parts import Dropout, Lean
 from perspectron.ops import attention, gru
 from perspectron.state import register
 from perspectron.terms import Term
@@ -101,6 +101,7 @@ class ADR(nn.Module):
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         self.dropout: Dropout | None = None
+        self.value_channels = d_model
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
         K, G = d_model // config.heads, config.streams * (1 if config.share_heads else config.heads)
@@ -146,12 +147,18 @@ class ADR(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: ADRState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: ADRState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
         qkv, memory, seen, after_B2HK = self.remember(
-            x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state
+            x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state, lean=lean
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         if self.config.rope_base is not None:
@@ -180,10 +187,15 @@ class ADR(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
+        lean: Lean | None = None,
     ) -> Remembered:
         """The input of attention for tokens that come after `state`, at these places."""
         config, of = self.config, self.config.remembered
-        qkv_BT3HK = self.qkv_proj(x_BTD).view(*x_BTD.shape[:2], 3, config.heads, -1)
+        qkv_BTC = self.qkv_proj(x_BTD)
+        if lean is not None:
+            qk_BTC, v_BTD = qkv_BTC.split([2 * self.value_channels, self.value_channels], -1)
+            qkv_BTC = torch.cat([qk_BTC, lean(v_BTD, x_BTD)], -1)
+        qkv_BT3HK = qkv_BTC.view(*x_BTD.shape[:2], 3, config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]
         own, G = kv[:, :, of], len(self.input_GKF)
         B, T, kinds, H, K = own.shape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, divides, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import Shared
+from perspectron.mixers.parts import Lean, Shared
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
@@ -58,6 +58,7 @@ class HGRN2(nn.Module):
         super().__init__()
         divides(config.heads, d_model)
         self.config = config
+        self.value_channels = d_model
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
         self.f_proj = nn.Linear(d_model, d_model, bias=False)
         self.i_proj = nn.Linear(d_model, d_model, bias=False)
@@ -89,6 +90,7 @@ class HGRN2(nn.Module):
         pad_BT: Mask,
         consume_state: bool,
         shared: Shared | None = None,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
@@ -110,7 +112,8 @@ class HGRN2(nn.Module):
         gate_BTD = 1 - k_BTD
         if reset_BT is not None:
             gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
-        inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, self.i_proj(x_BTD), gate_BTD)
+        v_BTD = self.i_proj(x_BTD) if lean is None else lean(self.i_proj(x_BTD), x_BTD)
+        inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(
             q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False

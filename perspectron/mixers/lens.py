@@ -12,7 +12,7 @@ from perspectron.config import MixerConfig, divides, require
 from perspectron.mixers import cache
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import Dropout
+from perspectron.mixers.parts import Dropout, Lean
 from perspectron.ops import attention, lens
 from perspectron.ops.fused import evenly
 from perspectron.terms import Term
@@ -57,6 +57,7 @@ class Lens(nn.Module):
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
         self.dropout: Dropout | None = None
+        self.value_channels = d_model
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
@@ -98,10 +99,19 @@ class Lens(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: Cache, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: Cache,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
-        q, k, v = self.qkv_proj(x_BTD).view(B, T, 3, self.config.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
+        if lean is not None:
+            parts = (*parts[:2], lean(parts[2], x_BTD))
+        q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         scale = q.shape[-1] ** -0.5
         u_HK = self.u_HK if self.config.discoverability else None
         q, k = lens.features(

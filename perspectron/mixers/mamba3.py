@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import sigmoid, softplus, softplus_of_steps
+from perspectron.mixers.parts import Lean, sigmoid, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
 from perspectron.ops.fused import RMSNorm, evenly
@@ -66,6 +66,7 @@ class Mamba3(nn.Module):
         require(inner % config.head_dim == 0, "head_dim", config.head_dim, bound)
         heads = inner // config.head_dim
         self.config = config
+        self.value_channels = inner
         self.split = [inner, inner, N, N, heads, heads, heads, N // 4]
         self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
         self.b_norm = RMSNorm(N, norm_eps)
@@ -93,7 +94,13 @@ class Mamba3(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: Mamba3State, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: Mamba3State,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, Mamba3State, dict[str, Term]]:
         projected = self.in_proj(x_BTD).to(x_BTD.dtype).split(self.split, -1)
         (z_BTI, v_BTI, b_BTN, c_BTN), steps = projected[:4], projected[4:]
@@ -111,6 +118,7 @@ class Mamba3(nn.Module):
         angle_BTHF = _angles(turn_BTHF, state.angle_BHF, reset_BT)
         k_BTHN = _turned(self.b_norm(b_BTN).to(full)[:, :, None] + self.b_bias, angle_BTHF)
         q_BTHN = _turned(self.c_norm(c_BTN).to(full)[:, :, None] + self.c_bias, angle_BTHF)
+        v_BTI = v_BTI if lean is None else lean(v_BTI, x_BTD)
         v_BTHP = v_BTI.to(full).unflatten(-1, (-1, self.config.head_dim))
         # A token is written for itself and, before it has faded, for the next one: both at once, into a memory that is
         # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.

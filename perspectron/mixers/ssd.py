@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
-from perspectron.mixers.parts import ShortConv, softplus, softplus_of_steps
+from perspectron.mixers.parts import Lean, ShortConv, softplus, softplus_of_steps
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
@@ -61,6 +61,7 @@ class SSD(nn.Module):
         require(inner % config.head_dim == 0, "head_dim", config.head_dim, bound)
         heads, channels = inner // config.head_dim, inner + 2 * N
         self.config = config
+        self.value_channels = inner
         self.split = [inner, channels, heads]
         self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
         self.conv1d = ShortConv(channels, config.conv)
@@ -88,7 +89,13 @@ class SSD(nn.Module):
 
     @masked
     def forward(
-        self, x_BTD: Tensor, state: SSDState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+        self,
+        x_BTD: Tensor,
+        state: SSDState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
@@ -101,6 +108,7 @@ class SSD(nn.Module):
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
         N = self.config.state
         v_BTI, k_BTN, q_BTN = u_BTC.split([u_BTC.shape[-1] - 2 * N, N, N], -1)
+        v_BTI = v_BTI if lean is None else lean(v_BTI, x_BTD)
         v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
         o_BHTP, memory_BHNP = gla.scan(
             q_BTN[:, None],

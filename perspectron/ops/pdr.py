@@ -23,7 +23,7 @@ from perspectron.ops.tree import Recurrence, blocks, halves
 from perspectron.ops.triton import scan as on_gpu
 
 CHUNK = 128
-WIDEST = 128  # columns of a state that the kernel trains; for more, the tree's matrix products are faster
+WIDEST = 256  # columns of a state that the kernel trains; for more, the tree's matrix products may be faster
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 
 
