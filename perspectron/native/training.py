@@ -102,13 +102,10 @@ def attention_backward(
     for output in (o_BTHV, do_BTHV):
         _check(output, q_BTHK.dtype, (*q_BTHK.shape[:3], v_BTGV.shape[3]))
     _check(lse_BTH, torch.float32, tuple(q_BTHK.shape[:3]))
-    dq, dk, dv = (
-        torch.empty_like(q_BTHK),
-        *(torch.zeros_like(x, dtype=torch.float32) for x in (k_BTGK, v_BTGV)),
-    )
+    dq, dk, dv = (torch.empty_like(x) for x in (q_BTHK, k_BTGK, v_BTGV))
     pointers = [x.data_ptr() for x in (o_BTHV, lse_BTH, do_BTHV, dq, dk, dv)]
     _library().pspx_attention_backward(*given, *sizes, *pointers, threads())
-    return dq, dk.to(k_BTGK.dtype), dv.to(v_BTGV.dtype)
+    return dq, dk, dv
 
 
 def turned(x_NHK: Tensor, cosine_NF: Tensor, sine_NF: Tensor) -> Tensor:

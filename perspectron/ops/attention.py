@@ -20,8 +20,6 @@ from perspectron.native import training
 from perspectron.ops.dispatch import gradients_off, owned, recorder, watched
 from perspectron.ops.fused import fits, recorded
 
-LONGEST = 2048
-"""Keys of a token up to which the native kernel is as fast as PyTorch's in training: it copies them for 64 queries."""
 Drop = Callable[[Tensor], Tensor] | None
 """A function of the weights of attention, such as dropout; None takes the fused kernels."""
 
@@ -154,11 +152,10 @@ def attend(
     return o[..., :V]
 
 
-def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> bool:
-    """True if the native kernel takes a chunk that attends to itself: in training, up to LONGEST keys a token; without
-    gradients, only float32 values narrower than keys."""
-    T = q.shape[2]
-    if k.shape[2] != T or not scale > 0 or min(T, window or T) > LONGEST:
+def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """True if the native kernel takes a chunk that attends to itself: in training, and without gradients float32 values
+    narrower than keys."""
+    if k.shape[2] != q.shape[2] or not scale > 0:
         return False
     if gradients_off():
         plain = all(x.dtype is torch.float32 and x.device.type == "cpu" for x in (q, k, v))
@@ -283,7 +280,7 @@ def windowed(
         return _columns(
             windowed(q, k, v, ring, before_B, tokens, fresh=fresh, drop=drop), order_BT.argsort(1)
         )
-    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5, W):
+    if fresh and drop is None and _ours(q_BHTK, k_BGTK, v_BGTK, scale := q_BHTK.shape[3] ** -0.5):
         return _attended(q_BHTK, k_BGTK, v_BGTK, _first(at, W), scale)
     c = min(W, T)
     n = -(-T // c)

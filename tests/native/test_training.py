@@ -95,6 +95,9 @@ ATTENTION = [  # B, T, H, G, K, V, window
     (1, 130, 3, 3, 32, 32, 64),
     (2, 77, 4, 2, 90, 33, 16),
     (1, 200, 2, 2, 48, 20, 300),
+    (1, 1030, 2, 1, 18, 20, 2000),  # longer than the keys that are taken at once
+    (2, 1541, 2, 2, 16, 16, 530),
+    (1, 700, 1, 1, 8, 5, 40),
 ]
 
 
@@ -114,9 +117,21 @@ def test_attention_to_what_a_token_may_see(isa, dtype, sizes, use_isa):
     close(found, exact, 2 * bound)
 
 
+@pytest.mark.parametrize("scale", [-60.0, 60.0])
+def test_attention_whose_weights_rise_or_fall_from_key_to_key(scale):
+    """What was gathered of earlier keys fades away, or all that comes later hardly counts."""
+    T = 1600
+    time, v = torch.arange(T).view(1, T, 1, 1), draw(1, T, 1, 4, seed=1)
+    k, q = scale * time / T + draw(1, T, 1, 1), torch.ones(1, T, 1, 1)
+    first = torch.zeros(1, T, dtype=torch.int32)
+    o, lse = training.attention(q, k, v, first, 1.0)
+    found = [o, *training.attention_backward(q, k, v, first, 1.0, o, lse, v)]
+    close(found, gradients(lambda q, k, v: attention_written_out(q, k, v, first, 1.0), [q, k, v], v), 1e-4)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, use_isa):
-    """Bit for bit: later tokens and those before its window are others, and it stands elsewhere in its tile."""
+    """Bit for bit, among keys that are taken at once: later tokens and those before its window are others, and it stands elsewhere in its tile."""
     use_isa(isa)
     (q, k, v, _), _ = attention_inputs(1, 150, 2, 2, 20, 20, 40)
     first = (torch.arange(150) - 39).clamp_min(0).to(torch.int32)[None]

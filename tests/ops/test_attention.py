@@ -149,16 +149,6 @@ def test_a_transform_around_it_takes_pytorch():
     assert scales.shape == (3,)
 
 
-def test_what_is_too_long_is_pytorchs(asked):
-    q, k, v = (torch.zeros(1, 1, attention.LONGEST + 1, 2).requires_grad_() for _ in range(3))
-    attention.attend(q, k, v, causal=True).sum().backward()
-    assert asked == []
-    ring, start = (torch.zeros(1, 1, 4, 2),) * 2, torch.zeros(1, dtype=torch.int64)
-    at = attention.places(start, attention.LONGEST + 1, None, None)
-    attention.windowed(q, k, v, ring, start, at, fresh=True).sum().backward()
-    assert asked == (["attention", "attention_backward"] if native.available() else [])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_our_kernel_is_the_one_that_trains(dtype, asked):
     q, k, v = (x.to(dtype).requires_grad_() for x in inputs(9, 9, 8, 8))

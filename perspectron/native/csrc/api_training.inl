@@ -120,7 +120,7 @@ API void pspx_attention(const void* q, const void* k, const void* v, int brief, 
 
 API void pspx_attention_backward(const void* q, const void* k, const void* v, int brief, const int32_t* first, int64_t B,
                                  int64_t T, int64_t H, int64_t G, int64_t K, int64_t V, double scale, const void* o,
-                                 const float* lse, const void* out, void* dq, float* dk, float* dv, int threads) {
+                                 const float* lse, const void* out, void* dq, void* dk, void* dv, int threads) {
   const Attention a{q, k, v, first, const_cast<void*>(o), const_cast<float*>(lse), out, dq, dk, dv, T, H, G, K, V, float(scale)};
   shared(threads, B * G, 1, [&](int64_t from, int64_t to) { kernels().attention_backward[brief](a, from, to); });
 }

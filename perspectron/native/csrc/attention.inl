@@ -1,8 +1,8 @@
-// Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Queries go
-// BLOCK at a time, and in it ATTEND_ROWS; the keys that a block sees are copied once as float: transposed for q kᵀ, where
-// lanes are keys, and in rows for sums over keys.
+// Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Keys go SPAN
+// at a time, copied once as float: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All queries
+// that see some of them pass by, ATTEND_ROWS at a time; what a query gathers from tile to tile waits in `Passing`.
 
-constexpr int64_t BLOCK = 64;
+constexpr int64_t SPAN = 512;
 constexpr int ATTEND_ROWS = 8;  // ATTEND_ROWS · 2 sums, in registers where there are 32 of them
 constexpr int64_t SPARE = 32;   // numbers past a row of keys that its last vectors may touch
 
@@ -71,41 +71,44 @@ inline ALWAYS void turned(const T* from, int64_t stride, int64_t n, int64_t C, f
     }
 }
 
-// Where a block and its rows are, and what they see: keys from `lo` on.
-struct Seen {
-  int64_t begin, end, lo;
+// Queries [begin, end) of a head as float, zeros up to ATTEND_ROWS.
+struct Rows {
+  int64_t begin, end;
 };
-inline Seen seen_by(const int32_t* first, int64_t begin, int64_t end) {
-  int64_t lo = begin;
-  for (int64_t t = begin; t < end; t++) lo = first[t] < lo ? first[t] : lo;
-  return {begin, end, lo};
-}
-
-// Rows [begin, end) of a head as float, zeros up to ATTEND_ROWS.
 template <class T>
-inline ALWAYS void tile_of(const T* from, int64_t stride, const Seen& rows, int64_t C, float* to, int64_t wide) {
+inline ALWAYS void tile_of(const T* from, int64_t stride, Rows rows, int64_t C, float* to, int64_t wide) {
   const int64_t n = rows.end - rows.begin;
   copied(from + rows.begin * stride, stride, n, C, to, wide);
   __builtin_memset(to + n * wide, 0, size_t((ATTEND_ROWS - n) * wide) * sizeof(float));
 }
 
+// The first n of rows that are `wide`, as rows `stride` apart.
 template <class T>
-inline ALWAYS void tile_to(T* to, int64_t stride, const Seen& rows, int64_t C, const float* from, int64_t wide) {
-  for (int64_t t = rows.begin; t < rows.end; t++)
-    sixteens(C, [&](auto at, auto into) ALWAYS { into(to + t * stride, at(from + (t - rows.begin) * wide)); });
+inline ALWAYS void tile_to(T* to, int64_t stride, int64_t n, int64_t C, const float* from, int64_t wide) {
+  for (int64_t r = 0; r < n; r++)
+    sixteens(C, [&](auto at, auto into) ALWAYS { into(to + r * stride, at(from + r * wide)); });
 }
 
-// f(b, g, block) over the blocks of tasks [first, last), each a key head of a batch.
+// f(rows, begin, end) for the queries that see some of the keys [lo, hi): together they see lo + [begin, end).
 template <class F>
-inline ALWAYS void attention_blocks(const Attention& a, int64_t first, int64_t last, const F& f) {
-  for (int64_t task = first; task < last; task++)
-    for (int64_t t = 0; t < a.T; t += BLOCK)
-      f(task / a.G, task % a.G, seen_by(a.first + task / a.G * a.T, t, t + BLOCK < a.T ? t + BLOCK : a.T));
+inline ALWAYS void passing(const int32_t* first, int64_t T, int64_t lo, int64_t hi, const F& f) {
+  for (int64_t t = lo; t < T; t += ATTEND_ROWS) {
+    const Rows rows{t, t + ATTEND_ROWS < T ? t + ATTEND_ROWS : T};
+    int64_t from = t;
+    for (int64_t i = t; i < rows.end; i++) from = first[i] < from ? first[i] : from;
+    if (from < hi) f(rows, (from > lo ? from : lo) - lo, (rows.end < hi ? rows.end : hi) - lo);
+  }
 }
 
 struct Row {
-  int64_t from, to;  // keys it sees
+  int64_t from, to;  // keys of the tile that it sees
+  bool none() const { return from >= to; }
 };
+inline Row row_of(const int32_t* first, Rows rows, int64_t r, int64_t lo, int64_t hi) {
+  const int64_t t = rows.begin + r;
+  if (t >= rows.end) return {0, 0};
+  return {(first[t] > lo ? first[t] : lo) - lo, (t + 1 < hi ? t + 1 : hi) - lo};
+}
 // A row's raw scores become the weights e^(scale · s + down) of the keys it sees, and 0 for the tile's other keys.
 inline ALWAYS void weigh(float* s, Row row, int64_t begin, int64_t end, Floats scale, Floats down) {
   for (int64_t i = row.from; i < row.to; i += 16) store(s + i, exponential(fma(load_floats(s + i), scale, down)));
@@ -114,101 +117,128 @@ inline ALWAYS void weigh(float* s, Row row, int64_t begin, int64_t end, Floats s
 }
 
 template <class T>
-void attention(const Attention& a, int64_t first, int64_t last) {
+void attention(const Attention& a, int64_t from_task, int64_t to_task) {
   const int64_t share = a.H / a.G, Kp = sixteen(a.K), Vp = sixteen(a.V), q_row = a.H * a.K, k_row = a.G * a.K;
-  const int64_t o_row = a.H * a.V, v_row = a.G * a.V;
-  attention_blocks(a, first, last, [&](int64_t b, int64_t g, const Seen& block) ALWAYS {
-    const int64_t n = block.end - block.lo, ld = sixteen(n) + SPARE;
-    float* kt = scratch<float>(KEYS, a.K * ld + n * Vp + ATTEND_ROWS * (ld + Kp + Vp));
-    float *v = kt + a.K * ld, *p = v + n * Vp, *q = p + ATTEND_ROWS * ld, *o = q + ATTEND_ROWS * Kp;
-    turned(static_cast<const T*>(a.k) + (b * a.T + block.lo) * k_row + g * a.K, k_row, n, a.K, kt, ld);
-    copied(static_cast<const T*>(a.v) + (b * a.T + block.lo) * v_row + g * a.V, v_row, n, a.V, v, Vp);
-    for (int64_t h = g * share; h < (g + 1) * share; h++)
-      for (int64_t t = block.begin; t < block.end; t += ATTEND_ROWS) {
-        const Seen rows = seen_by(a.first + b * a.T, t, t + ATTEND_ROWS < block.end ? t + ATTEND_ROWS : block.end);
-        const int64_t begin = rows.lo - block.lo, end = rows.end - block.lo;
-        tile_of(static_cast<const T*>(a.q) + b * a.T * q_row + h * a.K, q_row, rows, a.K, q, Kp);
-        for (int64_t j = begin; j < end; j += 32) rows_times<2>(q, Kp, kt + j, ld, a.K, p + j, ld);
-        float total[ATTEND_ROWS] = {};
-        for (int64_t r = 0; r < ATTEND_ROWS; r++) {
-          float* s = p + r * ld;
-          if (r >= rows.end - rows.begin) {
-            __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
-            continue;
+  const int64_t o_row = a.H * a.V, v_row = a.G * a.V, wide = sixteen(a.T < SPAN ? a.T : SPAN), ld = wide + SPARE;
+  float* kt = scratch<float>(KEYS, a.K * ld + wide * Vp + ATTEND_ROWS * (ld + Kp + Vp) + share * a.T * (Vp + 2));
+  float *v = kt + a.K * ld, *p = v + wide * Vp, *q = p + ATTEND_ROWS * ld, *o = q + ATTEND_ROWS * Kp;
+  float *sums = o + ATTEND_ROWS * Vp, *tops = sums + share * a.T * Vp, *totals = tops + share * a.T;
+  for (int64_t task = from_task; task < to_task; task++) {
+    const int64_t b = task / a.G, g = task % a.G;
+    const int32_t* first = a.first + b * a.T;
+    __builtin_memset(sums, 0, size_t(share * a.T * Vp) * sizeof(float));
+    __builtin_memset(totals, 0, size_t(share * a.T) * sizeof(float));
+    for (int64_t i = 0; i < share * a.T; i++) tops[i] = -__FLT_MAX__;
+    for (int64_t lo = 0; lo < a.T; lo += SPAN) {
+      const int64_t hi = lo + SPAN < a.T ? lo + SPAN : a.T;
+      turned(static_cast<const T*>(a.k) + (b * a.T + lo) * k_row + g * a.K, k_row, hi - lo, a.K, kt, ld);
+      copied(static_cast<const T*>(a.v) + (b * a.T + lo) * v_row + g * a.V, v_row, hi - lo, a.V, v, Vp);
+      for (int64_t h = 0; h < share; h++)
+        passing(first, a.T, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
+          tile_of(static_cast<const T*>(a.q) + b * a.T * q_row + (g * share + h) * a.K, q_row, rows, a.K, q, Kp);
+          for (int64_t j = begin; j < end; j += 32) rows_times<2>(q, Kp, kt + j, ld, a.K, p + j, ld);
+          float fading[ATTEND_ROWS];  // of what was gathered before: its weights have another top
+          for (int64_t r = 0; r < ATTEND_ROWS; r++) {
+            float* s = p + r * ld;
+            const Row row = row_of(first, rows, r, lo, hi);
+            fading[r] = 1;
+            if (row.none()) {
+              __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
+              continue;
+            }
+            float &top = tops[h * a.T + rows.begin + r], &total = totals[h * a.T + rows.begin + r];
+            for (int64_t i = row.to; i < row.to + 16; i++) s[i] = -__FLT_MAX__;
+            Floats highest = broadcast(-__FLT_MAX__), sum = broadcast(0);
+            for (int64_t i = row.from; i < row.to; i += 16) highest = greatest(load_floats(s + i), highest);
+            float lanes[16], most = top;
+            store(lanes, highest);
+            for (float lane : lanes) most = lane > most ? lane : most;
+            if (total > 0) {
+              store(lanes, exponential(broadcast((top - most) * a.scale)));
+              fading[r] = lanes[0];
+            }
+            weigh(s, row, begin, end, broadcast(a.scale), broadcast(-most * a.scale));
+            for (int64_t i = row.from; i < row.to; i += 16) sum = add(sum, load_floats(s + i));
+            top = most;
+            total = total * fading[r] + tree(sum);
           }
-          const Row row{a.first[b * a.T + t + r] - block.lo, t + r + 1 - block.lo};
-          for (int64_t i = row.to; i < row.to + 16; i++) s[i] = -__FLT_MAX__;
-          Floats top = broadcast(-__FLT_MAX__), sum = broadcast(0);
-          for (int64_t i = row.from; i < row.to; i += 16) top = greatest(load_floats(s + i), top);
-          float lanes[16];
-          store(lanes, top);
-          float most = lanes[0];
-          for (float lane : lanes) most = lane > most ? lane : most;
-          weigh(s, row, begin, end, broadcast(a.scale), broadcast(-most * a.scale));
-          for (int64_t i = row.from; i < row.to; i += 16) sum = add(sum, load_floats(s + i));
-          total[r] = tree(sum);
-          a.lse[(b * a.T + t + r) * a.H + h] = most * a.scale + __builtin_logf(total[r]);
-        }
-        pairs(Vp, [&](auto V, int64_t c) ALWAYS { rows_times<V>(p + begin, ld, v + begin * Vp + c, Vp, end - begin, o + c, Vp); });
-        for (int64_t r = 0; r < rows.end - rows.begin; r++)
-          each(o + r * Vp, o + r * Vp, Vp, [&](Floats x, Floats) ALWAYS { return div(x, broadcast(total[r])); });
-        tile_to(static_cast<T*>(a.o) + b * a.T * o_row + h * a.V, o_row, rows, a.V, o, Vp);
+          pairs(Vp, [&](auto V, int64_t c) ALWAYS { rows_times<V>(p + begin, ld, v + begin * Vp + c, Vp, end - begin, o + c, Vp); });
+          for (int64_t r = 0; r < rows.end - rows.begin; r++) {
+            float* gathered = sums + (h * a.T + rows.begin + r) * Vp;
+            each(gathered, o + r * Vp, Vp, [&](Floats before, Floats x) ALWAYS { return fma(before, broadcast(fading[r]), x); });
+          }
+        });
+    }
+    for (int64_t h = 0; h < share; h++)
+      for (int64_t t = 0; t < a.T; t++) {
+        const int64_t at = h * a.T + t;
+        each(sums + at * Vp, sums + at * Vp, Vp, [&](Floats x, Floats) ALWAYS { return div(x, broadcast(totals[at])); });
+        a.lse[(b * a.T + t) * a.H + g * share + h] = tops[at] * a.scale + __builtin_logf(totals[at]);
       }
-  });
+    for (int64_t h = 0; h < share; h++)
+      tile_to(static_cast<T*>(a.o) + b * a.T * o_row + (g * share + h) * a.V, o_row, a.T, a.V, sums + h * a.T * Vp, Vp);
+  }
 }
 
-// p = e^(scale · s − lse), ds = scale · p · (do vᵀ − Σ do · o); dv = pᵀ do, dq = ds k, dk = dsᵀ q. Adds to dk and dv.
+// p = e^(scale · s − lse), ds = scale · p · (do vᵀ − Σ do · o); dv = pᵀ do, dq = ds k, dk = dsᵀ q.
 template <class T>
-void attention_backward(const Attention& a, int64_t first, int64_t last) {
+void attention_backward(const Attention& a, int64_t from_task, int64_t to_task) {
   const int64_t share = a.H / a.G, Kp = sixteen(a.K), Vp = sixteen(a.V), q_row = a.H * a.K, k_row = a.G * a.K;
-  const int64_t o_row = a.H * a.V, v_row = a.G * a.V;
-  attention_blocks(a, first, last, [&](int64_t b, int64_t g, const Seen& block) ALWAYS {
-    const int64_t n = block.end - block.lo, ld = sixteen(n) + SPARE;
-    float* kt = scratch<float>(KEYS, (a.K + a.V + 2 * ATTEND_ROWS) * ld + n * (2 * Kp + Vp) + ATTEND_ROWS * (2 * Kp + 2 * Vp));
-    float *vt = kt + a.K * ld, *p = vt + a.V * ld, *ds = p + ATTEND_ROWS * ld, *k = ds + ATTEND_ROWS * ld;
-    float *dk = k + n * Kp, *dv = dk + n * Kp, *q = dv + n * Vp, *dq = q + ATTEND_ROWS * Kp;
-    float *out = dq + ATTEND_ROWS * Kp, *o = out + ATTEND_ROWS * Vp;
-    const T* keys = static_cast<const T*>(a.k) + (b * a.T + block.lo) * k_row + g * a.K;
-    turned(keys, k_row, n, a.K, kt, ld);
-    copied(keys, k_row, n, a.K, k, Kp);
-    turned(static_cast<const T*>(a.v) + (b * a.T + block.lo) * v_row + g * a.V, v_row, n, a.V, vt, ld);
-    __builtin_memset(dk, 0, size_t(n * (Kp + Vp)) * sizeof(float));
-    for (int64_t h = g * share; h < (g + 1) * share; h++)
-      for (int64_t t = block.begin; t < block.end; t += ATTEND_ROWS) {
-        const Seen rows = seen_by(a.first + b * a.T, t, t + ATTEND_ROWS < block.end ? t + ATTEND_ROWS : block.end);
-        const int64_t begin = rows.lo - block.lo, end = rows.end - block.lo;
-        tile_of(static_cast<const T*>(a.q) + b * a.T * q_row + h * a.K, q_row, rows, a.K, q, Kp);
-        tile_of(static_cast<const T*>(a.out) + b * a.T * o_row + h * a.V, o_row, rows, a.V, out, Vp);
-        tile_of(static_cast<const T*>(a.o) + b * a.T * o_row + h * a.V, o_row, rows, a.V, o, Vp);
-        for (int64_t j = begin; j < end; j += 32) {
-          rows_times<2>(q, Kp, kt + j, ld, a.K, p + j, ld);
-          rows_times<2>(out, Vp, vt + j, ld, a.V, ds + j, ld);
-        }
-        for (int64_t r = 0; r < ATTEND_ROWS; r++) {
-          float *s = p + r * ld, *d = ds + r * ld;
-          if (r >= rows.end - rows.begin) {
-            __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
-            __builtin_memset(d + begin, 0, size_t(end - begin) * sizeof(float));
-            continue;
+  const int64_t o_row = a.H * a.V, v_row = a.G * a.V, wide = sixteen(a.T < SPAN ? a.T : SPAN), ld = wide + SPARE;
+  float* kt = scratch<float>(KEYS, (a.K + a.V + 2 * ATTEND_ROWS) * ld + wide * (2 * Kp + Vp) + ATTEND_ROWS * (2 * Kp + 2 * Vp) +
+                                       share * a.T * Kp);
+  float *vt = kt + a.K * ld, *p = vt + a.V * ld, *ds = p + ATTEND_ROWS * ld, *k = ds + ATTEND_ROWS * ld;
+  float *dk = k + wide * Kp, *dv = dk + wide * Kp, *q = dv + wide * Vp, *dq = q + ATTEND_ROWS * Kp;
+  float *out = dq + ATTEND_ROWS * Kp, *o = out + ATTEND_ROWS * Vp, *sums = o + ATTEND_ROWS * Vp;
+  for (int64_t task = from_task; task < to_task; task++) {
+    const int64_t b = task / a.G, g = task % a.G;
+    const int32_t* first = a.first + b * a.T;
+    __builtin_memset(sums, 0, size_t(share * a.T * Kp) * sizeof(float));
+    for (int64_t lo = 0; lo < a.T; lo += SPAN) {
+      const int64_t hi = lo + SPAN < a.T ? lo + SPAN : a.T, keys = (b * a.T + lo) * k_row + g * a.K;
+      const int64_t values = (b * a.T + lo) * v_row + g * a.V;
+      turned(static_cast<const T*>(a.k) + keys, k_row, hi - lo, a.K, kt, ld);
+      copied(static_cast<const T*>(a.k) + keys, k_row, hi - lo, a.K, k, Kp);
+      turned(static_cast<const T*>(a.v) + values, v_row, hi - lo, a.V, vt, ld);
+      __builtin_memset(dk, 0, size_t(wide * (Kp + Vp)) * sizeof(float));
+      for (int64_t h = 0; h < share; h++) {
+        const int64_t queries = b * a.T * q_row + (g * share + h) * a.K, outputs = b * a.T * o_row + (g * share + h) * a.V;
+        passing(first, a.T, lo, hi, [&](Rows rows, int64_t begin, int64_t end) ALWAYS {
+          tile_of(static_cast<const T*>(a.q) + queries, q_row, rows, a.K, q, Kp);
+          tile_of(static_cast<const T*>(a.out) + outputs, o_row, rows, a.V, out, Vp);
+          tile_of(static_cast<const T*>(a.o) + outputs, o_row, rows, a.V, o, Vp);
+          for (int64_t j = begin; j < end; j += 32) {
+            rows_times<2>(q, Kp, kt + j, ld, a.K, p + j, ld);
+            rows_times<2>(out, Vp, vt + j, ld, a.V, ds + j, ld);
           }
-          const Row row{a.first[b * a.T + t + r] - block.lo, t + r + 1 - block.lo};
-          const Floats mean = broadcast(-dot_of(out + r * Vp, o + r * Vp, Vp)), scale = broadcast(a.scale);
-          weigh(s, row, begin, end, scale, broadcast(-a.lse[(b * a.T + t + r) * a.H + h]));
-          each(d + begin, s + begin, end - begin, [&](Floats x, Floats weight) ALWAYS { return mul(mul(weight, scale), add(x, mean)); });
-        }
-        pairs(Kp, [&](auto V, int64_t c) ALWAYS {
-          rows_times<V>(ds + begin, ld, k + begin * Kp + c, Kp, end - begin, dq + c, Kp);
-          add_rows<V>(ds + begin, ld, q + c, Kp, end - begin, dk + begin * Kp + c, Kp);
+          for (int64_t r = 0; r < ATTEND_ROWS; r++) {
+            float *s = p + r * ld, *d = ds + r * ld;
+            const Row row = row_of(first, rows, r, lo, hi);
+            if (row.none()) {
+              __builtin_memset(s + begin, 0, size_t(end - begin) * sizeof(float));
+              __builtin_memset(d + begin, 0, size_t(end - begin) * sizeof(float));
+              continue;
+            }
+            const Floats mean = broadcast(-dot_of(out + r * Vp, o + r * Vp, Vp)), scale = broadcast(a.scale);
+            const float lse = a.lse[(b * a.T + rows.begin + r) * a.H + g * share + h];
+            weigh(s, row, begin, end, scale, broadcast(-lse));
+            each(d + begin, s + begin, end - begin, [&](Floats x, Floats weight) ALWAYS { return mul(mul(weight, scale), add(x, mean)); });
+          }
+          pairs(Kp, [&](auto V, int64_t c) ALWAYS {
+            rows_times<V>(ds + begin, ld, k + begin * Kp + c, Kp, end - begin, dq + c, Kp);
+            add_rows<V>(ds + begin, ld, q + c, Kp, end - begin, dk + begin * Kp + c, Kp);
+          });
+          pairs(Vp, [&](auto V, int64_t c) ALWAYS { add_rows<V>(p + begin, ld, out + c, Vp, end - begin, dv + begin * Vp + c, Vp); });
+          float* gathered = sums + (h * a.T + rows.begin) * Kp;
+          each(gathered, dq, (rows.end - rows.begin) * Kp, [&](Floats before, Floats x) ALWAYS { return add(before, x); });
         });
-        pairs(Vp, [&](auto V, int64_t c) ALWAYS { add_rows<V>(p + begin, ld, out + c, Vp, end - begin, dv + begin * Vp + c, Vp); });
-        tile_to(static_cast<T*>(a.dq) + b * a.T * q_row + h * a.K, q_row, rows, a.K, dq, Kp);
       }
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t at = b * a.T + block.lo + i;
-      sixteens(a.K, [&](auto from, auto to) ALWAYS { float* x = a.dk + at * k_row + g * a.K; to(x, add(from(x), from(dk + i * Kp))); });
-      sixteens(a.V, [&](auto from, auto to) ALWAYS { float* x = a.dv + at * v_row + g * a.V; to(x, add(from(x), from(dv + i * Vp))); });
+      tile_to(static_cast<T*>(a.dk) + keys, k_row, hi - lo, a.K, dk, Kp);
+      tile_to(static_cast<T*>(a.dv) + values, v_row, hi - lo, a.V, dv, Vp);
     }
-  });
+    for (int64_t h = 0; h < share; h++)
+      tile_to(static_cast<T*>(a.dq) + b * a.T * q_row + (g * share + h) * a.K, q_row, a.T, a.K, sums + h * a.T * Kp, Kp);
+  }
 }
 
 // y = (a cos − b sin, a sin + b cos) of the two halves of each head.

@@ -127,8 +127,7 @@ struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the key
   void* o;                     // [B][T][H][V]
   float* lse;                  // [B][T][H]
   const void* out;             // the gradient of o
-  void* dq;
-  float *dk, *dv;              // zeros
+  void *dq, *dk, *dv;
   int64_t T, H, G, K, V;
   float scale;
 };
