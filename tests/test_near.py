@@ -238,6 +238,8 @@ def test_where_it_is_not_computed_it_is_refused():
         ConfigError, match="first_values = True, must be false in mingru: its mixers have no values"
     ):
         presets.get("mingru", first_values=True)
+    with pytest.raises(ConfigError, match=r"false in drm\[first_values=true\]: its mixers"):
+        presets.solve("drm[first_values=true]", 200_000, vocab_size=512, seq_len=64)
     assert build(replace(config("mingru"), first_values=True))  # a run that was trained so can be read
 
 

@@ -99,8 +99,8 @@ def _shared(design: Design, shape: Shape) -> dict[str, int]:
 def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> tuple[ModelConfig, int]:
     """(the design as near to `params` as its knob comes, the fewest parameters that it could have). more: sizes beside
     those that the name gives."""
-    design, given = variant(name)
-    sizes = _nearest(design, shape, params, given | dict(more))
+    design, _ = variant(name)
+    sizes = _nearest(name, shape, params, more)
 
     def turned(knob: int) -> ModelConfig:
         return made(design.make, name, {**sizes, design.knob: knob})
@@ -111,12 +111,13 @@ def _fit(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({}
     return turned(max(LEAST, LEAST + turns * design.step)), count[LEAST]
 
 
-def _nearest(design: Design, shape: Shape, params: int, given: Sizes) -> Sizes:
-    """The sizes nearest to the budget with its knob at the default; `given` are as they are."""
+def _nearest(name: str, shape: Shape, params: int, more: Sizes = MappingProxyType({})) -> Sizes:
+    """The design's sizes nearest to the budget with its knob at the default; what the name and `more` give stays."""
+    design, given = variant(name)
     best: tuple[float, Sizes] = (math.inf, {})
     for sizes in design.variants(shape):
-        sizes = _shared(design, shape) | dict(sizes) | dict(given)
-        distance = abs(active_parameters(made(design.make, "", sizes)) - params)
+        sizes = _shared(design, shape) | dict(sizes) | given | dict(more)
+        distance = abs(active_parameters(made(design.make, name, sizes)) - params)
         if distance >= best[0]:
             break  # variants grow
         best = (distance, sizes)
@@ -127,9 +128,9 @@ def _stated(name: str, shape: Shape, state: int) -> Sizes:
     """Sizes with which the design's state has so many bytes, within STATE_TOLERANCE, and as few layers more or less as
     can be. ConfigError, with the nearest there are, where none has."""
     design, given = variant(name)
-    usual, known = _nearest(design, shape, 0, given), sizes_of(design.make)
+    usual, known = _nearest(name, shape, 0), sizes_of(design.make)
     bound = "parameters: the state of it grows with the text"
-    require(_state(design, usual, shape) is not None, f"match of {name}", "state", bound)
+    require(_state(name, usual, shape) is not None, f"match of {name}", "state", bound)
     layers = usual.get("layers", 0)
     pace = given.get("period", known["period"].default) if "period" in known else 1  # layers of a whole frame
     depths = {layers, *range(pace, 2 * layers + 1, pace)} if "layers" in known.keys() - given else {layers}
@@ -142,7 +143,7 @@ def _stated(name: str, shape: Shape, state: int) -> Sizes:
             sizes = {"layers": depth} if layers else {}
             sizes |= {knobs[0]: value} if knobs else {}
             with contextlib.suppress(ConfigError):  # it does not divide a width
-                size = _state(design, {**usual, **sizes}, shape) or 0
+                size = _state(name, {**usual, **sizes}, shape) or 0
                 found.setdefault(size, sizes)
                 if abs(size - state) > away:
                     break  # states grow or shrink with the knob: it has passed
@@ -157,5 +158,5 @@ def _stated(name: str, shape: Shape, state: int) -> Sizes:
     return {}
 
 
-def _state(design: Design, sizes: Sizes, shape: Shape) -> int | None:
-    return state_bytes(made(design.make, "", sizes), shape.seq_len)
+def _state(name: str, sizes: Sizes, shape: Shape) -> int | None:
+    return state_bytes(made(variant(name)[0].make, name, sizes), shape.seq_len)

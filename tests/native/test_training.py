@@ -131,7 +131,8 @@ def test_attention_whose_weights_rise_or_fall_from_key_to_key(scale):
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, use_isa):
-    """Bit for bit, among keys that are taken at once: later tokens and those before its window are others, and it stands elsewhere in its tile."""
+    """Bit for bit, among keys that are taken at once: later tokens and those before its window are others, and it
+    stands elsewhere in its tile."""
     use_isa(isa)
     (q, k, v, _), _ = attention_inputs(1, 150, 2, 2, 20, 20, 40)
     first = (torch.arange(150) - 39).clamp_min(0).to(torch.int32)[None]
