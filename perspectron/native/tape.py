@@ -149,7 +149,7 @@ class Tape:
 
 
 def addresses(bases: Sequence[int]) -> Array[c_int64]:
-    """Where the bases are, for `Tape.run`; place 1 + i is that of the base i, and may be changed."""
+    """An array of addresses for `Tape.run`; place 1 + i is that of the base i, and may be changed."""
     return (c_int64 * (1 + len(bases)))(0, *bases)
 
 
