@@ -30,6 +30,7 @@ from perspectron.state import load_state, save_state
 from perspectron.stream.step import Unsuited, check
 
 V, T = 40, 23
+MIXED = "mixed"
 LEANING = {
     *("attention", "window_gqa", "pdr2", "gla", "gdn", "kda", "gdn2"),
     *("adr", "lens", "hgrn2", "ssd", "mamba3"),
@@ -37,7 +38,11 @@ LEANING = {
 
 
 def config(design: str) -> ModelConfig:
-    """With both parts, or with the shift alone where no mixer has values that lean."""
+    """With both parts, or with the shift alone where no mixer has values that lean. "mixed": Mamba-3 leans on Mamba-2,
+    whose convolution has values at padding that are not 0."""
+    if design == MIXED:
+        below, above = config("ssd"), config("mamba3")
+        return replace(above, blocks=(below.blocks[0], *above.blocks[1:]))
     made = small(design, vocab_size=V, d_model=32, layers=3, seq_len=2 * T)
     leaning = any(block.mixer is not None and block.mixer.kind in LEANING for block in made.blocks)
     return replace(made, shift=True, first_values=leaning)
@@ -65,7 +70,7 @@ def close(a, b) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-every_design = pytest.mark.parametrize("design", presets.DESIGNS)
+every_design = pytest.mark.parametrize("design", [*presets.DESIGNS, MIXED])
 
 
 @every_design

@@ -106,7 +106,12 @@ class Recorder(TorchDispatchMode):
     def aside(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
         """The result of a function of tensors, for a part of the model whose operations depend on the numbers: a run
         calls it between two parts of the tape."""
-        self.tape.call(lambda: out.copy_(function(*given)), given)
+
+        @torch.inference_mode()
+        def again() -> None:
+            out.copy_(function(*given))
+
+        self.tape.call(again, given)
         with _disable_current_modes():
             out = function(*given).clone(memory_format=torch.contiguous_format)
         self._dynamic.add(memory(out))

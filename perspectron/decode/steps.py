@@ -23,7 +23,7 @@ from perspectron.experts.router import Routed
 from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
 from perspectron.native import tape
-from perspectron.native.tape import Unrecordable, addresses, memory
+from perspectron.native.tape import Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, watched
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
@@ -96,7 +96,7 @@ class Steps:
             return None  # the modules say what is wrong
         with self._lock:
             now = self._latest
-            if now is None or now.state is not state or now.left == 0:
+            if now is None or now.state is not state or now.left <= 0:
                 if now is not None:
                     now.leave()
                 self._latest = now = self._taken(state)
@@ -130,7 +130,7 @@ class Steps:
             del self._made[next(iter(self._made))]
         if recording is not None:
             recording.take(taken)
-            if recording.left == 0:
+            if recording.left <= 0:
                 recording.leave()
                 return None
         return recording
@@ -141,7 +141,7 @@ _known: "weakref.WeakKeyDictionary[LanguageModel, Steps]" = weakref.WeakKeyDicti
 
 class _Recording:
     """The step of a few rows whose state has these shapes. state: of all rows, what the next step goes on from.
-    batch_size: its rows. left: tokens for which it has positions, and slots in its caches."""
+    batch_size: rows of that state. left: tokens that it has room for, in positions and in slots of caches."""
 
     def __init__(self, model: LanguageModel, state: LMState) -> None:
         self.state: LMState | None = None
@@ -149,7 +149,9 @@ class _Recording:
         self._positions = model.config.positions
         traced = _like(state, rows)
         bases, ids_B1 = _tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
-        hidden_BD, logits_BV = (torch.empty(rows, n) for n in (model.config.d_model, model.config.vocab_size))
+        hidden_BD, logits_BV = (
+            torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
+        )
         recorder = Recorder([ids_B1, hidden_BD, logits_BV, *bases])
         with recorder:
             hidden_B1D, after, _ = model.hidden(ids_B1, traced, consume_state=True)
@@ -193,7 +195,7 @@ class _Recording:
             self.left = min(self.left, self._positions - int(state.length_B.max()))
         leaves = _tensors(state)
         self._places = [
-            addresses([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in leaves)])
+            places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in leaves)])
             for first in range(0, self.batch_size, self._rows)
         ]
 

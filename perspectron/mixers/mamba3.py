@@ -124,6 +124,8 @@ class Mamba3(nn.Module):
         # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.
         late_BSH = _next(before_BTH, pad_BT)
         first_BHN, late_BTH = late_BSH[:, 0, :, None] * state.key_BHN, late_BSH[:, 1:]
+        if pad_BT is not None:  # where values lean, there may be some
+            late_BTH = late_BTH.masked_fill(pad_BT[:, :, None], 0)
         ahead_BHNP = torch.addcmul(state.memory_BHNP, first_BHN[..., None], state.input_BHP[:, :, None])
         write_BTH = sigmoid(mix_BTH) * delta_BTH + late_BTH
         inputs = (q_BTHN, k_BTHN, v_BTHP * write_BTH[..., None], gate_BTH[..., None])

@@ -53,8 +53,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_convolve": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
     "pspx_convolve_backward": ([*[_POINTER] * 5, *[_LONG] * 4, *[_POINTER] * 3, _INT], None),
     "pspx_scan_backward": ([*[_POINTER] * 6, *[_LONG] * 6, *[_POINTER] * 5, _INT], None),
-    "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 5, *[_POINTER] * 2, _INT], None),
-    "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 5, *[_POINTER] * 7, _INT], None),
+    "pspx_memory": ([*[_POINTER] * 6, *[_LONG] * 6, *[_POINTER] * 2, _INT], None),
+    "pspx_memory_backward": ([*[_POINTER] * 8, *[_LONG] * 6, *[_POINTER] * 7, _INT], None),
     "pspx_attention": (
         [*[_POINTER] * 3, _INT, _POINTER, *[_LONG] * 6, ctypes.c_double, *[_POINTER] * 2, _INT],
         None,

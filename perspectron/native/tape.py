@@ -91,6 +91,7 @@ class Tape:
         self.kept, self.used = list[Tensor](), set[int]()
         self._made = list[np.ndarray]()
         self._calls = list[tuple[int, Callable[[], object]]]()
+        # The address of the first instruction, how many there are, and what is called after them.
         self._parts = list[tuple[int, int, Callable[[], object] | None]]()
         self._tape = np.zeros(0, _INSTRUCTION)
 
@@ -137,9 +138,9 @@ class Tape:
         ]
 
     def run(self, places: Array[c_int64]) -> None:
-        """Run it, with the bases at these addresses, of `addresses`. RuntimeError: an index, such as a token's, that is
+        """Run it, with the bases at these addresses, of `places_of`. RuntimeError: an index, such as a token's, that is
         not there."""
-        # What stands here is run for each token, from memory that reading the weights has pushed out of all caches.
+        # This runs for every token with cold caches: reading the weights has evicted everything else.
         for first, count, call in self._parts:
             if failed := self._native(first, count, places, threads()):
                 at = (first - self._tape.ctypes.data) // _INSTRUCTION.itemsize + failed - 1
@@ -148,7 +149,7 @@ class Tape:
                 call()
 
 
-def addresses(bases: Sequence[int]) -> Array[c_int64]:
+def places_of(bases: Sequence[int]) -> Array[c_int64]:
     """An array of addresses for `Tape.run`; place 1 + i is that of the base i, and may be changed."""
     return (c_int64 * (1 + len(bases)))(0, *bases)
 

@@ -288,52 +288,59 @@ def scan_backward(
 
 
 def _memory(
-    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
+    q_MTK: Tensor, k_MTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
     state_NKV: Tensor,
 ) -> tuple[list[int | None], tuple[int, ...]]:  # fmt: skip
-    """The pointers to what a memory reads, and its sizes N, T, K, V, A."""
-    (N, T, K), V, A = q_NTK.shape, v_NTV.shape[2], alpha_NTA.shape[2]
+    """The pointers to what a memory reads, and its sizes N, T, K, V, A, N / M."""
+    (M, T, K), (N, _, V), A = q_MTK.shape, v_NTV.shape, alpha_NTA.shape[2]
     if A not in (1, K):
         raise ValueError(f"alpha has {A} entries for a token, must be 1 or K = {K}")
-    keys = [x for x in (q_NTK, k_NTK, e_NTK, b_NTK) if x is not None]
+    if M < 1 or N % M:
+        raise ValueError(f"{M} rows of q and k, must be a divisor of {N} rows of v")
     shapes = [
-        *((x, (N, T, K)) for x in keys),
+        *((x, (M, T, K)) for x in (q_MTK, k_MTK)),
+        *((x, (N, T, K)) for x in (e_NTK, b_NTK) if x is not None),
         (v_NTV, (N, T, V)),
         (alpha_NTA, (N, T, A)),
         (state_NKV, (N, K, V)),
     ]
     for tensor, shape in shapes:
         _check(tensor, torch.float32, shape)
-    given = (q_NTK, k_NTK, v_NTV, e_NTK, b_NTK, alpha_NTA)
-    return [None if x is None else x.data_ptr() for x in given], (N, T, K, V, A)
+    given = (q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA)
+    return [None if x is None else x.data_ptr() for x in given], (N, T, K, V, A, N // M)
 
 
 def memory(
-    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
+    q_MTK: Tensor, k_MTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
     state_NKV: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """u = v − Sᵀ e; S = diag(α) S + k uᵀ; o = Sᵀ q, for each token of N memories: (o, the last state). With b:
-    u = −Sᵀ e; S = diag(α) S + b uᵀ + k vᵀ. Without e: u = v."""
-    pointers, (N, T, K, V, A) = _memory(q_NTK, k_NTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
+    u = −Sᵀ e; S = diag(α) S + b uᵀ + k vᵀ. Without e: u = v. N / M memories in a row share their q and k."""
+    pointers, sizes = _memory(q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
     state_NKV, o_NTV = state_NKV.clone(), torch.empty_like(v_NTV)
-    _library().pspx_memory(*pointers, N, T, K, V, A, state_NKV.data_ptr(), o_NTV.data_ptr(), threads())
+    _library().pspx_memory(*pointers, *sizes, state_NKV.data_ptr(), o_NTV.data_ptr(), threads())
     return o_NTV, state_NKV
 
 
 def memory_backward(
-    q_NTK: Tensor, k_NTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
+    q_MTK: Tensor, k_MTK: Tensor, v_NTV: Tensor, e_NTK: Tensor | None, b_NTK: Tensor | None, alpha_NTA: Tensor,
     state_NKV: Tensor, do_NTV: Tensor, dstate_NKV: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the inputs of `memory`, from those of its outputs and of the last state."""
-    pointers, (N, T, K, V, A) = _memory(q_NTK, k_NTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
+    pointers, sizes = _memory(q_MTK, k_MTK, v_NTV, e_NTK, b_NTK, alpha_NTA, state_NKV)
+    N, T, K, V, A, share = sizes
     _check(do_NTV, torch.float32, (N, T, V))
     _check(dstate_NKV, torch.float32, (N, K, V))
     slabs = -(-V // 64)
-    given = (q_NTK, k_NTK, e_NTK, b_NTK, alpha_NTA)
-    dq, dk, de, db, dalpha = (None if x is None else x.new_zeros(slabs, *x.shape) for x in given)
+    widths = (K, K, K if e_NTK is not None else 0, K if b_NTK is not None else 0, A)
+    parts = [v_NTV.new_zeros(slabs, N, T, width) if width else None for width in widths]
     dv, dstate = torch.empty_like(v_NTV), dstate_NKV.clone()
-    into = [None if x is None else x.data_ptr() for x in (dq, dk, de, db, dalpha, dv, dstate)]
-    whole = state_NKV.data_ptr(), do_NTV.data_ptr(), N, T, K, V, A
-    _library().pspx_memory_backward(*pointers, *whole, *into, threads())
-    dq, dk, de, db, dalpha = (None if x is None else x.sum(0) for x in (dq, dk, de, db, dalpha))
+    into = [None if x is None else x.data_ptr() for x in (*parts, dv, dstate)]
+    _library().pspx_memory_backward(
+        *pointers, state_NKV.data_ptr(), do_NTV.data_ptr(), *sizes, *into, threads()
+    )
+    summed = [x if x is None else x[0] if slabs == 1 else x.sum(0) for x in parts]
+    if share > 1:
+        summed[:2] = [x if x is None else x.view(N // share, share, T, K).sum(1) for x in summed[:2]]
+    dq, dk, de, db, dalpha = summed
     return dq, dk, dv, de, db, dalpha, dstate

@@ -79,7 +79,6 @@ def scan(
     if T == 0 or B == 0:
         return v, state
     if backend == "auto" and fits(q, k, v, gate, state):
-        q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)
         return memory.scan(q, k, v, None, None, gate, state)
     if gate.shape[-1] == K:
         q, k = q.expand(B, H, T, K), k.expand(B, H, T, K)

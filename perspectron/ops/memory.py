@@ -5,7 +5,7 @@
 
 with z = v and w = k, or, where there is b, z = 0, w = b and the last term. Without e, u = v.
 
-Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value width.
+Shapes: B batch, H heads, G heads of queries and keys, T time, K key width, A gate width (K or 1), V value width.
 """
 
 from typing import Any
@@ -18,11 +18,12 @@ from perspectron.ops.dispatch import once, refuse
 
 
 def scan(
-    q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, e_BHTK: Tensor | None, b_BHTK: Tensor | None,
+    q_BGTK: Tensor, k_BGTK: Tensor, v_BHTV: Tensor, e_BHTK: Tensor | None, b_BHTK: Tensor | None,
     alpha_BHTA: Tensor, state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode."""
-    inputs = (q_BHTK, k_BHTK, v_BHTV, e_BHTK, b_BHTK, alpha_BHTA, state_BHKV)
+    """(outputs [B,H,T,V], the last state); differentiable once, in reverse mode. G is H, or 1: all heads share q and
+    k."""
+    inputs = (q_BGTK, k_BGTK, v_BHTV, e_BHTK, b_BHTK, alpha_BHTA, state_BHKV)
     o_NTV, state_NKV = _Scan.apply(*(None if x is None else x.flatten(0, 1).contiguous() for x in inputs))
     return o_NTV.view(v_BHTV.shape), state_NKV.view(state_BHKV.shape)
 

@@ -1,6 +1,7 @@
 """A step that is recorded gives what the modules give, for every design, in every batch, and each row alone."""
 
 import copy
+import dataclasses
 import functools
 import gc
 import logging
@@ -266,6 +267,17 @@ def test_batches_with_experts_are_stepped_by_the_modules():
         assert recorded(model).step(torch.tensor([[3]]), read(model, 1)) is not None
 
 
+@pytest.mark.parametrize("design", ["perspective-experts", "perspective2", "gpt2"])
+def test_it_is_the_same_without_inference_mode(design):
+    model, ids = small(design), tokens(1, 4)
+    said, _ = go_on(recorded(model), model, ids, read(model, 1))
+    state = read(model, 1).fork()
+    with torch.no_grad():
+        for wanted, ids_B1 in zip(said, ids, strict=True):
+            _, logits, state = stepped(model, recorded(model), ids_B1, state)
+            assert torch.equal(logits, wanted) and not logits.is_inference()
+
+
 def test_autocast_is_for_the_modules():
     model = small("perspective-experts")
     steps = recorded(model)
@@ -308,6 +320,10 @@ def test_positions_end_where_the_table_does():
     ids = torch.full((model.config.positions, 1, 1), 3)
     with pytest.raises(ConfigError, match="positions"), torch.inference_mode():
         functools.reduce(lambda state, ids_B1: stepped(model, steps, ids_B1, state)[2], ids, state)
+    beyond = read(model, 1)
+    beyond = dataclasses.replace(beyond, length_B=torch.tensor([model.config.positions + 1]))
+    with torch.inference_mode():
+        assert steps.step(ids[0], beyond) is None
 
 
 def test_gradients_must_be_off():

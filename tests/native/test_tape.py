@@ -8,7 +8,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
-from perspectron.native.tape import CODES, Tape, Unrecordable, addresses
+from perspectron.native.tape import CODES, Tape, Unrecordable, places_of
 from perspectron.ops import packed
 from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
@@ -97,7 +97,7 @@ def inputs_of(shape: tuple[int, int], seed: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def run(tape, inputs: list[Tensor]) -> None:
-    tape.run(addresses([x.data_ptr() for x in inputs]))
+    tape.run(places_of([x.data_ptr() for x in inputs]))
 
 
 @pytest.mark.parametrize("isa", ISAS)

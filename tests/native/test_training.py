@@ -117,6 +117,18 @@ def test_attention_to_what_a_token_may_see(isa, dtype, sizes, use_isa):
     close(found, exact, 2 * bound)
 
 
+def test_attention_of_documents_with_padding_between():
+    """Padding sees itself alone, and what a token sees may begin before what the one before it sees."""
+    T, draws = 1100, torch.Generator().manual_seed(0)
+    (q, k, v, dy), _ = attention_inputs(1, T, 2, 1, 12, 8, T)
+    time, start = torch.arange(T), torch.where(torch.arange(T) < 620, 30, 620)
+    alone = (torch.rand(T, generator=draws) < 0.2) | (time < 30)
+    first = torch.where(alone, time, start).to(torch.int32)[None]
+    o, lse = training.attention(q, k, v, first, 0.3)
+    found = [o, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy)]
+    close(found, gradients(lambda q, k, v: attention_written_out(q, k, v, first, 0.3), [q, k, v], dy), 2e-5)
+
+
 @pytest.mark.parametrize("scale", [-60.0, 60.0])
 def test_attention_whose_weights_rise_or_fall_from_key_to_key(scale):
     """What was gathered of earlier keys fades away, or all that comes later hardly counts."""

@@ -99,16 +99,19 @@ API void pspx_scan_backward(const float* q, const float* k, const float* v, cons
 }
 
 API void pspx_memory(const float* q, const float* k, const float* v, const float* e, const float* b, const float* alpha,
-                     int64_t N, int64_t T, int64_t K, int64_t V, int64_t A, float* state, float* o, int threads) {
-  const Memory m{q, k, v, e, b, alpha, state, o, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, N, T, K, V, A};
+                     int64_t N, int64_t T, int64_t K, int64_t V, int64_t A, int64_t share, float* state, float* o,
+                     int threads) {
+  const Memory m{q, k, v, e, b, alpha, state, o, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                 N, T, K, V, A, share};
   shared(threads, N * ceil_div(V, 64), 1, [&](int64_t first, int64_t last) { kernels().memory(m, first, last); });
 }
 
 API void pspx_memory_backward(const float* q, const float* k, const float* v, const float* e, const float* b,
                               const float* alpha, const float* state, const float* out, int64_t N, int64_t T, int64_t K,
-                              int64_t V, int64_t A, float* dq, float* dk, float* de, float* db, float* dalpha, float* dv,
-                              float* dstate, int threads) {
-  const Memory m{q, k, v, e, b, alpha, const_cast<float*>(state), nullptr, out, dq, dk, de, db, dalpha, dv, dstate, N, T, K, V, A};
+                              int64_t V, int64_t A, int64_t share, float* dq, float* dk, float* de, float* db,
+                              float* dalpha, float* dv, float* dstate, int threads) {
+  const Memory m{q, k, v, e, b, alpha, const_cast<float*>(state), nullptr, out, dq, dk, de, db, dalpha, dv, dstate,
+                 N, T, K, V, A, share};
   shared(threads, N * ceil_div(V, 64), 1, [&](int64_t first, int64_t last) { kernels().memory_backward(m, first, last); });
 }
 

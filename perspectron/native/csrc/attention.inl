@@ -1,6 +1,6 @@
 // Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Keys go SPAN
 // at a time, copied once as float: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All queries
-// that see some of them pass by, ATTEND_ROWS at a time; what a query gathers from tile to tile waits in `Passing`.
+// that see some of them pass by, ATTEND_ROWS at a time; what they gather from span to span waits in `sums`.
 
 constexpr int64_t SPAN = 512;
 constexpr int ATTEND_ROWS = 8;  // ATTEND_ROWS · 2 sums, in registers where there are 32 of them
@@ -71,10 +71,11 @@ inline ALWAYS void turned(const T* from, int64_t stride, int64_t n, int64_t C, f
     }
 }
 
-// Queries [begin, end) of a head as float, zeros up to ATTEND_ROWS.
-struct Rows {
+struct Rows {  // queries [begin, end), at most ATTEND_ROWS
   int64_t begin, end;
 };
+
+// Those of a head as float, zeros up to ATTEND_ROWS.
 template <class T>
 inline ALWAYS void tile_of(const T* from, int64_t stride, Rows rows, int64_t C, float* to, int64_t wide) {
   const int64_t n = rows.end - rows.begin;
@@ -101,7 +102,7 @@ inline ALWAYS void passing(const int32_t* first, int64_t T, int64_t lo, int64_t 
 }
 
 struct Row {
-  int64_t from, to;  // keys of the tile that it sees
+  int64_t from, to;  // keys of the span that it sees
   bool none() const { return from >= to; }
 };
 inline Row row_of(const int32_t* first, Rows rows, int64_t r, int64_t lo, int64_t hi) {
@@ -109,7 +110,7 @@ inline Row row_of(const int32_t* first, Rows rows, int64_t r, int64_t lo, int64_
   if (t >= rows.end) return {0, 0};
   return {(first[t] > lo ? first[t] : lo) - lo, (t + 1 < hi ? t + 1 : hi) - lo};
 }
-// A row's raw scores become the weights e^(scale · s + down) of the keys it sees, and 0 for the tile's other keys.
+// A row's raw scores become the weights e^(scale · s + down) of the keys it sees, and 0 for the other keys in [begin, end).
 inline ALWAYS void weigh(float* s, Row row, int64_t begin, int64_t end, Floats scale, Floats down) {
   for (int64_t i = row.from; i < row.to; i += 16) store(s + i, exponential(fma(load_floats(s + i), scale, down)));
   __builtin_memset(s + begin, 0, size_t(row.from - begin) * sizeof(float));

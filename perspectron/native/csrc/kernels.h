@@ -56,11 +56,12 @@ struct ScanBackward {  // of the same
 
 struct Memory {  // of N memories, see memory.inl
   const float *q, *k, *v, *e, *b, *alpha;  // [N][T][K], [N][T][V] v, [N][T][A] alpha with A = K or 1; e, b: null if none
+                                           // q, k [N / share][T][K]: `share` memories in a row have the same
   float *state, *o;                        // [N][K][V], [N][T][V]; backward, the state before the first token
   const float* out;                        // the gradient of o
   float *dq, *dk, *de, *db, *dalpha;       // zeros [⌈V / 64⌉][N][T][K], dalpha [A], to be summed; of none, unused
   float *dv, *dstate;                      // [N][T][V]; [N][K][V], of the last state, becomes that of the first
-  int64_t N, T, K, V, A;
+  int64_t N, T, K, V, A, share;
 };
 
 struct Attend {  // of one token: softmax(scale · q kᵀ) v over a ring of W places, in which it takes its own
@@ -123,7 +124,7 @@ struct Conv {  // y_t = silu(bias + Σ_j weight_j u_{t+j}); S = T + W − 1
 
 struct Attention {  // o = softmax(scale · q kᵀ) v of each token over the keys from its first to itself; G divides H
   const void *q, *k, *v;       // [B][T][H][K], [B][T][G][K], [B][T][G][V]
-  const int32_t* first;        // [B][T], at most t
+  const int32_t* first;        // [B][T], in 0 … t
   void* o;                     // [B][T][H][V]
   float* lse;                  // [B][T][H]
   const void* out;             // the gradient of o

@@ -23,8 +23,8 @@ struct Token {  // one token of one memory
 
 template <int V>
 inline ALWAYS Token<V> token_of(const Memory& m, int64_t n, int64_t t, int64_t column, Columns<V> columns) {
-  const int64_t at = n * m.T + t;
-  Token<V> token{m.q + at * m.K, m.k + at * m.K, m.e ? m.e + at * m.K : nullptr, m.b ? m.b + at * m.K : nullptr,
+  const int64_t at = n * m.T + t, shared_at = n / m.share * m.T + t;
+  Token<V> token{m.q + shared_at * m.K, m.k + shared_at * m.K, m.e ? m.e + at * m.K : nullptr, m.b ? m.b + at * m.K : nullptr,
                  m.alpha + at * m.A, {}, {}, m.A == 1};
   unroll<V>([&](auto j) ALWAYS { token.u[j] = token.v[j] = columns.get(m.v + at * m.V + column, j); });
   return token;
