@@ -24,7 +24,7 @@ TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/
 DESIGNS = (
     *("perspective", "perspective2", "adr", "adr2", "lens", "lens2", "drm", "drm2"),
     *("transformer", "gpt2", "gla", "ssd", "gdn", "kda", "gdn2", "rwkv7", "mamba3", "hgrn2", "mingru"),
-    *("transformer[shift=true,first_values=true]", "gdn[shift=true,first_values=true]"),
+    *(f"{design}[shift=true,first_values=true]" for design in ("transformer", "lens2", "gdn")),
 )
 
 
