@@ -26,7 +26,8 @@ COMPARE = (
     "--out runs/reference"
 )
 REFERENCE = (
-    "perspectron compare --designs 'perspective2,gdn,gla,transformer,transformer[shift=true,first_values=true],kda,"
+    "perspectron compare --designs 'perspective2,gdn,gla,transformer,transformer[shift=true,first_values=true],"
+    "lens2[shift=true,first_values=true],kda,"
     "perspective,gpt2,lens,rwkv7,hgrn2,drm,ssd,adr,adr2,gdn2,mamba3,mingru,drm2,lens2' --params 2M --tokens 3M "
     "--seeds 3 --rates 2e-3 4e-3 8e-3 1.6e-2 3.2e-2 --warmups 0.05 0.2 --rate-share 0.1 "
     "--dtype bfloat16 --suites '' --out runs/normed"
