@@ -76,7 +76,7 @@ def scan(
         )
     if backend == "auto" and T == 1 and dispatch.gradients_off():
         return _step_(q, k, v, gate, dispatch.owned(state, consume_state))
-    if T == 0 or B == 0:
+    if 0 in (B, H, T):
         return v, state
     if backend == "auto" and fits(q, k, v, gate, state):
         return memory.scan(q, k, v, None, None, gate, state)

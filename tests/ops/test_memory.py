@@ -10,9 +10,10 @@ from perspectron.ops import delta, gla
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 B, H, T, K, V = 2, 3, 21, 5, 18
+WIDE = 70  # values of more than one slab
 
 
-def inputs(name, heads, gates):
+def inputs(name, heads, gates, V=V):
     """Those of an operation, heads behind time as a projection gives them; e and b of lengths that do not expand."""
     generator = torch.Generator().manual_seed(0)
 
@@ -49,9 +50,10 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("values", [V, WIDE])
 @pytest.mark.parametrize(("name", "heads", "gates"), CASES)
-def test_outputs_and_gradients(name, heads, gates, calls):
-    tensors, scan = inputs(name, heads, gates), SCANS[name]
+def test_outputs_and_gradients(name, heads, gates, values, calls):
+    tensors, scan = inputs(name, heads, gates, values), SCANS[name]
 
     def of(dtype, backend):
         xs = [x.to(dtype).requires_grad_() for x in tensors]
