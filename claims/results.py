@@ -15,7 +15,7 @@ COMMANDS = {
     "decode": "python benchmarks/decode.py --contexts 1024 8192 65536 --repeats 6 --pairs 200",
     "kernels": "python benchmarks/systems.py --kernels",
     "layer_times": "python benchmarks/layer_times.py",
-    "full_size": "python benchmarks/full_size.py --experts 1 --threads 2",
+    "full_size": "python benchmarks/full_size.py --experts 4 --disk-tokens 24 --threads 2",
     "recall": "python benchmarks/recall.py",
     "perspectives": "python benchmarks/perspectives.py",
     "safety": "python benchmarks/safety.py",

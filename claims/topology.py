@@ -129,7 +129,7 @@ def _speed(results: Results) -> Evidence:
     memory = results.median("full_size", "memory", "tokens_per_second")
     disk = results.median("full_size", "disk", "tokens_per_second")
     shown = (
-        f"{memory:.1f} from memory, {disk:.1f} from disk, on two CPU cores; one of 128 experts is distinct"
+        f"{memory:.1f} from memory, {disk:.1f} from disk, on two CPU cores; four of 128 experts are distinct"
     )
     return Evidence((memory, disk), shown, excuse=NO_GPU)
 
@@ -138,7 +138,7 @@ def _token(results: Results) -> Evidence:
     took = results.median("full_size", "memory", "milliseconds")
     return Evidence(
         (took / 1e3,),
-        f"{took:.0f} ms on two CPU cores, from memory; one of 128 experts is distinct",
+        f"{took:.0f} ms on two CPU cores, from memory; four of 128 experts are distinct",
         excuse=NO_GPU,
     )
 

@@ -1,6 +1,8 @@
 """One thread (small matmuls stall on two), and scratch memory that starts as NaN."""
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="perspectron-cache-")  # nothing in the user's own
+CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

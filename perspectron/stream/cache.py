@@ -20,7 +20,7 @@ from typing import Protocol
 
 from perspectron.errors import ConfigError, ShardError
 from perspectron.stream.expert_file import Shard
-from perspectron.stream.reader import DEADLINE, ShardFile
+from perspectron.stream.reader import DEADLINE, Cancelled, ShardFile
 from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
 from perspectron.stream.tensors import HUGE, aligned
 from perspectron.stream.usage import Usage
@@ -234,7 +234,7 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             try:
                 count = self._read(entry)
             except Exception as caught:
-                error = caught
+                count, error = caught.count if isinstance(caught, Cancelled) else 0, caught
             with self._lock:
                 self._moved = time.monotonic()
                 self._schedule.finish(entry, count, error)

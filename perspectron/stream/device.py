@@ -22,13 +22,14 @@ ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 class _Slot:
-    """Device memory of one expert. busy: contexts that hold it. copied, used: events after the last copy into it, and
-    after the last work that reads it."""
+    """Device memory of one expert. busy: contexts that hold it. hinted: it was copied for a layer that has not asked
+    for an expert since. copied, used: events after the last copy into it, and after the last work that reads it."""
 
     def __init__(self, memory: Tensor, shard: Shard) -> None:
         self.memory, self.shard = memory, shard
         self.key: tuple[int, int] | None = None
         self.busy = 0
+        self.hinted = False
         self.copied: torch.cuda.Event | None = None
         self.used: torch.cuda.Event | None = None
 
@@ -85,6 +86,8 @@ class DeviceExperts:
     def get(self, layer: int, expert: int) -> Iterator[Shard]:
         """The weights on the device, which stay as they are until the context ends."""
         key = layer, expert
+        for hinted in self._slots:  # right or wrong, they have had their time
+            hinted.hinted &= hinted.key is not None and hinted.key[0] != layer
         slot = self._find(key) or self._fetch(key)
         assert slot is not None, "contexts of more experts are open than there are buffers"
         slot.busy += 1
@@ -99,12 +102,11 @@ class DeviceExperts:
                 slot.used = torch.cuda.current_stream(self.device).record_event()
 
     def hint(self, layer: int, expert: int) -> None:
-        """Copy an expert if the host has it, else have the host read it."""
+        """Copy an expert if the host has it and a buffer is free that no earlier hint filled, else have the host read
+        it."""
         if self._find((layer, expert)) is not None:
             return
-        if self._cache.holds(layer, expert):
-            self._fetch((layer, expert))
-        else:
+        if not self._cache.holds(layer, expert) or self._fetch((layer, expert), hint=True) is None:
             self._cache.hint(layer, expert)
 
     def holds(self, layer: int, expert: int) -> bool:
@@ -114,9 +116,10 @@ class DeviceExperts:
     def _find(self, key: tuple[int, int]) -> _Slot | None:
         return next((slot for slot in self._slots if slot.key == key), None)
 
-    def _fetch(self, key: tuple[int, int]) -> _Slot | None:
-        """Begin to copy an expert over the one used longest ago; None where all are in use."""
-        slot = next((slot for slot in self._slots if slot.busy == 0), None)
+    def _fetch(self, key: tuple[int, int], *, hint: bool = False) -> _Slot | None:
+        """Begin to copy an expert over the one used longest ago; None where all are in use, or, for a hint, hold what
+        was hinted before."""
+        slot = next((slot for slot in self._slots if slot.busy == 0 and not (hint and slot.hinted)), None)
         if slot is None:
             return None
         slot.key = None
@@ -126,7 +129,7 @@ class DeviceExperts:
                 slot.memory.copy_(host)
             else:
                 self._copy(host, slot)
-        slot.key = key
+        slot.key, slot.hinted = key, hint
         return slot
 
     def _copy(self, host: Tensor, slot: _Slot) -> None:

@@ -31,12 +31,12 @@ from perspectron.stream.device import DeviceExperts
 from perspectron.stream.expert_file import ExpertLayout
 from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
-from perspectron.stream.speed import Disk, probe
+from perspectron.stream.speed import METHODS, Disk, probe
 from perspectron.stream.step import Step, step_of
 from perspectron.stream.usage import Usage
 from perspectron.terms import Term
 
-AHEAD = 2  # layers whose experts are guessed, so that two readers of the disk have work
+AHEAD = 2  # layers whose experts are guessed, so that the disk has work until the next guess
 
 
 class StreamedModel(LanguageModel):
@@ -175,15 +175,14 @@ class StreamedModel(LanguageModel):
                 file = opened.enter_context(ShardFile(folder / artifact.layer_file(layer)))
                 _check(file, layer, self.header)
                 files.append(file)
-            if method is not None:
-                disk = Disk(method, {})
-            else:  # where nothing streams, how fast it would is nothing
-                disk = probe(files[0].path) if needed(files) > budget else Disk("buffered", {})
+            disk = Disk(method or "buffered", {})
+            if needed(files) > budget:  # where nothing streams, how fast it would is nothing
+                disk = probe(files[0].path, METHODS if method is None else [method])
             for file in files:
                 file.use(disk.method)
                 if verify:
                     file.verify()
-            self.cache = cache = ShardCache(files, budget)
+            self.cache = cache = ShardCache(files, budget, readers=disk.readers)
             opened.pop_all()
         weakref.finalize(self, cache.close)  # its readers would keep it alive
         self.attach(cache, predict=not cache.resident)

@@ -38,7 +38,11 @@ Read = Callable[[int, memoryview, int], int]
 
 
 class Cancelled(Exception):
-    """A read was not wanted any more."""
+    """A read was not wanted any more. count: bytes that were read of it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -161,21 +165,21 @@ class ShardFile(AbstractContextManager["ShardFile"]):
                 except DataError as error:
                     raise self._error(expert, str(error)) from None
 
-    def rate(self, buffer: Bytes, size: int) -> float:
-        """Bytes per second of reading the first `size` bytes from the disk, by pieces of `buffer`, unchecked.
+    def rate(self, buffer: Bytes, start: int, size: int) -> float:
+        """Bytes per second of reading `size` bytes from the disk, by pieces of `buffer`, unchecked.
 
         ConfigError: the disk lets a file be opened for direct reads, but not be read so.
         """
-        self._forget(0, size)
-        start = time.monotonic()
+        self._forget(start, size)
+        began = time.monotonic()
         try:
-            for offset in range(0, size, len(buffer)):
+            for offset in range(start, start + size, len(buffer)):
                 self._read(self._fd, buffer.data, offset)
         except OSError as error:
             if self.method == "direct" and error.errno == errno.EINVAL:
                 raise self._no_direct() from None
             raise ArtifactError(f"{self.path}: cannot be read ({error.strerror})") from None
-        return size / max(time.monotonic() - start, 1e-9)
+        return size / max(time.monotonic() - began, 1e-9)
 
     # ------------------------------------------------------------ opening
 
@@ -202,7 +206,7 @@ class ShardFile(AbstractContextManager["ShardFile"]):
         try:
             while at < len(view):
                 if cancelled():
-                    raise Cancelled
+                    raise Cancelled(at)
                 if spent > self.deadline:
                     raise self._error(expert, f"slow disk: {at} of {len(view)} bytes in {spent:.3g} s")
                 piece = view[at : at + min(self._most, PIECE)]

@@ -22,11 +22,13 @@ Key = tuple[int, int]
 class Counters:
     """hits: requests that found their expert in memory. misses: those that had to wait, `wait_seconds` in all.
     prefetched: hints that were read, or began to be; of them useful: those asked for later, wasted: those that were
-    given up or displaced before."""
+    given up or displaced before. bytes_read: from disk; of them bytes_wasted: what was read of the wasted, and of what
+    was given up and read again."""
 
     hits: int = 0
     misses: int = 0
     bytes_read: int = 0
+    bytes_wasted: int = 0
     prefetched: int = 0
     useful: int = 0
     wasted: int = 0
@@ -140,6 +142,7 @@ class Schedule:
         """Take note that a read of `count` bytes ended."""
         self.reading.remove(entry)
         self.counters.bytes_read += count
+        self.counters.bytes_wasted += count if error is not None else 0
         if error is None:
             entry.state = State.READY
             self.entries.move_to_end(entry.key)
@@ -178,6 +181,9 @@ class Schedule:
             unused = other.hinted is not None
             if entry.wanted or not unused or self._stale(other):
                 self.counters.wasted += unused
+                self.counters.bytes_wasted += (
+                    len(other.slot.buffer) if unused and other.slot is not None else 0
+                )
                 entry.slot, other.slot = other.slot, None
                 del self.entries[other.key]
                 return True

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from perspectron import native
 from perspectron.errors import ArtifactError, ConfigError
+from perspectron.stream.cache import READERS
 from perspectron.stream.reader import PIECE, Method, ShardFile
 from perspectron.stream.tensors import aligned
 
@@ -20,6 +22,9 @@ LEAST = 32 << 20  # bytes of a file that is large enough to tell how fast its di
 SPAN = 64 << 20  # bytes of a file to read
 TURNS = 3
 METHODS: tuple[Method, ...] = ("direct", "buffered")
+PAYS = 1.2
+"""How many times as fast as one reader two must be: the second reads for the layer after next, where guesses are wrong
+more often."""
 
 
 def reading(bytes_N: Tensor) -> float:
@@ -53,10 +58,11 @@ def _rate(work: Callable[[], object], touched: Tensor) -> float:
 class Disk(NamedTuple):
     """The faster method of reading a disk: past the page cache or through it; no way is the faster on every disk.
 
-    bytes_per_second: of each method that the disk has."""
+    bytes_per_second: of each method that the disk has. readers: how many at once are worth it."""
 
     method: Method
     bytes_per_second: dict[Method, float]
+    readers: int = READERS
 
     def __str__(self) -> str:
         rates = sorted(self.bytes_per_second.items(), key=lambda item: item[0] != self.method)
@@ -71,16 +77,27 @@ def disk(path: Path) -> float | None:
     return None if path.stat().st_size < LEAST else max(probe(path).bytes_per_second.values())
 
 
-def probe(path: Path) -> Disk:
-    """The faster method for the disk that holds `path`, an expert file: the best of some turns taken alternately.
+def probe(path: Path, methods: Sequence[Method] = METHODS) -> Disk:
+    """The faster of some methods for the disk that holds `path`, an expert file, and whether two readers pay: the best
+    of some turns taken alternately.
 
-    ArtifactError: the file is missing or malformed.
+    ArtifactError: the file is missing or malformed. ConfigError: the disk has none of the methods.
     """
     rates: dict[Method, float] = {}
     size = min(path.stat().st_size, SPAN) // PIECE * PIECE or path.stat().st_size
-    buffer = aligned(min(size, PIECE))
+    buffers = [aligned(min(size, PIECE)) for _ in range(2)]
     for _ in range(TURNS):
-        for method in METHODS:
+        for method in methods:
             with contextlib.suppress(ConfigError), ShardFile(path, method) as file:
-                rates[method] = max(rates.get(method, 0.0), file.rate(buffer, size))
-    return Disk(max(rates, key=lambda method: rates[method]), rates)
+                rates[method] = max(rates.get(method, 0.0), file.rate(buffers[0], 0, size))
+    if not rates:
+        raise ConfigError(f"method = {methods[0]!r}, must be 'buffered' on the disk of {path}")
+    best = max(rates, key=lambda method: rates[method])
+    half = size // 2 // PIECE * PIECE
+    if not half:
+        return Disk(best, rates)
+    with ShardFile(path, best) as file, ThreadPoolExecutor(2) as pool:
+        together = max(
+            sum(pool.map(lambda i: file.rate(buffers[i], i * half, half), range(2))) for _ in range(TURNS)
+        )
+    return Disk(best, rates, 2 if together > PAYS * rates[best] else 1)

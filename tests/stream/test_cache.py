@@ -200,7 +200,7 @@ def test_a_hint_makes_way(plain, lab, monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join()
         assert found == [True]
         assert gate.seen == [offset[1], offset[0], offset[0] + 4096]
-        assert cache.counters.wasted == 1
+        assert cache.counters.wasted == 1 and cache.counters.bytes_wasted == 4096
         with cache.get(0, 1) as shard:
             assert same(shard, lab.layout.shard(experts[1]))
 

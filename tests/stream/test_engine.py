@@ -163,6 +163,19 @@ def test_by_way_of_device_buffers_bit_by_bit(folder, count):
         assert copies.holds(1, 0) and not copies.holds(0, 1)
 
 
+def test_a_hint_does_not_displace_what_was_hinted_for_a_layer_before(folder):
+    model, _ = load_artifact(folder)
+    copies = DeviceExperts(model.cache, torch.device("cpu"))
+    first, second, third = [ffn.layer for ffn in model.routed][:3]
+    with copies.get(first, 1):
+        copies.hint(second, 0)
+        copies.hint(third, 2)
+        assert copies.holds(second, 0) and not copies.holds(third, 2)
+    with copies.get(second, 1):  # the hint was wrong
+        copies.hint(third, 2)
+        assert copies.holds(third, 2) and not copies.holds(second, 0)
+
+
 class Runtime:
     """Takes the place of CUDA's; `codes` are what registering gives in turn, then 0."""
 

@@ -21,6 +21,18 @@ def test_the_faster_method_is_taken(lab, tmp_path: Path, monkeypatch: pytest.Mon
         probe(tmp_path)
 
 
+@pytest.mark.parametrize(("each", "readers"), [(0.55, 1), (0.65, 2)])
+def test_two_readers_where_they_are_much_faster(
+    lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: float, readers: int
+) -> None:
+    path = tmp_path / "layer-3"
+    lab.mixed(path, 3)
+    monkeypatch.setattr(speed, "PIECE", 4096)
+    size = path.stat().st_size // 4096 * 4096
+    monkeypatch.setattr(ShardFile, "rate", lambda file, buffer, start, count: 1.0 if count == size else each)
+    assert probe(path, ["buffered"]).readers == readers
+
+
 def test_the_speed_of_a_disk(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "layer-3"
     lab.mixed(path, 3)
