@@ -23,7 +23,7 @@ SPAN = 64 << 20  # bytes of a file to read
 TURNS = 3
 METHODS: tuple[Method, ...] = ("direct", "buffered")
 PAYS = 1.2
-"""How many times as fast as one reader two must be: the second reads for the layer after next, where guesses are wrong
+"""Least speed of two readers, one reader's as 1: the second reads for the layer after next, where guesses are wrong
 more often."""
 
 
