@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -191,6 +192,8 @@ inline Floats spread(Eight x, int r) {
   const __m256 all = _mm256_permutevar8x32_ps(x, _mm256_set1_epi32(r));
   return {{all, all}};
 }
+
+using Paired = void;  // pairs of bfloat16 have no instructions here
 
 #include "kernels.inl"
 

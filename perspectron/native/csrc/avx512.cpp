@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -115,6 +116,27 @@ inline void store_brief(uint16_t* p, Floats x) {
   rounded = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+
+// Products of pairs of bfloat16, for processors that have instructions for them: sum + y₁ x₁ + y₀ x₀, each as an fma would add
+// it. In assembly: the rest of this file runs without them.
+struct Paired {
+  static constexpr int PAIR = 2, ITEM = 2;
+  static bool known() { return __builtin_cpu_supports("avx512bf16"); }
+  static inline Floats dot(Floats sum, Floats y, Floats x) {
+    __asm__("vdpbf16ps %2,%1,%0" : "+v"(sum) : "v"(y), "v"(x));
+    return sum;
+  }
+  static inline void brief(float* to, Floats low, Floats high) {
+    Ints both;
+    __asm__("vcvtne2ps2bf16 %2,%1,%0" : "=v"(both) : "v"(high), "v"(low));
+    _mm512_storeu_si512(to, both);
+  }
+  static inline Floats joined(const uint16_t* first, const uint16_t* second) {
+    const Ints low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)first));
+    const Ints high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)second));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+  }
+};
 
 #include "eight.inl"
 

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "kernels.h"
@@ -215,6 +216,8 @@ inline Eight fma(const Eight& a, float b, Eight c) {
   return c;
 }
 inline Floats spread(const Eight& x, int r) { return broadcast(x.at[r]); }
+
+using Paired = void;  // pairs of bfloat16 have no instructions here
 
 #include "kernels.inl"
 
