@@ -17,7 +17,7 @@ from torch import Tensor
 from perspectron import native, presets
 from perspectron.config import ModelConfig
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.machine import memory_kept
+from perspectron.machine import in_large_pages, memory_kept
 from perspectron.model import build
 
 TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/test_memory.py")
@@ -92,6 +92,7 @@ def main() -> int:
     with memory_kept():
         for call in calls.values():  # warm
             call()
+        in_large_pages()
         for _ in range(1 if args.quick else args.repeats):
             for key, call in calls.items():
                 taken[key].append(call())

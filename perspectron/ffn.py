@@ -7,7 +7,6 @@ Shapes: B batch, T time, D model width, F hidden width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from perspectron.config import FFNConfig, require
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.ops import fused
 from perspectron.ops.fused import evenly, gated
 from perspectron.terms import Term
 
@@ -104,7 +104,7 @@ class SwiGLU(Network):
 
 def gelu(x: Tensor, activation: Activation) -> Tensor:
     """GELU, exact or by tanh."""
-    return evenly(partial(F.gelu, approximate="tanh" if activation == "gelu_tanh" else "none"), x)
+    return fused.gelu(x) if activation == "gelu_tanh" else evenly(F.gelu, x)
 
 
 class MLP(Network):

@@ -1,7 +1,9 @@
 """What a machine says of itself, and which program ran."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,26 @@ def test_kept_memory_stays_with_the_process_until_the_end_of_the_block():
     )
     assert inside > 100e6
     assert after < 20e6
+
+
+def large_pages() -> bool:
+    """True if a process may ask for large pages, and get them at once."""
+    known = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    version = tuple(map(int, os.uname().release.split(".")[:2])) if sys.platform == "linux" else (0, 0)
+    return version >= (6, 1) and known.exists() and "[never]" not in known.read_text()
+
+
+@pytest.mark.skipif(not large_pages(), reason="Linux from 6.1 on, with transparent large pages")
+def test_what_the_heap_holds_goes_into_large_pages():
+    (large,) = risen(
+        "with machine.memory_kept():\n"
+        "    kept = [torch.ones(1 << 20) for _ in range(40)]\n"
+        "    machine.in_large_pages()\n"
+        "    found = next(line for line in open('/proc/self/smaps_rollup') if line.startswith('AnonHuge'))\n"
+        "    assert all(block.sum() == 1 << 20 for block in kept)\n"
+        "print(int(found.split()[1]) // 4)\n"
+    )
+    assert large > 100e6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")

@@ -46,6 +46,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "pspx_norm_backward": ([*[_POINTER] * 4, *[_LONG] * 3, *[_POINTER] * 2, _INT], None),
     "pspx_gated": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_gated_backward": ([*[_POINTER] * 3, _INT, _LONG, *[_POINTER] * 2, _INT], None),
+    "pspx_gelu": ([_POINTER, _INT, _LONG, _POINTER, _INT], None),
+    "pspx_gelu_backward": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _INT], None),
     "pspx_shifted": ([*[_POINTER] * 4, *[_LONG] * 4, _POINTER, _INT], None),
     "pspx_shifted_backward": ([*[_POINTER] * 4, *[_LONG] * 5, *[_POINTER] * 4, _INT], None),
     "pspx_decayed": ([_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _INT], None),

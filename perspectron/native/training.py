@@ -165,6 +165,22 @@ def gated_backward(a: Tensor, b: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     return da, db
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU by tanh, rounded once; float32 or bfloat16."""
+    brief, y = _brief(x), torch.empty_like(x)
+    _library().pspx_gelu(x.data_ptr(), brief, x.numel(), y.data_ptr(), threads())
+    return y
+
+
+def gelu_backward(x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of x."""
+    brief = _brief(x)
+    _check(dy, x.dtype, x.shape)
+    dx = torch.empty_like(x)
+    _library().pspx_gelu_backward(x.data_ptr(), dy.data_ptr(), brief, x.numel(), dx.data_ptr(), threads())
+    return dx
+
+
 def _shifted(
     x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Tensor | None
 ) -> tuple[list[int | None], tuple[int, int, int, int]]:

@@ -1,5 +1,5 @@
 """The operations between a model's matrix products, in one pass over memory each: the loss of the logits, RMS norms,
-silu(a) · b, decays with what they let in, and mixes of a token with the one before it.
+silu(a) · b, GELU by tanh, decays with what they let in, and mixes of a token with the one before it.
 
 With gradients on, float32 on a CPU, and bfloat16 but for norms and mixes, takes `native.training`; all else takes
 PyTorch's operations: no gradients, other devices and dtypes, forward mode, compilers and functional transforms. Second
@@ -174,6 +174,32 @@ class _Gated(torch.autograd.Function):
         if torch.is_grad_enabled():
             return recorded(_gated, (a, b), dy)
         return training.gated_backward(a, b, dy.contiguous())
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by tanh."""
+    if fits(x, dtypes=(torch.float32, torch.bfloat16)):
+        y: Tensor = _Gelu.apply(x.contiguous())
+        return y
+    return evenly(_gelu, x)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return training.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return recorded(_gelu, (x,), dy)[0]
+        return training.gelu_backward(x, dy.contiguous())
 
 
 def decayed(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

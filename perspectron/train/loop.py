@@ -20,7 +20,7 @@ from perspectron.errors import CheckpointError, DataError, NonFiniteError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.files import locked, sweep, write_json
-from perspectron.machine import pick_device
+from perspectron.machine import in_large_pages, pick_device
 from perspectron.mixers.parts import Dropout
 from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint, lora
@@ -39,6 +39,7 @@ from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
 
 CURVE, TERMS, TERNARY = "loss.svg", "terms.svg", "ternary.json"
+SETTLED = 10  # updates, after which memory holds what it will hold
 
 
 class Trainer:
@@ -175,8 +176,11 @@ class Trainer:
             if self.first:
                 stack.enter_context(locked(self.run_dir, RUN_LOCK))
                 note = stack.enter_context(noting(self.run_dir, report, caught))
+            settled = self.progress.step + SETTLED
             while self.progress.step < last() and not self.agreed(caught):
                 note(self.step())
+                if self.progress.step == settled:
+                    in_large_pages()
                 step, best = self.progress.step, self.best
                 if pace is not None:
                     self._keep(pace)

@@ -189,6 +189,24 @@ def test_gated_products(isa, dtype, shape, use_isa):
     close(found, gradients(lambda a, b: F.silu(a) * b, [a, b], dy), bound)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (40, 33)])
+def test_gelu_by_tanh(isa, dtype, shape, use_isa):
+    use_isa(isa)
+    dtype, bound = DTYPES[dtype]
+    x, dy = (draw(*shape, seed=seed, dtype=dtype, scale=3) for seed in range(2))
+    found = [training.gelu(x), training.gelu_backward(x, dy)]
+    close(found, gradients(lambda x: F.gelu(x, approximate="tanh"), [x], dy), bound)
+
+
+def test_gelu_of_numbers_that_are_far_out():
+    far = torch.tensor([-1e38, -200.0, -20.0, 20.0, 200.0, 1e38])
+    assert (training.gelu(far) - far.clamp_min(0)).abs().max() < 1e-30
+    assert (training.gelu_backward(far, torch.ones(6)) - (far > 0).float()).abs().max() < 1e-30
+    assert training.gelu(torch.tensor([float("nan")])).isnan().all()
+
+
 def shifted_inputs(B, T, D, N, resets):
     """Tokens, the last before them, mixes, where documents begin, and the gradients of the results."""
     reset = draw(B, T, seed=4) > 0.8 if resets else None
@@ -311,6 +329,7 @@ def every_result():
         yield from (losses, training.entropy_backward(logits, target, total, 0.3))
         a, b, dy = (draw(70, 1001, seed=seed, dtype=dtype) for seed in range(3))
         yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
+        yield from (training.gelu(a), training.gelu_backward(a, dy))
         yield from (*training.decayed(a, b), *training.decayed_backward(a, b, b.float(), dy.float()))
         (q, k, v, dy), first = attention_inputs(3, 90, 4, 2, 40, 24, 30, dtype)
         o, lse = training.attention(q, k, v, first, 0.3)

@@ -47,6 +47,7 @@ OPERATIONS = {
     ),
     "norm": (norm, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), [(3, 7), (7,)]),
     "gated": (fused.gated, lambda a, b: F.silu(a) * b, [(3, 7), (3, 7)]),
+    "gelu": (fused.gelu, lambda x: F.gelu(x, approximate="tanh"), [(3, 7)]),
     "shifted": (shifted, between, [(2, 3, 7), (2, 7), (2, 7)]),
     "decayed": (decayed, lambda p, v: p.sigmoid() + v * (1 - p.sigmoid() ** 2).sqrt(), [(3, 7), (3, 7)]),
 }
@@ -111,6 +112,7 @@ def test_strides_and_shapes():
     weight = torch.randn(5, requires_grad=True)
     for found, exact in (
         (fused.gated(a.mT, b.mT), F.silu(a.mT) * b.mT),
+        (fused.gelu(a.mT), F.gelu(a.mT, approximate="tanh")),
         (norm(a.transpose(0, 2), weight), F.rms_norm(a.transpose(0, 2), (5,), weight, 1e-5)),
     ):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
@@ -125,6 +127,7 @@ def test_gradients_that_are_recorded_of_inputs_that_depend_on_each_other():
     for function in (
         lambda: fused.gated(b, b),
         lambda: fused.gated(2 * b, b),
+        lambda: fused.gelu(fused.gelu(2 * b)),
         lambda: module(module(b[None]).tanh()),
     ):
         plain, recorded = (

@@ -66,6 +66,16 @@ API void pspx_gated_backward(const void* a, const void* b, const void* dy, int b
   shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gated_backward[brief](g, first, last); });
 }
 
+API void pspx_gelu(const void* x, int brief, int64_t n, void* y, int threads) {
+  const Gelu g{x, y, nullptr, nullptr};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gelu[brief](g, first, last); });
+}
+
+API void pspx_gelu_backward(const void* x, const void* dy, int brief, int64_t n, void* dx, int threads) {
+  const Gelu g{x, nullptr, dy, dx};
+  shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().gelu_backward[brief](g, first, last); });
+}
+
 API void pspx_decayed(const void* p, const void* v, int brief, int64_t n, float* gamma, float* y, int threads) {
   const Decayed u{p, v, gamma, y, nullptr, nullptr, nullptr, nullptr};
   shared(threads, n, 1 << 15, [&](int64_t first, int64_t last) { kernels().decayed[brief](u, first, last); });

@@ -98,6 +98,13 @@ struct Gated {  // y = silu(a) · b
   void *da, *db;
 };
 
+struct Gelu {  // y = x · σ(2 √(2/π) (x + 0.044715 x³)), GELU by tanh
+  const void* x;
+  void* y;
+  const void* dy;
+  void* dx;
+};
+
 struct Decayed {  // γ = σ(p), y = √(1 − γ²) v
   const void *p, *v;
   float *gamma, *y;
@@ -239,6 +246,8 @@ struct Kernels {
   void (*entropy_backward[2])(const Entropy&, int64_t first, int64_t last);
   void (*gated[2])(const Gated&, int64_t first, int64_t last);
   void (*gated_backward[2])(const Gated&, int64_t first, int64_t last);
+  void (*gelu[2])(const Gelu&, int64_t first, int64_t last);
+  void (*gelu_backward[2])(const Gelu&, int64_t first, int64_t last);
   void (*decayed[2])(const Decayed&, int64_t first, int64_t last);
   void (*decayed_backward[2])(const Decayed&, int64_t first, int64_t last);
   void (*attention[2])(const Attention&, int64_t first, int64_t last);  // key heads of all B·G

@@ -197,6 +197,31 @@ void gated_backward(const Gated& g, int64_t first, int64_t last) {
   });
 }
 
+constexpr float BEND = 1.5957691216057308f, CUBE = 0.044715f;  // 2 √(2/π)
+
+template <class T>
+void gelu(const Gelu& g, int64_t first, int64_t last) {
+  const T* x = static_cast<const T*>(g.x) + first;
+  T* y = static_cast<T*>(g.y) + first;
+  sixteens(last - first, [&](auto at, auto to) ALWAYS {
+    const Floats own = bounded(at(x)), inner = fma(mul(own, own), broadcast(BEND * CUBE), broadcast(BEND));
+    to(y, mul(own, sigmoid_of(mul(own, inner))));
+  });
+}
+
+// dx = dy · (s + x s (1 − s) · 2 √(2/π) (1 + 3 · 0.044715 x²)), with s the σ of y
+template <class T>
+void gelu_backward(const Gelu& g, int64_t first, int64_t last) {
+  const T *x = static_cast<const T*>(g.x) + first, *dy = static_cast<const T*>(g.dy) + first;
+  T* dx = static_cast<T*>(g.dx) + first;
+  sixteens(last - first, [&](auto at, auto to) ALWAYS {
+    const Floats own = least(broadcast(87.0f), bounded(at(x))), square = mul(own, own);
+    const Floats s = sigmoid_of(mul(own, fma(square, broadcast(BEND * CUBE), broadcast(BEND))));
+    const Floats slope = mul(mul(own, s), minus(broadcast(1.0f), s));
+    to(dx, mul(at(dy), fma(slope, fma(square, broadcast(3 * BEND * CUBE), broadcast(BEND)), s)));
+  });
+}
+
 // γ = σ(p), y = √(1 − γ²) v; 1 − γ is σ(−p), which does not vanish where γ rounds to 1.
 inline Floats height(Floats p, Floats s) { return root(mul(sigmoid_of(mul(p, broadcast(-1.0f))), add(s, broadcast(1.0f)))); }
 
