@@ -112,11 +112,11 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     native.set_threads(spec["threads"])
     folder = Path(spec["folder"])
     warm_up()
+    disk = None if spec["cache"] is None else Disk(folder, spec["sample"])  # its memory is not the model's
     with common.Peak() as peak:
         model, tokenizer = load_artifact(folder, cache_bytes=spec["cache"], method=method(folder))
         ids, counted = tokenizer.encode(PROMPT), []
         states = {n: sizes(prefill(model, [(ids * n)[:n]])[1]) for n in spec["contexts"]}
-        disk = None if spec["cache"] is None else Disk(folder, spec["sample"])
         speeds, read = [], reader(model)
 
         def between() -> None:
@@ -140,7 +140,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "readers": None if disk is None else {"tried": disk.tried, "chosen": disk.readers},
         "state_bytes": {context: found[0] for context, found in states.items()},
         "rings": sorted({slots for found in states.values() for slots in found[1]}),
-        "peak_bytes": peak.bytes if peak.bytes is None or disk is None else peak.bytes - disk.memory.nbytes,
+        "peak_bytes": peak.bytes,
         "budget": budget(model, state.nbytes),
         "line": model.line(),
         "counters": counters,

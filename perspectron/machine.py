@@ -16,7 +16,7 @@ import torch
 from perspectron.errors import ConfigError
 
 LARGE = 1 << 21  # bytes of a large page
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of Linux
+MADV_COLLAPSE = 25  # of Linux from 6.1 on
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
 
@@ -102,15 +102,14 @@ def in_large_pages() -> None:
     addresses that an update at 2 M parameters takes 2 to 5% longer (docs/lab-notes.md). For Linux, where a process may
     ask for them; elsewhere nothing changes."""
     with suppress(OSError, AttributeError):
-        maps = Path("/proc/self/maps").read_text().splitlines()
+        maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
         madvise = ctypes.CDLL(None).madvise
         for line in maps:
             if line.endswith("[heap]"):
                 start, end = (int(place, 16) for place in line.split()[0].split("-"))
                 start, end = -(-start // LARGE) * LARGE, end // LARGE * LARGE
-                for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-                    if start < end:
-                        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+                if start < end:
+                    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def trim() -> None:

@@ -1,8 +1,9 @@
-"""Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, decays, mixes with
-the token before, short convolutions, attention, rotary positions and recurrences.
+"""Kernels of a training on a CPU, forward and backward: the loss, norms, gated products, GELU, decays, mixes
+with the token before, short convolutions, attention, rotary positions and recurrences.
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
-depend neither on them nor on the instruction set; denormal numbers are what they are to the thread that calls.
+depend neither on them nor on the instruction set; denormal numbers are what they are to the thread that calls, and 0 to
+instructions for pairs of bfloat16.
 
 Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank; H heads of
 queries, G of keys, K width of a head, V of a value's.
@@ -85,7 +86,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(softmax(scale · q kᵀ) v [B,T,H,V], the logarithm of each sum [B,T,H] in float32), where token t sees the keys
     from first[t] to t; H / G heads of queries share one of keys. float32 or bfloat16. `first`, which must be in 0 … t,
-    is not checked."""
+    is not checked. Of bfloat16, the weights are rounded to it for their products."""
     given, sizes = _attention(q_BTHK, k_BTGK, v_BTGV, first_BT, scale)
     B, T, H, V = *q_BTHK.shape[:3], v_BTGV.shape[3]
     o_BTHV, lse_BTH = q_BTHK.new_empty(B, T, H, V), q_BTHK.new_empty(B, T, H, dtype=torch.float32)

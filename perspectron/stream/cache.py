@@ -285,6 +285,8 @@ class ShardCache(AbstractContextManager["ShardCache"]):
             for key in keys:
                 self._schedule.request(self._add(key))
             self._work.notify_all()
+            if self._idle < len(self._schedule.asked):
+                self._schedule.give_up_one()
             for entry in list(self._schedule.entries.values()):
                 self._wait(entry)
             self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)

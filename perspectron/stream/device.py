@@ -104,9 +104,9 @@ class DeviceExperts:
     def hint(self, layer: int, expert: int) -> None:
         """Copy an expert if the host has it and a buffer is free that no earlier hint filled, else have the host read
         it."""
-        if self._find((layer, expert)) is not None:
-            return
-        if not self._cache.holds(layer, expert) or self._fetch((layer, expert), hint=True) is None:
+        if (slot := self._find((layer, expert))) is not None:
+            slot.hinted = True
+        elif not self._cache.holds(layer, expert) or self._fetch((layer, expert), hint=True) is None:
             self._cache.hint(layer, expert)
 
     def holds(self, layer: int, expert: int) -> bool:

@@ -147,7 +147,10 @@ class ShardFile(AbstractContextManager["ShardFile"]):
                 time.sleep(self.backoff * 4 ** (attempt - 1))
                 self._forget(offset, layout.bytes)
             digests = Digests(buffer, layout.parts)
-            cause = self._pieces(expert, offset, digests, cancelled) or self._damage(expert, digests)
+            try:
+                cause = self._pieces(expert, offset, digests, cancelled) or self._damage(expert, digests)
+            except Cancelled as gone:
+                raise Cancelled(gone.count + attempt * layout.bytes) from None
             self._unchanged(expert)
             if cause is None:
                 return layout.bytes * (attempt + 1)

@@ -67,7 +67,7 @@ class Entry:
 
 class Schedule:
     """entries: all experts in memory or on their way, the least recently used first. asked: those someone waits for
-    whom no reader serves yet. Only then do hinted reads stop: one reader does not keep a disk busy (2.1 GB/s, two 2.9).
+    whom no reader serves yet. Only then do hinted reads stop.
 
     A turn is as long as requests are for one layer. A hint is for the two turns after it: until the second begins it
     keeps its slot from other hints, then it is stale. trust: share of the hints of late for what was not in memory that

@@ -14,7 +14,7 @@ from perspectron import native
 from perspectron.errors import ArtifactError, ConfigError
 from perspectron.stream.cache import READERS
 from perspectron.stream.reader import PIECE, Method, ShardFile
-from perspectron.stream.tensors import aligned
+from perspectron.stream.tensors import Bytes, aligned
 
 BUFFER = 256 << 20
 TRIES = 6
@@ -66,7 +66,15 @@ class Disk(NamedTuple):
 
     def __str__(self) -> str:
         rates = sorted(self.bytes_per_second.items(), key=lambda item: item[0] != self.method)
-        return ", not ".join(f"{method} {rate / 1e9:.2f} GB/s" for method, rate in rates) or self.method
+        speeds = ", not ".join(f"{method} {rate / 1e9:.2f} GB/s" for method, rate in rates) or self.method
+        return f"{speeds}; {self.readers} reader{'s' if self.readers > 1 else ''}"
+
+
+def _together(file: ShardFile, pool: ThreadPoolExecutor, buffers: Sequence[Bytes], half: int) -> float:
+    """Bytes per second of two readers, of half as many bytes each."""
+    start = time.perf_counter()
+    list(pool.map(lambda i: file.rate(buffers[i], i * half, half), range(2)))
+    return 2 * half / (time.perf_counter() - start)
 
 
 def disk(path: Path) -> float | None:
@@ -97,7 +105,5 @@ def probe(path: Path, methods: Sequence[Method] = METHODS) -> Disk:
     if not half:
         return Disk(best, rates)
     with ShardFile(path, best) as file, ThreadPoolExecutor(2) as pool:
-        together = max(
-            sum(pool.map(lambda i: file.rate(buffers[i], i * half, half), range(2))) for _ in range(TURNS)
-        )
+        together = max(_together(file, pool, buffers, half) for _ in range(TURNS))
     return Disk(best, rates, 2 if together > PAYS * rates[best] else 1)

@@ -179,7 +179,7 @@ class Trainer:
             settled = self.progress.step + SETTLED
             while self.progress.step < last() and not self.agreed(caught):
                 note(self.step())
-                if self.progress.step == settled:
+                if self.progress.step == settled and self.device.type == "cpu":
                     in_large_pages()
                 step, best = self.progress.step, self.best
                 if pace is not None:

@@ -98,6 +98,7 @@ ATTENTION = [  # B, T, H, G, K, V, window
     (1, 1030, 2, 1, 18, 20, 2000),  # longer than the keys that are taken at once
     (2, 1541, 2, 2, 16, 16, 530),
     (1, 700, 1, 1, 8, 5, 40),
+    (1, 1541, 2, 2, 16, 16, 531),
 ]
 
 
@@ -142,14 +143,15 @@ def test_attention_whose_weights_rise_or_fall_from_key_to_key(scale):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, use_isa):
+@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, (3, 64)), (torch.bfloat16, (4, 64))], ids=str)
+def test_attention_of_a_token_depends_on_what_it_sees_alone(isa, dtype, begins, use_isa):
     """Bit for bit, among keys that are taken at once: later tokens and those before its window are others, and it
-    stands elsewhere in its tile."""
+    stands elsewhere in its tile, of bfloat16 by whole pairs."""
     use_isa(isa)
-    (q, k, v, _), _ = attention_inputs(1, 150, 2, 2, 20, 20, 40)
+    (q, k, v, _), _ = attention_inputs(1, 150, 2, 2, 20, 20, 40, dtype)
     first = (torch.arange(150) - 39).clamp_min(0).to(torch.int32)[None]
     whole, _ = training.attention(q, k, v, first, 0.2)
-    for begin in (3, 64):
+    for begin in begins:
         q2, k2, v2 = (x[:, begin : begin + 60].contiguous() for x in (q, k, v))
         part, _ = training.attention(q2, k2, v2, first[:, :60].contiguous(), 0.2)
         assert torch.equal(part[:, 39:], whole[:, begin + 39 : begin + 60])
@@ -331,9 +333,11 @@ def every_result():
         yield from (training.gated(a, b), *training.gated_backward(a, b, dy))
         yield from (training.gelu(a), training.gelu_backward(a, dy))
         yield from (*training.decayed(a, b), *training.decayed_backward(a, b, b.float(), dy.float()))
-        (q, k, v, dy), first = attention_inputs(3, 90, 4, 2, 40, 24, 30, dtype)
-        o, lse = training.attention(q, k, v, first, 0.3)
-        yield from (o, lse, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy))
+        sizes_of = ((2, 7, 2, 1, 4, 3, 3), (1, 1541, 1, 1, 16, 16, 530), (2, 77, 4, 2, 90, 33, 16))
+        for sizes in (*sizes_of, (3, 90, 4, 2, 40, 24, 30)):
+            (q, k, v, dy), first = attention_inputs(*sizes, dtype)
+            o, lse = training.attention(q, k, v, first, 0.3)
+            yield from (o, lse, *training.attention_backward(q, k, v, first, 0.3, o, lse, dy))
         yield training.turned(q.flatten(0, 1), draw(270, 20), draw(270, 20, seed=1))
     x, weight = draw(300, 130), draw(130, seed=1)
     y, r = training.norm(x, weight, 1e-5)

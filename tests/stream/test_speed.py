@@ -1,5 +1,8 @@
 """Disks probed, and files that are too small to tell."""
 
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,15 +24,24 @@ def test_the_faster_method_is_taken(lab, tmp_path: Path, monkeypatch: pytest.Mon
         probe(tmp_path)
 
 
-@pytest.mark.parametrize(("each", "readers"), [(0.55, 1), (0.65, 2)])
-def test_two_readers_where_they_are_much_faster(
-    lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: float, readers: int
+@pytest.mark.parametrize(
+    ("place", "readers"), [(threading.Lock(), 1), (nullcontext(), 2)], ids=["one", "both"]
+)
+def test_two_readers_where_a_disk_serves_both_at_once(
+    lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: AbstractContextManager[object], readers: int
 ) -> None:
     path = tmp_path / "layer-3"
     lab.mixed(path, 3)
     monkeypatch.setattr(speed, "PIECE", 4096)
     size = path.stat().st_size // 4096 * 4096
-    monkeypatch.setattr(ShardFile, "rate", lambda file, buffer, start, count: 1.0 if count == size else each)
+
+    def rate(file: ShardFile, buffer: object, start: int, count: int) -> float:
+        began = time.perf_counter()
+        with place:
+            time.sleep(0.1 * count / size)
+        return count / (time.perf_counter() - began)
+
+    monkeypatch.setattr(ShardFile, "rate", rate)
     assert probe(path, ["buffered"]).readers == readers
 
 

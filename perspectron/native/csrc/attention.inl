@@ -1,5 +1,5 @@
 // Causal attention of a training: o = softmax(scale · q kᵀ) v, where token t sees the keys from first[t] to t. Keys go SPAN
-// at a time, copied once as float: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All queries
+// at a time, copied once as items: transposed for q kᵀ, where lanes are keys, and in rows for sums over keys. All queries
 // that see some of them pass by, ATTEND_ROWS at a time; what they gather from span to span waits in `sums`.
 
 constexpr int64_t SPAN = 512;
@@ -10,7 +10,8 @@ inline int64_t sixteen(int64_t n) { return ceil_div(n, 16) * 16; }
 
 // How products over keys, channels and queries are taken. Of float: one number at a time. Of bfloat16: pairs of numbers,
 // the second of a pair first, and weights are rounded to bfloat16 for them. `Paired`, where a set of instructions has it,
-// is Rounded by instructions for pairs, which lie in the place of a float; it gives the same bits.
+// is Rounded by instructions for pairs, which lie in the place of a float; it gives the same bits, but takes denormal numbers
+// for 0. An item is a float or such a pair.
 struct Single {
   static constexpr int PAIR = 1, ITEM = 1;
 };
@@ -273,7 +274,7 @@ void attention_backward_by(const Attention& a, int64_t from_task, int64_t to_tas
   constexpr int ITEM = P::ITEM, ROWS = ATTEND_ROWS;
   const int64_t share = a.H / a.G, Kp = sixteen(a.K), Vp = sixteen(a.V), q_row = a.H * a.K, k_row = a.G * a.K;
   const int64_t o_row = a.H * a.V, v_row = a.G * a.V, wide = sixteen(a.T < SPAN ? a.T : SPAN), ld = wide + SPARE;
-  float* room = scratch<float>(KEYS, (a.K + a.V + 5 * ROWS) * ld + wide * (2 * Kp + Vp) + ROWS * (3 * Kp + 4 * Vp) + share * a.T * Kp);
+  float* room = scratch<float>(KEYS, (a.K + a.V + 4 * ROWS) * ld + wide * (2 * Kp + Vp) + ROWS * (3 * Kp + 4 * Vp) + share * a.T * Kp);
   const auto next = [&](int64_t n) {
     float* here = room;
     room += n;

@@ -1,4 +1,4 @@
-// What a training does between its matrix products, forward and backward: the loss, norms, gated products, decays,
+// What a training does between its matrix products, forward and backward: the loss, norms, gated products, GELU, decays,
 // mixes with the token before, short convolutions. T is float or bfloat16 (as uint16_t); sums are of float.
 
 inline Floats get(const float* p) { return load_floats(p); }
