@@ -2,8 +2,8 @@
 with the token before, short convolutions, attention, rotary positions and recurrences.
 
 Numbers are float32 or, where a docstring says so, bfloat16; sums are float32. Threads: `native.threads()`. Results
-depend neither on them nor on the instruction set; denormal numbers are what they are to the thread that calls, and 0 to
-instructions for pairs of bfloat16.
+depend neither on them nor on the instruction set, except that instructions for pairs of bfloat16 take denormal numbers
+for 0; elsewhere these are what they are to the thread that calls.
 
 Shapes: N rows, V vocabulary, D width; B batch, T time, C channels, W taps, S = T + W − 1, R state rank; H heads of
 queries, G of keys, K width of a head, V of a value's.

@@ -282,12 +282,14 @@ class ShardCache(AbstractContextManager["ShardCache"]):
     def _load(self, keys: Sequence[Key]) -> None:
         """Read so many experts as there are slots for, and wait for all."""
         with self._lock:
-            for key in keys:
-                self._schedule.request(self._add(key))
+            wanted = [self._schedule.entries.get(key) or self._add(key) for key in keys]
+            for entry in wanted:
+                self._schedule.request(entry)
             self._work.notify_all()
             if self._idle < len(self._schedule.asked):
                 self._schedule.give_up_one()
-            for entry in list(self._schedule.entries.values()):
+            self._calm.notify_all()
+            for entry in wanted:
                 self._wait(entry)
             self._schedule.counters = Counters(bytes_read=self._schedule.counters.bytes_read)
 

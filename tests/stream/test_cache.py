@@ -17,6 +17,7 @@ from perspectron.stream import reader as shards
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.reader import pread
 from perspectron.stream.schedule import Entry, Schedule
+from perspectron.stream.usage import Usage
 
 
 def same(shard, want) -> bool:
@@ -203,6 +204,25 @@ def test_a_hint_makes_way(plain, lab, monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache.counters.wasted == 1 and cache.counters.bytes_wasted == 4096
         with cache.get(0, 1) as shard:
             assert same(shard, lab.layout.shard(experts[1]))
+
+
+def test_a_start_makes_the_only_reader_give_up_a_hint(plain, lab, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(shards, "PIECE", 4096)
+    path, experts, offset = plain
+    usage, gate = Usage(tmp_path / "usage.json", {0: 6}), Gate(offset[1])
+    for expert in (0, 0, 2):
+        usage.count(0, expert, ready=False)
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes, readers=1, deadline=5) as cache:
+        cache.hint(0, 1)
+        until(lambda: gate.seen == [offset[1]])
+        thread = threading.Thread(target=lambda: cache.warm(usage))
+        thread.start()
+        until(lambda: bool(cache._schedule.asked))
+        gate.open(offset[1])
+        thread.join()
+        assert [cache.holds(0, expert) for expert in range(3)] == [True, False, True]
+        with cache.get(0, 2) as shard:
+            assert same(shard, lab.layout.shard(experts[2]))
 
 
 def test_a_hint_goes_on_beside_a_reader_that_is_at_what_is_asked_for(plain, lab, monkeypatch) -> None:

@@ -174,6 +174,14 @@ def test_a_hint_does_not_displace_what_was_hinted_for_a_layer_before(folder):
     with copies.get(second, 1):  # the hint was wrong
         copies.hint(third, 2)
         assert copies.holds(third, 2) and not copies.holds(second, 0)
+    copies = DeviceExperts(model.cache, torch.device("cpu"), buffers=3)
+    with copies.get(second, 0):
+        pass
+    with copies.get(first, 1):
+        copies.hint(second, 0)  # is there
+        copies.hint(third, 2)
+        copies.hint(third, 1)
+        assert copies.holds(second, 0) and copies.holds(third, 2) and not copies.holds(third, 1)
 
 
 class Runtime:

@@ -208,6 +208,24 @@ def test_any_bit_of_the_payload(layer, lab) -> None:
             file.write(whole[at : at + 1])
 
 
+def test_a_read_given_up_in_its_second_attempt_counts_both(layer, lab) -> None:
+    path, _ = layer
+    asked: list[bool] = []
+
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        count = pread(fd, buffer, offset)
+        buffer[0] ^= 1
+        return count
+
+    def cancelled() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    with lab.open(path, read=read, retries=2, backoff=0) as file, pytest.raises(Cancelled) as raised:
+        file.read_into(0, lab.buffer(), cancelled)
+    assert raised.value.count == lab.layout.bytes
+
+
 def test_verify_finds_illegal_codes_behind_right_digests(
     tmp_path: Path, lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
