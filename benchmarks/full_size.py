@@ -76,9 +76,8 @@ class Disk:
             fd = _open(path)
             self.pieces += [(fd, at, min(PIECE, size - at)) for at in range(0, size, PIECE)]
         self.pool = ThreadPoolExecutor(max(READERS))
-        self.memory = aligned(
-            -(-amount // PIECE) * PIECE
-        )  # one piece, in the processor's cache, would be filled faster
+        # One piece, which stays in the processor's cache, would be filled faster.
+        self.memory = aligned(-(-amount // PIECE) * PIECE)
         self.amount, self.next = amount, 0
         self.tried = {readers: max(self.read(readers) for _ in range(3)) for readers in READERS}
         self.readers = max(self.tried, key=lambda readers: self.tried[readers])
