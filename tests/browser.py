@@ -6,7 +6,9 @@ import shutil
 from collections.abc import Iterator
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import ConsoleMessage, Page, expect, sync_playwright
+
+from tests.waiting import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -22,7 +24,8 @@ def browsing(url: str, **options) -> Iterator[Page]:
         wrong: list[str] = []
         page.on("console", lambda message: wrong.append(message.text) if said_badly(message) else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(1000 * PATIENCE)
+        expect.set_options(timeout=1000 * PATIENCE)
         page.goto(url)
         try:
             yield page

@@ -25,6 +25,7 @@ from perspectron.errors import CheckpointError, ConfigError, DataError, Perspect
 from perspectron.eval.recall import _done
 from perspectron.train import checkpoint
 from tests.train.test_shared_folders import held
+from tests.waiting import PATIENCE
 
 RUN = Path("tests/vectors/run-0.1")
 LAST = "checkpoints/step-00000006"
@@ -37,11 +38,11 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    """Who waits for a pipe is let go after 20 s, so that the test fails and does not hang."""
+    """Who waits for a pipe is let go in the end, so that the test fails and does not hang."""
     ended = threading.Event()
 
     def feed() -> None:
-        while not ended.wait(20):
+        while not ended.wait(PATIENCE):
             for path in waiting:
                 os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
@@ -51,7 +52,7 @@ def quick() -> Iterator[None]:
     before = time.monotonic()
     yield
     ended.set()
-    assert not waiting or time.monotonic() - before < 20
+    assert not waiting or time.monotonic() - before < PATIENCE
 
 
 waiting: list[Path] = []

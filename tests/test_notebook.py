@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "tour.ipynb"
 STEPS = "STEPS = 300"
@@ -24,7 +26,7 @@ def test_the_tour_runs(tmp_path: Path) -> None:
     (training,) = (cell for cell in cells if STEPS in cell.source)
     training.source = training.source.replace(STEPS, "STEPS = 3")
     known = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "IPYTHONDIR": str(tmp_path / "ipython")}
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=int(PATIENCE), resources={"metadata": {"path": str(tmp_path)}})
     asyncio.run(client.async_execute(env=os.environ | known))
     said = [output for cell in cells for output in cell.outputs]
     assert any("bytes of memory, however long" in output.get("text", "") for output in said)

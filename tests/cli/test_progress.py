@@ -1,11 +1,11 @@
 """What a long command says meanwhile."""
 
 import io
-import time
 
 import pytest
 
 from perspectron.cli.progress import Work, duration
+from tests.waiting import PATIENCE, until
 
 
 class Terminal(io.StringIO):
@@ -29,19 +29,22 @@ def test_durations_are_read_by_people(seconds, said):
 
 
 def test_nothing_is_said_of_what_is_quick(capsys):
-    with Work("reading") as work:
+    with Work("reading", quiet=PATIENCE) as work:
         work.tell(1, 2)
-    time.sleep(0.01)
+    work._thread.join()
     assert capsys.readouterr().err == ""
 
 
-def test_elsewhere_than_on_a_terminal_lines_are_whole(capsys, monkeypatch):
+def test_elsewhere_than_on_a_terminal_lines_are_whole(monkeypatch):
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
     monkeypatch.setattr("perspectron.cli.progress.EVERY", {True: 0.02, False: 0.02})
+    monkeypatch.setattr("perspectron.cli.progress.time.monotonic", lambda: 100.0)
     with Work("reading", quiet=0.01) as work:
-        time.sleep(0.1)
+        until(said.getvalue)
         work.tell(30, 90)
-        time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
+        until(lambda: "30 of 90" in said.getvalue())
+    lines = said.getvalue().splitlines()
     assert lines[0] == "perspectron: reading: 0 s so far"
     assert lines[-1] == "perspectron: reading: 30 of 90, about 0 s left"
 
@@ -68,15 +71,16 @@ def test_on_a_terminal_one_line_is_written_over_and_nothing_is_left(monkeypatch,
     monkeypatch.setattr("sys.stderr", said)
     monkeypatch.setenv("COLUMNS", columns)
     with Work("reading a text with a name that is longer than forty columns", quiet=0.01):
-        time.sleep(0.1)
+        until(said.getvalue)
     drawn = said.getvalue().replace("\x1b[K", "").split("\r")
     assert "\n" not in said.getvalue() and drawn[-1] == ""
     assert max(map(len, drawn)) < int(columns)
 
 
-def test_an_error_ends_it(capsys):
-    with pytest.raises(ZeroDivisionError), Work("dividing", quiet=0.0):
-        print(1 / (time.sleep(0.05) or 0))
-    said = capsys.readouterr().err
-    time.sleep(0.05)
-    assert said and capsys.readouterr().err == ""
+def test_an_error_ends_it(monkeypatch):
+    monkeypatch.setattr("sys.stderr", said := io.StringIO())
+    with pytest.raises(ZeroDivisionError), Work("dividing", quiet=0.0) as work:
+        print(1 / (until(said.getvalue) or 0))
+    before = said.getvalue()
+    work._thread.join()
+    assert said.getvalue() == before

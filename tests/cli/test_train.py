@@ -18,6 +18,7 @@ from perspectron.cli.fit import Speed
 from perspectron.cli.main import main
 from perspectron.cli.train import defaults
 from perspectron.train import checkpoint
+from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
 
 QUICK = ["--seq-len", "32", "--batch-size", "2", "--dtype", "float32"]
@@ -32,13 +33,11 @@ def play(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
-    monkeypatch.setattr(train_room, "MINUTES", 0.1)
-    monkeypatch.setattr(
-        budget, "seconds_of", lambda model, train: 0.05
-    )  # a machine that is thought to be fast
-    start = time.monotonic()
+    """By a time that no machine exceeds; tests/train/test_pace.py asks whether a training ends on time."""
+    monkeypatch.setattr(train_room, "MINUTES", 30.0)
+    monkeypatch.setattr(budget, "seconds_of", lambda model, train: 15.0)
+    monkeypatch.setattr(Pace, "steps", lambda pace, step, steps, pauses: steps)
     assert main(["train", "--data", "play.txt"]) == 0
-    assert time.monotonic() - start < 12
     said = capsys.readouterr().err
     config = checkpoint.load_config(Path("runs/play"))
     train, size = config.train, active_parameters(config.model)
@@ -47,7 +46,7 @@ def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
     assert f"{size / 1e6:.2f} M parameters" in said
     for words in (" passes over", "GB of memory", "tokens/s", " left", "done in", "(gzip -9", "xz -9"):
         assert words in said, words
-    assert re.search(r"about \d+ s, until \d\d:\d\d:\d\d", said)
+    assert re.search(r"about \d+ min( \d+ s)?, until \d\d:\d\d", said)
     commands = re.findall(r"^  perspectron (.*)$", said, re.MULTILINE)
     assert len(commands) == 3
     monkeypatch.setattr(

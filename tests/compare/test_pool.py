@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from perspectron.compare import pool
 from perspectron.compare.pool import Job, StoppedBy
 from perspectron.errors import StorageError
 from perspectron.files import locked
+from tests.waiting import PATIENCE, until
 
 SCRIPT = """
 import pathlib, signal, sys, time
@@ -30,7 +30,7 @@ PARENT = """
 import pathlib, sys
 from perspectron.compare import pool
 folder = pathlib.Path(sys.argv[1])
-pool.work([pool.Job("a", folder, ("pool_script", str(folder), "0", "60"))], 1, 1)
+pool.work([pool.Job("a", folder, ("pool_script", str(folder), "0", "3600"))], 1, 1)
 """
 
 
@@ -46,14 +46,6 @@ def job(tmp_path: Path, name: str, code: int = 0, seconds: float = 0.0) -> Job:
     return Job(name, folder, ("pool_script", str(folder), str(code), str(seconds)))
 
 
-def until(condition) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it did not come to that")
-
-
 def test_jobs_end_with_their_code_and_last_line(tmp_path):
     ends, most = {}, []
     jobs = [job(tmp_path, "a"), job(tmp_path, "b", code=3), job(tmp_path, "c", seconds=0.6)]
@@ -65,7 +57,7 @@ def test_jobs_end_with_their_code_and_last_line(tmp_path):
 
 
 def test_a_signal_lets_them_save_and_starts_no_other(tmp_path):
-    jobs = [job(tmp_path, "a", seconds=60), job(tmp_path, "b", seconds=60)]
+    jobs = [job(tmp_path, "a", seconds=3600), job(tmp_path, "b", seconds=3600)]
 
     def look(running: list[Job]) -> None:
         if (tmp_path / "a" / "began").exists():
@@ -92,7 +84,7 @@ def test_none_outlives_a_parent_that_was_killed(tmp_path):
     parent.kill()
     parent.wait()
     until((folder / "saved").exists)
-    with locked(folder, patience=30):
+    with locked(folder, patience=PATIENCE):
         pass
 
 

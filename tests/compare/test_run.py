@@ -160,12 +160,16 @@ def test_killed_on_the_way_it_ends_with_the_same_losses(whole, text, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(perspectron.__file__).parents[1])}
     command = [*COMMAND, "--designs", "transformer", "--data", str(text), "--out", str(out)]
     whole_command = [sys.executable, "-m", "perspectron", *command]
-    parent = subprocess.Popen(whole_command, env=environment, stderr=subprocess.DEVNULL)
     metrics = out / "cells" / "transformer" / "0" / "metrics.jsonl"
-    while parent.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 12):
-        time.sleep(0.02)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    for _ in range(20):  # a machine that is busy with other work may kill it too late
+        shutil.rmtree(out, ignore_errors=True)
+        parent = subprocess.Popen(whole_command, env=environment, stderr=subprocess.DEVNULL)
+        while parent.poll() is None and not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 12):
+            time.sleep(0.005)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        if not (out / "results.json").exists():
+            break
     assert not (out / "results.json").exists()
     assert main(command) == 0
     one, other = (

@@ -1,7 +1,5 @@
 """States put together at a context, against states that read their way there."""
 
-import statistics
-
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -11,7 +9,6 @@ from perspectron.census import touched
 from perspectron.config import ModelConfig
 from perspectron.eval import contexts
 from perspectron.eval.contexts import Pool, Stepper, decode_model, filled, measure
-from perspectron.eval.timing import take_turns
 from perspectron.presets import DESIGNS, small
 
 CPU = torch.device("cpu")
@@ -56,6 +53,10 @@ def test_a_filled_state_is_like_one_that_read_as_much(design):
         if isinstance(real, torch.Tensor):
             assert (real.shape, real.dtype) == (made.shape, made.dtype), pytree.keystr(where)
             assert made.is_floating_point() or torch.equal(real, made), pytree.keystr(where)
+            if made.is_floating_point():  # no numbers that take a processor longer
+                assert ((made == 0) | (made.abs() >= torch.finfo(made.dtype).tiny)).all(), pytree.keystr(
+                    where
+                )
         else:
             assert real == made, pytree.keystr(where)
     assert touched(model, state) == touched(model, read)
@@ -77,15 +78,6 @@ def test_steps_end_at_the_context_with_finite_logits(design):
         assert stepper.state.nbytes == model.init_state(1, capacity=SHORT).nbytes
     assert logits[0].isfinite().all()
     assert torch.equal(*logits), "a turn begins where the one before began"
-
-
-@torch.inference_mode()
-def test_a_filled_state_takes_as_long_as_one_that_read():
-    model = decode_model(config_of("transformer"), LONG, CPU)
-    made, read = (Stepper(model, LONG, 4, pool_for(model, LONG)) for _ in range(2))
-    read.start = model(torch.randint(V, (1, LONG - 5)), model.init_state(1, capacity=LONG)).state
-    seconds = take_turns({"made": made.turn, "read": read.turn}, 15)
-    assert 1 / 3 < statistics.median(seconds["made"]) / statistics.median(seconds["read"]) < 3
 
 
 def test_a_table_of_positions_goes_on_without_memory():

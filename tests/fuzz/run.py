@@ -33,8 +33,9 @@ from tests.fuzz.formats import IMPORTED, NAMES, Format, Samples
 from tests.fuzz.imported import imported
 from tests.fuzz.mutate import mutated
 
-HANG = 2.0  # seconds of a processor for one mutant
-STANDSTILL = 20.0  # seconds by the clock
+HANG = 2.0  # seconds of a processor for one mutant, and SLOWER times as many as the good file takes
+SLOWER = 20
+STANDSTILL = 1800.0  # seconds by the clock
 ROOM = 64 << 20  # bytes that reading may take beside the file
 EVERY = 250  # mutants of which one is also given to the program
 
@@ -165,8 +166,10 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
     path = work / made.path.relative_to(made.folder) if made.path != made.folder else work
     good = {name: (work / name).read_bytes() for name in made.files}
     wanted = made.read(path)
+    began = time.process_time()
     for _ in range(3):
         made.read(path)
+    hang = HANG + SLOWER * (time.process_time() - began) / 3
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + made.bytes + 4 * ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     most = 0
@@ -182,7 +185,7 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
                 made.reseal(path)
         Path("/proc/self/clear_refs").write_text("5")
         standing = _resident()
-        kind, text = _one(made, path, wanted, sealed)
+        kind, text = _one(made, path, wanted, sealed, hang)
         grown = _peak() - standing
         most = max(most, grown)
         if not text and grown > made.bytes + ROOM:
@@ -199,9 +202,9 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
     shutil.rmtree(work)
 
 
-def _one(made: Format, path: Path, wanted: str, sealed: bool) -> tuple[str, str]:
+def _one(made: Format, path: Path, wanted: str, sealed: bool, hang: float) -> tuple[str, str]:
     """(what happened, in words where it must not)."""
-    signal.setitimer(signal.ITIMER_PROF, HANG)
+    signal.setitimer(signal.ITIMER_PROF, hang)
     try:
         found = made.read(path)
     except PerspectronError as error:
@@ -209,7 +212,7 @@ def _one(made: Format, path: Path, wanted: str, sealed: bool) -> tuple[str, str]
         ours = len(lines) == 1 and len(lines[0]) < 1000 and lines[0].isprintable()
         return "refused", "" if ours else f"message of {len(lines)} lines: {str(error)[:300]!r}"
     except Hang:
-        return "hangs", f"over {HANG} s of a processor"
+        return "hangs", f"over {hang:.1f} s of a processor"
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return "tracebacks", f"{type(error).__name__}: {str(error)[:200]} at {place.filename}:{place.lineno}"

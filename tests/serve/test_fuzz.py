@@ -25,6 +25,7 @@ from perspectron.decode.store import PrefixStore
 from perspectron.serve.engine import Engine, Job
 from tests.decode.conftest import VOCAB
 from tests.decode.test_store import CHUNK, small
+from tests.waiting import PATIENCE
 
 LONGEST = 40  # tokens of a text, within every design's positions
 
@@ -136,7 +137,7 @@ class Fuzz:
                 continue
             got = []
             while not got or got[-1].finished is None:
-                piece = arrived.get(timeout=60)
+                piece = arrived.get(timeout=PATIENCE)
                 assert isinstance(piece, Piece), piece
                 got.append(piece)
             assert told(got) == told(self.plain(self.texts[at][1], job))

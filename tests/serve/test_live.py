@@ -25,6 +25,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.serve.web.app import create
 from tests.serve.conftest import TEMPLATE, served
 from tests.serve.test_routes import said
+from tests.waiting import until
 
 KEY = "correct horse"
 
@@ -58,11 +59,8 @@ def url(tiny) -> Iterator[str]:
         yield where
 
 
-def idle(tiny, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while (tiny.engine.active or tiny.engine.waiting) and time.monotonic() < end:
-        time.sleep(0.01)
-    return not (tiny.engine.active or tiny.engine.waiting)
+def idle(tiny) -> None:
+    until(lambda: not (tiny.engine.active or tiny.engine.waiting))
 
 
 def test_the_openai_client(url, tiny) -> None:
@@ -118,15 +116,12 @@ def all_leave(url: str, tiny, rounds: int) -> int:
             await asyncio.gather(*(leave(port, stream) for stream in (True, True, False)))
 
     asyncio.run(leaving(1))
-    assert idle(tiny)
+    idle(tiny)
     time.sleep(1)
     descriptors, before = len(os.listdir("/proc/self/fd")), tiny.engine.counters.cancelled
     asyncio.run(leaving(rounds))
-    assert idle(tiny)
-    end = time.monotonic() + 30
-    while len(os.listdir("/proc/self/fd")) > descriptors and time.monotonic() < end:
-        time.sleep(0.02)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    idle(tiny)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
     assert not tiny.engine._tasks
     return tiny.engine.counters.cancelled - before
 
@@ -162,13 +157,13 @@ def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
         assert server.stderr is not None
         url = next(line for line in server.stderr if "http://" in line).split()[-1]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
-                time.sleep(0.05)
+
+        def answers() -> bool:
+            with contextlib.suppress(openai.APIConnectionError):
+                return bool(client.models.list())
+            return False
+
+        until(answers)
         stream = client.completions.create(model="run-0.1", prompt="def", max_tokens=300, seed=1, stream=True)
         parts = [next(iter(stream))]
         server.send_signal(signal.SIGTERM)

@@ -45,7 +45,7 @@ def go_on(page: Page, text: str, name: str) -> str:
     page.get_by_label("Continue with").fill(text)
     page.get_by_label("Name").fill(name)
     page.get_by_label("Continue with").press("Control+Enter")
-    expect(page.get_by_role("status")).to_contain_text(f"kept as {name}", timeout=30_000)
+    expect(page.get_by_role("status")).to_contain_text(f"kept as {name}")
     return page.locator("#text").text_content() or ""
 
 

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +16,11 @@ from perspectron.stream.cache import ShardCache
 from perspectron.stream.reader import pread
 from perspectron.stream.schedule import Entry, Schedule
 from perspectron.stream.usage import Usage
+from tests.waiting import PATIENCE, until
 
 
 def same(shard, want) -> bool:
     return all(a.codes.equal(b.codes) and a.scales.equal(b.scales) for a, b in zip(shard, want, strict=True))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def readers() -> int:
@@ -212,7 +204,7 @@ def test_a_start_makes_the_only_reader_give_up_a_hint(plain, lab, monkeypatch, t
     usage, gate = Usage(tmp_path / "usage.json", {0: 6}), Gate(offset[1])
     for expert in (0, 0, 2):
         usage.count(0, expert, ready=False)
-    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes, readers=1, deadline=5) as cache:
+    with ShardCache([lab.open(path, read=gate)], 2 * lab.layout.bytes, readers=1) as cache:
         cache.hint(0, 1)
         until(lambda: gate.seen == [offset[1]])
         thread = threading.Thread(target=lambda: cache.warm(usage))
@@ -298,6 +290,8 @@ def test_waits_end(plain, lab) -> None:
         with pytest.raises(ShardError, match=r"expert 0: slow disk: nothing came in 0.2 s"), cache.get(0, 0):
             pass
         gate.open(offset[0])
+        cache.hint(0, 1)
+        until(lambda: cache.holds(0, 0) and cache.holds(0, 1))
         with cache.get(0, 0) as shard, cache.get(0, 1):
             assert same(shard, lab.layout.shard(experts[0]))
             with (
@@ -306,6 +300,8 @@ def test_waits_end(plain, lab) -> None:
             ):
                 pass
             assert same(shard, lab.layout.shard(experts[0]))
+        cache.hint(0, 2)
+        until(lambda: cache.holds(0, 2))
         with cache.get(0, 2) as shard:
             assert same(shard, lab.layout.shard(experts[2]))
 
@@ -397,7 +393,7 @@ with cache.get(0, 5):
     print("done")
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
     assert "Traceback" not in run.stderr

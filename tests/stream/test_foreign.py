@@ -1,5 +1,6 @@
 """Artifacts that somebody else made, with right digests: what their headers say, codes that cannot be, slow reads."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from perspectron.stream.reader import FIRST, PIECE, ShardFile, pread
 from perspectron.stream.synthetic import synthesize
 from perspectron.stream.tensors import aligned
 from tests.native.isa import forced_isa
+from tests.waiting import PATIENCE, until
 
 CONFIG_OF = presets.get(
     "perspective-tiny", d_model=64, hidden=72, rank=32, heads=4, kv_heads=2, window=8, torus=[3, 2],
@@ -124,9 +126,7 @@ def test_headers_that_lie(folder, change, message, monkeypatch):
     """Before any memory is taken for what they promise."""
     reheaded(folder, change)
     monkeypatch.setattr(tensors, "aligned", lambda size: pytest.fail(f"{size} bytes were taken"))
-    start = time.monotonic()
     refused(folder, message)
-    assert time.monotonic() - start < 2
 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_taken(folder, monkeypatch):
@@ -333,24 +333,24 @@ def test_experts_of_illegal_codes_give_numbers_or_a_line(folder, monkeypatch, ca
 # Slow reads
 
 
-def test_a_deadline_is_kept_inside_a_piece(tmp_path, lab):
+def test_a_deadline_is_kept_inside_a_piece(tmp_path, lab, monkeypatch):
     """2 MB/s, and half a second for an expert of 4 MiB: one read of a whole piece takes two."""
     lab = type(lab)(1024, 6000)
     path = tmp_path / "layer"
     lab.plain(path, 0, 1)
     assert lab.layout.bytes > 0.8 * PIECE
-    sizes = []
+    sizes, now = [], [0.0]
+    monkeypatch.setattr("perspectron.stream.reader.time.monotonic", lambda: now[0])
 
     def slow(fd: int, view: memoryview, offset: int) -> int:
         sizes.append(len(view))
-        time.sleep(len(view) / 2e6)
+        now[0] += len(view) / 2e6
         return pread(fd, view, offset)
 
     with lab.open(path, read=slow, deadline=0.5) as file:
-        start = time.monotonic()
         with pytest.raises(ShardError, match="slow disk"):
             file.read_into(0, lab.buffer())
-        assert 0.45 < time.monotonic() - start < 0.8
+        assert 0.45 < now[0] < 0.8
     assert sizes[0] == FIRST and max(sizes) < 200_000
 
 
@@ -380,7 +380,7 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
 
     def read(fd: int, view: memoryview, offset: int) -> int:
         if offset == hung:
-            release.wait(20)
+            release.wait(PATIENCE)
         return pread(fd, view, offset)
 
     with ShardCache([lab.open(tmp_path / "layer", read=read)], 3 * lab.layout.bytes, deadline=0.5) as cache:
@@ -389,24 +389,26 @@ def test_a_read_that_hangs_is_given_up_while_others_go_on(tmp_path, lab):
         def others() -> None:
             while not ended.is_set():
                 for expert in range(1, 6):
-                    with cache.get(0, expert):
+                    with (
+                        contextlib.suppress(ShardError),
+                        cache.get(0, expert),
+                    ):  # on a machine that stands still
                         time.sleep(0.01)
 
         thread = threading.Thread(target=others, daemon=True)
         thread.start()
-        start = time.monotonic()
         try:
             with (
                 pytest.raises(ShardError, match=r"expert 0: slow disk: nothing came in 0\.5 s"),
                 cache.get(0, 0),
             ):
                 pass
-            assert time.monotonic() - start < 2
         finally:
             ended.set()
             release.set()
             thread.join()
-        with cache.get(0, 0) as shard:  # it came in the end
+        until(lambda: cache.holds(0, 0))  # it came in the end
+        with cache.get(0, 0) as shard:
             assert torch.equal(shard.gate.codes, lab.layout.shard(lab.expert(0, 0)).gate.codes)
 
 

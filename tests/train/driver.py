@@ -1,19 +1,18 @@
 """What test_resume starts as another process: `driver.py RUN DATA CONFIG KILLS`.
 
-Trains RUN to its end in forked children. The first KILLS of them are killed with SIGKILL: in turn anywhere
-after their start, in the midst of a step, and while they write a checkpoint. Prints a JSON summary.
+Trains RUN to its end in forked children. The first KILLS of them are killed with SIGKILL: in turn in their start, in
+the midst of a step, and while they write a checkpoint. Prints a JSON summary.
 """
 
 import json
 import os
 import random
-import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
 import torch
+from killing import calls_in, dies_in
 
 from perspectron.config import load
 from perspectron.data import Tokenizer, open_shards
@@ -21,61 +20,43 @@ from perspectron.train.config import RunConfig
 from perspectron.train.loop import Trainer
 
 torch.set_num_threads(1)
-KINDS = ("anywhere", "step", "save")
+KINDS = ("resume", "step", "save")
 
 
-def train(run: Path, data: Path, config: RunConfig) -> int:
-    """Fork a child that goes on with the run to its end; its process id."""
+def trainer_of(run: Path, data: Path, config: RunConfig) -> Trainer:
+    return Trainer(run, config, Tokenizer.load(data / "tokenizer.json"), open_shards(data))
+
+
+def train(run: Path, data: Path, config: RunConfig, death: tuple[str, int, int] | None = None) -> int:
+    """Fork a child that goes on with the run to its end, or to its death; its wait status."""
     child = os.fork()
     if child:
-        return child
+        return os.waitpid(child, 0)[1]
     try:
-        Trainer(run, config, Tokenizer.load(data / "tokenizer.json"), open_shards(data)).fit()
+        if death:
+            dies_in(Trainer, *death)
+        trainer_of(run, data, config).fit()
         os._exit(0)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
 
 
-def wait_for(seen, child: int) -> None:
-    """Poll until `seen()`; give up when the child ended (that is a failure: it had steps left)."""
-    limit = time.monotonic() + 60
-    while not seen():
-        time.sleep(0.0005)
-        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) or time.monotonic() > limit:
-            raise SystemExit("the child ended before it could be killed")
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def main(run: Path, data: Path, config: RunConfig, kills: int) -> None:
-    Trainer(run.with_name("warm-up"), config, Tokenizer.load(data / "tokenizer.json"), open_shards(data))
-    draw = random.Random(0)  # torch has now loaded what it loads late, so that children start fast
+    warm = trainer_of(run.with_name("warm-up"), data, config)  # torch loads what it loads late
+    warm.fit(until=2)
+    calls = {name: calls_in(getattr(warm, name)) for name in KINDS}
+    draw = random.Random(0)
     checkpoints, inside, alive = run / "checkpoints", 0, []
     for number in range(kills):
-        kind = KINDS[number % len(KINDS)]
-        before = size(run / "metrics.jsonl")
-        child = train(run, data, config)
-        if kind == "save":
-            halves = f".{child}-*.tmp"
-            wait_for(lambda halves=halves: any(checkpoints.glob(halves)), child)
-            time.sleep(draw.choice([0, draw.uniform(0, 0.003), draw.uniform(0, 0.01)]))
-        elif kind == "step":
-            grown = 200 * draw.randint(1, 3)  # a line is about that long
-            wait_for(lambda more=before + grown: size(run / "metrics.jsonl") >= more, child)
-            time.sleep(draw.uniform(0, 0.01))
-        else:
-            end, enough = time.monotonic() + draw.uniform(0, 0.15), before + 600
-            wait_for(lambda e=end, s=enough: time.monotonic() > e or size(run / "metrics.jsonl") > s, child)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        kind = KINDS[number % len(KINDS)] if alive else "step"
+        turn = draw.randint(1, 3) if kind == "step" else 1
+        status = train(run, data, config, (kind, turn, draw.randint(1, calls[kind])))
         if not os.WIFSIGNALED(status):
             raise SystemExit(f"kill {number}: the child ended by itself, status {status}")
         inside += any(checkpoints.glob(".*.tmp"))
         alive.append(len(list(checkpoints.glob("step-*"))))
-    _, status = os.waitpid(train(run, data, config), 0)
+    status = train(run, data, config)
     print(json.dumps({"inside": inside, "checkpoints": alive, "status": status}))
 
 

@@ -81,7 +81,7 @@ def fork(
     return children
 
 
-def wait(children: list[int], seconds: float = 100.0) -> list[int]:
+def wait(children: list[int], seconds: float = 1000.0) -> list[int]:
     """The exit codes of all; those that do not end in time are killed, and have code -9."""
     codes, until = dict.fromkeys(children, -9), time.monotonic() + seconds
     left = set(children)
@@ -300,18 +300,18 @@ def killed(cases: Cases, kills: int) -> None:
     for number in range(kills):
 
         def work(rank: int) -> None:
-            with Team(gone=4.0) as team:
+            with Team(gone=20.0) as team:
                 cases.shared(team, Layout(), "killed", config)
 
         victim, before = draw.randrange(4), len(_lines(cases.out / "killed"))
         children = fork(4, work)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 1000
         while len(_lines(cases.out / "killed")) < before + 4 + draw.randrange(4) and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.1))
         os.kill(children[victim], signal.SIGKILL)
         began = time.monotonic()
-        codes = wait(children, 60)
+        codes = wait(children)
         step = max((c.progress.step for c in checkpoint.found_in(cases.out / "killed")), default=0)
         row = {"number": number, "victim": victim, "codes": codes, "step": step}
         rows.append(row | {"seconds": round(time.monotonic() - began, 1)})

@@ -1,7 +1,6 @@
 """Loggers get what metrics.jsonl has, with all losses in bits per byte, and none of them can end a training."""
 
 import sqlite3
-import time
 import warnings
 
 import pytest
@@ -11,6 +10,7 @@ from perspectron.cli.fit import _fit
 from perspectron.cli.main import main
 from perspectron.train import loggers
 from perspectron.train.metrics import read_metrics
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the packages' own
 
@@ -69,9 +69,7 @@ def test_wandb_works_offline(trained):
     pytest.importorskip("wandb")
     trainer, _ = trained("wandb")
     (file,) = trainer.run_dir.glob("wandb/offline-run-*/*.wandb")
-    until = time.monotonic() + 30  # a process of wandb's own writes it
-    while b"bits_per_byte" not in file.read_bytes() and time.monotonic() < until:
-        time.sleep(0.1)
+    until(lambda: b"bits_per_byte" in file.read_bytes(), 0.1)  # a process of wandb's own writes it
     assert b"bits_per_byte" in file.read_bytes()
 
 

@@ -25,6 +25,7 @@ from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.expert_stats import delta, experts_of, loads, matrices, numbers
 from perspectron.train.metrics import read_metrics
 from perspectron.train.recipe import clone, plan, routed_in, seed_of, staged, with_experts
+from tests.waiting import PATIENCE
 
 NAMES = ["dense", "clone", "differentiate", "ternary", "align", "router"]
 TRAINED = {"dense": 5, "differentiate": 7, "ternary": 6, "router": 2}
@@ -153,40 +154,32 @@ def test_stopped_in_every_stage_and_after_it(runs, tmp_path, whole):
 
 
 KILLER = """
-import json, os, random, signal, sys, time, traceback
+import json, os, random, sys, traceback
 from pathlib import Path
 import torch
 from perspectron.config import load
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train.config import RunConfig
+from perspectron.train.loop import Trainer
 from perspectron.train.recipe import staged
+from tests.train.killing import dies_in
 torch.set_num_threads(1)
 run, data, config, kills = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 config = load(RunConfig, json.loads(config.read_text()))
 draw, stages = random.Random(0), set()
 
-def written():
-    return sum(path.stat().st_size for path in run.glob("stages/*/metrics.jsonl"))
-
-def ended(child):
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
 while True:
-    before = written()
+    death = "step", draw.randint(2, 5), draw.randint(1, 3000)
     child = os.fork()
     if not child:
         try:
+            if kills:
+                dies_in(Trainer, *death)
             staged(run, config, Tokenizer.load(data / "tokenizer.json"), open_shards(data))
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-    if kills:
-        enough = before + 500 * draw.randint(1, 2)  # a line is about that long
-        while written() < enough and not ended(child):
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     kills = max(0, kills - 1)
     if not os.WIFSIGNALED(status):
@@ -208,7 +201,7 @@ def test_killed_again_and_again(runs, tmp_path, whole):
     arguments = [tmp_path / "run", runs.data, tmp_path / "config.json", "6"]
     done = subprocess.run(
         [sys.executable, "-c", KILLER, *arguments],
-        env=environment, capture_output=True, text=True, timeout=400, check=False,
+        env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)

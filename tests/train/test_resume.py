@@ -21,6 +21,7 @@ from perspectron.train.extend import extend, how_to_go_on
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
+from tests.waiting import PATIENCE
 
 EXPERTS = presets.get(
     "perspective-tiny", vocab_size=300, d_model=32, hidden=32, rank=8, heads=2, kv_heads=1, window=16, torus=[3, 2],
@@ -79,7 +80,7 @@ def drive(run: Path, runs, config, kills: int) -> dict:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

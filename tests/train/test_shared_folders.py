@@ -22,13 +22,14 @@ from perspectron.cli.main import main
 from perspectron.errors import StorageError
 from perspectron.files import atomic, locked, sweep, write_json
 from perspectron.train import checkpoint, loop, metrics
+from tests.waiting import PATIENCE, until
 
 HOLDER = """
 import fcntl, os, sys, time
 os.makedirs(sys.argv[1], exist_ok=True)
 fcntl.flock(os.open(os.path.join(*sys.argv[1:]), os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
 print("has it", flush=True)
-time.sleep(60)
+time.sleep(36000)
 """
 
 
@@ -249,8 +250,7 @@ def test_a_closed_terminal_saves(tmp_path):
     try:
         with loop.signals() as caught:
             os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.01)
-            assert caught == [signal.SIGHUP]
+            until(lambda: caught == [signal.SIGHUP])
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with loop.signals() as caught:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -374,7 +374,7 @@ def test_a_lock_file_that_was_deleted_locks_nothing(tmp_path):
 @contextlib.contextmanager
 def held_by_another_fails(folder: Path):
     command = [sys.executable, "-c", HOLDER, str(folder), checkpoint.RUN_LOCK]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert "BlockingIOError" in done.stderr
     yield
 
