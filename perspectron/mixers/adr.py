@@ -28,8 +28,7 @@ class ADRConfig(MixerConfig):
     = ĥ. emit: attend to the memories h ("state", law 3) or to the GRU's output before decay ("raw"). share_heads: all
     heads share one GRU for keys and one for values; each head still has its own memories. cold_start: divide the
     memories that are attended to by 1 − γᵗ, their bound after t tokens. couple: add the value memories to the output
-    (law 5). solver: "newton" computes the memories of all tokens at once (`ops.gru.scan`), for GPUs. remember: which
-    of keys and values have memories; attention reads the other directly. rope_base: of rotary
+    (law 5). remember: which of keys and values have memories; attention reads the other directly. rope_base: of rotary
     positions, applied to queries and to the keys that attention reads; None for no rotation. learned: a decay for the
     layer, or one for each head, is learned; it starts at gamma."""
 
@@ -40,7 +39,6 @@ class ADRConfig(MixerConfig):
     share_heads: bool = False
     cold_start: bool = False
     couple: bool = True
-    solver: Literal["sequential", "newton"] = "sequential"
     remember: Literal["both", "keys", "values"] = "both"
     rope_base: float | None = None
     learned: Literal["none", "layer", "head"] = "none"
@@ -61,7 +59,6 @@ class ADRConfig(MixerConfig):
         one_of(self.learned, ("none", "layer", "head"), "learned")
         require(self.learned == "none" or self.gamma > 0, "gamma", self.gamma, "> 0 where decays are learned")
         one_of(self.emit, ("state", "raw"), "emit")
-        one_of(self.solver, ("sequential", "newton"), "solver")
         one_of(self.remember, ("both", "keys", "values"), "remember")
         require(not (self.cold_start and self.emit == "raw"), "cold_start", True, "False with emit = 'raw'")
         require(not (self.cold_start and self.gamma == 0), "cold_start", True, "False with gamma = 0")
@@ -208,7 +205,6 @@ class ADR(nn.Module):
             reset_BT=reset_BT,
             pad_BT=pad_BT,
             raw=config.emit == "raw",
-            backend="newton" if config.solver == "newton" else "auto",
             consume_state=consume_state,
         )
         seen = (memory if raws is None else raws).view(own.shape)

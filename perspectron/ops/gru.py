@@ -16,7 +16,7 @@ from torch import Tensor
 from perspectron.ops import dispatch, gru_loop
 from perspectron.ops.fused import fits
 
-BACKENDS = ("auto", "reference", "torch", "newton")
+BACKENDS = ("auto", "reference", "torch")
 
 
 class Cells(NamedTuple):
@@ -51,11 +51,8 @@ def scan(
     float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once, in reverse mode;
     anything else is an error, but for the reference.
 
-    `backend`: "reference" is the plain loop, "torch" the fast one. "newton" solves for all tokens at once by
-    iteration and, where 16 rounds are not enough, warns in the log and runs the loop. It trades work for fewer and
-    larger operations, which may pay on a GPU and never does on a CPU, so it runs only when asked for. "auto" is
-    "torch", with each token on the native kernel in training on a CPU in float32, or, for one token where gradients
-    are off, a step.
+    `backend`: "reference" is the plain loop, "torch" the fast one. "auto" is "torch", with each token on the native
+    kernel in training on a CPU in float32, or, for one token where gradients are off, a step.
 
     `consume_state`: the caller gives `state_BGRD` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
@@ -87,7 +84,7 @@ def scan(
     if isinstance(rate, Tensor):
         rate = rate.repeat(1, len(x), 1)
     native = backend == "auto" and fits(x, *cells, state)
-    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, backend == "newton", native, reset, pad))
+    return gru_loop.run(x, *cells, state, gru_loop.Plan(rate, raw, native, reset, pad))
 
 
 def reference(

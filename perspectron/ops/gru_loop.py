@@ -8,8 +8,6 @@ Shapes: B batch, T time, L tokens of a chunk, G groups of weights, R rows of eac
 weights, N = B·R, D width, F = 3D (r, z, n in this order), M = L·N rows of a product.
 """
 
-import functools
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -20,26 +18,23 @@ from perspectron.native.panels import panels
 from perspectron.ops.dispatch import gradients_off, once, refuse
 
 CHUNK = 64  # products over fewer tokens pack their weights too often; more only take memory
-ROUNDS = 16  # a sequence that has not settled by then gains nothing over the loop
 
 
 class Plan(NamedTuple):
     """The way to run the loop.
 
-    rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. newton: all tokens at once. native: each token
-    on the native kernel, which must fit. reset [T,1,N,1]: True where the memory is emptied first. pad [T,1,N,1]: True
+    rate: 1 − γ, a number or one for each row [G,N,1]. raw: give ĥ too. native: each token on the
+    native kernel, which must fit. reset [T,1,N,1]: True where the memory is emptied first. pad [T,1,N,1]: True
     where there is no token."""
 
     rate: float | Tensor
     raw: bool
-    newton: bool
     native: bool
     reset: Tensor | None
     pad: Tensor | None
 
     def chunks(self, T: int) -> list[tuple[slice, "Plan"]]:
-        size = T if self.newton else CHUNK
-        slices = [slice(start, min(start + size, T)) for start in range(0, T, size)]
+        slices = [slice(start, min(start + CHUNK, T)) for start in range(0, T, CHUNK)]
         masks = ([None if mask is None else mask[at] for mask in (self.reset, self.pad)] for at in slices)
         return [
             (at, self._replace(reset=reset, pad=pad)) for at, (reset, pad) in zip(slices, masks, strict=True)
@@ -64,14 +59,6 @@ def run(
             plan = plan._replace(rate=learned.detach())
         memories, raws, last, *_ = _Scan.apply(x, wi, wh, bi, bh, state, learned, plan)
     return memories, raws, last
-
-
-@functools.cache
-def _warn(which: str) -> None:
-    """Warn once for each pass."""
-    logging.getLogger("perspectron").warning(
-        "gru.scan: newton's %s pass did not converge in %d rounds; the loop ran instead", which, ROUNDS
-    )
 
 
 # ---------------------------------------------------------------- layouts
@@ -147,7 +134,7 @@ def _forward(
             gates_c[..., D : 2 * D].masked_fill_(part.pad, float("-inf"))
         if wh_packed is not None:
             kernel.forward(gates_c, n_c, h_c, wh_packed, part.rate, part.reset)
-        elif not (plan.newton and _solve(gates_c, n_c, h_c, wh, part)):
+        else:
             _walk(gates_c, n_c, h_c, wh, part)
         if raws is not None:
             torch.lerp(_met(h_c, part), n_c, gates_c[..., D : 2 * D], out=raws[at])
@@ -177,53 +164,6 @@ def _walk(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> None:
             torch.addcmul(before, c, difference.mul_(plan.rate), out=hs[t + 1])
         else:
             torch.addcmul(before, c, difference, value=plan.rate, out=hs[t + 1])
-
-
-def _solve(gates: Tensor, n: Tensor, h: Tensor, wh: Tensor, plan: Plan) -> bool:
-    """Fill the memories as `_walk` does, all tokens at once: with the gates of the last guess, h follows from a
-    linear recurrence; again, until h solves the equations. If it does not, False, and nothing but h[1:] is changed.
-
-    h stands in the law twice: in the gates, which are held at the last guess, and openly, where with s = (1 − γ) c it
-    is linear: h_t = (1 − s_t) h_{t-1} + s_t n_t, which needs no loop over time.
-    """
-    h[1:] = 0  # the first guess
-    for _ in range(ROUNDS + 1):
-        before = _met(h, plan)
-        guess = gates + _tokens(torch.bmm(_rows(before), wh), len(n))
-        r, c, hn = guess.chunk(3, -1)
-        r.sigmoid_()
-        c.sigmoid_()
-        candidate = torch.addcmul(n, r, hn).tanh_()
-        step = c * plan.rate
-        if _settled(torch.addcmul(before, step, candidate - before), h[1:]):
-            gates.copy_(guess)
-            n.copy_(candidate)
-            return True
-        decay = 1 - step if plan.reset is None else (1 - step).masked_fill_(plan.reset, 0)
-        h[1:] = _linear(decay, step.mul_(candidate), h[0])
-    _warn("forward")
-    return False
-
-
-def _settled(new: Tensor, old: Tensor) -> bool:
-    """True if a round changed nothing, in three quarters of the digits; in the last quarter rounding goes on."""
-    bound = torch.finfo(old.dtype).eps ** 0.75 * old.abs().amax()
-    return new.is_meta or bool((new - old).abs().amax() <= bound)
-
-
-def _linear(decay: Tensor, add: Tensor, start: Tensor) -> Tensor:
-    """The solution of y_t = decay_t y_{t-1} + add_t over the first dimension, from y_{-1} = start, in log₂ T rounds.
-
-    After a round, `add` is what the last `span` tokens give and `decay` what they leave of all before: two neighbouring
-    spans make one of twice the length. No quotient is formed, so a decay of 0 is exact.
-    """
-    add = torch.cat([torch.addcmul(add[:1], decay[:1], start), add[1:]])
-    span = 1
-    while span < len(add):
-        add = torch.cat([add[:span], torch.addcmul(add[span:], decay[span:], add[:-span])])
-        decay = torch.cat([decay[:span], decay[span:] * decay[:-span]])
-        span *= 2
-    return add
 
 
 # ---------------------------------------------------------------- backward
@@ -300,8 +240,7 @@ def _backward(
             kernel.backward(dgates, dh, draw, gates[at], n[at], h_c, wh_packed, plan.rate, part.reset)
         else:
             slopes, through = _slopes(gates[at], n[at], met, plan.rate)
-            if not (plan.newton and _solve_back(dgates, dh, draw, slopes, through, wh_T, part)):
-                _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
+            _walk_back(dgates, dh, draw, slopes, through, wh_T, part)
         rows, carry = dgates.view(G, -1, 4 * D), dh[0]
         # Gradients of weights and inputs wait for no token: one product for the chunk each.
         dwh.baddbmm_(_rows(met).mT, rows[..., : 3 * D])
@@ -353,29 +292,3 @@ def _walk_back(
         else:  # both end at a reset
             torch.mul(dhs[t + 1], throughs[t], out=into).baddbmm_(recurrent[t], wh_T)
             dhs[t].add_(into.masked_fill_(plan.reset[t], 0))
-
-
-def _solve_back(
-    dgates: Tensor, dh: Tensor, draw: Tensor | None, slopes: Tensor, through: Tensor, wh_T: Tensor, plan: Plan
-) -> bool:
-    """Do as `_walk_back`, all tokens at once, by the splitting of `_solve`. If that does not converge, False, and dh
-    is as it came."""
-
-    def kept(x: Tensor) -> Tensor:
-        return x if plan.reset is None else x.masked_fill(plan.reset, 0)
-
-    opened = kept(through)
-    # The adjoint is linear: what comes through the gates is held at the last guess, and what goes straight through is
-    # the linear recurrence of `_linear`, backwards in time.
-    guess = torch.zeros_like(dh)
-    for _ in range(ROUNDS + 1):
-        seed = guess[1:] if draw is None else guess[1:] + draw
-        torch.mul(seed.unsqueeze(-2).transpose(0, 1), slopes.transpose(0, 1), out=dgates)
-        rows = dgates[..., :3, :].flatten(-2).flatten(1, 2)
-        fixed = dh[:-1] + kept(_tokens(torch.bmm(rows, wh_T), len(opened)))
-        if _settled(torch.cat([torch.addcmul(fixed, opened, guess[1:]), dh[-1:]]), guess):
-            dh.copy_(guess)
-            return True
-        guess = torch.cat([_linear(opened.flip(0), fixed.flip(0), dh[-1]).flip(0), dh[-1:]])
-    _warn("backward")
-    return False

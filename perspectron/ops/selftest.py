@@ -207,7 +207,6 @@ def _others() -> Iterator[Case]:
     cells = (x, wi / 4, wh / 4, bi, bh, h)
     shape = f"B {B}, T {T}, G 2, R 2, D {K}"
     yield Case("gru", shape, _gru, ("torch", "auto"), cells, *loose)
-    yield Case("gru", shape, _gru, ("newton",), cells, 1e-4, 1e-3)  # an iteration, which stops before
     yield Case("drm", f"B {B}, T 30, S 7, N 5, R 3", _drm, ("torch", "auto"), _drm_inputs(B, 30), *loose)
     x, gate, up, down = _drawn((40, K), (3, 24, K), (3, 24, K), (3, K, 24))
     networks = (x, gate / 4, up / 4, down / 4, torch.arange(40) % 3)

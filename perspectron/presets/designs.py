@@ -161,7 +161,6 @@ def adr(
     share_heads: bool = False,
     cold_start: bool = False,
     norm: Literal["post", "pre"] = "post",
-    solver: Literal["sequential", "newton"] = "sequential",
     tied: bool = True,
     embedding_norm: bool = True,
     dropout: float = 0.0,
@@ -176,7 +175,7 @@ def adr(
     residual = Law5Config() if norm == "post" else SequentialConfig()
     blocks = []
     for gamma in _gammas(layers, halflife or ((4.0, 128.0) if learned == "none" else (16.0, 16.0))):
-        mixer = ADRConfig(heads, gamma, emit, share_heads, cold_start, solver=solver, learned=learned)
+        mixer = ADRConfig(heads, gamma, emit, share_heads, cold_start, learned=learned)
         blocks.append(BlockConfig(mixer, MLPConfig(hidden), residual))
     return ModelConfig(
         name, vocab_size, d_model, tuple(blocks), None if tied else LinearHeadConfig(),

@@ -5,7 +5,6 @@ Shapes: B batch, T time, D model width, H heads, K head width.
 
 import dataclasses
 import itertools
-import logging
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from perspectron.errors import ConfigError
 from perspectron.mixers.adr import ADR, ADRConfig, ADRState
-from perspectron.ops import gru_loop
 
 D, H, K = 12, 3, 4
 CONFIGS = [
@@ -164,38 +162,6 @@ def test_it_is_the_five_laws(config):
         wanted, gradients(torch.cat(found, 1), state.memory_B2HK), gradients(y, memory), strict=True
     ):
         assert b.abs().max() > 1e-3 and (a - b).abs().max() <= 1e-9, name
-
-
-@every_config
-@pytest.mark.parametrize("T", [1, 30])
-def test_newton_gives_the_same(config, T, caplog):
-    gru_loop._warn.cache_clear()
-    module, x = build(config), tokens(2, T)
-    other = ADR(D, 1e-6, dataclasses.replace(config, solver="newton")).double()
-    other.load_state_dict(module.state_dict())
-    masks = {"reset_BT": torch.zeros(2, T, dtype=torch.bool), "pad_BT": torch.zeros(2, T, dtype=torch.bool)}
-    masks["reset_BT"][0, T // 2] = masks["pad_BT"][1, T // 3] = True
-    start = remembering(module, 2)
-    with caplog.at_level(logging.WARNING, "perspectron"):
-        results = [m(x, start, **masks) for m in (module, other)]
-        gradients = [torch.autograd.grad(y.square().sum(), list(m.parameters())) for m, (y, _, _) in zip(
-            (module, other), results, strict=True
-        )]  # fmt: skip
-    assert config.gamma == 0 or not caplog.records  # without decay 16 rounds may be too few: the loop runs
-    pairs = [(results[0][0], results[1][0]), (results[0][1].memory_B2HK, results[1][1].memory_B2HK)]
-    for a, b in [*pairs, *zip(*gradients, strict=True)]:
-        assert (a - b).abs().max() <= 1e-9
-
-
-def test_solver_newton_reaches_the_op(monkeypatch):
-    monkeypatch.setattr(gru_loop, "_solve", lambda *_: pytest.fail("newton ran"))
-    for solver in ("sequential", "newton"):
-        module = build(ADRConfig(H, gamma=0.8, solver=solver))
-        if solver == "newton":
-            with pytest.raises(pytest.fail.Exception):
-                module(tokens(1, 5), empty(module, 1))
-        else:
-            module(tokens(1, 5), empty(module, 1))
 
 
 # ---------------------------------------------------------------- what the demo does wrong
@@ -361,7 +327,6 @@ def test_cells_start_as_torchs():
         ({"remember": "all"}, "remember = 'all', must be one of both, keys, values"),
         ({"heads": 0}, "heads = 0, must be ≥ 1"),
         ({"emit": "h"}, "emit = 'h', must be one of state, raw"),
-        ({"solver": "deer"}, "solver = 'deer', must be one of sequential, newton"),
         ({"cold_start": True, "emit": "raw"}, "cold_start = True, must be False with emit = 'raw'"),
     ],
 )

@@ -4,7 +4,6 @@ Shapes: B batch, T time, G groups of weights, R rows that share them, D width.
 """
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.errors import BackendError
-from perspectron.ops import gru, gru_loop
+from perspectron.ops import gru
 from perspectron.ops.gru import Cells
 
 LENGTHS = [1, 2, 63, 64, 65, 150]
@@ -22,15 +21,7 @@ GAMMA = 0.9
 
 every_length = pytest.mark.parametrize("T", LENGTHS)
 every_mask = pytest.mark.parametrize("masked", MASKS, ids=lambda names: "+".join(names) or "plain")
-parallel = pytest.mark.parametrize("backend", ["torch", "newton"])
-
-
-@pytest.fixture(autouse=True)
-def warnings(caplog):
-    """What the log says, told anew in every test."""
-    gru_loop._warn.cache_clear()
-    caplog.set_level(logging.WARNING, "perspectron")
-    return caplog
+parallel = pytest.mark.parametrize("backend", ["torch"])
 
 
 def inputs(T, B=3, G=2, R=2, D=5, scale=1.0, dtype=torch.float64, seed=0) -> list[Tensor]:
@@ -133,15 +124,6 @@ def test_a_step_takes_a_decay_of_its_own_for_each_row():
     with torch.inference_mode():
         found = gru.scan(x, Cells(*cells), gamma_GR, state, raw=True)
     close([*found], [*gru.scan(x, Cells(*cells), gamma_GR, state, raw=True, backend="reference")], 1e-14)
-
-
-@every_length
-@every_mask
-@pytest.mark.parametrize("raw", [False, True])
-def test_newton_equals_loop_in_outputs_state_and_gradients(T, masked, raw, warnings):
-    found = everything(T, "newton", raw, masked, scale=0.5)
-    assert not warnings.records, "it must not be the loop that is compared"
-    close(found, everything(T, "reference", raw, masked, scale=0.5), 1e-9)
 
 
 @parallel
@@ -276,8 +258,7 @@ def test_nothing_is_remembered_across_a_reset(backend):
     x[:, :40], state = 1000 * x[:, :40], 1000 * state
     changed, _, other = scan([x, *cells, state], backend=backend, reset_BT=reset_BT)
     alone, _, _ = scan([x[:, 40:], *cells, torch.zeros_like(state)], backend=backend)
-    tolerance = 1e-4 if backend == "newton" else 0  # its last digits depend on when all tokens have settled
-    close([changed[:, 40:], other], [memories[:, 40:], last], tolerance)
+    close([changed[:, 40:], other], [memories[:, 40:], last], 0)
     close([alone], [memories[:, 40:]], 1e-4)
 
 
@@ -298,34 +279,6 @@ def test_no_tokens_leave_the_state():
     tensors = inputs(0)
     memories, raws, last = scan(tensors, raw=True)
     assert memories.shape == raws.shape == (3, 0, 2, 2, 5) and torch.equal(last, tensors[5])
-
-
-# ---------------------------------------------------------------- newton's way out
-
-
-def test_newton_that_does_not_settle_warns_once_and_gives_the_loops_result(warnings):
-    for _ in range(2):
-        close(everything(100, "newton", True, scale=30), everything(100, "reference", True, scale=30), 1e-9)
-    text = "gru.scan: newton's %s pass did not converge in 16 rounds; the loop ran instead"
-    said = [record.getMessage() for record in warnings.records]
-    assert said == [text % "forward", text % "backward"]
-
-
-def test_newtons_backward_pass_has_a_way_out_of_its_own(monkeypatch, warnings):
-    settled = gru_loop._settled
-    monkeypatch.setattr(gru_loop, "_settled", lambda new, old: len(old) == 100 and settled(new, old))
-    # Forward 100 tokens are compared, backward 101 gradients: only the second never settles.
-    found = everything(100, "newton", True, MASKS[-1], scale=0.5)
-    assert [record.args[0] for record in warnings.records] == ["backward"]
-    close(found, everything(100, "reference", True, MASKS[-1], scale=0.5), 1e-9)
-
-
-def test_auto_is_never_newton(monkeypatch):
-    monkeypatch.setattr(gru_loop, "_solve", lambda *_: pytest.fail("newton ran"))
-    for T in (1, 2, 5000):
-        scan(inputs(T, B=1, G=1, R=1, D=1))
-    with pytest.raises(pytest.fail.Exception):
-        scan(inputs(2), backend="newton")
 
 
 # ---------------------------------------------------------------- derivatives
@@ -434,7 +387,7 @@ def test_low_precision_is_computed_in_float32(backend, dtype):
     memories, _, last = scan(tensors, backend=backend)
     assert memories.dtype == last.dtype == torch.float32
     exact, _, end = scan([tensor.double() for tensor in tensors], backend="reference")
-    close([memories, last], [exact, end], 1e-4 if backend == "newton" else 2e-6)
+    close([memories, last], [exact, end], 2e-6)
 
 
 @pytest.mark.parametrize("backend", gru.BACKENDS)
@@ -448,7 +401,7 @@ def test_shapes_are_known_on_the_meta_device(backend):
 
 def test_bad_calls_say_what_is_wrong():
     tensors = inputs(4)
-    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch, newton"):
+    with pytest.raises(BackendError, match="backend = 'cuda', must be one of auto, reference, torch"):
         scan(tensors, backend="cuda")
     with pytest.raises(ValueError, match=r"state has shape \(1, 2, 2, 5\), want \(3, 2, 2, 5\)"):
         scan([*tensors[:5], tensors[5][:1]])
