@@ -7,7 +7,7 @@ import torch
 
 from perspectron import presets
 from perspectron.census import active_parameters, census
-from perspectron.config import BlockConfig, ModelConfig, between_commas, dump, load
+from perspectron.config import BlockConfig, ModelConfig, between_commas
 from perspectron.errors import ConfigError
 from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers.window_gqa import WindowGQAConfig
@@ -50,24 +50,6 @@ def test_small_models_run_and_are_alike(design):
 def test_every_preset_is_of_a_design(preset):
     design = presets.design_of(presets.get(preset))
     assert preset.startswith(design.removesuffix("-experts"))
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("perspective-20m", "perspective-166m"), ("perspective-125m", "perspective-1.9b")]
-)
-def test_an_old_name_says_the_new_one(old, new):
-    with pytest.raises(ConfigError) as caught:
-        presets.get(old)
-    assert str(caught.value).startswith(f"{old} is now {new}: ") and "active of" in str(caught.value)
-    assert old not in presets.names()
-
-
-@pytest.mark.parametrize("old", presets.RENAMED)
-def test_a_run_of_before_keeps_its_name(old):
-    """The name in a config is hashed into saved states: it is never changed."""
-    config = dataclasses.replace(presets.get(presets.RENAMED[old][0]), name=old)
-    assert load(ModelConfig, dump(config)) == config
-    assert presets.design_of(config) == "perspective-experts"
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -9,7 +9,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from perspectron.cli.options import answer, differences, table
+from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
@@ -18,8 +18,7 @@ from perspectron.errors import ConfigError, DataError
 from perspectron.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
 from perspectron.quant.convert import Report, convert
-from perspectron.stream.artifact import expert_files, is_old, save_artifact
-from perspectron.stream.upgrade import upgrade
+from perspectron.stream.artifact import expert_files, save_artifact
 from perspectron.train.config import TrainConfig
 from perspectron.train.heldout import heldout
 
@@ -34,12 +33,10 @@ class Quantize:
     Example: perspectron quantize runs/letters --out runs/letters-2bit
 
     On another text: perspectron quantize runs/letters --out runs/letters-4bit --linear 4bit --calibrate other.txt
-
-    An artifact of version 0.1 is converted to the current format with unchanged weights.
     """
 
     run: tyro.conf.Positional[Path]
-    """Folder of a run, of one of its checkpoints, or of an artifact of version 0.1."""
+    """Folder of a run or of one of its checkpoints."""
     out: Path
     """Folder to write."""
     calibrate: str | None = None
@@ -58,8 +55,6 @@ class Quantize:
         require(self.windows >= 1, "windows", self.windows, "≥ 1")
         require(self.tokens >= 0, "tokens", self.tokens, "≥ 0")
         require(not self.out.exists(), "out", str(self.out), "a new folder")
-        if is_old(self.run):
-            return self._upgrade()
         folder = describe(self.run)
         config = folder.of_run()
         expert_files(folder.model)  # too many are refused now, not when all is packed
@@ -82,14 +77,6 @@ class Quantize:
             with Work("measuring the held-out loss again"):
                 after = None if held is None else self._measure(small, held, tokenizer, config.train)
         return self._answer(config.model.name, report, before, after)
-
-    def _upgrade(self) -> int:
-        for flag in differences(self, Quantize(self.run, self.out, json=self.json)):
-            raise ConfigError(f"{flag}: leave it out for an artifact of 0.1, whose weights do not change")
-        upgrade(self.run, self.out)
-        return answer(
-            self.json, {"out": str(self.out)}, f"{self.out}: the same weights in the current format"
-        )
 
     def _shards(self, opened: Opened, scratch: Path) -> Shards | None:
         """The run's own text, if it is at hand."""

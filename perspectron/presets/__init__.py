@@ -9,14 +9,13 @@ from perspectron.presets import baselines as baselines
 from perspectron.presets import designs as designs
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
 from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
-from perspectron.presets.table import DESIGNS, PRESETS, RENAMED, design_of, get, names, sizes, title, variant
+from perspectron.presets.table import DESIGNS, PRESETS, design_of, get, names, sizes, title, variant
 
 __all__ = [
     "DESIGN",
     "DESIGNS",
     "PASSES",
     "PRESETS",
-    "RENAMED",
     "TOKENS_PER_PARAMETER",
     "TOLERANCE",
     "design_of",

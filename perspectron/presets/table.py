@@ -9,7 +9,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hi
 import torch
 
 from perspectron.config import ModelConfig, assignment, between_commas, load, one_of, require
-from perspectron.errors import ConfigError
 from perspectron.model import LanguageModel
 
 Sizes = Mapping[str, Any]
@@ -74,11 +73,6 @@ TITLES = {
     "hgrn2": "HGRN2", "mingru": "minGRU", "pdr2": "PDR 2",
 }  # fmt: skip
 """Full names of designs, and of recurrences in brackets, that differ from their keys."""
-RENAMED = {
-    "perspective-20m": ("perspective-166m", "20 M are active of 166 M"),
-    "perspective-125m": ("perspective-1.9b", "125 M are active of 1.9 B"),
-}
-"""Presets of 0.1 that said how many parameters are active: (name now, why). Runs keep the old name in their config."""
 
 
 def as_it_is(_: Shape) -> Iterable[Sizes]:
@@ -175,8 +169,7 @@ def title(name: str) -> str:
 def design_of(config: ModelConfig) -> str:
     """The design of a model, by its name, which is that of a preset, of a design or of a variant of one. ConfigError
     when it is none of them."""
-    name, _ = RENAMED.get(config.name, (config.name, ""))
-    name, _ = _parts(name)
+    name, _ = _parts(config.name)
     if name in PRESETS:
         name = PRESETS[name].design
         if name == "perspective" and any(getattr(block.ffn, "torus", None) for block in config.blocks):
@@ -247,8 +240,5 @@ def _changed(old: Any, new: Any) -> Any:
 
 
 def _make(name: str) -> Make:
-    if name in RENAMED:
-        now, why = RENAMED[name]
-        raise ConfigError(f"{name} is now {now}: {why}")
     table = PRESETS if name in PRESETS else DESIGNS
     return table[one_of(name, [*PRESETS, *DESIGNS] if name not in table else table, "preset")].make

@@ -95,29 +95,19 @@ class Header:
             require(self.experts.count == count, "experts.count", self.experts.count, f"{count}, the model's")
             require(shard_bytes == size, "experts.shard_bytes", shard_bytes, f"{size}, the model's")
 
-    def files(self, *, old: bool = False) -> list[str]:
-        """Files of the folder beside the manifest; old: those of version 0.1."""
+    def files(self) -> list[str]:
+        """Files of the folder beside the manifest."""
         layers = self.experts.layers if self.experts is not None else ()
-        return [CONFIG, TOKENIZER, SHARED, *map(old_layer_file if old else layer_file, layers)]
+        return [CONFIG, TOKENIZER, SHARED, *map(layer_file, layers)]
 
 
 def layer_file(layer: int) -> str:
     return f"experts/layer-{layer:03d}.safetensors"
 
 
-def old_layer_file(layer: int) -> str:
-    """The name of version 0.1, whose expert files are no safetensors."""
-    return f"experts/layer-{layer:03d}.experts"
-
-
 def is_artifact(path: Path) -> bool:
     """True if a folder is an artifact, even a damaged one."""
     return (path / SHARED).exists() or ((path / MANIFEST).exists() and (path / "experts").exists())
-
-
-def is_old(path: Path) -> bool:
-    """True if an artifact's expert files are of version 0.1."""
-    return any(path.glob("experts/*.experts"))
 
 
 # ---------------------------------------------------------------- write
@@ -213,23 +203,19 @@ class Manifest:
     digest: str
 
 
-def read_header(folder: Path, *, old: bool = False) -> Header:
-    """Header of the artifact in `folder`; old: one of version 0.1 is taken, too.
-
-    ArtifactError, naming file and field, or the command that converts what is of version 0.1."""
+def read_header(folder: Path) -> Header:
+    """Header of the artifact in `folder`. ArtifactError, naming file and field."""
     path = safe_join(folder, CONFIG)
-    if not old and is_old(folder):
-        raise ArtifactError(
-            f"{folder}: its expert files are of version 0.1; convert it: perspectron quantize {folder} --out NEW"
-        )
+    if any(folder.glob("experts/*.experts")):
+        raise ArtifactError(f"{folder}: its expert files are of version 0.1; quantize the run again")
     try:
         return load(Header, read_json(path, ArtifactError), str(path))
     except ConfigError as error:
         raise ArtifactError(f"{error}" if str(path) in str(error) else f"{path}: {error}") from None
 
 
-def read_manifest(folder: Path, header: Header, *, old: bool = False) -> Manifest:
-    """The manifest of an artifact; old: of version 0.1.
+def read_manifest(folder: Path, header: Header) -> Manifest:
+    """The manifest of an artifact.
 
     ArtifactError unless it lists exactly the files that there must be, and they are there in full size, in the folder
     itself: no link leads out of it."""
@@ -244,7 +230,7 @@ def read_manifest(folder: Path, header: Header, *, old: bool = False) -> Manifes
         size, sum_ = (entry.get("bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(sum_, str) or len(entry) != 2:
             raise ArtifactError(f"{path}: files.{name[:80]!r} must tell its bytes and its sha256")
-    if unlike := set(known) ^ set(header.files(old=old)):
+    if unlike := set(known) ^ set(header.files()):
         name = min(unlike)
         verb = "lacks" if name not in known else "has"
         raise ArtifactError(
