@@ -74,6 +74,8 @@ class Matcher:
 
     @property
     def error(self) -> str:
+        if not self._inner.is_error():
+            return ""
         said = " ".join(str(self._inner.get_error()).partition("<state>")[0].split())
         said = said.removesuffix(" <non-verbose/>")
         if UNSPELLED in said:
@@ -194,9 +196,12 @@ class _Spelled:
         spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]
-        self._encode = tokenizer.encode
+        self._encode, self._known = tokenizer.encode, lru_cache(4096)(self._spell)
 
     def __call__(self, data: bytes) -> list[int]:
+        return self._known(data)
+
+    def _spell(self, data: bytes) -> list[int]:
         """The tokens of a text that must come. An error becomes one of the matcher's."""
         ids = self._encode(data.decode("utf-8", "replace"))
         if b"".join(self.tokens[id] for id in ids) != data:
