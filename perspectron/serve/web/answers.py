@@ -89,7 +89,9 @@ class Answers:
             f"a prompt for /v1/completions: {self.served.name} is a base model, served without --template",
         )  # fmt: skip
         assert template is not None
-        text = template.prompt([message.model_dump() for message in body.messages])
+        messages = [message.model_dump() for message in body.messages]
+        async with self.served.rendering:  # so that templates never hold more than one thread of a model
+            text = await asyncio.to_thread(template.prompt, messages)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, self.served.largest)
         run = await self._run(body, [text], tokens, logprobs)

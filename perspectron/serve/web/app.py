@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ class Served:
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -99,13 +101,13 @@ class App:
         """The answer in a conversation, by the model's template."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
-    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+    async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return {"tokens": await asyncio.to_thread(self.served(body.model).tokenizer.encode, body.content)}
+        return await asyncio.to_thread(_ids_of, self.served(body.model).tokenizer, body.content)
 
     async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
         """Text of ids."""
-        return {"content": self.served(body.model).tokenizer.decode(body.tokens)}
+        return {"content": await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)}
 
     async def states(self, model: schema.Name = "") -> dict[str, Any]:
         """The states that are kept, the oldest first."""
@@ -319,6 +321,12 @@ def _back(session: Session, token: int | None) -> Generator[None, None, Session]
 async def _result(future: "Future[T]") -> T:
     """The result of a task of the engine; it is dropped when nobody waits any more."""
     return await asyncio.wrap_future(future)
+
+
+def _ids_of(tokenizer: Tokenizer, text: str) -> Response:
+    """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
+    parts = (json.dumps(ids)[1:-1] for ids in tokenizer.pieces(text) if ids)
+    return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
 def _texts(pieces: Sequence[bytes]) -> tuple[list[str], list[int]]:

@@ -8,6 +8,9 @@ STOPS, STOP_LENGTH, CHOICES, PROMPTS, LOGPROBS = 16, 256, 16, 64, 20
 Name = Annotated[str, Field(max_length=200)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Prompt = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+"""Long lists are checked up to their first fault: a million faults would take ten seconds and 2 GB to tell."""
 
 
 class Body(BaseModel):
@@ -48,11 +51,9 @@ class Sampled(Body):
 class Completion(Sampled):
     prompt: (
         Annotated[str, Field()]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=PROMPTS)]
-        | Annotated[
-            list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=PROMPTS)
-        ]
+        | Prompt
+        | Annotated[list[str], Field(min_length=1, max_length=PROMPTS, fail_fast=True)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=PROMPTS, fail_fast=True)]
     ) = ""
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS)
     echo: bool = False
@@ -67,7 +68,7 @@ class Message(BaseModel):
 
 
 class Chat(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS)
@@ -79,14 +80,14 @@ class Tokenize(Body):
 
 
 class Detokenize(Body):
-    tokens: list[Token]
+    tokens: Tokens
 
 
 class NewState(Body):
     """A state that has read a prompt."""
 
     id: Name
-    prompt: str | list[Token]
+    prompt: str | Tokens
 
 
 class Fork(Body):
