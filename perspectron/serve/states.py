@@ -9,7 +9,8 @@ from typing import Any
 from perspectron.config import require
 from perspectron.decode.session import Session
 from perspectron.errors import PerspectronError, StateError
-from perspectron.files import MAX_JSON, opened, parse_json, remove, safe_join, temporary_beside
+from perspectron.files import opened, parse_json, remove, safe_join, temporary_beside
+from perspectron.tensors import JSON_ROOM, parse_header, read_header
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
@@ -94,10 +95,9 @@ def _about(path: Path) -> About | None:
     try:
         with opened(path, StateError) as file:
             stat = os.fstat(file.fileno())
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_JSON:
-                return None
-            extra: Any = parse_json(parse_json(file.read(size))["__metadata__"]["extra"])
+            text = read_header(file)
+            header = parse_header(text, stat.st_size - 8 - len(text))[0]
+            extra: Any = parse_json(header["extra"], room=JSON_ROOM)
         own = extra.get("session") or {"ids": [], "before": 0}
         tokens, parent = len(own["ids"]) - own["before"], str(extra.get("parent", ""))
         return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)

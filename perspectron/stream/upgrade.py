@@ -24,7 +24,8 @@ from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import Header, old_layer_file
 from perspectron.stream.engine import load_shared
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
-from perspectron.stream.tensors import MAX_SIZE, PAGE, aligned
+from perspectron.stream.tensors import PAGE, aligned
+from perspectron.tensors import MAX_SIZE
 
 MAX_JSON = 1 << 20
 
