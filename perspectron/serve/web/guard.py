@@ -23,7 +23,7 @@ HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
 )
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
