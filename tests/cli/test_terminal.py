@@ -67,7 +67,7 @@ WAYS = {
 }
 for way, set_up in WAYS.items():
     for name, words in arguments.items():
-        if words[-1:] == ["--help"] and way not in ("as they are", "full output"):
+        if words[-1:] == ["--help"] and way != "full output":
             continue  # they all print alike
         out, err = (f"{way}-{name}.{end}" for end in ("out", "err"))
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def ended(tmp_path_factory) -> dict[tuple[str, str], tuple[int, str, str]]:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_streams_that_cannot_be_written_or_read_give_no_traceback(ended, name):
-    usual, out, _ = ended["as they are", name]
+    usual, out, _ = ended.get(("as they are", name), (0, "help", ""))
     for way in [way for way, other in ended if other == name]:
         code, _, err = ended[way, name]
         assert "Traceback" not in err and "ignored" not in err, (way, err)
