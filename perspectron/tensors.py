@@ -101,7 +101,7 @@ def _place(name: str, text: bytes) -> Place:
             raise ValueError(f"{name[:80]!r}: {what} is {str(numbers)[:80]}, must be {bound}")
     if len(offsets) != 2:
         raise ValueError(f"{name[:80]!r}: data_offsets is {offsets}, must be two")
-    return Place(*offsets, DTYPES[dtype], tuple(shape))
+    return Place(offsets[0], offsets[1], DTYPES[dtype], tuple(shape))
 
 
 def _in_order(places: dict[str, Place], room: int) -> dict[str, Place]:
