@@ -17,9 +17,13 @@ class PerspectronError(Exception):
         return _one_line(super().__str__())
 
 
+def escaped(text: str, keep: str = "") -> str:
+    """A text for a terminal, with what is not printable escaped, except `keep`: a stranger's file may hold commands."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 def _one_line(words: str) -> str:
-    text = " ".join(words.split())
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = escaped(" ".join(words.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 
 

@@ -19,12 +19,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
-from torch import Tensor
-
 from perspectron.errors import ArtifactError, PerspectronError, StorageError
-from perspectron.machine import memory
 
 MAX_JSON = 16 << 20  # bytes of a file that is read as JSON
 MAX_DIGITS = 19  # of a number without fraction: what 64 bits hold
@@ -304,19 +299,52 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
     return text.decode(errors=errors)
 
 
-def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
+def parse_json(text: str | bytes, *, infinite: bool = False, room: int | None = None) -> Any:
     """JSON to the letter. ValueError for what Python's reader lets pass: NaN and Infinity, numbers beyond 64 bits or
-    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number."""
+    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number. room:
+    bytes that the value may take; ValueError, before it takes them, for one of more."""
+    hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _finite}
+    if room is not None:
+        numbers = _Numbers(text, room)
+        hooks = {"parse_int": numbers.integer, "parse_float": numbers.real}
     try:
         return json.loads(
             text,
             parse_constant=_infinity if infinite else _refuse_constant,
-            parse_int=_integer,
-            parse_float=_finite,
             object_pairs_hook=_object,
+            **hooks,
         )
     except RecursionError:
         raise ValueError("too many levels") from None
+
+
+_BYTES = {"[": 104, "{": 250, ":": 350, ",": 9, '"': 32}
+"""Bytes that a value takes at most for each of these signs in its text, while it is parsed."""
+
+
+class _Numbers:
+    """Reads the numbers of a text, equal ones into one, while its value has room. ValueError: it has none."""
+
+    def __init__(self, text: str | bytes, room: int) -> None:
+        text = text if isinstance(text, str) else text.decode()
+        wide = 1 if text.isascii() and "\\u" not in text else 4
+        self._room, self._left, self._known = room, room - wide * len(text), dict[str, int]()
+        self._take(sum(cost * text.count(sign) for sign, cost in _BYTES.items()))
+
+    def integer(self, digits: str) -> int:
+        if (known := self._known.get(digits)) is None:
+            self._take(200)
+            known = self._known[digits] = _integer(digits)
+        return known
+
+    def real(self, digits: str) -> float:
+        self._take(32)
+        return _finite(digits)
+
+    def _take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(f"its value takes more than {self._room >> 20} MiB")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -348,35 +376,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {twice[:80]!r} occurs twice")
     return fields
-
-
-def load_tensors(
-    path: Path, error: type[PerspectronError], what: str
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, tensors) of a safetensors file. `error`, naming it: missing, unreadable, larger than half the memory,
-    or not `what` it is to be.
-
-    Read at once, not mapped: a file that is cut short meanwhile would end the process, and tensors that safetensors 0.8
-    maps leak two numbers for each of their axes.
-    """
-    with opened(path, error) as file:
-        size, most = os.fstat(file.fileno()).st_size, memory() // 2
-        if size > most:
-            raise error(f"{path}: {size:,} bytes, must be ≤ {most:,}, half the memory of this machine")
-        data = file.read()
-    try:
-        tensors = load(data)
-        header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")].decode())
-    except (SafetensorError, ValueError, KeyError) as cause:  # KeyError: a type that torch has not
-        raise error(f"{path}: not {what} ({cause})") from None
-    return header.get("__metadata__") or {}, tensors
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
-    """Write tensors as safetensors, not atomically by itself; OSError when the disk is full."""
-    try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, header
-        )
-    except SafetensorError as error:
-        raise OSError(str(error)) from error

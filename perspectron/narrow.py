@@ -1,14 +1,16 @@
 """Saved states in fewer bits: half precision, or 8 bits with a scale for each row."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from perspectron.errors import StateError
 from perspectron.files import parse_json
+from perspectron.tensors import JSON_ROOM
 
 Dtype = Literal["full", "float16", "int8"]
 """Precision of a saved state's numbers: as they are, in half precision, or in 8 bits, each row with a scale."""
@@ -39,14 +41,22 @@ def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], d
     header[STORED] = json.dumps(stored)
 
 
-def widened(path: Path | str, held: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Undo `tensors`, as far as it can be undone. StateError: the header does not fit what is held."""
+def widened(
+    path: Path | str, held: dict[str, Tensor], header: dict[str, str], wanted: Mapping[str, Any]
+) -> None:
+    """Undo `tensors`, as far as it can be undone. wanted: the dtype of each tensor of the model's states. StateError:
+    the header does not fit it, or what is held."""
     try:
-        stored = parse_json(header.pop(STORED))
+        stored = parse_json(header.pop(STORED), room=JSON_ROOM)
         for name, was in stored.items():
             dtype, tensor = DTYPES[was], held[name]
+            if dtype != wanted[name]:
+                raise ValueError
             if tensor.dtype == torch.int8:
-                held[name] = (tensor * held.pop(name + SCALE)).to(dtype)
+                scale = held.pop(name + SCALE)
+                if scale.shape != (*tensor.shape[:-1], 1):  # it would be spread to more than the file holds
+                    raise ValueError
+                held[name] = (tensor * scale).to(dtype)
             else:
                 held[name] = tensor.to(dtype)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

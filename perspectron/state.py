@@ -16,7 +16,8 @@ from torch import Tensor
 from perspectron import narrow
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic, load_tensors, parse_json, save_tensors
+from perspectron.files import atomic, parse_json
+from perspectron.tensors import JSON_ROOM, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -248,7 +249,7 @@ def _packed(
         "extra": json.dumps(extra or {}),
     }
     try:
-        parse_json(header["extra"])
+        parse_json(header["extra"], room=JSON_ROOM)
     except ValueError as error:
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     if dtype != "full":
@@ -281,6 +282,10 @@ def read_state(path: Path | str, model: Stateful) -> tuple[LMState, dict[str, An
     rooms = (pytree.tree_leaves(model.init_state(1, capacity=room, device="meta")) for room in (2, 3))
     known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
     wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
+    if narrow.STORED in header:
+        narrow.widened(
+            path, tensors, header, {name: getattr(leaf, "dtype", None) for name, (leaf, *_) in wanted.items()}
+        )
     if other := set(wanted) ^ (set(tensors) | set(numbers)):
         name = min(other)
         raise StateError(
@@ -355,7 +360,7 @@ def load_extra(path: Path | str) -> dict[str, Any]:
 def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     """The object in a field of the header. StateError: it is missing or none."""
     try:
-        value = parse_json(header.get(field, ""))
+        value = parse_json(header.get(field, ""), room=JSON_ROOM)
     except ValueError as error:
         raise StateError(f"{path}: {field} is unreadable JSON ({error})") from None
     if not isinstance(value, dict):
@@ -370,8 +375,6 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     digest = header.pop("digest", None)
     if digest_of(header, tensors) != digest:
         raise StateError(f"{path}: damaged, its contents do not match its digest")
-    if narrow.STORED in header:
-        narrow.widened(path, tensors, header)
     return header, tensors
 
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from perspectron.block import Block, of_mixer, with_mixer
 from perspectron.config import at_least, load, require
 from perspectron.errors import ConfigError, StateError
-from perspectron.files import atomic, load_tensors, parse_json, save_tensors
+from perspectron.files import atomic, parse_json
 from perspectron.mixers.pdr import PDR, Adapted, AdaptedState, PDRState
 from perspectron.mixers.pdr2 import PDR2, AdaptedPDR2State, PDR2State
 from perspectron.model import LanguageModel
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState, digest_of
 from perspectron.streams import stream
+from perspectron.tensors import JSON_ROOM, load_tensors, save_tensors
 
 FORMAT = "perspectron-adapter-1"
 ADAPTED: dict[type[Any], type[Any]] = {PDRState: AdaptedState, PDR2State: AdaptedPDR2State}
@@ -158,8 +159,11 @@ class Adapter:
                 "use it with the weights that it was learned on"
             )
         try:
-            adapter = cls(model, load(AdapterConfig, parse_json(header["config"]), str(path)))
-            adapter.counters = load(Counters, parse_json(header["counters"]), str(path))
+            config = load(AdapterConfig, parse_json(header["config"], room=JSON_ROOM), str(path))
+            at_most = max((tensor.numel() for tensor in tensors.values()), default=0)
+            require(config.rank <= at_most, "rank", config.rank, f"≤ {at_most}, what the file has")
+            adapter = cls(model, config)
+            adapter.counters = load(Counters, parse_json(header["counters"], room=JSON_ROOM), str(path))
         except (ValueError, ConfigError) as error:
             raise StateError(f"{path}: not an adapter ({error})") from None
         empty = adapter.attach(model.init_state(1), traces=True)

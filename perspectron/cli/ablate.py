@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 
 from perspectron.census import active_parameters
 from perspectron.cli.compare import finish
+from perspectron.cli.console import progress
 from perspectron.cli.options import answer, count
 from perspectron.cli.progress import Work
 from perspectron.compare.ablations import Ablation, ablate, ablations_of
@@ -70,7 +70,7 @@ class Ablate:
         for name in names:
             about = known[one_of(name, known, f"ablation of {design}")].about
             made[name] = (ablate(config.model, name), about, DESIGNS[design].source)
-        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        console = progress()
         with locked(self.out), Work("encoding the text and planning"):
             settings = self.settings(config, tuple(made))
             what = plan(self.out, "ablations", settings, lambda _: made, threads_for(self.jobs))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import tyro
 
-from perspectron.cli.options import open_model
+from perspectron.cli.options import open_model, say, spoken
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
@@ -67,7 +67,7 @@ class Chat:
             talk.load(str(self.load_state))
         terminal = sys.stdin.isatty()
         if terminal:
-            print(f"{opened.model.config.name}; /help lists the commands", file=sys.stderr)
+            say(f"{opened.model.config.name}; /help lists the commands")
         for message in messages(terminal):
             try:
                 if not talk.take(message):
@@ -186,7 +186,7 @@ class Talk:
                     ended, failed = piece.finished == "end", piece.finished == "error"
                     if piece.text:
                         work.stop()
-                        print(piece.text, end="", flush=True)
+                        print(spoken(piece.text), end="", flush=True)
                         said += piece.text
                 work.tell(*rows.read)
         print(flush=True)

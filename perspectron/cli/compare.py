@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -14,6 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from perspectron.cli.console import Console, progress
 from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare import measure, pool, results, run
@@ -105,7 +105,7 @@ class Compare:
 
     def __call__(self) -> int:
         require(self.jobs >= 1, "jobs", self.jobs, "≥ 1")
-        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        console = progress()
         if self.report:
             console.print(f"report: {self._report()}")
             return 0

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
 
 import perspectron
 from perspectron import presets
 from perspectron.census import census
+from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
 from perspectron.cli.playground import printable
@@ -82,8 +82,10 @@ class Demo:
             return 0
         for table_ in tables(results):
             console.print(shown(table_))
-        console.print(f"\n{told(results)}")
-        console.print(f"done in {results['seconds']:.0f} s; the same as a page: {self.out / PAGE}")
+        console.print(f"\n{told(results)}", markup=False)
+        console.print(
+            f"done in {results['seconds']:.0f} s; the same as a page: {self.out / PAGE}", markup=False
+        )
         longer = f"perspectron demo adr --steps {4 * self.steps} --out {self.out}-longer"
         console.print(f"train longer: {longer}", markup=False)
         return 0

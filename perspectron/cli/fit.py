@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
 from perspectron.config import require
@@ -52,7 +52,7 @@ def fit(
     nothing behind. ended: for a run that gets more steps, its checkpoints as `extend` tells them. settle: fills in
     what of the config depends on the text. ends: time of the monotonic clock to keep to. layout: how several processes
     share it. StorageError: another process trains in the folder."""
-    console, started = Console(stderr=True, highlight=False, soft_wrap=True, markup=False), time.monotonic()
+    console, started = progress(), time.monotonic()
     if config.recipe is not None:
         alone = "plain for several processes; leave torchrun out for the stages"
         require(not launched(), "recipe", "staged", alone)

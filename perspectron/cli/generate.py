@@ -13,7 +13,7 @@ from rich.table import Table
 from perspectron import native
 from perspectron.adapt import AdaptConfig, Adapter, Learner
 from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
-from perspectron.cli.options import answer, open_model, perspectives_of, table
+from perspectron.cli.options import answer, open_model, perspectives_of, say, spoken, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
@@ -143,10 +143,11 @@ class Generate:
         marks = single and sys.stdout.isatty()
         with Work("reading the prompt") as reading:
 
-            def say(piece: Piece) -> None:
+            def show(piece: Piece) -> None:
                 reading.stop()
                 flagged = piece.unsafe or (piece.verdict is not None and piece.verdict.flagged)
-                print(UNDERLINED.format(piece.text) if marks and flagged else piece.text, end="", flush=True)
+                text = spoken(piece.text)
+                print(UNDERLINED.format(text) if marks and flagged else text, end="", flush=True)
 
             result = generate(
                 model,
@@ -156,7 +157,7 @@ class Generate:
                 sampling=self.sampling,
                 stop=self.stop,
                 conversation=conversation,
-                on_piece=say if single else None,
+                on_piece=show if single else None,
                 on_read=reading.tell,
                 perspectives=looks,
                 safety=safe,
@@ -167,9 +168,9 @@ class Generate:
         if usage is not None and usage.asked:
             share = usage.served / usage.asked
             said = f"{share:.0%} of the experts of the first {FIRST} tokens were at hand"
-            print(f"perspectron: {said}", file=sys.stderr)
+            say(said)
         for line in _told(result, seconds) if looks is not None or safe is not None else ():
-            print(f"perspectron: {line}", file=sys.stderr)
+            say(line)
         return 0
 
     def _save(
@@ -268,7 +269,7 @@ class Generate:
             print()
         else:
             for prompt, text in zip(prompts, result.texts, strict=True):
-                print(f"── {prompt!r}\n{text}")
+                print(f"── {prompt!r}\n{spoken(text)}")
 
 
 def _told(result: Generation, seconds: float) -> list[str]:

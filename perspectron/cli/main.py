@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import perspectron
-from perspectron.errors import ConfigError, PerspectronError
+from perspectron.errors import ConfigError, PerspectronError, escaped
 
 COMMANDS = {
     "quickstart": "quickstart:Quickstart",
@@ -60,27 +60,61 @@ def console() -> int:
     """The program, as the shell calls it."""
     warnings.showwarning = _warn
     _spin_briefly()
+    _open_streams()
     return main(prepare=_flush_denormals)
+
+
+class OutputError(PerspectronError):
+    """Standard output cannot be written: it is closed, or its disk is full."""
+
+    exit_code = 74  # of sysexits.h
+
+
+class _Raw(io.FileIO):
+    """Standard output or error, to which nothing is written any more once that failed; of standard error, where
+    nobody is left to tell, in silence."""
+
+    broken = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return len(data) if self.broken else super().write(data)
+        except OSError as error:
+            self.broken = True
+            if self.fileno() == 2:
+                return len(data)
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise OutputError(f"standard output: not written ({error.strerror})") from None
+
+
+def _open_streams() -> None:
+    """Give standard streams that are closed a place of their own, before a file of ours takes it, and escape what the
+    encoding of the others lacks."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # of output it is one that cannot be written, so that this is told
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        was = getattr(sys, name)
+        sized = io.BufferedWriter(_Raw(number, "wb", closefd=False))
+        encoding, lines, at_once = (
+            (was.encoding, was.line_buffering, was.write_through) if was else ("utf-8", True, False)
+        )
+        options = {"line_buffering": lines, "write_through": at_once}
+        setattr(sys, name, io.TextIOWrapper(sized, encoding, "backslashreplace", **options))
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object] = lambda: None) -> int:
     """Run one command and return the exit code: 0, 2 for a user's error, 3 when numbers ran away, 128 + n when signal n
     stopped it. `prepare` is called when the command is imported and parsed, before it runs."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if arguments == ["--version"]:
-            print(perspectron.__version__)
-            return 0
-        if arguments in (["-h"], ["--help"]):
-            _overview()
-            return 0
-        if not arguments:
-            with contextlib.redirect_stdout(sys.stderr):
-                _overview()
-            return ConfigError.exit_code
-        command = _parse(arguments, time.monotonic())
-        prepare()
-        return command()
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments), prepare)
+        finally:
+            sys.stdout.flush()  # while it can still be told that this failed
     except PerspectronError as error:
         print(f"perspectron: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,6 +123,23 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object
     except BrokenPipeError:
         sys.stdout = io.StringIO()  # whoever read our output has gone; nothing more to flush to
         return 141
+
+
+def _run(arguments: list[str], prepare: Callable[[], object]) -> int:
+    """The exit code of what the arguments ask for."""
+    if arguments == ["--version"]:
+        print(perspectron.__version__)
+        return 0
+    if arguments in (["-h"], ["--help"]):
+        _overview()
+        return 0
+    if not arguments:
+        with contextlib.redirect_stdout(sys.stderr):
+            _overview()
+        return ConfigError.exit_code
+    command = _parse(arguments, time.monotonic())
+    prepare()
+    return command()
 
 
 def _spin_briefly() -> None:
@@ -108,7 +159,7 @@ def _flush_denormals() -> None:
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"perspectron: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"perspectron: warning: {escaped(' '.join(str(message).split()))}", file=sys.stderr)
 
 
 def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:

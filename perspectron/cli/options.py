@@ -15,7 +15,7 @@ import tyro
 
 from perspectron.cli.progress import Work
 from perspectron.config import assignment, require
-from perspectron.errors import ConfigError
+from perspectron.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +29,7 @@ LARGEST = 2**62
 Sets = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 """The values of every `--set KEY=VALUE …`; the option may be given several times."""
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(i?))?B?", re.ASCII | re.IGNORECASE)
+_COMMAND = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 BOUND = "a size like 24G, 512M or 1.5GiB"
 
 
@@ -110,7 +111,7 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
         typed = f"cache = {cache!r} ({cache_bytes:,} bytes)" if cache_bytes else ""
         raise ConfigError(re.sub(rf"^cache = {cache_bytes}( bytes)?", typed, str(error))) from None
     if opened.line:
-        print(f"perspectron: {opened.line}", file=sys.stderr)
+        say(opened.line)
         if native.available() and torch.get_num_threads() > 1:
             native.set_threads(torch.get_num_threads())
             torch.set_num_threads(1)
@@ -137,18 +138,29 @@ def needs(package: str, extra: str) -> None:
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
     """Table for a terminal: the first column to the left, the others, numbers, to the right, and none of them cut."""
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left")
+    made = Table(title=Text(escaped(title)), title_justify="left")
     for index, name in enumerate(head):
-        made.add_column(name, justify="right" if index else "left", no_wrap=True)
+        made.add_column(Text(escaped(name)), justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(escaped(cell)) for cell in row))  # a Text has no markup
     return made
+
+
+def say(line: str) -> None:
+    """A line on standard error, under the program's name."""
+    print(f"perspectron: {escaped(line)}", file=sys.stderr, flush=True)
+
+
+def spoken(text: str) -> str:
+    """What a model says, for standard output: on a terminal without what that would obey."""
+    return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 
 def answer(as_json: bool, fields: dict[str, Any], *parts: "Table | str") -> int:
     """Print one JSON object, or tables and lines for people; the exit code 0."""
-    from rich.console import Console
+    from perspectron.cli.console import Console
 
     if as_json:
         print(json.dumps(fields))

@@ -4,13 +4,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import perspectron
 from perspectron import presets
 from perspectron.census import census
 from perspectron.cli import playground
+from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
 from perspectron.cli.tokenize import Tokenize
@@ -47,7 +48,7 @@ class Quickstart:
 
     def __call__(self) -> int:
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
-        console.print(f"[bold]1  Text[/]  {self.data}")
+        console.print(f"[bold]1  Text[/]  {escape(str(self.data))}")
         vocab_size = presets.get(MODELS["perspective"]).vocab_size
         Tokenize(data=self.data, out=self.out / "corpus", vocab_size=vocab_size)()
         console.print(
@@ -70,7 +71,9 @@ class Quickstart:
         console.print(
             f'  perspectron generate {self.out}/perspective "import " --max-tokens 200', markup=False
         )
-        console.print(f"  perspectron generate {self.out}/perspective --load-state {self.out}/{STATE}")
+        console.print(
+            f"  perspectron generate {self.out}/perspective --load-state {self.out}/{STATE}", markup=False
+        )
         console.print(
             "  perspectron train --data YOUR_TEXT --out runs/mine     perspectron inspect perspective-1t"
         )
@@ -114,7 +117,7 @@ class Quickstart:
         ]  # fmt: skip
         page = self.out / playground.PAGE
         playground.write(page, model, tokenizer, self.out / "perspective" / CURVE, facts)
-        console.print(f"\n[bold]5  A page[/]  with its loss curve, samples and memory: {page}")
+        console.print(f"\n[bold]5  A page[/]  with its loss curve, samples and memory: {escape(str(page))}")
 
     def _conversation(self, console: Console) -> None:
         model, tokenizer = perspectron.load(self.out / "perspective")
@@ -126,7 +129,8 @@ class Quickstart:
         whole = generate(model, tokenizer, [PROMPT], max_tokens=160, sampling=sampling)
         console.print(PROMPT + first.texts[0], markup=False, end="")
         console.print(
-            f"\n── saved to {path} ({path.stat().st_size:,} bytes), loaded, continued ──", style="dim"
+            f"\n── saved to {escape(str(path))} ({path.stat().st_size:,} bytes), loaded, continued ──",
+            style="dim",
         )
         console.print(second.texts[0], markup=False)
         parts = first.ids[0] + second.ids[0]

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from perspectron.cli.compare import train
+from perspectron.cli.console import progress
 from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
@@ -80,7 +80,7 @@ class Search:
             absolute(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
             dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
-        console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        console = progress()
         try:
             with locked(self.out):
                 search.settle(self.out, space, rungs, self.keep, self.seed)

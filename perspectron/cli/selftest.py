@@ -1,10 +1,9 @@
 """`perspectron selftest`."""
 
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from perspectron.cli.options import answer, table
+from perspectron.cli.options import answer, say, table
 from perspectron.cli.progress import Work
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Selftest:
         )
         for row in broken:
             said = f"{row.op} by {row.backend} ({row.shape}) is over its bound"
-            print(f"perspectron: {said}", file=sys.stderr)
+            say(said)
         return int(bool(broken))
 
 

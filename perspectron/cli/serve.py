@@ -4,7 +4,6 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import needs, open_model, perspectives_of, size
+from perspectron.cli.options import needs, open_model, perspectives_of, say, size
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.ops.experts import FEW
@@ -94,7 +93,7 @@ class Serve:
                     if one.engine.cost is None
                     else f" (one by one takes {one.engine.cost:.2f} times as long)"
                 )
-                print(f"perspectron: {one.name}: {way}{cost}", file=sys.stderr)
+                say(f"{one.name}: {way}{cost}")
             config = uvicorn.Config(
                 app,
                 log_level="warning",
@@ -103,7 +102,7 @@ class Serve:
                 timeout_graceful_shutdown=DRAIN,
             )
             shown = f"[{self.host}]" if ":" in self.host else self.host
-            print(f"perspectron: http://{shown}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+            say(f"http://{shown}:{listening.getsockname()[1]}")
             signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
             uvicorn.Server(config).run(sockets=[listening])
         return 0

@@ -1,7 +1,6 @@
 """`perspectron verify`."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from perspectron.cli.options import answer, open_model
+from perspectron.cli.options import answer, open_model, say
 from perspectron.cli.progress import Work
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Verify:
         answer(self.json, fields | {"holds": not broken}, *lines)
         if broken:
             said = f"{len(broken)} ways that should give the bits of the text alone do not"
-            print(f"perspectron: {said}", file=sys.stderr)
+            say(said)
         return int(bool(broken))
 
 

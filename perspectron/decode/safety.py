@@ -24,9 +24,10 @@ from perspectron.config import one_of, require
 from perspectron.decode.projection import Faces, Report, faces, project
 from perspectron.decode.reading import END_OF_TEXT_ID, read
 from perspectron.errors import ConfigError
-from perspectron.files import atomic, load_tensors, parse_json, save_tensors
+from perspectron.files import atomic, parse_json
 from perspectron.model import LanguageModel
 from perspectron.state import Stateful
+from perspectron.tensors import load_tensors, save_tensors
 
 FORMAT = "perspectron-safety-1"
 WEIGHT = 1.0  # of a probe's L2 term, in terms of the mean loss's, over the number of states

@@ -85,9 +85,8 @@ def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]
 
 
 def _swapped(rows: Tensor, separator: int) -> Tensor:
-    """The rows with that of the separator first, and the first in its place."""
+    """The same rows, with that of the separator first and the first in its place."""
     if separator == 0:
         return rows
-    rows = rows.clone()
     rows[[0, separator]] = rows[[separator, 0]]
     return rows

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from perspectron.config import MOST_SIZE
 from perspectron.errors import CheckpointError
-from perspectron.files import load_tensors, read_json
+from perspectron.files import read_json
 from perspectron.machine import memory
+from perspectron.tensors import load_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

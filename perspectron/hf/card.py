@@ -1,8 +1,11 @@
 """A model card from a run's own numbers."""
 
+import json
+import re
 from collections.abc import Iterator
 
 from perspectron import presets
+from perspectron.errors import escaped
 from perspectron.opening import Opened
 from perspectron.train.metrics import measured, read_metrics
 
@@ -26,8 +29,8 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
         "tags:",
         "- perspectron",
     )
-    yield from (*(f"- {mixer}" for mixer in mixers), "---", "", f"# {name}", "")
-    yield f"`{presets.title(model.name)}`: {parameters / 1e6:.2f} M parameters in {len(model.blocks)} blocks"
+    yield from (*(f"- {mixer}" for mixer in mixers), "---", "", f"# {_as_written(name)}", "")
+    yield f"{_as_written(presets.title(model.name))}: {parameters / 1e6:.2f} M parameters in {len(model.blocks)} blocks"
     yield f"of {', '.join(mixers)}, a vocabulary of {model.vocab_size:,}, and {state:,} bytes of memory after"
     yield "1,024 tokens."
     yield from ("", "## Training", "")
@@ -35,12 +38,13 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
         last = opened.checkpoint.progress
         yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
         yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
-        yield f"- Text: {_text_name(train.data)}, {train.heldout:.0%} of it held out."
+        yield f"- Text: {_as_written(_text_name(train.data))}, {train.heldout:.0%} of it held out."
         metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
         for text, bits in [measured(line) for line in metrics if line["step"] == last.step][-1:]:
             yield f"- {text.capitalize()} bits per byte: {bits:.4f}."
     else:
         yield "Nothing is known of it: the run's files hold weights alone."
+    quoted = json.dumps(name)
     yield from (
         "",
         "## Use",
@@ -49,8 +53,8 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
     )
-    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)'
-    yield f'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)'
+    yield f"tokenizer = AutoTokenizer.from_pretrained({quoted}, trust_remote_code=True)"
+    yield f"model = AutoModelForCausalLM.from_pretrained({quoted}, trust_remote_code=True)"
     yield 'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)[0]))'
     yield from ("```", "", "`import perspectron.hf` (`pip install 'perspectron[hf]'`) in the place of")
     yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
@@ -59,3 +63,10 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
 def _text_name(data: str) -> str:
     """The text without the way to it on the machine that trained."""
     return data.rstrip("/").rpartition("/")[2] or "unknown"
+
+
+def _as_written(text: str) -> str:
+    """A text from a run's files as code of a line, in which nothing is Markdown or HTML."""
+    line = escaped(text)[:200]
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

@@ -8,12 +8,13 @@ import perspectron
 from perspectron.config import require
 from perspectron.data.template import copy
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.files import atomic, save_tensors
+from perspectron.files import atomic
 from perspectron.hf import card, remote
 from perspectron.hf.configuration import PerspectronConfig
 from perspectron.hf.tokenizer import fast_tokenizer
 from perspectron.model import LanguageModel
 from perspectron.opening import Opened
+from perspectron.tensors import save_tensors
 
 
 def export(opened: Opened, out: Path) -> None:

@@ -1,15 +1,18 @@
 """Folder of named states: files that sessions wrote or strangers sent, each under a name that stays in the folder."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from perspectron.config import require
 from perspectron.decode.session import Session
 from perspectron.errors import PerspectronError, StateError
-from perspectron.files import MAX_JSON, opened, parse_json, remove, safe_join, temporary_beside
+from perspectron.files import opened, parse_json, remove, safe_join, sweep, temporary_beside
+from perspectron.tensors import JSON_ROOM, parse_header, read_header
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"
@@ -35,6 +38,18 @@ class States:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        sweep(folder)  # uploads and saves that a kill cut short
+
+    @contextlib.contextmanager
+    def _told(self, upload: Path | None = None, name: str = "") -> Iterator[None]:
+        """Errors for whoever is elsewhere: a file by its name alone, an upload by the name that it was to get."""
+        try:
+            yield
+        except PerspectronError as error:
+            said = str(error).replace(str(upload), name) if upload else str(error)
+            raise type(error)(
+                said.replace(f"{self.folder}/", "").replace(str(self.folder), "states")
+            ) from error
 
     def path(self, name: str) -> Path:
         """File of a state. ConfigError: a name that is more than letters, digits, dots, dashes and underscores."""
@@ -64,25 +79,29 @@ class States:
 
     def save(self, name: str, session: Session, parent: str = "") -> About:
         """Write a state, whole or not at all. StorageError when it cannot be written."""
-        session.save(self.path(name), extra={"parent": parent})
+        with self._told():
+            session.save(self.path(name), extra={"parent": parent})
         return self.about(name)
 
     def load(self, name: str, fresh: Session) -> Session:
         """Read a state of the same model as `fresh`. Missing, StateError: it is none that can be gone on from."""
-        return fresh.loaded(self.found(name))
+        with self._told():
+            return fresh.loaded(self.found(name))
 
     def take(self, name: str, upload: Path, fresh: Session) -> About:
         """Check a file from elsewhere, which is used up, and keep it under a name. StateError: it is no state of this
         model."""
         path = self.path(name)
-        fresh.loaded(upload)
+        with self._told(upload, name):
+            fresh.loaded(upload)
         os.replace(upload, path)
         return self.about(name)
 
-    def upload(self) -> Path:
-        """The path to which an uploaded file is written."""
+    def upload(self) -> BinaryIO:
+        """A new file to which an upload is written, for its owner alone, as saved ones are. OSError: none can be."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return temporary_beside(self.folder / "upload")
+        path = temporary_beside(self.folder / "upload")
+        return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
     def delete(self, name: str) -> None:
         """Delete a state. Missing: it is not there."""
@@ -94,10 +113,9 @@ def _about(path: Path) -> About | None:
     try:
         with opened(path, StateError) as file:
             stat = os.fstat(file.fileno())
-            size = int.from_bytes(file.read(8), "little")
-            if size > MAX_JSON:
-                return None
-            extra: Any = parse_json(parse_json(file.read(size))["__metadata__"]["extra"])
+            text = read_header(file)
+            header = parse_header(text, stat.st_size - 8 - len(text))[0]
+            extra: Any = parse_json(header["extra"], room=JSON_ROOM)
         own = extra.get("session") or {"ids": [], "before": 0}
         tokens, parent = len(own["ids"]) - own["before"], str(extra.get("parent", ""))
         return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)

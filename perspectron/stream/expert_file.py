@@ -185,6 +185,7 @@ def parse(read: Callable[[int, int], bytes], size: int, name: object) -> Header:
         weights_of = tuple(map(int, fields["weights_of"].split()))
         digests = tuple(fields["xxh3_64"].split())
         header = Header(int(fields["layer"]), layout, weights_of, digests, 8 + length)
+        _within("number of tensors", text.count(b'"data_offsets"'), *[len(digests)] * 2)
         if dump(header) != first + text:
             raise ValueError("header does not follow from its metadata")
         if size != header.end:

@@ -19,21 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.errors import ArtifactError
-from perspectron.files import open_file, parse_json
+from perspectron.files import open_file
 from perspectron.machine import memory
+from perspectron.tensors import NAMES, Place, parse_header, read_header
 
-DTYPES = {
-    "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool, "I32": torch.int32, "I64": torch.int64,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAGE = 4096  # the data begin on a page, so that they can be read past the page cache
 HUGE = 2 << 20
 LINE = 64  # bytes of a cache line: tensors of whole lines stand first, so that each begins on one
 PIECE = 1 << 24
 MAX_HEADER = 4 << 20
-MAX_AXES = 8
-MAX_SIZE = 1 << 48  # of an axis, and of a file
 
 Bytes = NDArray[np.uint8]
 Chunks = Iterable[Any]
@@ -114,20 +108,14 @@ def read(path: Path, wanted: Mapping[str, Kind]) -> tuple[dict[str, Tensor], str
     """
     try:
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise ArtifactError(
-                    f"{path}: header of {length} bytes, must be ≤ {min(MAX_HEADER, max(0, size - 8))}"
-                )
-            text, room = file.read(length), size - 8 - length
-            places = _places(path, text, room)
+            text = read_header(file, MAX_HEADER)
+            room = os.fstat(file.fileno()).st_size - 8 - len(text)
+            places = parse_header(text, room)[1]
             _require(path, places, wanted)
             if room > memory():
                 bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
                 raise ArtifactError(f"{path}: {room / 1e9:,.1f} GB of weights, must be {bound}")
-            digest = hashlib.sha256(start + text)
+            digest = hashlib.sha256(len(text).to_bytes(8, "little") + text)
             buffer = aligned(max(1, room))[:room]
             view = buffer.data
             for at in range(0, len(view), PIECE):
@@ -141,53 +129,18 @@ def read(path: Path, wanted: Mapping[str, Kind]) -> tuple[dict[str, Tensor], str
         raise ArtifactError(f"{path}: no such file") from None
     except (OSError, EOFError) as error:
         raise ArtifactError(f"{path}: unreadable ({error})") from None
-    whole = torch.from_numpy(buffer)
-    tensors = {name: whole[at : at + place.bytes].view(place.dtype) for name, (at, place) in places.items()}
-    return {name: flat.view(wanted[name][1]) for name, flat in tensors.items()}, digest.hexdigest()
-
-
-def _places(path: Path, text: bytes, room: int) -> dict[str, tuple[int, Spec]]:
-    """The offset at which each tensor of a header begins in the `room` bytes of data, and what it is. ArtifactError
-    unless they follow one another without a gap, and each has as many bytes as its shape says."""
-    places, end = dict[str, tuple[int, Spec]](), 0
-    try:
-        fields = parse_json(text.decode())
-        if not isinstance(fields, dict):
-            raise ValueError("the header is no object")
-        fields.pop("__metadata__", None)
-        for name, start, stop, place in sorted(map(_place, fields, fields.values()), key=lambda one: one[1]):
-            if start != end or stop - start != place.bytes or stop > room:
-                raise ValueError(
-                    f"{name[:80]!r}: bytes {start} to {stop} of {room}, must be {place.bytes} from {end} on"
-                )
-            places[name], end = (start, place), stop
-        if end != room:
-            raise ValueError(f"{room - end} bytes too many")
     except ValueError as error:
         raise ArtifactError(f"{path}: not safetensors ({error})") from None
-    return places
+    whole = torch.from_numpy(buffer)
+    return {
+        name: whole[place.start : place.start + place.bytes].view(place.dtype).view(place.shape)
+        for name, place in places.items()
+    }, digest.hexdigest()
 
 
-def _place(name: str, entry: Any) -> tuple[str, int, int, Spec]:
-    """(name, begin, end, what it is) of an entry in a header. ValueError: not a possible one."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name[:80]!r}: must tell dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{name[:80]!r}: dtype is {str(dtype)[:40]!r}, must be one of {', '.join(DTYPES)}")
-    for what, numbers, least, most in (("shape", shape, 1, MAX_AXES), ("data_offsets", offsets, 0, 2)):
-        whole = isinstance(numbers, list) and len(numbers) <= most and all(type(n) is int for n in numbers)
-        if not whole or not all(least <= n <= MAX_SIZE for n in numbers):
-            bound = f"at most {most} whole numbers in {least} … {MAX_SIZE}"
-            raise ValueError(f"{name[:80]!r}: {what} is {str(numbers)[:80]}, must be {bound}")
-    if len(offsets) != 2:
-        raise ValueError(f"{name[:80]!r}: data_offsets is {offsets}, must be two")
-    return name, *offsets, Spec(DTYPES[dtype], tuple(shape), list)
-
-
-def _require(path: Path, places: Mapping[str, tuple[int, Spec]], wanted: Mapping[str, Kind]) -> None:
+def _require(path: Path, places: Mapping[str, Place], wanted: Mapping[str, Kind]) -> None:
     """ArtifactError, naming the first, unless there are exactly the wanted tensors."""
-    stored = {name: (place.dtype, place.shape) for name, (_, place) in places.items()}
+    stored = {name: (place.dtype, place.shape) for name, place in places.items()}
     for name in sorted(wanted.keys() | stored.keys()):
         told, must = (_told(side.get(name)) for side in (stored, wanted))
         if told != must:

@@ -24,18 +24,17 @@ from perspectron.errors import CheckpointError, ConfigError
 from perspectron.experts.ternary import SHARE
 from perspectron.files import (
     atomic,
-    load_tensors,
     opened,
     read_json,
     remove,
     safe_join,
-    save_tensors,
     sha256,
     sweep,
     temporary_beside,
     write_json,
 )
-from perspectron.model import LanguageModel, allocated, require_memory
+from perspectron.model import LanguageModel, require_memory
+from perspectron.tensors import load_tensors, save_tensors
 from perspectron.train import lora, moments
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import falls_at
@@ -326,11 +325,22 @@ def _check_tokenizer(path: Path, fingerprint: str, tokenizer: Tokenizer) -> None
 
 
 def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
-    """Load the tensors; CheckpointError that names the first which does not fit."""
+    """Load the tensors, which are used up; CheckpointError that names the first which does not fit."""
     same_tensors(model.state_dict(), tensors, path)
+    own = model.state_dict()
     if model.device.type == "meta":
-        allocated(model)  # now that what is to be in it has been seen
-    model.load_state_dict(tensors)
+        require_memory(model)
+        model.load_state_dict({name: _alone(tensors.pop(name)) for name in own}, assign=True)
+        return
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors.pop(name))  # let go one by one: all of them are never there twice
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and with memory of its own; no copy of one that is."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:

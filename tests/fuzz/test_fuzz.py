@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from tests.fuzz.formats import FORMATS
+from tests.fuzz.memory import CASES, ROOM
 from tests.fuzz.mutate import header_of, mutated, with_header
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,18 @@ def test_mutants_are_refused_in_a_line_or_read(mutants):
     command = [sys.executable, "-m", "tests.fuzz", "--mutants", str(mutants), "--formats", *MUTANTS[mutants]]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_reading_takes_no_more_than_the_file_and_64_MiB():
+    """Whatever its header claims, whether it is refused or not."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "tests.fuzz.memory"], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    found = dict(line.split("\t") for line in done.stdout.splitlines())
+    assert {json.loads(name) for name in found} == set(CASES), done.stdout[-4000:] + done.stderr[-4000:]
+    for name, line in found.items():
+        about = json.loads(line)
+        assert about["took"] <= about["bytes"] + ROOM, (name, about)
 
 
 @pytest.mark.parametrize("kind", ["json", "lines", "safetensors", "bytes", "template"])

@@ -74,6 +74,19 @@ def test_the_card_has_the_numbers_of_the_weights_that_are_exported(run, tokenize
     assert "bits per byte" not in card(open_model(run), "fox")
 
 
+def test_the_card_takes_no_markdown_from_a_runs_files(run):
+    """Nor HTML, nor lines."""
+    config = json.loads((run / "config.json").read_text())
+    hostile = "x`</code>![](https://a.example/p.png)\n# Title\n<script>alert(1)</script>``[a](b)"
+    config["train"]["data"] = hostile.replace("/", "\u2215")
+    (run / "config.json").write_text(json.dumps(config))
+    text = card(open_model(run), 'fox"\n# <b>')
+    (line,) = (line for line in text.splitlines() if "- Text:" in line)
+    code, _, rest = line.removeprefix("- Text: ```").partition("```")
+    assert "script" in code and "\\n" in code and "script" not in rest
+    assert '`fox"\\n# <b>`' in text and 'from_pretrained("fox\\"\\n# <b>", ' in text
+
+
 def test_what_transformers_saved_in_few_bits_is_read(run, tmp_path):
     assert main(["export", str(run), "--hf", str(tmp_path / "hf")]) == 0
     model = PerspectronForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)

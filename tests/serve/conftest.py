@@ -47,5 +47,5 @@ def tiny(tmp_path, tokenizer) -> Served:
 
 @pytest.fixture
 def client(tiny) -> Iterator[TestClient]:
-    with TestClient(create([tiny])) as client:
+    with TestClient(create([tiny]), base_url="http://localhost") as client:
         yield client

@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 def bodies(folder: Path, count: int) -> str:
     """Bodies of any values: none fails the server."""
-    with TestClient(create([served(folder, tokenizer())])) as client:
+    with TestClient(create([served(folder, tokenizer())]), base_url="http://localhost") as client:
         said = throw(client, random.Random(count), count)
     return f"{count} bodies: 0 times 5xx; {dict(sorted(said.items()))}"
 
@@ -144,7 +144,7 @@ def soak(folder: Path, minutes: float) -> str:
     tiny = served(folder, tokenizer(), room={"memory_bytes": 1 << 20, "disk_bytes": 8 << 20})
     draw, start = random.Random(1), time.monotonic()
     points, turns = list[tuple[float, int]](), 0
-    with TestClient(create([tiny])) as client:
+    with TestClient(create([tiny]), base_url="http://localhost") as client:
         while time.monotonic() - start < 60 * minutes:
             for _ in range(50):
                 ask = {"prompt": f"The cat sat on mat {draw.randrange(10**6)}", "max_tokens": 6, "n": 2}

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import random
+import subprocess
 from collections import Counter
 
 import hypothesis
@@ -17,6 +19,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
+from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from tests.serve.conftest import TEMPLATE, served
 
@@ -67,7 +70,7 @@ def test_perspectives_say_what_they_say_of_each_token(tmp_path, tokenizer) -> No
     )
     expected = [verdict._asdict() | {"votes": list(verdict.votes)} for verdict in made.verdicts[0]]
     assert len(expected) == 12 and {view["triggered"] for view in expected} == {False, True}
-    with TestClient(create([one])) as client:
+    with TestClient(create([one]), base_url="http://localhost") as client:
         (choice,) = complete(client)["choices"]
         assert (choice["text"], choice["perspectives"]) == (made.texts[0], expected)
         frames = streamed(client, "/v1/completions", PROMPT)
@@ -172,7 +175,7 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
     assert [slot["id"] for slot in client.get("/slots").json()] == [1]
     other = served(tmp_path / "other", tokenizer)
     other.slot_files = tiny.slot_files
-    with TestClient(create([other])) as fresh:
+    with TestClient(create([other]), base_url="http://localhost") as fresh:
         restored = fresh.post("/slots/2?action=restore", json={"filename": "talk"}).json()
         assert restored["n_restored"] == saved["n_saved"] and restored["n_read"] == saved["n_written"]
         on = text + first["choices"][0]["text"] + " And"
@@ -244,7 +247,7 @@ def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
     from perspectron.serve.engine import Engine
 
     one = dataclasses.replace(one, engine=Engine(model, tokenizer, together=False))
-    with TestClient(create([one])) as client:
+    with TestClient(create([one]), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json={"prompt": [5] * 80})
         assert answer.status_code == 400 and "≤ positions = 64" in answer.json()["error"]["message"]
         answer = client.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 16})
@@ -264,7 +267,7 @@ def test_bodies_that_are_too_much(client) -> None:
 
 
 def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:
-    with TestClient(create([tiny], key="correct horse")) as client:
+    with TestClient(create([tiny], key="correct horse"), base_url="http://localhost") as client:
         routes = [(m, r.path) for r in client.app.routes if hasattr(r, "methods") for m in r.methods]
         assert len(routes) > 15
         for method, path in [*routes, ("GET", "/"), ("GET", "/page.js")]:
@@ -310,6 +313,50 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
     complete(client)
 
 
+def test_no_answer_shows_where_files_are(client, tiny, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    client.post("/v1/states", json={"id": "mine", "prompt": "The cat"})
+    (tiny.states.folder / "mine.state").write_bytes(b"damaged")
+    answers = [
+        client.post("/v1/completions", json=PROMPT | {"state": "mine"}),
+        client.post("/v1/states/mine/restore", json={}),
+        client.put("/v1/states/theirs", content=b"junk"),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr("perspectron.state.save_tensors", full)
+        answers.append(client.post("/v1/states", json={"id": "a", "prompt": "The cat"}))
+    assert [answer.status_code for answer in answers] == [400, 400, 400, 507]
+    for answer, name in zip(answers, ("mine.state", "mine.state", "theirs", "a.state"), strict=True):
+        said = answer.json()["error"]["message"]
+        assert name in said and "/" not in said and ".tmp" not in said, said
+
+
+def test_uploads_are_for_their_owner_alone_as_saves_are(client, tiny) -> None:
+    client.post("/v1/states", json={"id": "mine", "prompt": "The cat"})
+    file = client.get("/v1/states/mine").content
+    assert client.put("/v1/states/theirs", content=file).status_code == 201
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tiny.states.folder.iterdir()}
+    assert modes == {"mine.state": 0o600, "theirs.state": 0o600}
+
+
+def test_a_server_begins_without_what_killed_ones_left(tmp_path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = [tmp_path / f".{pid}-{'0' * 16}.tmp" for pid in (ended.pid, os.getppid())]
+    for path in (*left, tmp_path / "mine.state"):
+        path.write_bytes(b"half of an upload")
+    States(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([left[1], tmp_path / "mine.state"])  # a living one's stays
+
+
+def test_only_this_machine_is_local(client) -> None:
+    for host in ("testserver", "example.org", "localhost.example.org"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 403
+    assert client.get("/v1/models", headers={"host": "LOCALHOST:8080"}).status_code == 200
+
+
 NAMES = [
     "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "state", "save",
     "id_slot", "stream", "messages", "tokens", "content", "id", "token", "filename", "echo",
@@ -341,7 +388,7 @@ def test_bodies_of_any_kind_never_fail_the_server(client) -> None:
 def test_what_the_schema_allows_and_what_it_does_not(client) -> None:
     """Requests that schemathesis makes of the OpenAPI document: no route fails, and none answers what it does not
     say."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", client.app, headers={"host": "localhost"})
     checks = [not_a_server_error, status_code_conformance, content_type_conformance]
 
     for found in schema.get_all_operations():

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 import perspectron
-from perspectron import files
+from perspectron import tensors
 from perspectron.data import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
 from perspectron.train import checkpoint, loop
@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, wh
     trainer = go_on(run)
     before = {path: path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
     config = (run / "config.json").read_bytes()
-    real_save, real_replace, real_write = files.save_file, os.replace, Path.write_text
+    real_save, real_replace, real_write = tensors.save_file, os.replace, Path.write_text
 
     def save_file(tensors, path, *rest):
         if path.name == f"{when.split()[0]}.safetensors":
@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(run, go_on, monkeypatch, wh
         real_replace(a, b)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", save_file)
+        patch.setattr(tensors, "save_file", save_file)
         patch.setattr(Path, "write_text", write_text)
         patch.setattr(os, "replace", replace)
         with pytest.raises(StorageError, match="No space left on device") as error:

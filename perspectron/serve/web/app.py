@@ -133,9 +133,10 @@ class App:
         """Keep the file of a state from elsewhere, if it is one of this model."""
         served = self.served(model)
         served.states.path(id)
-        path, largest, size = served.states.upload(), _largest_upload(), 0
+        largest, size, path = _largest_upload(), 0, None
         try:
-            with path.open("xb") as file:
+            with served.states.upload() as file:
+                path = Path(file.name)
                 async for part in request.stream():
                     size += len(part)
                     if size > largest:
@@ -147,7 +148,8 @@ class App:
         except OSError as error:
             raise StorageError(f"{id}: not written ({error.strerror or error})") from None
         finally:
-            path.unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
         return JSONResponse(asdict(about), 201)
 
     async def fork(self, id: schema.Name, body: schema.Fork) -> JSONResponse:

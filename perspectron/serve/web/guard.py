@@ -27,7 +27,7 @@ HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
 )
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 BRACKETS = b"[]{}"
 OTHERS = bytes(byte for byte in range(256) if byte not in BRACKETS)
 

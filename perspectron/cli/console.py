@@ -1,0 +1,20 @@
+"""The console on which commands tell people something."""
+
+from typing import Any
+
+from rich.console import Console as RichConsole
+
+from perspectron.errors import escaped
+
+
+class Console(RichConsole):
+    """rich's, for texts that may come from a stranger's file: what a terminal would obey is escaped. Markup is ours
+    alone, where it is on."""
+
+    def print(self, *parts: Any, **options: Any) -> None:
+        super().print(*(escaped(x, "\n") if isinstance(x, str) else x for x in parts), **options)
+
+
+def progress() -> Console:
+    """Standard error, a line as it is."""
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
