@@ -2,6 +2,7 @@
 model is now. A model that stays keeps its recordings."""
 
 import copy
+import dataclasses
 import gc
 import weakref
 
@@ -16,10 +17,11 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.steps import steps_of
-from perspectron.model import LanguageModel
+from perspectron.model import LanguageModel, build
 from perspectron.quant.convert import convert
 from perspectron.quant.linear import QuantLinear
 from perspectron.train.optim import OptimConfig, optimizer_of
+from tests.decode.conftest import VOCAB
 from tests.decode.test_rows import prompt_of
 from tests.decode.test_steps import go_on, near, read, recorded, tokens
 from tests.decode.test_store import small
@@ -151,8 +153,10 @@ def test_numbers_that_change_between_two_tokens_are_read(design, change):
 
 
 @pytest.mark.parametrize("design", [*DESIGNS, "perspective2[gated=true]"])
-def test_a_model_that_stays_keeps_its_recordings(design):
-    model = small(design)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_model_that_stays_keeps_its_recordings(design, dropout):
+    config = presets.small(design, vocab_size=VOCAB, d_model=32, layers=2, seq_len=64)
+    model = build(dataclasses.replace(config, dropout=dropout)).eval()
     steps = recorded(model)
     for _ in range(2):
         go_on(steps, model, tokens(1, 2), read(model, 1))
