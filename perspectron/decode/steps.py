@@ -60,7 +60,9 @@ def steps_of(model: LanguageModel) -> "Steps | None":
     found = _known.get(model)
     if found is None or not found.witness.holds(model):
         _known[model] = found = Steps(model, None if found is None else found.told)
-    hooked = any((found.witness.hooked, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks))
+    hooked = any(
+        (found.witness.hooked, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
+    )
     unlike = hooked or torch.is_autocast_enabled("cpu") or not native.wanted()
     if unlike or not found.plain:
         return None
@@ -209,8 +211,8 @@ class _Recording:
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give. Packed products read what is
-        rounded to 8 bits, and another last bit may round another way, which the next one makes more of: there, recording
+        """Unrecordable unless two steps, of other tokens, give what the modules give. What packed products read is
+        rounded to 8 bits. Another last bit may round another way, and the next layers make more of it: there, recording
         and modules go side by side, and the modules go on with what the recording has."""
         packed = any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules())
         self.take(recorded)

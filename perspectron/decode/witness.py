@@ -22,7 +22,7 @@ class Witness:
         self._parts, self._types = modules[1:], [*map(type, modules)]
         self._hooks = [own[name] for own in attributes for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._owners = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
-        known = {cls: None for cls in chain.from_iterable(kind.__mro__[:-1] for kind in self._types)}
+        known = dict.fromkeys(chain.from_iterable(kind.__mro__[:-1] for kind in self._types))
         tables = dict[int, Any]()
         for own in attributes:
             _gather([x for name, x in own.items() if not name.endswith(("_hooks", "_kwargs"))], tables)

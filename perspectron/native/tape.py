@@ -146,11 +146,11 @@ class Tape:
         self._rest = spans[count:], copies[count:]
         self._checks = count
         self._made += made
-        self.products = [(at + self._checks, *both) for at, *both in self.products]
+        self.products = [(at + self._checks, x, y) for at, x, y in self.products]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
-        calls = [(end + self._checks, call) for end, call in self._calls]
-        starts, calls = [0, *(end for end, _ in calls)], [*calls, (len(self._tape), None)]
+        calls = [*((end + self._checks, call) for end, call in self._calls), (len(self._tape), None)]
+        starts = [0, *(end for end, _ in calls[:-1])]
         first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
         self._native = _library().pspx_tape
         self._parts = [

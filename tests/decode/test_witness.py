@@ -31,6 +31,7 @@ DESIGNS = [name for name in presets.DESIGNS if "[" not in name]
 """Those whose mixers are of their own; the others put them into other blocks."""
 GREEDY = SamplingConfig(temperature=0)
 
+
 # What changes a model between two tokens, and what changes it between two texts.
 def _shrink(model: LanguageModel) -> None:
     with torch.no_grad():
@@ -57,7 +58,9 @@ def _fused(model: LanguageModel) -> None:
 
 
 def _loaded(model: LanguageModel) -> None:
-    model.load_state_dict({name: x * 0.7 if x.is_floating_point() else x for name, x in model.state_dict().items()})
+    model.load_state_dict(
+        {name: x * 0.7 if x.is_floating_point() else x for name, x in model.state_dict().items()}
+    )
 
 
 def _assigned(model: LanguageModel) -> None:
@@ -257,7 +260,10 @@ def test_a_method_of_a_class_that_is_replaced_is_seen(monkeypatch):
     go_on(recorded(model), model, tokens(1, 2), read(model, 1))
     monkeypatch.setattr(Own, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias))
     before = read(model, 1)
-    close(go_on(recorded(model), model, tokens(1, 3), before.fork())[0], go_on(None, model, tokens(1, 3), before)[0])
+    close(
+        go_on(recorded(model), model, tokens(1, 3), before.fork())[0],
+        go_on(None, model, tokens(1, 3), before)[0],
+    )
 
 
 class _Scaled(torch.nn.Linear):

@@ -124,7 +124,9 @@ def test_every_operation_and_every_instruction_is_tried(monkeypatch):
     monkeypatch.setattr(Tape, "write", lambda self, code, *a: (written.add(code), own(self, code, *a))[1])
     for operation in (*OPERATIONS.values(), solved):
         record(operation, inputs_of((4, 16), 0))
-    assert set(CODES) - written == {"attend", "same"}, "tests/decode/test_steps.py and the test below have them"
+    assert set(CODES) - written == {"attend", "same"}, (
+        "tests/decode/test_steps.py and the test below have them"
+    )
     assert met == set(HANDLERS)
 
 
@@ -168,7 +170,9 @@ def test_a_constant_is_no_longer_used_when_what_it_was_made_of_changes(name, dty
 
 def test_shapes_alone_are_not_read():
     weight = torch.ones(3, 4)
-    tape, _ = record(lambda x, y, i: x + weight.new_zeros(weight.shape).sum() + len(weight.mT[1]), inputs_of((3, 4), 0))
+    tape, _ = record(
+        lambda x, y, i: x + weight.new_zeros(weight.shape).sum() + len(weight.mT[1]), inputs_of((3, 4), 0)
+    )
     weight.data.mul_(2)
     run(tape, inputs_of((3, 4), 1))
 
