@@ -2,12 +2,14 @@
 
 Random weights, float32 or packed, after a prompt of 256 tokens, head included, drawing not; the ways take turns in one
 process. Seconds are processor time on one thread; ratios are round by round. Python: what of a recorded step is not
-native code, without what experts do, by the clock on the wall. Bars: Python ≤ 50 µs a token, and drm-104k ≤ 50 µs in
-all; a recording no slower than the modules.
+native code, without what experts do, by the clock on the wall. Witness: the share of a token that goes into comparing
+what constants were made of; asked: a call of `steps_of`, once a text. Bars: Python ≤ 50 µs a token, and drm-104k
+≤ 50 µs in all; a recording no slower than the modules; the witness ≤ 2% of a token.
 
 python benchmarks/steps.py --json results/steps.json
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from ctypes import Array, c_int64
@@ -23,7 +25,7 @@ from perspectron.model import LanguageModel, build
 from perspectron.quant.convert import convert
 
 TESTS = ("tests/decode/test_steps.py", "tests/native/test_tape.py")
-BARS = {"python": 50e-6, "drm-104k": 50e-6, "ratio": 1.0}
+BARS = {"python": 50e-6, "drm-104k": 50e-6, "ratio": 1.0, "witness": 0.02}
 ROWS = (1, 8, 16)
 PROMPT, VOCAB = 256, 2048
 PRESETS = (
@@ -73,7 +75,35 @@ def ways(model: LanguageModel, rows: int, tokens: int) -> dict[str, Callable[[],
         recording._tape.run = run
         return whole - spent[0] / (tokens + 1)
 
-    return {"modules": way(False), "recorded": recorded, "python": python}
+    def witness() -> float:
+        """Seconds of a token for the comparisons that its tape begins with, less those of a call that does nothing."""
+        tape, seconds = recording._tape, list[float]()
+
+        def watched(places: Array[c_int64]) -> None:
+            marks = list[float]()
+            for count in (0, 0, tape._checks):
+                tape._native(tape._tape.ctypes.data, count, places, 1)
+                marks.append(time.perf_counter())
+            seconds.append(marks[2] - 2 * marks[1] + marks[0])
+            run(places)
+
+        tape.run = watched
+        recorded()
+        tape.run = run
+        return statistics.median(seconds)
+
+    def asked() -> float:
+        before = time.perf_counter()
+        assert steps_of(model) is steps
+        return time.perf_counter() - before
+
+    return {
+        "modules": way(False),
+        "recorded": recorded,
+        "python": python,
+        "witness": witness,
+        "asked": asked,
+    }
 
 
 def missed(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -84,6 +114,7 @@ def missed(results: dict[str, dict[str, Any]]) -> list[str]:
         reached = {
             "python": one["python"].median <= BARS["python"],
             "drm-104k": name != "drm-104k" or one["recorded"].median <= BARS["drm-104k"],
+            "witness": one["witness"].median <= BARS["witness"],
             "ratio": all(own["ratio"].median >= BARS["ratio"] for own in by_rows.values()),
         }
         told += [f"{name}: {bar}" for bar, is_reached in reached.items() if not is_reached]
@@ -123,13 +154,17 @@ def main() -> int:
                 [a / b for a, b in zip(taken["modules"], taken["recorded"], strict=True)]
             )
             own = {way: common.Spread.of(seconds) for way, seconds in taken.items()} | {"ratio": ratio}
+            pairs = zip(taken["witness"], taken["recorded"], strict=True)
+            own["witness"] = common.Spread.of([a / b for a, b in pairs])
             results[name][str(rows)] = own
             said = [own[way].text(1e3) for way in ("modules", "recorded")]
-            table.append((name, str(rows), *said, ratio.text(), own["python"].text(1e6)))
+            more = own["python"].text(1e6), own["witness"].text(100), own["asked"].text(1e6)
+            table.append((name, str(rows), *said, ratio.text(), *more))
             report.say(
                 f"{name}, {rows} rows: {said[0]} ms by the modules, {said[1]} recorded, {ratio.text()} times"
             )
-    report.table(("model", "rows", "modules, ms", "recorded, ms", "times", "Python, µs"), table)
+    head = "model", "rows", "modules, ms", "recorded, ms", "times", "Python, µs", "witness, %", "asked, µs"
+    report.table(head, table)
     below = missed(results)
     report.say(f"bars missed: {', '.join(below) or 'none'}")
     report.finish({"bars": BARS, "missed": below, "models": results})

@@ -188,7 +188,7 @@ class LanguageModel(nn.Module):
         x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
         x_BTD = ranks.handed(x_BTD, length_B)
         if self.dropout is not None:
-            for drop in self._drops:
+            for drop in self._drops if self.training and torch.is_grad_enabled() else ():
                 drop.passes += 1
             x_BTD = self.dropout(x_BTD)
         layers, aux, shared = [], dict[str, Term](), Shared()

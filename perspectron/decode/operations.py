@@ -366,7 +366,9 @@ def _packed(to: Tape, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     x, codes, scales, format, _, backend = args
     if backend not in ("auto", "native"):
         raise Unrecordable(f"packed products by backend {backend!r}")
-    tape.packed(to, out, x, codes.contiguous(), scales.contiguous(), format)
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        raise Unrecordable("packed matrices whose numbers do not lie together")
+    tape.packed(to, out, x, codes, scales, format)
 
 
 @records("linalg_cholesky_ex")

@@ -5,6 +5,7 @@ once. Views become strides, so that they cost nothing.
 """
 
 from collections.abc import Callable, Sequence
+from ctypes import Array, c_int64
 from typing import Any
 
 import torch
@@ -16,15 +17,27 @@ from perspectron.decode.operations import HANDLERS
 from perspectron.native import tape
 from perspectron.native.tape import Tape, Unrecordable, memory
 from perspectron.ops import attention
+from perspectron.ops.packed import packed_linear
 
 ASKED = (
     "_local_scalar_dense", "item", "resolve_conj", "is_nonzero", "nonzero", "equal", "_unique2", "masked_select",
 )  # fmt: skip
 """Operations whose results steer the program (`tolist` asks for `resolve_conj`), or have shapes that depend on them."""
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+SHAPED = (*EMPTY, "new_zeros", "new_ones", "zeros_like", "ones_like")
+"""Operations that read no number of what they are given."""
+TOLERANCE = 1e-4
+"""A recording must give the modules' numbers up to this share of the largest."""
 
 
-class Recorder(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: telling the compiler to stay away would import it, which takes seconds."""
+        return False
+
+
+class Recorder(_Mode):
     """While it is entered, operations on what depends on these tensors, the bases of the tape, are written on it.
 
     Unrecordable: an operation that no instruction does, that draws, that asks for a number which a run may change, or
@@ -37,11 +50,8 @@ class Recorder(TorchDispatchMode):
         self._dynamic = set(self.tape.bases)
         # Memory of constants that were made here; True if they hold nothing yet.
         self._constant = dict[int, bool]()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: telling the compiler to stay away would import it, which takes seconds."""
-        return False
+        self.read = list[Tensor]()
+        """Weights and other tensors of which something was made or asked that runs do not make or ask again."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,10 +69,11 @@ class Recorder(TorchDispatchMode):
         if live or any(self.live(x) for x in written):
             for x in written:
                 self._open(x)
-        out = func(*args, **kwargs)
+        out = packed_linear(*args) if name == "packed_linear" else func(*args, **kwargs)
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         self.tape.kept += made
         if not live and not any(self.live(x) for x in written):
+            self._folded(name, given, made, written)
             sources = {memory(x) for x in given}
             for x in made:
                 if memory(x) not in sources:
@@ -85,6 +96,15 @@ class Recorder(TorchDispatchMode):
         self._dynamic.update(memory(x) for x in (*made, *written))
         handler(self.tape, out, args, kwargs)
         return out
+
+    def _folded(self, name: str, given: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+        """Note what an operation reads that was there before, and that runs do not repeat."""
+        outside = [x for x in given if memory(x) not in self._constant and not self.live(x)]
+        if any(memory(x) not in self._constant for x in written):
+            raise Unrecordable("an operation that writes into a weight or a buffer")
+        views = made and not written and {memory(x) for x in made} <= {memory(x) for x in given}
+        if name not in SHAPED and (name in ASKED or not views):
+            self.read += outside
 
     def live(self, x: Tensor) -> bool:
         """True if a run may change it."""
@@ -139,3 +159,57 @@ class Recorder(TorchDispatchMode):
             whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
             tape.each(self.tape, "copy", whole, whole.clone())
         self._dynamic.add(memory(x))
+
+
+class Beside(_Mode):
+    """While it is entered, the modules take the step of a tape beside it: they have their own results of everything but
+    packed products, of which they go on with the tape's. Leaving it ends the tape's run.
+
+    Unrecordable: a packed product of the tape reads other numbers than the modules', or is another than theirs of them.
+    """
+
+    def __init__(self, written: Tape, places: Array[c_int64]) -> None:
+        super().__init__()
+        self._tape, self._places, self._at = written, places, 0
+        self._products = iter(written.products)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ != "packed_linear":
+            return func(*args, **(kwargs or {}))
+        at, x_TK, y_TN = next(self._products, (0, args[0].new_empty(0), args[0]))
+        self._run(at + 1)
+        if x_TK.shape != args[0].shape or not near(x_TK, args[0]):
+            raise Unrecordable("a packed product does not read what it reads in the modules")
+        if not torch.equal(packed_linear(x_TK.contiguous(), *args[1:]), y_TN):
+            raise Unrecordable("a packed product is not that of the modules")
+        return y_TN.clone()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if raised[0] is None:
+            self._run(len(self._tape) + 1)
+
+    def attended(
+        self, q_BH1K: Tensor, ring: tuple[Tensor, Tensor], at: attention.Places, scale: float | None
+    ) -> Tensor:
+        """`ops.attention.stepped`, as the modules have it."""
+        with _disable_current_modes():
+            return attention.stepped(q_BH1K, ring, at, scale=scale)
+
+    def aside(self, function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        """The result of a function of tensors."""
+        with _disable_current_modes():
+            return function(*given)
+
+    def _run(self, end: int) -> None:
+        self._tape.advance(self._places, self._at, end)
+        self._at = end
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    """True if the numbers are the same up to TOLERANCE of the largest."""
+    found, wanted = found.double(), wanted.double()
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return torch.allclose(found, wanted, rtol=0, atol=TOLERANCE * largest, equal_nan=True)

@@ -9,6 +9,8 @@ import logging
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from ctypes import Array, c_int64
 from typing import Any
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from perspectron import native
-from perspectron.decode.recorder import Recorder
+from perspectron.decode.recorder import Beside, Recorder, near
+from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import Routed
 from perspectron.mixers.cache import Cache
 from perspectron.model import LanguageModel
 from perspectron.native import tape
-from perspectron.native.tape import Unrecordable, memory, places_of
+from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, watched
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.state import LMState
@@ -31,35 +34,39 @@ from perspectron.state import LMState
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
 row has the same bits in batches of any size."""
-TOLERANCE = 1e-4
-"""A recording must give the modules' numbers up to this share of the largest."""
-ROUNDED = 1e-2
-"""The same with packed matrices: what they read is rounded to 8 bits, and another last bit may round another way."""
 MOST_BYTES = 1 << 30
 """Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
+WITNESSED = 64, 32 << 10
+"""With each token, bytes up to this part of the weights', or so many, are compared with what constants were made of."""
 LEAST_SLOTS = 64
 """Slots of a cache that was full: it gets a power of two of them, so that few recordings do for all."""
 log = logging.getLogger("perspectron")
 
 
 def steps_of(model: LanguageModel) -> "Steps | None":
-    """The model's recordings, as its weights are now; None where there can be none: on another device than a CPU, in
-    another precision than float32 (packed matrices do not count), with experts that are fetched, with hooks that look
-    on, or without native kernels. Weights that are changed through `.data` look unchanged; what was made of them alone
-    stays as it was."""
-    tensors, modules = [*model.parameters(), *model.buffers()], list(model.modules())
-    fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in modules)
-    plain = all(x.device.type == "cpu" for x in tensors) and not fetched
-    plain = plain and model.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
-    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in modules]
-    hooked = any(map(any, [*hooks, (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)]))
-    if not plain or hooked or not native.wanted():
+    """The model's recordings, to ask for where a text begins or goes on; None where there can be none: on another
+    device than a CPU, in another precision than float32 (packed matrices do not count), with experts that are fetched,
+    with hooks that look on or a module's own `forward`, or without native kernels.
+
+    Numbers may change at any time, by whatever writes into them, with a version or without: what a recording has made
+    constants of is compared with each token, byte for byte, and all else is read where it is. Seen by this call, not
+    between two tokens that follow it: other classes, methods and attributes of modules, tensors in other places, hooks,
+    and the numbers of whole matrices that are computed from others (packed ones of DRM, parametrizations). Seen by
+    nothing: functions replaced in a module of Python, and what changes inside an object that a module holds, if it is
+    no list, set or table.
+    """
+    found = _known.get(model)
+    if found is None or not found.witness.holds(model):
+        _known[model] = found = Steps(model, None if found is None else found.told)
+    hooked = any(
+        (found.witness.hooked, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
+    )
+    unlike = hooked or torch.is_autocast_enabled("cpu") or not native.wanted()
+    if unlike or not found.plain:
         return None
-    weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
-    if (found := _known.get(model)) is None or found.weights != weights:
-        _known[model] = found = Steps(model, weights)
+    found.look()
     return found
 
 
@@ -78,15 +85,28 @@ def stepped(
 
 
 class Steps:
-    """Recordings of one model's step, by the shapes of its state. weights: where they were, and in which version."""
+    """Recordings of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model
+    that should have had them, as was said."""
 
-    def __init__(self, model: LanguageModel, weights: tuple[tuple[int, int], ...]) -> None:
-        self._model, self.weights = weakref.ref(model), weights
-        self._one_row = any(isinstance(module, RoutedSwiGLU) for module in model.modules())
+    def __init__(self, model: LanguageModel, told: str | None = None) -> None:
+        self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
+        routed = [module for module in model.modules() if isinstance(module, Routed)]
+        self._one_row = any(isinstance(module, RoutedSwiGLU) for module in routed)
+        on_cpu = all(x.device.type == "cpu" for x in (*model.parameters(), *model.buffers()))
+        fetched = not all(isinstance(module, RoutedSwiGLU) for module in routed)
+        self.plain = on_cpu and not fetched and not self.witness.patched and model.dtype is torch.float32
         self._ids = model.config.vocab_size
+        self._refused = set[Any]()
         self._made = dict[Any, _Recording | None]()
         self._latest: _Recording | None = None
         self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Drop recordings that were made of large weights which have changed."""
+        with self._lock:
+            for key in [key for key, made in self._made.items() if made is not None and not made.same()]:
+                self._latest = None
+                del self._made[key]
 
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
         """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
@@ -95,12 +115,18 @@ class Steps:
         if not ids_B1.is_cpu or not all(len(row) == 1 and 0 <= row[0] < self._ids for row in ids):
             return None  # the modules say what is wrong
         with self._lock:
-            now = self._latest
-            if now is None or now.state is not state or now.left <= 0:
-                if now is not None:
-                    now.leave()
-                self._latest = now = self._taken(state)
-            return None if now is None or len(ids) != now.batch_size else now.step(ids_B1)
+            for _ in range(2):
+                now = self._latest
+                if now is None or now.state is not state or now.left <= 0:
+                    if now is not None:
+                        now.leave()
+                    self._latest = now = self._taken(state)
+                try:
+                    return None if now is None or len(ids) != now.batch_size else now.step(ids_B1)
+                except Stale:  # nothing was written
+                    self._latest = None
+                    self._made.clear()
+        raise RuntimeError("the model's weights change while it takes a step")
 
     @torch.inference_mode()
     def _taken(self, state: LMState) -> "_Recording | None":
@@ -117,14 +143,11 @@ class Steps:
         leaves, spec = pytree.tree_flatten(_roomy(state))
         leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
         taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
-        shapes = ((x.shape[1:], x.dtype) if isinstance(x, Tensor) else None for x in leaves)
-        key = (spec, min(B, ROWS), *shapes)
+        tensors = _tensors(taken)
+        kind = spec, B > 1, *(x.dtype for x in tensors)
+        key = kind, min(B, ROWS), *(x.shape[1:] for x in tensors)
         if key not in self._made:
-            try:
-                self._made[key] = _Recording(model, taken)
-            except Exception as reason:  # whatever it was, the modules can do it
-                log.info("steps of %s run without a recording: %s", model.config.name, reason)
-                self._made[key] = None
+            self._made[key] = None if kind in self._refused else self._recorded(model, taken, kind)
         recording = self._made[key] = self._made.pop(key)  # the latest is the last
         if len(self._made) > MOST_RECORDINGS:
             del self._made[next(iter(self._made))]
@@ -134,6 +157,19 @@ class Steps:
                 recording.leave()
                 return None
         return recording
+
+    def _recorded(self, model: LanguageModel, state: LMState, kind: Any) -> "_Recording | None":
+        """A recording. One that is refused is so for states of this kind in all shapes, unless some has been made, and
+        for the same reason it is said once of a model."""
+        try:
+            return _Recording(model, state)
+        except Exception as reason:  # whatever it was, the modules can do it
+            if not any(made is not None and key[0] == kind for key, made in self._made.items()):
+                self._refused.add(kind)
+            said = log.info if self.told == str(reason) else log.warning
+            said("steps of %s run without a recording, several times slower: %s", model.config.name, reason)
+            self.told = str(reason)
+            return None
 
 
 _known: "weakref.WeakKeyDictionary[LanguageModel, Steps]" = weakref.WeakKeyDictionary()
@@ -168,23 +204,37 @@ class _Recording:
                 tape.each(self._tape, "copy", base, end)
             elif base.data_ptr() != end.data_ptr() or base.stride() != end.stride():
                 raise Unrecordable("a state that moves in its memory")
-        self._tape.done()
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        self._tape.done(recorder.read, max(weights // WITNESSED[0], WITNESSED[1]))
+        self.same = self._tape.same
         self._check(model, _like(state, rows), _like(state, rows))
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give."""
+        """Unrecordable unless two steps, of other tokens, give what the modules give. What packed products read is
+        rounded to 8 bits. Another last bit may round another way, and the next layers make more of it: there, recording
+        and modules go side by side, and the modules go on with what the recording has."""
         packed = any(isinstance(module, QuantLinear | QuantEmbedding) for module in model.modules())
-        share = ROUNDED if packed else TOLERANCE
         self.take(recorded)
         for id in (0, model.config.vocab_size - 1):
-            ids_B1 = torch.full((self._rows, 1), id)
-            hidden_B1D, given, _ = model.hidden(ids_B1, given, consume_state=True)
-            hidden_BD, logits_BV, recorded = self.step(ids_B1)
+            ids_B1, wanted = torch.full((self._rows, 1), id), list[Tensor]()
+
+            def modules(ids_B1: Tensor = ids_B1, wanted: list[Tensor] = wanted) -> None:
+                nonlocal given
+                hidden_B1D, given, _ = model.hidden(ids_B1, given, consume_state=True)
+                wanted += [hidden_B1D[:, 0], model.head(hidden_B1D[:, 0])]
+
+            def beside(places: Array[c_int64], modules: Callable[[], None] = modules) -> None:
+                with Beside(self._tape, places):
+                    modules()
+
+            if not packed:
+                modules()
+            hidden_BD, logits_BV, recorded = self.step(ids_B1, beside if packed else self._tape.run)
             rows = range(self._rows)  # selected, a cache has no more slots than are filled
-            pairs = [(hidden_BD, hidden_B1D[:, 0]), (logits_BV, model.head(hidden_B1D[:, 0]))]
-            pairs += zip(_tensors(recorded.select(rows)), _tensors(given.select(rows)), strict=True)
-            if not all(_near(found, wanted, share) for found, wanted in pairs):
+            wanted += _tensors(given.select(rows))
+            found = [hidden_BD, logits_BV, *_tensors(recorded.select(rows))]
+            if not all(map(near, found, wanted)):
                 raise Unrecordable("it does not give what the modules give")
 
     def take(self, state: LMState) -> None:
@@ -203,15 +253,17 @@ class _Recording:
         """Let go of the state."""
         self.state, self._caches = None, []
 
-    def step(self, ids_B1: Tensor) -> tuple[Tensor, Tensor, LMState]:
-        """`Steps.step`, after the state that it is at."""
+    def step(
+        self, ids_B1: Tensor, run: Callable[[Array[c_int64]], None] | None = None
+    ) -> tuple[Tensor, Tensor, LMState]:
+        """`Steps.step`, after the state that it is at. Stale: the tape cannot be used, and nothing was written."""
         assert self.state is not None
         ids_B1, B = ids_B1.long().contiguous(), self.batch_size
         hidden_BD, logits_BV = (x.new_empty(B, x.shape[1]) for x in (self._hidden_BD, self._logits_BV))
         starts = [x.data_ptr() for x in (ids_B1, hidden_BD, logits_BV)]
         for group, places in enumerate(self._places):
             places[1:4] = [start + group * apart for start, apart in zip(starts, self._apart, strict=True)]
-            self._tape.run(places)
+            (run or self._tape.run)(places)
         self.left -= 1
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)
@@ -236,12 +288,6 @@ def _like(state: LMState, rows: int) -> LMState:
         return torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype) - 0.5
 
     return state._map(made, is_leaf=lambda part: isinstance(part, Cache))
-
-
-def _near(found: Tensor, wanted: Tensor, share: float) -> bool:
-    found, wanted = found.double(), wanted.double()
-    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-    return torch.allclose(found, wanted, rtol=0, atol=share * largest, equal_nan=True)
 
 
 def _tensors(state: LMState) -> list[Tensor]:

@@ -10,6 +10,7 @@ Two tiers: states in memory, and files on disk whose index is a database that se
 
 import hashlib
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from perspectron import native
 from perspectron.config import require
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.reading import CHUNK
+from perspectron.errors import StateError
 from perspectron.model import LanguageModel
-from perspectron.state import LMState, Stateful
+from perspectron.state import LMState
 
 FORMAT = "perspectron-prefix-1"
 
@@ -36,15 +38,34 @@ class _Entry:
     clock: float
 
 
+SAMPLED = 64
+"""Numbers of each tensor by which a model whose weights have changed is known."""
+
+
 class Frozen:
     """A model whose weights stay as they are, for many states: its fingerprint, a digest of all of them, is taken
     once."""
 
-    def __init__(self, model: Stateful) -> None:
-        self.config, self.init_state, self._digest = model.config, model.init_state, model.fingerprint()
+    def __init__(self, model: LanguageModel) -> None:
+        self.config, self._model, self._digest = model.config, weakref.ref(model), model.fingerprint()
+        self.init_state, self._sampled = model.init_state, _sampled(model)
 
     def fingerprint(self) -> str:
+        """The digest. StateError as `check`."""
+        self.check()
         return self._digest
+
+    def check(self) -> None:
+        """StateError if the weights have changed: training changes them everywhere, and some numbers of each tensor are
+        looked at. What changes a few of one by hand is not seen."""
+        if (model := self._model()) is not None and _sampled(model) != self._sampled:
+            raise StateError("the weights have changed since the store of prefixes was made: make a new one")
+
+
+def _sampled(model: LanguageModel) -> bytes:
+    parts = [x.detach().reshape(-1) for x in (*model.parameters(), *model.buffers()) if x.numel() > 0]
+    parts = [x[:: -(-len(x) // SAMPLED)] for x in parts]
+    return b"" if not parts else torch.cat([x.double() for x in parts]).cpu().numpy().tobytes()
 
 
 class PrefixStore:
@@ -101,7 +122,9 @@ class PrefixStore:
         return hashlib.sha256(key + b"".join(id.to_bytes(8, "little") for id in ids)).digest()
 
     def find(self, keys: Sequence[bytes]) -> Prefix | None:
-        """The state after as many of these calls as are stored, to be used up; None where none is."""
+        """The state after as many of these calls as are stored, to be used up; None where none is. StateError: the
+        model's weights have changed."""
+        self.model.check()
         for at in range(len(keys) - 1, -1, -1):
             prefix = self._remembered(keys[at]) or self._on_disk(keys, at)
             if prefix is not None:
@@ -113,7 +136,8 @@ class PrefixStore:
 
     def put(self, keys: Sequence[bytes], calls: int, state: LMState, last_1D: Tensor, seconds: float) -> None:
         """Keep a copy of the state after the first `calls` calls. Not one whose numbers are not finite: whoever meets
-        them shall compute them."""
+        them shall compute them. StateError as `find`."""
+        self.model.check()
         key = keys[calls - 1]
         if key in self._entries or not bool(last_1D.isfinite().all()):
             return

@@ -8,6 +8,7 @@ the number of threads nor on the instruction set. What each instruction does: `c
 
 from collections.abc import Callable, Sequence
 from ctypes import Array, c_int64
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ CODES = (
     "log1p", "sine", "cosine", "tanh", "sigmoid", "silu", "softplus", "log_sigmoid", "gelu", "gelu_tanh", "root",
     "inverse_root", "inverse", "magnitude", "sum", "norm", "any", "most", "fewest", "softmax", "rms_norm", "layer_norm",
     "gather", "scatter", "cholesky", "solve", "product", "attend", "packed",
+    "same",
 )  # fmt: skip
 KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 3}
 FLOATS = ("softmax", "rms_norm", "layer_norm", "cholesky", "solve", "product", "attend", "packed")
@@ -43,6 +45,10 @@ _INSTRUCTION = np.dtype(
 
 class Unrecordable(Exception):
     """An operation that no instruction does."""
+
+
+class Stale(RuntimeError):
+    """Memory is not what it was when the tape was made. Nothing was run."""
 
 
 class Axes(NamedTuple):
@@ -89,6 +95,8 @@ class Tape:
     def __init__(self, bases: Sequence[Tensor]) -> None:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
+        # Packed products: the number of each instruction, what it reads and its result.
+        self.products = list[tuple[int, Tensor, Tensor]]()
         self._made = list[np.ndarray]()
         self._calls = list[tuple[int, Callable[[], object]]]()
         # The address of the first instruction, how many there are, and what is called after them.
@@ -107,7 +115,7 @@ class Tape:
         for i, (tensor, strides) in enumerate(zip(operands, axes.strides, strict=True)):
             if tensor.dtype not in KINDS:
                 raise Unrecordable(str(tensor.dtype))
-            if i == 0 and tensor.dtype is torch.uint8 and code not in ("gather", "scatter"):
+            if i == 0 and tensor.dtype is torch.uint8 and code not in ("gather", "scatter", "same"):
                 raise Unrecordable(f"{code} into bytes")  # it would write 0 or 1
             base, start = self.bases.get(memory(tensor), (0, 0))
             made["at"][i] = (base, tensor.data_ptr() - start, KINDS[tensor.dtype], strides)
@@ -124,29 +132,64 @@ class Tape:
         self._calls.append((len(self._made), function))
         self.used |= {memory(x) for x in read}
 
-    def done(self) -> None:
-        """Let it be run."""
+    def done(self, read: Sequence[Tensor] = (), most: int | None = None) -> None:
+        """Let it be run. read: tensors of which constants were made; each run compares their bytes with those that they
+        have now before it does anything else. most: bytes that may cost; the greatest of what is more are left to
+        `same`."""
+        made, self._made = self._made, []
+        spans = sorted({(x.data_ptr(), x.numel()): x for x in map(_bytes, read)}.values(), key=len)
+        ends = accumulate(map(len, spans))
+        count = sum(most is None or end <= most for end in ends)
+        copies = torch.cat(spans).split([len(x) for x in spans]) if spans else ()
+        for copy, span in zip(copies[:count], spans[:count], strict=True):
+            self.write("same", Axes.of(span.shape, (1,), (1,)), (copy, span))
+        self._rest = spans[count:], copies[count:]
+        self._checks = count
+        self._made += made
+        self.products = [(at + self._checks, x, y) for at, x, y in self.products]
         self.kept = [x for x in self.kept if memory(x) in self.used and memory(x) not in self.bases]
         self._tape = np.stack(self._made) if self._made else self._tape
-        ends = [*self._calls, (len(self._tape), None)]
-        starts = [0, *(end for end, _ in self._calls)]
+        calls = [*((end + self._checks, call) for end, call in self._calls), (len(self._tape), None)]
+        starts = [0, *(end for end, _ in calls[:-1])]
         first, apart = self._tape.ctypes.data, _INSTRUCTION.itemsize
         self._native = _library().pspx_tape
         self._parts = [
             (first + start * apart, end - start, call)
-            for start, (end, call) in zip(starts, ends, strict=True)
+            for start, (end, call) in zip(starts, calls, strict=True)
         ]
 
+    def same(self) -> bool:
+        """True if what runs do not compare is as it was."""
+        return all(map(torch.equal, *self._rest))
+
     def run(self, places: Array[c_int64]) -> None:
-        """Run it, with the bases at these addresses, of `places_of`. RuntimeError: an index, such as a token's, that is
-        not there."""
+        """Run it, with the bases at these addresses, of `places_of`. Stale: what constants were made of has changed.
+        RuntimeError: an index, such as a token's, that is not there."""
         # This runs for every token with cold caches: reading the weights has evicted everything else.
         for first, count, call in self._parts:
             if failed := self._native(first, count, places, threads()):
-                at = (first - self._tape.ctypes.data) // _INSTRUCTION.itemsize + failed - 1
-                raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
+                self._fail(first, failed)
             if call is not None:
                 call()
+
+    def advance(self, places: Array[c_int64], start: int, end: int) -> None:
+        """`run` of the instructions from `start` up to `end`, and of the calls between them; one at the end waits."""
+        apart = _INSTRUCTION.itemsize
+        for address, count, call in self._parts:
+            first = (address - self._tape.ctypes.data) // apart
+            here, there = max(start, first), min(end, first + count)
+            if here < there and (
+                failed := self._native(address + (here - first) * apart, there - here, places, threads())
+            ):
+                self._fail(address + (here - first) * apart, failed)
+            if call is not None and start <= first + count < end:
+                call()
+
+    def _fail(self, first: int, failed: int) -> None:
+        at = (first - self._tape.ctypes.data) // _INSTRUCTION.itemsize + failed - 1
+        if at < self._checks:
+            raise Stale("what a recording was made of has changed")
+        raise RuntimeError(f"a recorded step met an index that is not there (instruction {at})")
 
 
 def places_of(bases: Sequence[int]) -> Array[c_int64]:
@@ -157,6 +200,13 @@ def places_of(bases: Sequence[int]) -> Array[c_int64]:
 def memory(x: Tensor) -> int:
     """A number of the memory that a tensor is a view of."""
     return int(x.untyped_storage()._cdata)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes from a tensor's first number to its last."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    whole = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    return whole[x.storage_offset() * x.itemsize :][: (last + 1) * x.itemsize if x.numel() else 0]
 
 
 # ---------------------------------------------------------------- writing
@@ -283,4 +333,5 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
     check_matrix(codes, scales, format, N, K)
     operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
     axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
+    tape.products.append((len(tape), operands[1], out))
     tape.write("packed", axes, operands, (FORMATS.index(format),))

@@ -223,9 +223,14 @@ def _traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
-@torch.library.custom_op("perspectron::packed_linear", mutates_args=())
-def _linear_op(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, rows: int, backend: str) -> Tensor:
+def packed_linear(
+    x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, rows: int, backend: str
+) -> Tensor:
+    """The op without the dispatcher, whose first call of a custom op imports the compiler: that takes seconds."""
     return _linear(x_TK, Packed(codes, scales, format, (rows, x_TK.shape[1])), backend)
+
+
+_linear_op = torch.library.custom_op("perspectron::packed_linear", packed_linear, mutates_args=())
 
 
 @_linear_op.register_fake

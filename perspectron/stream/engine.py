@@ -40,7 +40,8 @@ AHEAD = 2  # layers whose experts are guessed, so that the disk has work until t
 
 
 class StreamedModel(LanguageModel):
-    """The model of an artifact, for inference only."""
+    """The model of an artifact, for inference only: its numbers and modules stay as they are from the first token on.
+    Where hooks look on, the modules run each step."""
 
     cache: ShardCache | None = None
     digest = plan = ""
@@ -124,7 +125,7 @@ class StreamedModel(LanguageModel):
             return False
         if not self._looked:
             self._step, self._looked = step_of(self), True
-        return self._step is not None and self._step.takes(state)
+        return self._step is not None and not any(self._step.hooks) and self._step.takes(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

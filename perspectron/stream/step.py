@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.block import Block
@@ -135,7 +136,8 @@ def check(config: object, where: str = "model") -> None:
 
 
 class Step:
-    """Made once for a model; holds pointers into its tensors. One thread computes at a time: the scratch is one."""
+    """Made once for a model; holds pointers into its tensors. One thread computes at a time: the scratch is one. hooks:
+    tables of those that would look on if modules ran."""
 
     def __init__(self, model: LanguageModel) -> None:
         check(model.config)
@@ -150,6 +152,8 @@ class Step:
                 self._halves.append((self._mixer(block), self._network(block, model.ffn_of(block))))
             except Unsuited as error:
                 raise Unsuited(f"blocks[{i}]: {error}") from None
+        self.hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
         self._x = torch.empty(0)
         whole = model.init_state(1, capacity=1, device="meta")
         self._shapes = [[tensor.shape[1:] for tensor in self._tensors(layer)] for layer in whole.layers]

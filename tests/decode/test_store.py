@@ -10,9 +10,12 @@ from perspectron import presets
 from perspectron.decode.disk import INDEX
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
+from perspectron.errors import StateError
 from perspectron.model import LanguageModel, build
 from perspectron.state import LMState
+from perspectron.train.optim import OptimConfig, optimizer_of
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import equal, prompt_of
 
@@ -193,3 +196,23 @@ def test_a_disk_that_is_full_stops_nothing(perspective, tokenizer, tmp_path, mon
     store, prompt = PrefixStore(perspective, chunk=CHUNK, folder=tmp_path), prompt_of(30, 1)
     same(answered(perspective, tokenizer, prompt, store), answered(perspective, tokenizer, prompt, None))
     assert store.counters.failed > 0 and len(store) > 0 and not list(tmp_path.glob("*.state"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_store_of_other_weights_is_refused(optimizer, tokenizer, tmp_path) -> None:
+    """Fused updates change no version."""
+    model, prompt = small("gla"), prompt_of(20, 1)
+    store = PrefixStore(model, chunk=CHUNK)
+    answered(model, tokenizer, prompt, store)
+    session = Session(model, tokenizer, chunk=CHUNK, store=store).read(prompt)
+    update = optimizer_of(model, OptimConfig(optimizer=optimizer))
+    model(torch.tensor([prompt]), targets=torch.tensor([prompt])).loss.backward()
+    update.step()
+    for use in (
+        lambda: answered(model, tokenizer, prompt, store),
+        lambda: session.save(tmp_path / "one.state"),
+        lambda: session.read(prompt_of(20, 2)),
+    ):
+        with pytest.raises(StateError, match="weights have changed"):
+            use()
+    answered(model, tokenizer, prompt, PrefixStore(model, chunk=CHUNK))

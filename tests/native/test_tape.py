@@ -8,7 +8,7 @@ from torch import Tensor
 from perspectron import native
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.recorder import Recorder
-from perspectron.native.tape import CODES, Tape, Unrecordable, places_of
+from perspectron.native.tape import CODES, Stale, Tape, Unrecordable, places_of
 from perspectron.ops import packed
 from perspectron.ops.dispatch import recorder
 from perspectron.ops.packing import LAYOUTS
@@ -85,7 +85,7 @@ def record(operation, inputs: list[Tensor]):
     """(the tape, its result)"""
     with torch.inference_mode(), Recorder(inputs) as recorder:
         out = operation(*inputs)
-    recorder.tape.done()
+    recorder.tape.done(recorder.read)
     return recorder.tape, out
 
 
@@ -124,8 +124,63 @@ def test_every_operation_and_every_instruction_is_tried(monkeypatch):
     monkeypatch.setattr(Tape, "write", lambda self, code, *a: (written.add(code), own(self, code, *a))[1])
     for operation in (*OPERATIONS.values(), solved):
         record(operation, inputs_of((4, 16), 0))
-    assert set(CODES) - written == {"attend"}, "tests/decode/test_steps.py has it"
+    assert set(CODES) - written == {"attend", "same"}, (
+        "tests/decode/test_steps.py and the test below have them"
+    )
     assert met == set(HANDLERS)
+
+
+WEIGHTS = {
+    "of a few numbers": lambda w, x: x * w[1:4, ::2].exp().sum().float(),
+    "copied": lambda w, x: x @ w.mT.contiguous()[:, :4].float(),
+    "turned": lambda w, x: x + w.T.reshape(-1)[: x.shape[1]].float(),
+    "in brief": lambda w, x: x * w.half()[0, 0].float(),
+    "asked for": lambda w, x: x * w[0, 0].item(),
+    "asked for in a list": lambda w, x: x + sum(w[2].tolist()),
+    "asked for a truth": lambda w, x: x * 2 if bool((w > 100).any()) else x,
+    "on the way": lambda w, x: x + w.new_zeros(x.shape[1]).copy_(w.view(-1)[: x.shape[1]]).mul_(2).float(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", WEIGHTS)
+@torch.inference_mode()
+def test_a_constant_is_no_longer_used_when_what_it_was_made_of_changes(name, dtype):
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    inputs = inputs_of((4, 5), 0)
+    tape, out = record(lambda x, y, i: WEIGHTS[name](weight, x), inputs)
+    run(tape, inputs)
+    wanted, other = out.clone(), [torch.full_like(x, 1) for x in inputs]
+    expected = WEIGHTS[name](weight, inputs[0])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for at in ((1, 0), (0, 0), (2, 4), (3, 2)):
+        before = weight[at].clone()
+        weight.data[at] = 200
+        changed = not torch.equal(WEIGHTS[name](weight, inputs[0]), expected)
+        try:
+            run(tape, other)
+        except Stale:
+            assert torch.equal(out, wanted), "nothing was written"
+        else:
+            assert not changed
+        weight.data[at] = before
+        run(tape, inputs)  # as before, byte for byte
+        assert torch.equal(out, wanted)
+
+
+def test_shapes_alone_are_not_read():
+    weight = torch.ones(3, 4)
+    tape, _ = record(
+        lambda x, y, i: x + weight.new_zeros(weight.shape).sum() + len(weight.mT[1]), inputs_of((3, 4), 0)
+    )
+    weight.data.mul_(2)
+    run(tape, inputs_of((3, 4), 1))
+
+
+def test_what_writes_into_a_weight_is_not_recorded():
+    weight = torch.ones(4)
+    with pytest.raises(Unrecordable, match="writes into a weight"):
+        record(lambda x, y, i: x + weight.add_(1), inputs_of((3, 4), 0))
 
 
 def solved(x: Tensor, y: Tensor, i: Tensor) -> Tensor:

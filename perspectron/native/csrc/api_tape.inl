@@ -6,7 +6,7 @@ constexpr int64_t WORTH_SHARING = int64_t(1) << 19;  // multiply-adds: some 50 Â
 
 }  // namespace
 
-// 0, or 1 + the number of the instruction whose index is not there.
+// 0, or 1 + the number of the instruction whose index is not there, or whose bytes are not the same.
 API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int threads) {
   const Kernels& k = kernels();
   const Instruction* all = static_cast<const Instruction*>(tape);

@@ -207,7 +207,7 @@ enum Code : int64_t {
   DIFFERENT, LESS, AT_MOST, BOTH, EITHER, NOT, EXP, LOG, LOG1P, SINE, COSINE, TANH, SIGMOID, SILU, SOFTPLUS, LOG_SIGMOID,
   GELU, GELU_TANH, ROOT, INVERSE_ROOT, INVERSE, MAGNITUDE,
   SUM, NORM, ANY, MOST, FEWEST, SOFTMAX, RMS_NORM, LAYER_NORM, GATHER, SCATTER, CHOLESKY, SOLVE, PRODUCT, ATTEND,
-  PACKED
+  PACKED, SAME
 };
 enum Kind : int64_t { FLOAT, DOUBLE, LONG, BYTE };
 constexpr int DIMENSIONS = 5;
@@ -263,7 +263,7 @@ struct Kernels {
   void (*drm_backward)(const DrmBackward&, int64_t first, int64_t last);
   void (*gru)(const Gru&, int64_t first, int64_t last);  // pieces of GRU_ROWS memories, G·⌈N / GRU_ROWS⌉
   void (*gru_backward)(const GruBackward&, int64_t first, int64_t last);
-  bool (*tape)(const Instruction&, void* const* bases);  // false for an index that is not there
+  bool (*tape)(const Instruction&, void* const* bases);  // false for an index that is not there, or other bytes
   void (*tape_product)(const Instruction&, void* const* bases, int64_t first, int64_t last);  // columns
   void (*tape_attend)(const Instruction&, void* const* bases, int64_t first, int64_t last);   // pairs of a row and a key head
 };
