@@ -219,7 +219,7 @@ def test_routers_have_adapters_where_they_are_named() -> None:
         if hasattr(module, "lora_A")
     ]
     assert layers and min(min(layer.base_layer.weight.shape) for layer in layers) > 2
-    model, before = adapted("perspective-experts", "rank=1,targets=route_proj")
+    model, _ = adapted("perspective-experts", "rank=1,targets=route_proj")
     model(sample().ids_BT, targets=sample().targets_BT).objective().backward()
     for name, parameter in model.named_parameters():
         assert not parameter.requires_grad or "route_proj" in name
