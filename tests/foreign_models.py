@@ -23,7 +23,8 @@ SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=SMALL["num_hidden_layers"], n_head=4, bos_token_id=299, eos_token_id=299)
+        GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=SMALL["num_hidden_layers"], n_head=4,
+                   bos_token_id=299, eos_token_id=299)
     ),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(**SMALL, **HEADS, attention_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
