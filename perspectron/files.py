@@ -306,12 +306,13 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
 
 def parse_json(text: str | bytes, *, infinite: bool = False) -> Any:
     """JSON to the letter. ValueError for what Python's reader lets pass: NaN and Infinity, numbers beyond 64 bits or
-    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number."""
+    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number, and a
+    whole number beyond 64 bits is the float64 next to it."""
     try:
         return json.loads(
             text,
             parse_constant=_infinity if infinite else _refuse_constant,
-            parse_int=_integer,
+            parse_int=_large if infinite else _integer,
             parse_float=_finite,
             object_pairs_hook=_object,
         )
@@ -333,6 +334,10 @@ def _integer(digits: str) -> int:
             f"{digits[:24]}… is beyond 64 bits" if len(digits) > 24 else f"{digits} is beyond 64 bits"
         )
     return number
+
+
+def _large(digits: str) -> int | float:
+    return _finite(digits) if len(digits) > MAX_DIGITS + 1 else _integer(digits)
 
 
 def _finite(digits: str) -> float:
