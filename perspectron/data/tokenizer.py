@@ -22,8 +22,8 @@ from perspectron.files import parse_json, read_text, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 STOP = "<|stop|>"
-"""Before the spelling of an imported model's tokens that end texts as the separator does. No text gives them, as every
-known pattern splits here."""
+"""Prefix of an imported model's tokens that end texts as the separator does. No text gives them, as every known pattern
+splits here."""
 MOST_BYTES = 64 << 20
 """Bytes of a tokenizer's file."""
 MOST_TOKENS = 1 << 24

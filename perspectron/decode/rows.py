@@ -33,6 +33,7 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that generating needs."""
 
     vocab_size: int
+    stops: frozenset[int]
 
     def encode(self, text: str) -> list[int]: ...
     def token_bytes(self, id: int) -> bytes: ...

@@ -42,7 +42,7 @@ KINDS = {
 
 
 class Imported(NamedTuple):
-    """What a folder holds, as a run does."""
+    """The parts of a folder that a run has."""
 
     model: LanguageModel
     tokenizer: Tokenizer

@@ -261,7 +261,8 @@ class DRM(nn.Module):
         flow, (read_w, read_b), (token_w, token_b) = map(affine, (self.flow, self.read, self.token))
         if token_b is not None:  # an adapter's; both are added up
             read_b = read_b + F.pad(token_b, (2 * len(token_b), 0))
-        no_directions = flow[0].new_empty(0, self.config.hidden), flow[0].new_empty(0)
+        heads = flow[0].new_empty(0, self.config.hidden), flow[0].new_empty(0)
+        direction_w, direction_b = heads if self.direction is None else affine(self.direction)
         return Weights(
             self.z0,
             read_w,
@@ -269,7 +270,8 @@ class DRM(nn.Module):
             token_w,
             self.trunk_w,
             self.trunk_b,
-            *(no_directions if self.direction is None else affine(self.direction)),
+            direction_w,
+            direction_b,
             *affine(self.metric),
             *flow,
             self.direction_basis,
