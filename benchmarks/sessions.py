@@ -34,7 +34,7 @@ class Letters:
     """A tokenizer of a model that was never trained: every id is a letter."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.stops = vocab_size, frozenset((0,))
 
     def encode(self, text: str) -> list[int]:
         return [1 + ord(letter) % (self.vocab_size - 1) for letter in text]

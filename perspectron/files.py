@@ -301,9 +301,10 @@ def read_text(path: Path, limit: int = MAX_JSON, errors: str = "strict") -> str:
 
 def parse_json(text: str | bytes, *, infinite: bool = False, room: int | None = None) -> Any:
     """JSON to the letter. ValueError for what Python's reader lets pass: NaN and Infinity, numbers beyond 64 bits or
-    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number. room:
-    bytes that the value may take; ValueError, before it takes them, for one of more."""
-    hooks: dict[str, Any] = {"parse_int": _integer, "parse_float": _finite}
+    beyond float64, a key twice in one object, thousands of levels. infinite: Infinity may stand for a number, and a
+    whole number beyond 64 bits is the float64 next to it. room: bytes that the value may take; ValueError, before it
+    takes them, for one of more."""
+    hooks: dict[str, Any] = {"parse_int": _large if infinite else _integer, "parse_float": _finite}
     if room is not None:
         numbers = _Numbers(text, room)
         hooks = {"parse_int": numbers.integer, "parse_float": numbers.real}
@@ -361,6 +362,10 @@ def _integer(digits: str) -> int:
             f"{digits[:24]}… is beyond 64 bits" if len(digits) > 24 else f"{digits} is beyond 64 bits"
         )
     return number
+
+
+def _large(digits: str) -> int | float:
+    return _finite(digits) if len(digits) > MAX_DIGITS + 1 else _integer(digits)
 
 
 def _finite(digits: str) -> float:

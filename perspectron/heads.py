@@ -4,6 +4,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,15 @@ class TokenEmbedding(nn.Embedding):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] of [..., D]: the product with every row."""
         return F.linear(hidden, self.weight)
+
+
+def tied(embedding: nn.Module, hidden: Tensor, V: int) -> Tensor:
+    """[..., V] of [..., D]: the product with every row of an embedding, also of one that an adapter wraps."""
+    # The class is asked: a wrapper may hand on the method of what it wraps, whose rows are others.
+    own = getattr(type(embedding), "logits", None)
+    if own is not None:
+        return cast(Tensor, own(embedding, hidden))
+    return F.linear(hidden, embedding(torch.arange(V, device=hidden.device)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from perspectron.config import ModelConfig, one_of, require
 from perspectron.errors import ConfigError, StateError
 from perspectron.experts.router import Views
 from perspectron.ffn import TiedConfig
-from perspectron.heads import HEADS, TokenEmbedding
+from perspectron.heads import HEADS, TokenEmbedding, tied
 from perspectron.machine import memory
 from perspectron.mixers.parts import Dropout, FirstValues, SameZeros, Shared
 from perspectron.ops import fused
@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
     ) -> Output:
-        """Read T ≥ 1 tokens after `state`.
+        """Read T ≥ 1 tokens in B ≥ 1 rows after `state`.
 
         ids, targets: [B,T]. A target is the next token, shifted by the caller; -100 is ignored. inputs_embeds: [B,T,·]
         instead of ids, as `embedding` would return them. reset_BT: True at the first token of a document; nothing
@@ -178,7 +178,14 @@ class LanguageModel(nn.Module):
         """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name. views: from
         which the rows choose their experts."""
         check_consumed(consume_state)
-        x_BTD = self._embedded(ids_BT, inputs_embeds)
+        self.check_tokens(ids_BT, inputs_embeds)
+        x_BTD: Tensor = self.embedding(ids_BT) if inputs_embeds is None else inputs_embeds
+        for name, mask in (("reset_BT", reset_BT), ("pad_BT", pad_BT)):
+            if mask is not None:
+                whole = tuple(x_BTD.shape[:2])
+                require(
+                    mask.shape == whole, f"shape of {name}", tuple(mask.shape), f"{whole}, as the tokens have"
+                )
         if state is None:
             state, consume_state = self.init_state(x_BTD.shape[0]), gradients_off()
         self.own(state)
@@ -224,21 +231,17 @@ class LanguageModel(nn.Module):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo), number=next(_numbers))
         return copied
 
-    def _embedded(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Token embeddings [B,T,·], looked up or as given."""
+    def check_tokens(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> None:
+        """Raise ConfigError unless exactly one is given, and in it a token in each of one or more rows."""
         if (ids_BT is None) == (inputs_embeds is None):
             both = "both are given" if ids_BT is not None else "neither is given"
             raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
-        if ids_BT is not None:
-            if ids_BT.ndim != 2 or ids_BT.shape[1] == 0:
-                raise ConfigError(f"ids have shape {tuple(ids_BT.shape)}, must be [B, T] with T ≥ 1")
-            x_BTD: Tensor = self.embedding(ids_BT)
-            return x_BTD
-        assert inputs_embeds is not None
-        shape, width = tuple(inputs_embeds.shape), self.config.d_token
-        if len(shape) != 3 or shape[1] == 0 or shape[2] != width:
-            raise ConfigError(f"inputs_embeds has shape {shape}, must be [B, T, {width}] with T ≥ 1")
-        return inputs_embeds
+        width = (self.config.d_token,) if ids_BT is None else ()
+        shape = tuple((inputs_embeds if ids_BT is None else ids_BT).shape)  # type: ignore[union-attr]
+        if len(shape) != 2 + len(width) or 0 in shape or shape[2:] != width:
+            name = "inputs_embeds has" if width else "ids have"
+            wanted = ", ".join(map(str, ("B", "T", *width)))
+            raise ConfigError(f"{name} shape {shape}, must be [{wanted}] with B ≥ 1 and T ≥ 1")
 
     def placed(
         self,
@@ -270,7 +273,7 @@ class LanguageModel(nn.Module):
     def head(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B,T,V]."""
         if self.config.head is None:
-            return self.embedding.logits(hidden_BTD)
+            return tied(self.embedding, hidden_BTD, self.config.vocab_size)
         logits_BTV: Tensor = self.lm_head(hidden_BTD)
         return logits_BTV
 

@@ -6,13 +6,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from perspectron.config import ModelConfig, require
 from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.data.template import Template
-from perspectron.errors import DataError
+from perspectron.errors import ConfigError, DataError
 from perspectron.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
@@ -47,6 +48,21 @@ class Folder:
         return self.run
 
 
+class Refused(Template):
+    """A template with a special token that the tokenizer would spell out, as the model never saw it: ConfigError for
+    every prompt, which says so."""
+
+    def __init__(self, template: Template, token: str) -> None:
+        super().__init__(template.text, template.name)
+        self.why = (
+            f"messages: the chat template {template.name} writes {token!r}, a token that would be spelled out as text, "
+            "which this model never saw; perspectron generate and /v1/completions take prompts without it"
+        )
+
+    def prompt(self, *_: Any, **__: Any) -> str:
+        raise ConfigError(self.why)
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model on the CPU and its tokenizer. line: which parts of an artifact are in memory and which stream; empty for
@@ -57,6 +73,17 @@ class Opened:
     tokenizer: Tokenizer
     line: str = ""
     checkpoint: Checkpoint | None = None
+
+    def template(self, named: str | None = None) -> Template | None:
+        """The chat template that is named (`Template.named`), or that of the folder, if it has one. Unless the model
+        learned with one, it is `Refused` where it writes a token that text never gives."""
+        template = Template.of(self.folder.path) if named is None else Template.named(named)
+        run, trained = self.folder.run, self.folder.trained
+        learned = run.train.template if run is not None else trained is not None and trained.data
+        if template is None or learned:
+            return template
+        special = next((token for token in self.tokenizer.special() if token in template.text), None)
+        return template if special is None else Refused(template, special)
 
     def autocast(self) -> torch.autocast:
         """A context that computes with the dtype of training, on the model's device."""

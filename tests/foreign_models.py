@@ -23,7 +23,8 @@ SMALL = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=299, eos_token_id=299)
+        GPT2Config(vocab_size=V, n_positions=64, n_embd=32, n_layer=SMALL["num_hidden_layers"], n_head=4,
+                   bos_token_id=299, eos_token_id=299)
     ),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(**SMALL, **HEADS, attention_bias=True, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
@@ -49,14 +50,15 @@ def tokenizer() -> ByteLevelBPETokenizer:
     return inner
 
 
-def saved(folder: Path, kind: str, bpe: ByteLevelBPETokenizer) -> Any:
-    """A model of a kind with its tokenizer in a folder, as transformers writes it."""
+def saved(folder: Path, kind: str, bpe: ByteLevelBPETokenizer, sd: float | None = None) -> Any:
+    """A model of a kind with its tokenizer in a folder, as transformers writes it. sd: of its matrices; None keeps the
+    size of what they read."""
     torch.manual_seed(5)
     model = MODELS[kind]().eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
+                weight.normal_(0, sd or weight.shape[-1] ** -0.5)
             else:
                 weight.add_(0.1 * torch.randn_like(weight))
     model.save_pretrained(folder)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import re
 import subprocess
 import sys
 
@@ -110,11 +111,21 @@ def test_packed_and_padded_documents_equal_each_alone():
         torch.testing.assert_close(logits[~pad], alone[0], rtol=1e-9, atol=1e-9)
 
 
-def test_no_tokens_are_an_error():
-    model = perspectron.build(config(PDRConfig(8)))
-    for bad in (ids(2, 0), ids(1, 5)[0]):
-        with pytest.raises(ConfigError, match=r"ids have shape \(.*\), must be \[B, T\] with T ≥ 1"):
-            model(bad)
+@pytest.mark.parametrize("design", presets.DESIGNS)
+def test_input_without_tokens_or_with_masks_of_another_shape_is_named_in_every_design(design):
+    model = build(presets.small(design, vocab_size=V, seq_len=32))
+    for shape in ((0, 3), (1, 0), (0, 0), (2, 0), (5,)):
+        bad = torch.zeros(shape, dtype=torch.int64)
+        said = rf"ids have shape {re.escape(str(shape))}, must be \[B, T\] with B ≥ 1 and T ≥ 1"
+        for state in (None, model.init_state(shape[0])):
+            with pytest.raises(ConfigError, match=said):
+                model(bad, state)
+        with pytest.raises(ConfigError, match=r"inputs_embeds has shape .* with B ≥ 1 and T ≥ 1"):
+            model(inputs_embeds=torch.zeros(*shape, model.config.d_token))
+    for shape, name in itertools.product(((1, 5), (3, 5), (2, 4), (2, 6), (5,)), ("reset_BT", "pad_BT")):
+        said = rf"shape of {name} = {re.escape(str(shape))}, must be \(2, 5\), as the tokens have"
+        with pytest.raises(ConfigError, match=said):
+            model(ids(2, 5), **{name: torch.zeros(shape, dtype=torch.bool)})
 
 
 def test_embeddings_in_the_place_of_ids_give_the_same_bits():
@@ -148,15 +159,15 @@ def test_embeddings_in_the_place_of_ids_give_the_same_bits():
         ),
         (
             {"inputs_embeds": torch.zeros(1, 3, D + 1)},
-            "inputs_embeds has shape (1, 3, 33), must be [B, T, 32] with T ≥ 1",
+            "inputs_embeds has shape (1, 3, 33), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
         ),
         (
             {"inputs_embeds": torch.zeros(1, 0, D)},
-            "inputs_embeds has shape (1, 0, 32), must be [B, T, 32] with T ≥ 1",
+            "inputs_embeds has shape (1, 0, 32), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
         ),
         (
             {"inputs_embeds": torch.zeros(3, D)},
-            "inputs_embeds has shape (3, 32), must be [B, T, 32] with T ≥ 1",
+            "inputs_embeds has shape (3, 32), must be [B, T, 32] with B ≥ 1 and T ≥ 1",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,41 @@ def test_greedy_tokens_and_logits_are_those_of_torch(name: str, tokenizer: Token
         np.testing.assert_allclose(np.stack(found), wanted, atol=2e-5, rtol=1e-4)
     tokens, *_ = onnx._greedy_torch(onnx.Step(model, context), report.tokens)
     assert len(set(tokens)) > 1
+
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "onnx.md"
+
+
+def guide(folder: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the guide's code leaves, with another first line of ids."""
+    code = GUIDE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    told = 'ids = [0, *tokenizer.encode("KING").ids]'
+    assert code.count(told) == 1
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {}
+    exec(code.replace(told, f"ids = {prompt}"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_guide_keeps_texts_apart_and_takes_no_text_for_the_separator(
+    name: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lively(name)
+    onnx.export(model, tokenizer, tmp_path / "play.onnx", context=128)
+    text = "a<|endoftext|>b"
+    names = guide(tmp_path, f"[0, *tokenizer.encode({text!r}).ids]", monkeypatch)
+    told = tokenizer.encode(text)
+    assert names["ids"][: len(told) + 1] == [0, *told] and 0 not in told
+    assert names["tokenizer"].decode(told) == text
+    ids = [0, *range(60, 116), 0, 200, 201]  # 60 tokens: two texts, and nothing to draw
+    names = guide(tmp_path, str(ids), monkeypatch)
+    with torch.no_grad():
+        reset_BT = torch.tensor([ids]) == 0
+        wanted = model(torch.tensor([ids[:60]]), reset_BT=reset_BT[:, :60]).logits[0, 59].numpy()
+        other = model(torch.tensor([ids[:60]])).logits[0, 59].numpy()
+    np.testing.assert_allclose(names["logits"][0], wanted, atol=2e-5, rtol=1e-4)
+    assert np.abs(other - wanted).max() > 1e-3, "what was before matters otherwise"
 
 
 def test_attention_looks_back_on_its_context(tokenizer: Tokenizer, tmp_path: Path) -> None:

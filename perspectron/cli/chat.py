@@ -21,6 +21,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
 from perspectron.machine import pick_device
 from perspectron.model import LanguageModel
+from perspectron.opening import Refused
 from perspectron.train.guard import signals
 
 FENCE = '"""'
@@ -61,8 +62,10 @@ class Chat:
     def __call__(self) -> int:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
         opened = open_model(self.run, self.cache)
+        if isinstance(template := opened.template(), Refused):
+            raise ConfigError(template.why)
         opened.model.to(pick_device(self.device))
-        talk = Talk(opened.model, opened.tokenizer, self, Template.of(opened.folder.path))
+        talk = Talk(opened.model, opened.tokenizer, self, template)
         if self.load_state is not None:
             talk.load(str(self.load_state))
         terminal = sys.stdin.isatty()

@@ -1,5 +1,6 @@
 """`perspectron export`."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,13 @@ class Export:
     def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
         from perspectron.hf import export
+        from perspectron.opening import Refused
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)
             export.export(opened, out)
+        if isinstance(template := opened.template(), Refused):
+            print(f"perspectron: without a chat template; {template.why}", file=sys.stderr)
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         read = f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)'
         return answer(

@@ -153,15 +153,17 @@ class Serve:
             ) from None
 
     def _served(self, run: Path, opened: "Opened", folder: Path) -> "Served":
-        from perspectron.data.template import Template
         from perspectron.decode.store import PrefixStore
+        from perspectron.opening import Refused
         from perspectron.serve.engine import Engine
         from perspectron.serve.states import States
         from perspectron.serve.web.app import Served
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
-        template = Template.named(self.template) if self.template else Template.of(opened.folder.path)
+        template = opened.template(self.template)
+        if isinstance(template, Refused):
+            print(f"perspectron: {name}: no chat; {template.why}", file=sys.stderr)
         store = None
         if looks is None:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(

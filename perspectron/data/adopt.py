@@ -1,13 +1,20 @@
 """Tokenizers of other programs as ours: byte-level BPE, with the separator moved to id 0."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tokenizers
-
-from perspectron.data.tokenizer import END_OF_TEXT, GPT2_PATTERN, MOST_BYTES, PATTERNS, Tokenizer, blank
+from perspectron.data.tokenizer import (
+    END_OF_TEXT,
+    GPT2_PATTERN,
+    MOST_BYTES,
+    PATTERNS,
+    STOP,
+    Tokenizer,
+    blank,
+    byte_letters,
+)
 from perspectron.errors import DataError
 from perspectron.files import parse_json, read_text
 
@@ -22,20 +29,21 @@ _WRITTEN = {_LLAMA3: PATTERNS[2]}
 
 
 class Adopted(NamedTuple):
-    """A tokenizer, and the id that its separator had: ids 0 and that one have changed places, so the rows of a
-    model's matrices must as well."""
+    """A tokenizer, and the id and spelling that its separator had: ids 0 and that one have changed places, so the rows
+    of a model's matrices must as well."""
 
     tokenizer: Tokenizer
     separator: int
+    spelling: str = END_OF_TEXT
 
 
-def adopt(path: Path, ids: Sequence[Any] = ()) -> Adopted:
+def adopt(path: Path, ids: Sequence[Any] = (), stops: Sequence[int | str] = ()) -> Adopted:
     """Read a tokenizer.json: one of ours, with or without what transformers adds to it, or byte-level BPE that splits
-    as GPT-2 or Llama 3 do. The separator is the first of `ids` that an added token has, else one of SEPARATORS. Other
-    special tokens keep their ids, and text never gives them.
+    as GPT-2 or Llama 3 do. The separator is the first of `ids` that an added token has, else one of SEPARATORS. stops:
+    ids or spellings of tokens that end a text too. Other special tokens keep their ids, and text never gives them.
 
     DataError, naming the field, for every other kind: SentencePiece, a normalizer, words that skip the merges, merges
-    that are left out by chance, added tokens that text gives.
+    that are left out by chance, added tokens that text gives, stops that are none of the special tokens.
     """
     try:
         value = parse_json(read_text(path, MOST_BYTES))
@@ -66,6 +74,7 @@ def adopt(path: Path, ids: Sequence[Any] = ()) -> Adopted:
                 f"{path}: added token {token['content']!r} is not special, so text gives it; no tokenizer of ours can"
             )
     vocab = model["vocab"] | {token["content"]: token["id"] for token in added}
+    ends = {_id_of(stop, vocab, path) for stop in stops}
     at = vocab.pop(separator)
     if type(at) is not int or not 0 <= at <= len(vocab):  # beyond, a matrix may have no row
         raise DataError(
@@ -74,9 +83,13 @@ def adopt(path: Path, ids: Sequence[Any] = ()) -> Adopted:
     first = next((token for token, id in vocab.items() if id == 0), None)
     if first is not None:
         vocab[first] = at
+    ends = {0 if id == at else at if id == 0 else id for id in ends} - {0}
+    vocab = {END_OF_TEXT: 0} | _bytewise(
+        vocab, {separator, *(token["content"] for token in added)}, ends, path
+    )
     template = json.loads(blank(pattern, [END_OF_TEXT]).to_str())
-    template["model"] |= {"vocab": {END_OF_TEXT: 0} | _bytewise(vocab), "merges": model.get("merges")}
-    return Adopted(Tokenizer.parse(json.dumps(template), path), at)
+    template["model"] |= {"vocab": vocab, "merges": model.get("merges")}
+    return Adopted(Tokenizer.parse(json.dumps(template), path), at, separator)
 
 
 def _added(tokens: Any, path: Path) -> list[dict[str, Any]]:
@@ -106,14 +119,31 @@ def _separator(added: list[dict[str, Any]], vocab: dict[str, Any], ids: Sequence
     return found
 
 
-def _bytewise(vocab: dict[str, int]) -> dict[str, int]:
-    """The vocabulary; special tokens that are not spelled in bytes get a spelling of their own that is, as
-    does one that is spelled as the separator here."""
-    known = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    return {
-        token if known.issuperset(token) and token != END_OF_TEXT else f"<|special{id}|>": id
-        for token, id in vocab.items()
-    }
+def _id_of(stop: int | str, vocab: dict[str, Any], path: Path) -> Any:
+    """The id of a token that ends texts. DataError: it is of none."""
+    found = stop in vocab.values() if isinstance(stop, int) else stop in vocab
+    if not found:
+        raise DataError(f"{path}: it has no token {stop!r}, which ends texts by the files beside it")
+    return stop if isinstance(stop, int) else vocab[stop]
+
+
+def _bytewise(vocab: dict[str, int], added: Container[str], stops: set[int], path: Path) -> dict[str, int]:
+    """The vocabulary; special tokens that are not spelled in bytes are now, or, where that is another's spelling or the
+    separator's here, get one of their own. Those of `stops` say so."""
+    letters, spelled = byte_letters(), dict[str, int]()
+    known = set(letters)
+    for token, id in vocab.items():
+        own = token if known.issuperset(token) else "".join(letters[byte] for byte in token.encode())
+        if own == END_OF_TEXT or (own != token and own in vocab):
+            own = f"<|special{id}|>"
+        if id in stops and not own.startswith(STOP):
+            if token not in added:
+                raise DataError(
+                    f"{path}: id {id}, which ends texts, is {token!r}, must be of a special token"
+                )
+            own = f"{STOP}{own}"
+        spelled[own] = id
+    return spelled
 
 
 def _pattern(pre: Any, path: Path) -> str:

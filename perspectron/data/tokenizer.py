@@ -21,6 +21,9 @@ from perspectron.errors import DataError
 from perspectron.files import parse_json, read_text, write_text
 
 END_OF_TEXT = "<|endoftext|>"
+STOP = "<|stop|>"
+"""Prefix of an imported model's tokens that end texts as the separator does. No text gives them, as every known pattern
+splits here."""
 MOST_BYTES = 64 << 20
 """Bytes of a tokenizer's file."""
 MOST_TOKENS = 1 << 24
@@ -82,6 +85,9 @@ class Tokenizer:
         canonical = json.dumps(json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"))
         self.fingerprint: str = hashlib.sha256(canonical.encode()).hexdigest()
         self._bytes = _byte_table(inner)
+        ends = (id for token, id in inner.get_vocab().items() if token.startswith(STOP))
+        self.stops = frozenset((self.end_of_text, *ends))
+        """Tokens that end a text and are none of it."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -110,7 +116,7 @@ class Tokenizer:
     def spelled(cls, characters: Iterable[str]) -> "Tokenizer":
         """256 bytes, the separator, and tokens for these characters, each merged from its bytes, first to last. Text is
         split nowhere else, as the first byte of a character is none of another's others."""
-        alphabet = _alphabet()
+        alphabet = byte_letters()
         vocab = {END_OF_TEXT: 0} | {letter: id for id, letter in enumerate(alphabet, 1)}
         merges = []
         for character in characters:
@@ -204,10 +210,22 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of one token (possibly part of a character); none for `end_of_text`."""
+        """The bytes of one token (possibly part of a character); none for those that end a text."""
         if not 0 <= id < self.vocab_size:
             raise DataError(f"token id: {id} is not between 0 and {self.vocab_size - 1}")
         return self._bytes[id]
+
+    def special(self) -> list[str]:
+        """Spellings of the tokens that no text gives, the separator's among them. (A merge makes every other token of
+        several bytes.)"""
+        value = json.loads(self.to_str())["model"]
+        made = {"".join(merge) for merge in value["merges"]}
+        spelled = {letter: byte for byte, letter in enumerate(byte_letters())}
+        return [
+            bytes(map(spelled.__getitem__, token.removeprefix(STOP))).decode(errors="replace")
+            for token in value["vocab"]
+            if len(token) > 1 and token not in made
+        ]
 
     def byte_counts(self) -> NDArray[np.int64]:
         """Bytes of each token, (V,): summed over a document's ids they are exactly its text's length."""
@@ -368,7 +386,7 @@ def _refuse_surrogates(texts: Iterable[str]) -> None:
             ) from None
 
 
-def _alphabet() -> list[str]:
+def byte_letters() -> list[str]:
     """GPT-2's letter for each byte: printable ones as themselves, the others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     other = iter(range(256, 512))
@@ -377,9 +395,9 @@ def _alphabet() -> list[str]:
 
 def _byte_table(inner: tokenizers.Tokenizer) -> list[bytes]:
     """Each token's bytes, from their spelling."""
-    spelled = {letter: byte for byte, letter in enumerate(_alphabet())}
+    spelled = {letter: byte for byte, letter in enumerate(byte_letters())}
     table = [b""] * inner.get_vocab_size()
     for token, id in inner.get_vocab().items():
-        if id != Tokenizer.end_of_text:
+        if id != Tokenizer.end_of_text and not token.startswith(STOP):
             table[id] = bytes(spelled[character] for character in token)
     return table

@@ -33,6 +33,7 @@ class Vocabulary(Protocol):
     """The part of a tokenizer that generating needs."""
 
     vocab_size: int
+    stops: frozenset[int]
 
     def encode(self, text: str) -> list[int]: ...
     def token_bytes(self, id: int) -> bytes: ...
@@ -115,7 +116,7 @@ class Rows:
         noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
         constraint: what is drawn fits its grammar, and ends ("stop") where that is complete; not with perspectives.
-        stop_ids: tokens that end the text as the end-of-text token does ("end"); their bytes are none of it. A
+        stop_ids: tokens that end the text as the tokenizer's `stops` do ("end"); their bytes are none of it. A
         constraint allows them where it allows the end. min_tokens: before so many are drawn none of these is, and no
         stop string counts that they complete.
         ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
@@ -148,7 +149,7 @@ class Rows:
         self._rows[handle] = row = Row(
             handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
             logprobs, state, matcher=None if constraint is None else constraint.begin(), early=min_tokens,
-            ends=frozenset((END_OF_TEXT_ID, *stop_ids)),
+            ends=self.tokenizer.stops.union(stop_ids),
         )  # fmt: skip
         if self.store is not None and conversation is None:
             row.keys = self.store.chain(unread)

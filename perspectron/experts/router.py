@@ -23,7 +23,7 @@ from perspectron.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.errors import ConfigError
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
-from perspectron.ops.dispatch import full_precision
+from perspectron.ops.dispatch import affine, full_precision
 from perspectron.streams import gumbel
 
 SPREAD = (
@@ -324,7 +324,7 @@ class Routed(nn.Module):
 
     def _router(self, kind: type[R]) -> R:
         offset_EA, handicap_E = getattr(self, "offset_EA", None), getattr(self, "bias_E", None)
-        return kind(self.config, self.route_proj.weight, self.route_proj.bias, offset_EA, handicap_E)
+        return kind(self.config, *affine(self.route_proj), offset_EA, handicap_E)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

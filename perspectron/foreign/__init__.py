@@ -13,6 +13,7 @@ from torch import Tensor
 
 from perspectron.config import ModelConfig, require
 from perspectron.data.adopt import adopt
+from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.errors import CheckpointError, DataError
 from perspectron.files import read_json
@@ -40,13 +41,28 @@ KINDS = {
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
 
-def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
-    """The model and tokenizer in a folder of transformers. The token between documents becomes id 0 and changes places
-    with the token that had it. lens: of a GPT-2, with the parts of the lens design beside its own, at rest. Weights of
-    fewer bits get the dtype that the model has.
+class Imported(NamedTuple):
+    """The parts of a folder that a run has."""
 
-    DataError for a tokenizer that cannot be read (`adopt`). CheckpointError: no such folder, a kind that is not known,
-    an option that no model of ours has, or weights that are missing, left over or of another shape, with their names.
+    model: LanguageModel
+    tokenizer: Tokenizer
+    template: Template | None
+
+
+def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
+    """The model and tokenizer of `read_all`, with the same errors."""
+    return read_all(folder, lens=lens)[:2]
+
+
+def read_all(folder: Path, *, lens: bool = False) -> Imported:
+    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
+    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
+    GPT-2, with the parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model
+    has.
+
+    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none. CheckpointError:
+    no such folder, a kind that is not known, an option that no model of ours has, or weights that are missing, left
+    over or of another shape, with their names.
     """
     values = read_json(folder / "config.json", CheckpointError, infinite=True)
     name = values.get("model_type") if isinstance(values, dict) else None
@@ -62,8 +78,8 @@ def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]
     with torch.device("meta"):
         model = LanguageModel(gpt2.lens_config(config) if lens else config)
     require_memory(model)
-    ids = [source.get("bos_token_id"), source.get("eos_token_id")]
-    adopted = adopt(folder / "tokenizer.json", ids)
+    stops = source.stops()
+    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
     if adopted.tokenizer.vocab_size > config.vocab_size:
         raise DataError(
             f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
@@ -81,7 +97,7 @@ def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]
         if name in own and tensor.is_floating_point() and own[name].is_floating_point():
             weights[name] = tensor.to(own[name].dtype)
     fill(model, weights, folder)
-    return model, adopted.tokenizer
+    return Imported(model, adopted.tokenizer, source.template(adopted.spelling))
 
 
 def _swapped(rows: Tensor, separator: int) -> Tensor:

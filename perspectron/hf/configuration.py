@@ -31,11 +31,7 @@ class PerspectronConfig(PreTrainedConfig):
             num_hidden_layers=len(config.blocks),
             architecture=dump(config),
             tie_word_embeddings=config.head is None,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-            **limit,
-            **more,
+            **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, **limit, **more},
         )
 
     def model_config(self) -> ModelConfig:

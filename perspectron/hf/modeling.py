@@ -144,9 +144,8 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         ids and embeddings, ValueError for a mask of another shape, attention weights, and positions with gaps.
         """
         tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens is None or (input_ids is not None and inputs_embeds is not None):
-            self.model.hidden(input_ids, inputs_embeds=inputs_embeds)  # says which
-            raise AssertionError
+        self.model.check_tokens(input_ids, inputs_embeds)
+        assert tokens is not None
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if cache is None and use_cache:
             cache = StateCache()
@@ -195,10 +194,12 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
         """The input for the model: documents begin at the separator, but not where nothing was read before."""
-        T, pad_BT, reset_BT = tokens.shape[1], None, None
+        (B, T), pad_BT, reset_BT = tokens.shape[:2], None, None
         if mask is not None:
-            if mask.ndim != 2 or mask.shape[1] < T:
-                raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, must be [B, T] with T ≥ {T}")
+            if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}, must be [{B}, T] with T ≥ {T}"
+                )
             pad_BT = mask[:, -T:] == 0
             pad_BT = pad_BT if bool(pad_BT.any()) else None
         if not tokens.is_floating_point():

@@ -11,6 +11,9 @@ def fast_tokenizer(tokenizer: Tokenizer, *, max_length: int | None = None) -> Pr
     """The same ids, with the separator before every text, as in training. It pads on the left; the separator's
     spelling inside a text stays text. max_length: of a model with learned positions."""
     inner = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    inner.add_special_tokens(
+        [inner.id_to_token(id) for id in sorted(tokenizer.stops - {Tokenizer.end_of_text})]
+    )
     inner.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A",
         pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B",

@@ -15,7 +15,7 @@ from perspectron.config import MixerConfig, at_least, positive, require
 from perspectron.mixers.drm_terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.ops import drm
 from perspectron.ops.attention import places
-from perspectron.ops.dispatch import full_precision
+from perspectron.ops.dispatch import affine, full_precision
 from perspectron.ops.drm_law import Law, State, Weights, refreshes, width
 from perspectron.state import register
 from perspectron.terms import Term
@@ -258,20 +258,22 @@ class DRM(nn.Module):
 
     def weights(self) -> Weights:
         """The weights as the op takes them."""
-        no_directions = self.flow.weight.new_empty(0, self.config.hidden), self.flow.weight.new_empty(0)
-        heads = self.direction
+        flow, (read_w, read_b), (token_w, token_b) = map(affine, (self.flow, self.read, self.token))
+        if token_b is not None:  # an adapter's; both are added up
+            read_b = read_b + F.pad(token_b, (2 * len(token_b), 0))
+        heads = flow[0].new_empty(0, self.config.hidden), flow[0].new_empty(0)
+        direction_w, direction_b = heads if self.direction is None else affine(self.direction)
         return Weights(
             self.z0,
-            self.read.weight,
-            self.read.bias,
-            self.token.weight,
+            read_w,
+            read_b,
+            token_w,
             self.trunk_w,
             self.trunk_b,
-            *(no_directions if heads is None else (heads.weight, heads.bias)),
-            self.metric.weight,
-            self.metric.bias,
-            self.flow.weight,
-            self.flow.bias,
+            direction_w,
+            direction_b,
+            *affine(self.metric),
+            *flow,
             self.direction_basis,
             self.metric_basis,
         )
@@ -287,7 +289,7 @@ class DRM(nn.Module):
         """The risk ρ [B,T] of each state; None where there is no risk. q^β = exp(β ln σ), so that no q is too small."""
         if (bounds := self.config.risk) is None:
             return None
-        w = [p.to(z_BTD.dtype) for layer in (self.risk_in, self.risk_out) for p in (layer.weight, layer.bias)]
+        w = [p.to(z_BTD.dtype) for layer in (self.risk_in, self.risk_out) for p in affine(layer)]
         log_q_BT2 = F.logsigmoid(F.linear(F.gelu(F.linear(z_BTD, w[0], w[1])), w[2], w[3]))
         alpha_2 = self.risk_alpha.to(z_BTD.dtype).abs().clamp(max=bounds.alpha_max)
         beta_2 = self.risk_beta.to(z_BTD.dtype).abs().clamp(bounds.exponent_min, bounds.exponent_max)

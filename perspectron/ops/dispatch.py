@@ -1,5 +1,6 @@
 """The code that operations share around their arithmetic: the choice of a backend and the log of it, autocast, whether
-gradients are on, who may write into a state, and errors in the place of derivatives that are not there."""
+gradients are on, who may write into a state, the matrix of a layer that is not called, and errors in the place of
+derivatives that are not there."""
 
 import functools
 import logging
@@ -8,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -118,6 +119,21 @@ def owned(state: Tensor, consume_state: bool) -> Tensor:
     if consume_state and not shared and not frozen:
         return state
     return state.clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------- weights of layers that are not called
+
+
+def affine(layer: nn.Module) -> tuple[Tensor, Any]:
+    """The matrix and bias (or None) of a linear layer, for code that reads them and calls no layer. Of one that an
+    adapter wraps, they are those of the linear function that it computes."""
+    if type(layer).forward is nn.Linear.forward:
+        return layer.weight, layer.bias  # type: ignore[return-value]
+    weight: Any = layer.weight
+    K = weight.shape[1]
+    with full_precision(weight):
+        *rows, bias = layer(torch.eye(K + 1, K, dtype=weight.dtype, device=weight.device)).split([K, 1])
+    return (rows[0] - bias).T, bias[0]
 
 
 # ---------------------------------------------------------------- derivatives that are not there

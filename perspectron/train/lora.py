@@ -18,13 +18,14 @@ from perspectron.model import LanguageModel
 KEPT = "lora."
 """Prefix of these tensors' names in a training state."""
 PROBE = 8  # tokens
+ROUTER = "route_proj"
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """`rank=8,targets=q_proj+v_proj`. rank: of the change. alpha: the change is multiplied by alpha / rank; 0 is twice
-    the rank. targets: names of linear layers, or their ends, with + between; "" is all in the blocks that are called
-    as modules."""
+    the rank. targets: names of linear layers in the blocks, or their ends, with + between; "" is all of them but those
+    of routers, which are narrow."""
 
     rank: int = 8
     alpha: float = 0.0
@@ -51,21 +52,20 @@ class LoraConfig:
 
 def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
     """Put an adapter beside each of the layers and let nothing else learn. ConfigError: PEFT is not installed, a target
-    fits no layer that is called as a module, which `sample` shows."""
+    fits no layer, or the model computes past the adapter of one, which `sample` shows."""
     if find_spec("peft") is None:
         raise ConfigError("peft is not installed: pip install 'perspectron[lora]'")
     import peft
 
-    called = _called(model, sample)
+    modules = model.blocks.named_modules(prefix="blocks")
+    layers = [name for name, module in modules if isinstance(module, nn.Linear)]
+    ends = ", ".join(sorted({name.split(".", 2)[-1] for name in layers}))
     wanted = [target for target in config.targets.split("+") if target]
-    ends = ", ".join(sorted({name.split(".", 2)[-1] for name in called}))
-    for target in wanted or [""]:
-        fits = any(not target or _fits(name, target) for name in called)
-        bound = (
-            f"of {ends}" if ends else f"left out with lora itself: {model.config.name} calls no linear layer"
-        )
-        require(fits, "lora: targets", target, bound)
-    chosen = [name for name in called if not wanted or any(_fits(name, target) for target in wanted)]
+    for target in wanted:
+        require(any(_fits(name, target) for name in layers), "lora: targets", target, f"of {ends}")
+    wanted = wanted or [end for end in ends.split(", ") if not _fits(end, ROUTER)]
+    chosen = [name for name in layers if any(_fits(name, target) for target in wanted)]
+    require(len(chosen) > 0, "lora", config.rank, f"left out: {model.config.name} has no linear layer")
     widths = {name: min(model.get_parameter(f"{name}.weight").shape) for name in chosen}
     narrowest = min(widths, key=widths.__getitem__)
     bound = f"≤ {widths[narrowest]}, the width of {narrowest}"
@@ -74,6 +74,9 @@ def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:
         r=config.rank, lora_alpha=config.alpha or 2 * config.rank, target_modules=chosen, bias="none"
     )
     peft.inject_adapter_in_model(made, model)
+    past = sorted(set(chosen) - _called(model, sample))
+    bound = f"left out: {model.config.name} reads the weights of these layers past an adapter"
+    require(not past, "lora: targets", "+".join(past), bound)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_is_adapter(name))
 
@@ -83,15 +86,16 @@ def _fits(name: str, target: str) -> bool:
 
 
 @torch.no_grad()
-def _called(model: LanguageModel, sample: Batch) -> list[str]:
-    """Linear layers of the blocks that are called as modules: the weights of others are read past an adapter."""
-    found, hooks = list[str](), []
-    for name, module in model.named_modules():
-        if name.startswith("blocks.") and isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_hook(lambda *_, name=name: found.append(name)))
+def _called(model: LanguageModel, sample: Batch) -> set[str]:
+    """The layers with adapters that a model calls."""
+    found = set[str]()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: found.add(name))
+        for name, module in _layers(model).items()
+    ]
     with hooked(hooks):
         model(sample.ids_BT[:1, :PROBE].to(model.device))
-    return sorted(set(found))
+    return found
 
 
 def is_adapted(model: nn.Module) -> bool:

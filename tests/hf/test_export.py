@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.config import dump
+from perspectron.data.template import Template
 from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
 from perspectron.hf.card import card
 from perspectron.hf.modeling import _share
@@ -118,6 +120,24 @@ def test_the_folder_loads_without_the_package(run, tmp_path):
 
 def test_the_tokenizer_gives_our_ids_after_a_separator(tokenizer):
     assert fast_tokenizer(tokenizer)(TEXT)["input_ids"] == [0, *tokenizer.encode(TEXT)]
+
+
+def test_no_text_gives_the_separator_however_the_tokenizer_is_read(tokenizer, tmp_path):
+    tokenizers = [fast_tokenizer(tokenizer)]
+    for name in ("one", "two"):
+        tokenizers[-1].save_pretrained(tmp_path / name)
+        tokenizers.append(AutoTokenizer.from_pretrained(tmp_path / name))
+    ids = tokenizer.encode(TEXT)
+    for each in tokenizers:
+        assert each([TEXT, TEXT])["input_ids"] == [[0, *ids]] * 2
+        assert each(TEXT, TEXT)["input_ids"] == [0, *ids, 0, *ids]
+        assert each.encode(TEXT, add_special_tokens=False) == ids
+        asked = [{"role": "user", "content": TEXT}]
+        template = Template.named("plain")
+        told = each.apply_chat_template(
+            asked, chat_template=template.text, tokenize=False, add_generation_prompt=True
+        )
+        assert each(told)["input_ids"] == [0, *tokenizer.encode(template.prompt(asked))]
 
 
 def test_the_loss_in_training_has_the_terms_of_the_router():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from perspectron import presets
 from perspectron.cli.main import main
@@ -18,6 +19,7 @@ from perspectron.data.template import FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError, DataError
+from perspectron.ffn import SwiGLU
 from perspectron.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint, lora
@@ -133,7 +135,7 @@ def test_a_damaged_file_of_completions_is_refused(shards, tmp_path: Path) -> Non
 
 
 def adapted(design: str, text: str, seed: int = 0):
-    model = build(presets.get(f"{design}-tiny", vocab_size=64), seed)
+    model = build(presets.small(design, vocab_size=64, seq_len=32), seed)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.manual_seed(seed)
     lora.adapt(model, LoraConfig.parse(text), sample())
@@ -145,7 +147,7 @@ def sample():
     return Batch(ids, ids, None, 32)
 
 
-@pytest.mark.parametrize("design", ["perspective", "perspective2", "transformer", "gla", "lens", "adr"])
+@pytest.mark.parametrize("design", presets.DESIGNS)
 def test_adapters_change_nothing_at_first_and_merge_into_what_they_compute(design: str) -> None:
     model, before = adapted(design, "rank=2")
     ids = torch.arange(1, 20)[None]
@@ -189,13 +191,39 @@ def test_adapters_that_make_no_sense(text: str, message: str) -> None:
         adapted("transformer", text)
 
 
-def test_layers_whose_weights_are_read_past_them_are_no_targets() -> None:
-    model = build(presets.get("drm-104k", vocab_size=64), 0)
-    for text in ("rank=2,targets=token", "rank=2"):
+class Past(SwiGLU):
+    """A network of a user's that reads the weights of its layers."""
+
+    def forward(self, x, context=None, **_):
+        y = F.silu(F.linear(x, self.gate_proj.weight)) * F.linear(x, self.up_proj.weight)
+        return self.down_proj(y), {}
+
+
+def test_layers_whose_weights_are_read_past_them_are_refused_by_name() -> None:
+    for text, name in (
+        ("rank=2,targets=up_proj", "blocks.0.ffn.up_proj"),
+        ("rank=2", "blocks.0.ffn.gate_proj"),
+    ):
+        model = build(presets.small("gla", vocab_size=64, seq_len=32), 0)
+        model.blocks[0].ffn.__class__ = Past
         with pytest.raises(
-            ConfigError, match=r"lora: targets = '.*', must be left out .*: .* calls no linear layer"
+            ConfigError, match=rf"lora: targets = '{name}.*', must be left out: gla reads the weights"
         ):
             lora.adapt(model, LoraConfig.parse(text), sample())
+
+
+def test_routers_have_adapters_where_they_are_named() -> None:
+    layers = [
+        module
+        for module in adapted("perspective-experts", "rank=1")[0].modules()
+        if hasattr(module, "lora_A")
+    ]
+    assert layers and min(min(layer.base_layer.weight.shape) for layer in layers) > 2
+    model, _ = adapted("perspective-experts", "rank=1,targets=route_proj")
+    model(sample().ids_BT, targets=sample().targets_BT).objective().backward()
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or "route_proj" in name
+        assert "lora_B" not in name or parameter.grad.abs().sum() > 0, name
 
 
 def test_peft_on_the_model_of_transformers_computes_the_same(run: Path) -> None:
