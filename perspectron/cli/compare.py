@@ -29,7 +29,7 @@ from perspectron.compare.plan import (
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell
 from perspectron.config import between_commas, require
-from perspectron.data import Tokenizer, absolute
+from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.files import locked
@@ -70,6 +70,8 @@ class Compare:
     data: str = Settings.data
     """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
     folder written by `tokenize`."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float = Settings.heldout
     """Share of the text that is held out and read once, at the end."""
     dev: float = Settings.dev
@@ -158,7 +160,7 @@ class Compare:
     def settings(self) -> Settings:
         return Settings(
             tuple(between_commas(self.designs)), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
-            absolute(self.data),
+            absolute(with_encoding(self.data, self.encoding)),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
+from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
 from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
@@ -148,7 +149,8 @@ class Turn:
 @dataclass(frozen=True)
 class RunConfig:
     """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
-    version of the shuffle (`perspectron.data.shuffle`). turns: changes of
+    version of the shuffle (`perspectron.data.shuffle`). rule: version of the way its text is read and split
+    (`perspectron.data.corpus`). turns: changes of
     its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
     trainer has created the run, and in runs from 0.1."""
 
@@ -156,6 +158,7 @@ class RunConfig:
     train: TrainConfig
     recipe: StagedConfig | None = None
     order: int = ORDER
+    rule: int = RULE
     turns: tuple[Turn, ...] = ()
     id: str = field(default="", compare=False)
 
