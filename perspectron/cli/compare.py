@@ -1,8 +1,9 @@
 """`perspectron compare`."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -27,7 +28,7 @@ from perspectron.compare.plan import (
     threads_for,
 )
 from perspectron.compare.pool import Ended
-from perspectron.compare.run import Cell
+from perspectron.compare.run import Cell, Rate
 from perspectron.config import between_commas, require
 from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.errors import ConfigError
@@ -171,13 +172,15 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     """Do what is left of a plan, and return the exit code."""
     try:
         with locked(folder):
-            console.print(_summary(what))
+            for line in _summary(what):
+                console.print(line)
             results.note_conditions(folder, what, jobs)
             rates, tried = run.choose_rates(
                 folder, what, lambda cells: train(folder, what, cells, jobs, console)
             )
-            chosen = (f"{name} {lr:g} ({warmup:.0%} warm-up)" for name, (lr, warmup) in rates.items())
-            console.print("learning rates: " + ", ".join(chosen))
+            console.print(
+                "learning rates: " + ", ".join(_chosen(tried[name], rates[name], name) for name in rates)
+            )
             cells = run.cells(folder, what, rates)
             train(folder, what, cells, jobs, console)
             finished = [cell for cell in cells if run.trained(cell).status == "finished"]
@@ -210,14 +213,27 @@ def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console:
     return failed
 
 
-def _summary(what: Plan) -> str:
-    s = what.settings
-    arms = len(what.arms)
-    return (
+def _chosen(tried: list[dict[str, Any]], rate: Rate, name: str) -> str:
+    """The rate of an arm, and that one outside of those tried may be better."""
+    end = "; the last one tried, others may be better" if run.at_an_end(tried, rate) else ""
+    return f"{name} {rate.lr:g} ({rate.warmup:.0%} warm-up{end})"
+
+
+def _summary(what: Plan) -> list[str]:
+    s, here, arms = what.settings, threads_for(1), len(what.arms)
+    lines = [
         f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
         f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
-    )
+    ]
+    if "OMP_NUM_THREADS" in os.environ and here != s.threads:
+        lines.append(
+            f"OMP_NUM_THREADS is {here}; this comparison began with {s.threads} and goes on so, as other numbers of "
+            "threads add in another order"
+        )
+    if run.alike(what):
+        lines.append("warm-ups that are as long in a trial are tried once, as the shortest")
+    return lines
 
 
 def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console) -> None:

@@ -14,6 +14,7 @@ from perspectron.cli import playground
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
 from perspectron.cli.tokenize import Tokenize
+from perspectron.config import require
 from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
@@ -48,6 +49,7 @@ class Quickstart:
     """Number of updates for each model, of 8 × 128 tokens each."""
 
     def __call__(self) -> int:
+        require(self.steps >= 1, "steps", self.steps, "≥ 1")
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {self.data}")
         vocab_size = presets.get(MODELS["perspective"]).vocab_size

@@ -269,8 +269,13 @@ def train_config(
         measured_on="dev" if settings.dev else "heldout", steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,
         device=settings.device, eval_every=every, eval_tokens=CURVE_TOKENS, save_every=every, keep=1,
-        optim=OptimConfig(lr=rate, warmup=max(1, round(warmup * steps))),
+        optim=OptimConfig(lr=rate, warmup=warm_up(warmup, steps)),
     )  # fmt: skip
+
+
+def warm_up(share: float, steps: int) -> int:
+    """Updates of a warm-up that is a share of all."""
+    return max(1, round(share * steps))
 
 
 def _train_flops(model: ModelConfig, settings: Settings) -> float:
@@ -308,5 +313,8 @@ def _seconds(settings: Settings, models: dict[str, ModelConfig]) -> dict[str, fl
 
 
 def threads_for(jobs: int) -> int:
-    """Threads per training, such that so many trainings at once fill the processors."""
+    """Threads per training: OMP_NUM_THREADS, or such that so many trainings at once fill the processors."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of nested levels, the outermost
+    if first.isdecimal() and int(first):
+        return int(first)
     return max(1, len(os.sched_getaffinity(0)) // jobs) if hasattr(os, "sched_getaffinity") else 1

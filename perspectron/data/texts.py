@@ -158,7 +158,9 @@ def divide(
     first = list(itertools.islice(readable, len(shares.splits) - 1))
     last = next((part for part in reversed(ranked) if part.known().end), None)
     if last is None:
-        raise NoText(f"{source}: no text in it ({len(files)} files, none of them non-empty text)")
+        raise NoText(
+            f"{source}: no text in it ({len(files)} files, none of them non-empty {encoding or 'UTF-8'})"
+        )
     cut = dict[SplitName, list[Part]]()
     if last in first:
         cut = _cut(last.known(), shares)
