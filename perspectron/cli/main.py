@@ -58,7 +58,7 @@ COMMANDS = {
 instance called for the exit code; a function takes the arguments as they are."""
 
 MOST = 10**9
-"""The largest whole number that an option may be."""
+"""The largest whole number that an option but a seed may be."""
 
 
 def console() -> int:
@@ -154,16 +154,17 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
 
 
 def _require_bounded(options: Any) -> None:
-    """ConfigError for an option that is no finite number, or a whole one above MOST, but for seeds."""
+    """ConfigError for an option that is no finite number, but for a default, or a whole one above its bound."""
     for item in fields(options):
         value = getattr(options, item.name)
         if is_dataclass(value):
             _require_bounded(value)
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, float):
+            if isinstance(one, float) and one != item.default:
                 require(math.isfinite(one), item.name, one, "finite")
-            elif isinstance(one, int) and item.name != "seed":
-                require(abs(one) <= MOST, item.name, one, f"≤ {MOST:,}")
+            elif isinstance(one, int):
+                most = 2**63 - 1 if item.name == "seed" else MOST
+                require(abs(one) <= most, item.name, one, f"≤ {most:,}")
 
 
 def _one_source(arguments: list[str]) -> list[str]:

@@ -140,8 +140,9 @@ def _no_text(path: Path, encoding: str, offset: int, why: str) -> Text:
     """A file that is no text, with a guess of what it is."""
     with reading(path) as file:
         head = file.read(4096)
-        file.seek(offset)
-        looks = "" if encoding else _looks(head, file.read(4096))
+        file.seek(max(0, offset - 2048))
+        near = file.read(4096)
+    looks = "" if encoding else _looks(head, near)
     return Text(None, 0, offset, looks, f"{why}, it looks like {looks}" if looks else why)
 
 
@@ -158,10 +159,15 @@ def _looks(head: bytes, near: bytes) -> str:
         return "utf-16-le" if odd > even else "utf-16-be"
     if any(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in head + near):
         return ""
+    if sum(byte > 127 for byte in near) > 0.3 * len(near):  # Cyrillic, say: too many kinds to guess
+        return ""
     return "cp1252" if any(0x80 <= byte < 0xA0 for byte in near) else "latin-1"
 
 
-ICONV = {"latin-1": "LATIN1"}
+def iconv_name(encoding: str) -> str:
+    """An encoding as iconv calls it."""
+    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    return "LATIN1" if name == "LATIN-1" else name
 
 
 def refusal(path: Path, text: Text) -> str:
@@ -169,7 +175,7 @@ def refusal(path: Path, text: Text) -> str:
     said = f"{path}: {text.why}, at byte {text.offset:,}"
     if not text.encoding:
         return said
-    name = ICONV.get(text.encoding, text.encoding.upper().replace("-LE", "LE").replace("-BE", "BE"))
+    name = iconv_name(text.encoding)
     said += f": --encoding {text.encoding} reads it (or the source {path}#encoding={text.encoding})"
     return said if path.suffix in COMPRESSED else f"{said}; or: iconv -f {name} -t UTF-8 {path} > NEW.txt"
 
