@@ -42,7 +42,7 @@ class Quickstart:
     out: Path = Path("runs/quickstart")
     """Output folder."""
     data: str = "stdlib"
-    """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    """The text: "stdlib", or what `perspectron train --data` takes."""
     encoding: str = ""
     """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     steps: int = 600

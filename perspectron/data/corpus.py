@@ -22,8 +22,8 @@ SKIPPED_NAMES = 1000
 """Maximum number of names of skipped files or records kept per split; the count is always complete."""
 
 RULE = 2
-"""How sources are read and split. Before 2 (0.3) a folder's files went to splits by hashes alone, whatever their sizes
-and kinds, and .csv, .tsv and .json were texts. A run keeps the rule by which it was split."""
+"""Version of the rules by which sources are read and split. Before 2 a folder's files went to splits by hashes alone,
+whatever their sizes and kinds, and .csv, .tsv and .json were texts. A run keeps the rule by which it was split."""
 SAID, MOST_REASONS = 5, 100
 """Kinds that are told of in a line, and that are counted for each split."""
 
@@ -87,7 +87,7 @@ class Corpus(abc.ABC):
 
     @property
     def left_out(self) -> "Counter[tuple[Label, str]]":
-        """What they left out, by kind and reason."""
+        """Files and records that they left out, by kind and reason."""
         return sum(self._left.values(), Counter())
 
     def notes(self) -> list[str]:

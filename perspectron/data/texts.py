@@ -48,7 +48,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """By which it goes to a split."""
+        """The hash of its name, in [0, 1), by which it goes to a split."""
         return share_of(_key(self.name))
 
     @property
@@ -185,7 +185,8 @@ def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
     splits: dict[SplitName, list[Part]] = {split: [] for split in shares.splits}
     for parts in (*kinds.values(), pooled):
         whole, low = float(sum(part.size for part in parts)), 0.0
-        for split, share in (("heldout", shares.heldout), ("dev", shares.dev)):
+        held: tuple[tuple[SplitName, float], ...] = (("heldout", shares.heldout), ("dev", shares.dev))
+        for split, share in held:
             if share:
                 taken, parts = _portion(parts, whole, low, share)
                 splits[split] += taken

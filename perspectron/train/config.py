@@ -15,9 +15,10 @@ class TrainConfig:
     """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl or .parquet (PATH#FIELD, if its
-    text is not under "text"), also .gz or .zst, a folder or a pattern of such files, hf:NAME[:SPLIT], or a folder
-    written by `tokenize`. Several with weights: --data code=0.7:PATH --data prose=0.3:PATH."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl, .json, .csv, .tsv or .parquet
+    (PATH#FIELD, if its text is not under "text"), also .gz or .zst, a folder or a pattern of such files,
+    hf:NAME[:SPLIT], or a folder written by `tokenize`. Several with weights: --data code=0.7:PATH --data
+    prose=0.3:PATH."""
     tokenizer: str = "bpe"
     """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
     heldout: float = 0.05
