@@ -7,6 +7,7 @@ and determines everything that follows.
 import contextlib
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,6 +137,8 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
         size = settings.vocab_size or presets.vocabulary(settings.params)
         encode(corpus, made_in(folder, "bpe", corpus, size), folder)
+        for line in corpus.notes():
+            print(f"perspectron: {line}", file=sys.stderr)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
     bound = (
