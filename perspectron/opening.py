@@ -110,7 +110,8 @@ class Opened:
                     f"that of {self.folder.path} is {self.tokenizer.fingerprint[:12]}"
                 )
             return shards
-        corpus = open_corpus(trained.data, trained.heldout, template=Template.of(self.folder.path))
+        template = Template.of(self.folder.path)
+        corpus = open_corpus(trained.data, trained.heldout, template=template, rule=trained.rule)
         return encode(corpus, self.tokenizer, scratch)
 
 
@@ -126,7 +127,7 @@ def describe(path: Path) -> Folder:
         folder,
         config.model,
         config,
-        trained=Trained(train.data, train.heldout, train.seq_len),
+        trained=Trained(train.data, train.heldout, train.seq_len, config.rule),
         dtype=torch.bfloat16 if train.dtype == "bfloat16" else None,
     )
 

@@ -1,8 +1,9 @@
 """`perspectron compare`."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.progress import (
     BarColumn,
@@ -27,9 +28,9 @@ from perspectron.compare.plan import (
     threads_for,
 )
 from perspectron.compare.pool import Ended
-from perspectron.compare.run import Cell
+from perspectron.compare.run import Cell, Rate
 from perspectron.config import between_commas, require
-from perspectron.data import Tokenizer, absolute
+from perspectron.data import Tokenizer, absolute, with_encoding
 from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.files import locked
@@ -68,8 +69,10 @@ class Compare:
     seeds: int = Settings.seeds
     """Number of trainings of each design, with different weights and order of the text."""
     data: str = Settings.data
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a .jsonl or .jsonl.gz, or a
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, a folder, a table such as .jsonl, or a
     folder written by `tokenize`."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float = Settings.heldout
     """Share of the text that is held out and read once, at the end."""
     dev: float = Settings.dev
@@ -158,7 +161,7 @@ class Compare:
     def settings(self) -> Settings:
         return Settings(
             tuple(between_commas(self.designs)), count(self.params, "params"), count(self.tokens, "tokens"), self.seeds,
-            absolute(self.data),
+            absolute(with_encoding(self.data, self.encoding)),
             self.heldout, self.dev, self.match, self.vocab_size, self.seq_len, self.batch_size, self.rates,
             self.warmups, self.rate_share, self.dtype, self.device, suites=tuple(between_commas(self.suites)),
             recall=self.recall, state=self.state,
@@ -169,13 +172,15 @@ def finish(folder: Path, what: Plan, jobs: int, console: Console) -> int:
     """Do what is left of a plan, and return the exit code."""
     try:
         with locked(folder):
-            console.print(_summary(what))
+            for line in _summary(what):
+                console.print(line)
             results.note_conditions(folder, what, jobs)
             rates, tried = run.choose_rates(
                 folder, what, lambda cells: train(folder, what, cells, jobs, console)
             )
-            chosen = (f"{name} {lr:g} ({warmup:.0%} warm-up)" for name, (lr, warmup) in rates.items())
-            console.print("learning rates: " + ", ".join(chosen))
+            console.print(
+                "learning rates: " + ", ".join(_chosen(tried[name], rates[name], name) for name in rates)
+            )
             cells = run.cells(folder, what, rates)
             train(folder, what, cells, jobs, console)
             finished = [cell for cell in cells if run.trained(cell).status == "finished"]
@@ -208,14 +213,27 @@ def _measure(folder: Path, what: Plan, finished: list[Cell], jobs: int, console:
     return failed
 
 
-def _summary(what: Plan) -> str:
-    s = what.settings
-    arms = len(what.arms)
-    return (
+def _chosen(tried: list[dict[str, Any]], rate: Rate, name: str) -> str:
+    """The rate of an arm, and that one outside of those tried may be better."""
+    end = "; the last one tried, others may be better" if run.at_an_end(tried, rate) else ""
+    return f"{name} {rate.lr:g} ({rate.warmup:.0%} warm-up{end})"
+
+
+def _summary(what: Plan) -> list[str]:
+    s, here, arms = what.settings, threads_for(1), len(what.arms)
+    lines = [
         f"{arms} {'arms' if what.kind == 'ablations' else 'designs'} × {s.seeds} seeds, {s.params:,} parameters, "
         f"{s.tokens:,} tokens ({s.match} matched), windows of {s.seq_len}, {s.dtype}, "
         f"{s.threads} thread{'s' * (s.threads > 1)} each"
-    )
+    ]
+    if "OMP_NUM_THREADS" in os.environ and here != s.threads:
+        lines.append(
+            f"OMP_NUM_THREADS is {here}; this comparison began with {s.threads} and goes on so, as other numbers of "
+            "threads add in another order"
+        )
+    if run.alike(what):
+        lines.append("warm-ups that are as long in a trial are tried once, as the shortest")
+    return lines
 
 
 def train(folder: Path, what: Plan, cells: list[Cell], jobs: int, console: Console) -> None:

@@ -1,5 +1,6 @@
 """`perspectron eval`."""
 
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import tyro
 from perspectron.cli.options import Sets, answer, assignments, open_model
 from perspectron.cli.progress import Work
 from perspectron.config import load, one_of, require
-from perspectron.data import Split, encode, open_corpus
+from perspectron.data import Split, encode, open_corpus, with_encoding
 from perspectron.data.template import Template
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
@@ -41,6 +42,8 @@ class Eval:
     """Options of the suite, as KEY=VALUE."""
     data: str | None = None
     """Another corpus instead of the training corpus; its held-out part is measured."""
+    encoding: str = ""
+    """Encoding of --data, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float | None = None
     """Share of --data to hold out (default: half)."""
     seq_len: int | None = None
@@ -84,9 +87,8 @@ class Eval:
         for field in texts if not suite.reads_text else ():
             value = getattr(self, field)
             require(value is None, field, value, f"{name} reads no text")
-        require(
-            self.heldout is None or self.data is not None, "heldout", self.heldout, "left out without --data"
-        )
+        for field, value in (("heldout", self.heldout), ("encoding", self.encoding or None)):
+            require(value is None or self.data is not None, field, value, "left out without --data")
         require(suite.draws or self.seed is None, "seed", self.seed, f"{name} does not depend on it")
         require(suite.on_device or self.device == "auto", "device", self.device, f"{name} runs on the CPU")
 
@@ -103,5 +105,9 @@ class Eval:
         """The text to measure on: that of --data, else what training held out."""
         if self.data is None:
             return opened.shards(scratch).split("heldout")
-        corpus = open_corpus(self.data, self.heldout or HELDOUT, template=Template.of(opened.folder.path))
-        return encode(corpus, opened.tokenizer, scratch).split("heldout")
+        source, share = with_encoding(self.data, self.encoding), self.heldout or HELDOUT
+        corpus = open_corpus(source, share, template=Template.of(opened.folder.path))
+        shards = encode(corpus, opened.tokenizer, scratch)
+        for line in corpus.notes():
+            print(f"perspectron: {line}", file=sys.stderr)
+        return shards.split("heldout")

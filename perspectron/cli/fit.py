@@ -18,9 +18,11 @@ from perspectron.cli.progress import Work, duration
 from perspectron.config import require
 from perspectron.data import Shards, Tokenizer, cores
 from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
-from perspectron.eval.perplexity import compressors
-from perspectron.files import locked, remove
+from perspectron.eval import perplexity
+from perspectron.eval.subject import Subject
+from perspectron.files import locked, plain, remove, write_json
 from perspectron.machine import memory_kept, pick_device
+from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.estimate import Estimate, require_room
@@ -28,12 +30,16 @@ from perspectron.train.extend import how_to_go_on
 from perspectron.train.layout import Layout, launched
 from perspectron.train.loggers import Kind, logger
 from perspectron.train.loop import CURVE, Trainer, training_batches
-from perspectron.train.metrics import Metrics, measured, read_metrics
+from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
 
 CLOSING = 3.0  # seconds from the last checkpoint to the end: the curve, compressors
+WHOLE_SHARE, WHOLE_SECONDS = (
+    0.1,
+    5.0,
+)  # of a training's time, or seconds if they are more, for all held-out text
 
 
 def fit(
@@ -135,15 +141,11 @@ def _fit_plain(
 
 
 def _ending(trainer: Trainer, seconds: float) -> list[str]:
-    """The closing lines of a run: its result beside compressors of the same text, and what to do next."""
-    run, train = trainer.run_dir, trainer.config.train
-    on = {"heldout": "held-out"}.get(train.measured_on, "dev")
-    text = trainer.measured_text()
-    others = ", ".join(f"{name} {bits:.3f}" for name, bits in compressors(text).items())
-    lines = [
-        f"done in {duration(seconds)}: best {on} {trainer.best:.3f} bits per byte ({others} on the same "
-        f"{len(text):,} bytes); curve: {run / CURVE}"
-    ]
+    """The closing lines of a run: its result as `eval` tells it, and what to do next."""
+    run, began = trainer.run_dir, time.monotonic()
+    result = _result(trainer)
+    seconds += time.monotonic() - began
+    lines = [f"done in {duration(seconds)}: {result}; curve: {run / CURVE}"]
     course = [bits for line in read_metrics(run) if "loss" not in line for _, bits in [measured(line)]]
     if course[-1] > 1.01 * trainer.best:
         lines.append(
@@ -157,6 +159,40 @@ def _ending(trainer: Trainer, seconds: float) -> list[str]:
         f"  perspectron chat {run}",
         f"  perspectron eval {run}",
     ]
+
+
+def _result(trainer: Trainer) -> str:
+    """The loss of the best checkpoint on all of the held-out text, beside compressors of it, as `eval` measures it, and
+    kept as RUN/heldout.json; where that takes long or is not to be read yet, the best loss on a sample, in words."""
+    run, train, split = trainer.run_dir, trainer.config.train, trainer.heldout_split
+    each = trainer.progress.seconds / max(1, trainer.progress.step)
+    takes = _whole(trainer, each)
+    if launched() or train.measured_on == "dev" or takes > _patience(trainer.progress.seconds):
+        on = "held-out" if train.measured_on == "heldout" else "dev"
+        tokens = min(train.eval_tokens or split.tokens, split.tokens)
+        return (
+            f"best {on} {trainer.best:.3f} bits per byte on {tokens:,} of {split.tokens:,} tokens of it, a sample; "
+            "all held-out text, beside gzip and xz, is for eval"
+        )
+    with Work("measuring on the held-out text"):
+        opened = open_model(run)
+        opened.model.to(trainer.device)
+        found = perplexity.measure(Subject(opened, split, train.seq_len))
+    step = None if opened.checkpoint is None else opened.checkpoint.progress.step
+    write_json(run / HELDOUT, {"step": step} | plain(found))
+    return perplexity.said(found)
+
+
+def _whole(trainer: Trainer, each: float) -> float:
+    """Seconds to read all held-out text, of which a token costs about half of one that is trained on. each: of an
+    update."""
+    train = trainer.config.train
+    return each * trainer.heldout_split.tokens / (train.batch_size * train.seq_len * train.accumulate) / 2
+
+
+def _patience(seconds: float) -> float:
+    """Seconds that reading all held-out text may take after so many of training."""
+    return max(WHOLE_SECONDS, WHOLE_SHARE * seconds)
 
 
 def _fit_staged(
@@ -200,7 +236,7 @@ def same_as_before(run: Path, config: RunConfig) -> RunConfig:
     if not (run / "config.json").is_file():
         return config
     saved = checkpoint.load_config(run)
-    config = replace(config, order=saved.order)
+    config = replace(config, order=saved.order, rule=saved.rule)
     if config.train.dtype == "auto":
         config = replace(config, train=replace(config.train, dtype=saved.train.dtype))
     if config == saved:
@@ -224,12 +260,16 @@ def _fit(
     to."""
     if trainer.damaged is not None:
         console.print(f"warning: {trainer.damaged}; resuming from step {trainer.progress.step}")
+    closing = CLOSING
     if trainer.progress.step < trainer.config.train.steps:
         with Work("a first pass"):
             estimate = trainer.estimate()
+        takes = _whole(trainer, estimate.seconds)
+        if ends is not None and takes <= _patience(ends - time.monotonic()):
+            closing += takes
         for line in _plan(trainer, estimate, ends):
             console.print(line)
-    pace = None if ends is None else Pace(ends, closing=CLOSING)
+    pace = None if ends is None else Pace(ends, closing=closing)
     text = trainer.shards.split("train")
     with logger(log, trainer.run_dir, trainer.config, text, trainer.progress.step) as logged:
         if as_json:

@@ -7,17 +7,19 @@ import ast
 import contextlib
 import functools
 import io
+import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import perspectron
+from perspectron.config import require
 from perspectron.errors import ConfigError, PerspectronError, escaped
 
 COMMANDS = {
@@ -54,6 +56,9 @@ COMMANDS = {
 }
 """The commands, and where in `perspectron.cli` each is defined. A class is parsed from the arguments, and its
 instance called for the exit code; a function takes the arguments as they are."""
+
+MOST = 10**9
+"""The largest whole number that an option but a seed may be."""
 
 
 def console() -> int:
@@ -191,11 +196,26 @@ def _parse(arguments: list[str], began: float = 0.0) -> Callable[[], int]:
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
                 **options,
             )
-            return parsed
     except SystemExit as stop:
         if stop.code == 0:
             raise
         raise ConfigError(f"{_one_line(said.getvalue())} (see perspectron {name} --help)") from None
+    _require_bounded(parsed)
+    return parsed
+
+
+def _require_bounded(options: Any) -> None:
+    """ConfigError for an option that is no finite number, but for a default, or a whole one above its bound."""
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if is_dataclass(value):
+            _require_bounded(value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, float) and one != item.default:
+                require(math.isfinite(one), item.name, one, "finite")
+            elif isinstance(one, int):
+                most = 2**63 - 1 if item.name == "seed" else MOST
+                require(abs(one) <= most, item.name, one, f"≤ {most:,}")
 
 
 def _one_source(arguments: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
 from perspectron.cli.tokenize import Tokenize
+from perspectron.config import require
 from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
@@ -42,15 +43,18 @@ class Quickstart:
     out: Path = Path("runs/quickstart")
     """Output folder."""
     data: str = "stdlib"
-    """The text: "stdlib", a text file, a folder, or a .jsonl or .jsonl.gz."""
+    """The text: "stdlib", or what `perspectron train --data` takes."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     steps: int = 600
     """Number of updates for each model, of 8 × 128 tokens each."""
 
     def __call__(self) -> int:
+        require(self.steps >= 1, "steps", self.steps, "≥ 1")
         start, console = time.perf_counter(), Console(highlight=False, soft_wrap=True)
         console.print(f"[bold]1  Text[/]  {escape(str(self.data))}")
         vocab_size = presets.get(MODELS["perspective"]).vocab_size
-        Tokenize(data=self.data, out=self.out / "corpus", vocab_size=vocab_size)()
+        Tokenize(self.data, self.out / "corpus", vocab_size, encoding=self.encoding)()
         console.print(
             "\n[bold]2  Training[/]  perspective2-tiny, then its twin, on the same tokens in the same order"
         )
@@ -102,7 +106,7 @@ class Quickstart:
         split = open_shards(self.out / "corpus").split("heldout")
         for other, bits in compressors(text_of(split, tokenizer, split.tokens)).items():
             rows.append([other, f"{bits:.3f}"])
-        title = f"{split.text_bytes:,} bytes of text that no model was trained on"
+        title = f"on all {split.text_bytes:,} held-out bytes, which no model was trained on"
         return table(title, ("", "bits per byte", "parameters", "state at 8,192 tokens"), rows)
 
     def _page(self, console: Console) -> None:

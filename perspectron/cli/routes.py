@@ -14,6 +14,7 @@ from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.config import require
 from perspectron.data import Tokenizer
+from perspectron.data.reading import examined
 from perspectron.errors import DataError, StorageError
 from perspectron.eval.routes import Measures, Rates, Routes, joined, measure, of_document, summary
 from perspectron.experts.torus import cells
@@ -99,7 +100,8 @@ def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8 text") from None
+        text = examined(path)
+        raise DataError(f"{path}: not UTF-8 text, at byte {text.offset or text.size or 0:,}") from None
     ids = tokenizer.encode(text)
     ids = ids[:limit] if limit else ids
     if len(ids) < 2:

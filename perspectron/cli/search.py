@@ -13,7 +13,7 @@ from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
 from perspectron.config import between_commas, require
-from perspectron.data import absolute
+from perspectron.data import absolute, with_encoding
 from perspectron.files import locked
 
 SHOWN = 10  # candidates of a rung
@@ -44,6 +44,8 @@ class Search:
     """Active parameters of each candidate, within 2%."""
     data: str = Settings.data
     """Text, as in `compare`."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float = Settings.heldout
     """Share of the text that is held out and not read."""
     dev: float = Settings.dev
@@ -75,9 +77,10 @@ class Search:
         )
         space = search.read_space(self.space, self.design)
         everyone = search.candidates(self.design, space, self.candidates, self.seed)
+        data = absolute(with_encoding(self.data, self.encoding))
         settings = Settings(
             tuple(dict.fromkeys(one.variant for one in everyone)), count(self.params, "params"), rungs[-1], 1,
-            absolute(self.data), self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
+            data, self.heldout, self.dev, seq_len=self.seq_len, batch_size=self.batch_size,
             dtype=self.dtype, device=self.device, suites=(),
         )  # fmt: skip
         console = progress()

@@ -11,7 +11,7 @@ from perspectron import presets
 from perspectron.cli.options import Sets, answer, assignments
 from perspectron.cli.progress import Work
 from perspectron.config import one_of, require
-from perspectron.data import Tokenizer, open_corpus
+from perspectron.data import Tokenizer, open_corpus, with_encoding
 from perspectron.stream.synthetic import synthesize
 
 
@@ -36,6 +36,8 @@ class Synthesize:
     """Sizes of the preset to replace, as KEY=VALUE."""
     data: str = "stdlib"
     """Corpus from which the tokenizer learns."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     seed: int = 0
     """Seed of the weights."""
     json: bool = False
@@ -65,5 +67,5 @@ class Synthesize:
         return answer(self.json, fields, line)
 
     def _tokenizer(self, vocab_size: int) -> Tokenizer:
-        documents = open_corpus(self.data, heldout=0.05).documents("train")
+        documents = open_corpus(with_encoding(self.data, self.encoding)).documents("train")
         return Tokenizer.train((document.text for document in documents), vocab_size)

@@ -8,7 +8,7 @@ import tyro
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
 from perspectron.config import require
-from perspectron.data import cores, encode, made_in, open_corpus
+from perspectron.data import cores, encode, made_in, open_corpus, with_encoding
 from perspectron.errors import StorageError
 from perspectron.files import locked
 
@@ -30,6 +30,8 @@ class Tokenize:
     """Maximum size of the vocabulary."""
     tokenizer: str = "bpe"
     """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     heldout: float = 0.05
     """Share of the text that is never trained on."""
     dev: float = 0.0
@@ -39,7 +41,7 @@ class Tokenize:
 
     def __call__(self) -> int:
         require(0 < self.heldout < 1, "heldout", self.heldout, "in (0, 1)")
-        corpus = open_corpus(self.data, self.heldout, dev=self.dev)
+        corpus = open_corpus(with_encoding(self.data, self.encoding), self.heldout, dev=self.dev)
         if self.out.exists() and not self.out.is_dir():
             raise StorageError(f"{self.out}: not a folder")
         with locked(self.out):
@@ -57,12 +59,14 @@ class Tokenize:
             "digest": corpus.digest,
             "skipped_count": corpus.skipped_count,
             "skipped": corpus.skipped,
+            "notes": corpus.notes(),
         }
+        whole = sum(s.text_bytes for s in splits.values()) or 1
         lines = [
-            f"{name}: {s.documents:,} documents, {s.text_bytes:,} bytes, {s.tokens:,} tokens"
+            f"{name}: {s.documents:,} documents, {s.text_bytes:,} bytes ({s.text_bytes / whole:.1%}), "
+            f"{s.tokens:,} tokens"
             for name, s in splits.items()
         ]
         lines.append(f"vocabulary: {tokenizer.vocab_size:,}; text {corpus.digest}; in {self.out}")
-        if corpus.skipped_count:
-            lines.append(f"unreadable and skipped: {corpus.skipped_count}, {', '.join(corpus.skipped[:5])}")
+        lines += corpus.notes()
         return answer(self.json, facts | extra, *lines)

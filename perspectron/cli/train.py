@@ -17,7 +17,17 @@ from perspectron.cli.fit import CLOSING, fit
 from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
 from perspectron.config import ModelConfig, load, one_of, require
-from perspectron.data import Shards, Tokenizer, absolute, is_encoded, label, open_corpus, open_shards
+from perspectron.data import (
+    Shards,
+    Tokenizer,
+    absolute,
+    is_encoded,
+    label,
+    open_corpus,
+    open_shards,
+    with_encoding,
+)
+from perspectron.data.corpus import RULE
 from perspectron.data.template import PLAIN, Template
 from perspectron.data.vocabulary import KINDS, made
 from perspectron.errors import ConfigError
@@ -75,6 +85,8 @@ class Train:
     """Train on this many tokens, such as 20M, instead of --steps."""
     epochs: float | None = None
     """Train on this many passes over the text, instead of --steps."""
+    encoding: str = ""
+    """Encoding of the text, such as utf-16, latin-1 or cp1252 (default: UTF-8)."""
     preset: str = ""
     """Model to train; `perspectron list` shows the choices (default: perspective2 at a size that fits the time or the
     tokens; with --init, the model of that run)."""
@@ -148,7 +160,7 @@ class Train:
         def settle(config: RunConfig, shards: Shards) -> RunConfig:
             return settled(config, frozenset(self.given), budget, shards, _left(ends))
 
-        config = RunConfig(self._model(train, budget, ends), train)
+        config = RunConfig(self._model(train, budget, ends), train, rule=_rule(train))
         return fit(
             self._folder(),
             config,
@@ -168,13 +180,15 @@ class Train:
                 places[name] = str(Path(origin).resolve())
                 its = describe(Path(origin)).of_run(name)  # an artifact is refused before the text is read
                 if name == "init" and "data" not in self.given:
-                    places["data"] = its.train.data
+                    places["data"] = with_encoding(its.train.data, self.encoding)
                 if name == "init" and not self.preset and its.model.positions and "seq_len" not in self.given:
                     places["seq_len"] = min(self.train.seq_len, its.model.positions)
         for name, kinds in (("tokenizer", KINDS), ("template", ("", PLAIN))):
             if (value := getattr(self.train, name)) not in kinds and Path(value).exists():
                 places[name] = str(Path(value).resolve())
-        return replace(self.train, **{"data": absolute(self.train.data)} | places)
+        return replace(
+            self.train, **{"data": absolute(with_encoding(self.train.data, self.encoding))} | places
+        )
 
     def _budget(self, train: TrainConfig) -> Budget:
         """The one budget of minutes, tokens, epochs and steps that is given; ConfigError for two of them."""
@@ -189,7 +203,9 @@ class Train:
             return Budget(tokens=train.steps * train.batch_size * train.seq_len * train.accumulate)
         if self.tokens is not None:
             return Budget(tokens=count(self.tokens, "tokens"))
-        return Budget(passes=self.epochs) if self.epochs is not None else Budget(self.minutes or MINUTES)
+        if self.epochs is not None:
+            return Budget(passes=self.epochs)
+        return Budget(MINUTES if self.minutes is None else self.minutes)
 
     def _model(self, train: TrainConfig, budget: Budget, ends: float | None) -> ModelConfig:
         """The preset's model with its sizes replaced; with `init` alone, the one of that run; with neither, the default
@@ -248,6 +264,13 @@ class Train:
                 f"for a new run from its weights: --init {run} --out NEW"
             )
         return (saved, None) if steps == saved.train.steps else extend(run, steps)
+
+
+def _rule(train: TrainConfig) -> int:
+    """The rule by which the text is split: of the same text, that of the run whose weights it starts from, so that what
+    was trained on is not held out now."""
+    its = describe(Path(train.init)).of_run("init") if train.init else None
+    return RULE if its is None or its.train.data != train.data else its.rule
 
 
 def defaults(arguments: list[str]) -> Train:

@@ -7,6 +7,7 @@ and determines everything that follows.
 import contextlib
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,6 +137,8 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         corpus = open_corpus(settings.data, settings.heldout, dev=settings.dev)
         size = settings.vocab_size or presets.vocabulary(settings.params)
         encode(corpus, made_in(folder, "bpe", corpus, size), folder)
+        for line in corpus.notes():
+            print(f"perspectron: {line}", file=sys.stderr)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
     bound = (
@@ -269,8 +272,13 @@ def train_config(
         measured_on="dev" if settings.dev else "heldout", steps=steps,
         batch_size=settings.batch_size, seq_len=settings.seq_len, seed=seed, dtype=settings.dtype,
         device=settings.device, eval_every=every, eval_tokens=CURVE_TOKENS, save_every=every, keep=1,
-        optim=OptimConfig(lr=rate, warmup=max(1, round(warmup * steps))),
+        optim=OptimConfig(lr=rate, warmup=warm_up(warmup, steps)),
     )  # fmt: skip
+
+
+def warm_up(share: float, steps: int) -> int:
+    """Updates of a warm-up that is a share of all."""
+    return max(1, round(share * steps))
 
 
 def _train_flops(model: ModelConfig, settings: Settings) -> float:
@@ -308,5 +316,8 @@ def _seconds(settings: Settings, models: dict[str, ModelConfig]) -> dict[str, fl
 
 
 def threads_for(jobs: int) -> int:
-    """Threads per training, such that so many trainings at once fill the processors."""
+    """Threads per training: OMP_NUM_THREADS, or such that so many trainings at once fill the processors."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of nested levels, the outermost
+    if first.isdecimal() and int(first):
+        return int(first)
     return max(1, len(os.sched_getaffinity(0)) // jobs) if hasattr(os, "sched_getaffinity") else 1

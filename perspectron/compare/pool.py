@@ -89,7 +89,7 @@ class _Running:
         lock = self.lock.enter_context(locked(job.folder, patience=PATIENCE))
         path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # this package, from any folder
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {"MKL_NUM_THREADS": str(threads)} | environment | {"OMP_NUM_THREADS": str(threads)}
         with append_to(job.folder / LOG) as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *job.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perspectron.compare import pool
-from perspectron.compare.plan import Plan, data_of, train_config
+from perspectron.compare.plan import Plan, data_of, train_config, warm_up
 from perspectron.compare.pool import Ended, Job
 from perspectron.data import Tokenizer
 from perspectron.data.shuffle import ORDER
@@ -30,7 +30,7 @@ RATES = "rates.json"
 MEASURED = 8
 TAIL = 1 << 15  # bytes of metrics that hold a whole line
 FACTOR = 2.0  # to the next learning rate outside the grid
-OUTSIDE = 1  # rates tried beyond an end of the grid, at most
+OUTSIDE = 4  # rates tried beyond an end of the grid, at most
 
 
 class Rate(NamedTuple):
@@ -77,19 +77,36 @@ def _folder(out: Path, name: str) -> Path:
 
 def trials(out: Path, plan: Plan, rates: dict[str, list[Rate]]) -> list[Cell]:
     """Short trainings with the first seed, one for each rate of an arm."""
-    share = plan.settings.rate_share
     return [
         Cell(
             name,
             0,
             rate,
-            max(1, round(share * plan.arms[name].steps)),
+            _trial_steps(plan, name),
             _folder(out, f"rates/{name}/{rate.lr:g}-{rate.warmup:g}"),
             1,
         )
         for name, values in rates.items()
         for rate in values
     ]
+
+
+def _trial_steps(plan: Plan, name: str) -> int:
+    return max(1, round(plan.settings.rate_share * plan.arms[name].steps))
+
+
+def alike(plan: Plan) -> bool:
+    """True if warm-ups differ that are as long in the trials of an arm."""
+    warmups = set(plan.settings.warmups)
+    lengths = [{warm_up(share, _trial_steps(plan, name)) for share in warmups} for name in plan.arms]
+    return any(len(those) < len(warmups) for those in lengths)
+
+
+def _apart(plan: Plan, name: str, rates: list[Rate]) -> list[Rate]:
+    """The rates of an arm that differ in a trial: of warm-ups with as many updates in it, the shortest."""
+    steps = _trial_steps(plan, name)
+    found = {(rate.lr, warm_up(rate.warmup, steps)): rate for rate in sorted(rates, reverse=True)}
+    return sorted(found.values())
 
 
 def trained(cell: Cell) -> Trained:
@@ -161,7 +178,8 @@ def choose_rates(
 ) -> tuple[dict[str, Rate], dict[str, list[dict[str, Any]]]]:
     """(best rate of each arm, all rates tried with their bits per byte on dev).
 
-    `run` trains the trials. Where the best rate is at an end of the grid, the next one outside is tried too.
+    `run` trains the trials. While the best rate is at an end of the grid, the next one outside is tried too, up to
+    OUTSIDE of them.
     """
     grid = sorted(Rate(lr, warmup) for lr in plan.settings.rates for warmup in plan.settings.warmups)
     if len(grid) == 1:
@@ -169,13 +187,14 @@ def choose_rates(
     if (out / RATES).is_file():  # what cells were trained with, whatever has become of the trials
         saved = read_json(out / RATES, CheckpointError)
         return {name: Rate(*rate) for name, rate in saved["chosen"].items()}, saved["tried"]
-    wanted = {name: list(grid) for name in plan.arms}
+    wanted = {name: _apart(plan, name, grid) for name in plan.arms}
+    most = {name: len(values) + OUTSIDE for name, values in wanted.items()}
     while True:
         run(trials(out, plan, wanted))
         tried = {name: _tried(out, plan, name, values) for name, values in wanted.items()}
         chosen = {name: _best(results) for name, results in tried.items()}
         more = {name: _beyond(values, chosen[name]) for name, values in wanted.items()}
-        more = {name: rates for name, rates in more.items() if len(wanted[name]) < len(grid) + OUTSIDE}
+        more = {name: rates for name, rates in more.items() if len(wanted[name]) < most[name]}
         if not any(more.values()):
             break
         wanted |= {name: sorted([*wanted[name], *rates]) for name, rates in more.items()}
@@ -200,6 +219,12 @@ def _best(tried: list[dict[str, Any]]) -> Rate:
     """Rate with the lowest loss; the lowest rate where no trial has finished."""
     losses = {Rate(line["lr"], line["warmup"]): line["bits_per_byte"] for line in tried}
     return min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
+
+
+def at_an_end(tried: list[dict[str, Any]], best: Rate) -> bool:
+    """True if the best of the rates that were tried is the lowest or the highest of them, so that one outside may be
+    better."""
+    return bool(tried) and bool(_beyond([Rate(line["lr"], line["warmup"]) for line in tried], best))
 
 
 def _beyond(values: list[Rate], best: Rate) -> list[Rate]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from perspectron import presets
 from perspectron.census import census
 from perspectron.compare import run
-from perspectron.compare.plan import Models, Plan, Settings, models_of_designs
+from perspectron.compare.plan import Models, Plan, Settings, models_of_designs, warm_up
 from perspectron.compare.run import Cell, Rate
 from perspectron.config import require
 from perspectron.errors import ConfigError
@@ -126,8 +126,11 @@ def halve(
     results["rungs"] = []
     for tokens in rungs:
         steps = max(1, -(-tokens // plan.settings.batch_tokens))
-        cells = {one: _cell(out, one, tokens, steps) for one in left}
-        train(list(cells.values()))
+        cells, same = dict[Candidate, Cell](), dict[tuple[str, float, int], Cell]()
+        for one in left:  # warm-ups that are as long on so little text are the same training
+            key = (one.variant, one.rate.lr, warm_up(one.rate.warmup, steps))
+            cells[one] = same.setdefault(key, _cell(out, one, tokens, steps))
+        train(list(same.values()))
         lines = [_line(plan, one, cell) for one, cell in cells.items()]
         ranked = sorted(zip(lines, left, strict=True), key=lambda pair: _loss(pair[0]))
         results["rungs"].append(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from perspectron.data.loader import IGNORE, Batch, Loader, windows
     from perspectron.data.named import NAMED
     from perspectron.data.shards import Shards, Split, open_shards
-    from perspectron.data.sources import absolute, is_encoded, label, open_corpus
+    from perspectron.data.sources import absolute, is_encoded, label, open_corpus, with_encoding
     from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
     from perspectron.data.vocabulary import made_in
 
@@ -35,6 +35,7 @@ __all__ = [
     "open_corpus",
     "open_shards",
     "windows",
+    "with_encoding",
 ]
 
 _MODULES = {
@@ -43,7 +44,7 @@ _MODULES = {
     "loader": ("IGNORE", "Batch", "Loader", "windows"),
     "named": ("NAMED",),
     "shards": ("Shards", "Split", "open_shards"),
-    "sources": ("absolute", "is_encoded", "label", "open_corpus"),
+    "sources": ("absolute", "is_encoded", "label", "open_corpus", "with_encoding"),
     "tokenizer": ("END_OF_TEXT", "Tokenizer"),
     "vocabulary": ("made_in",),
 }

@@ -1,5 +1,6 @@
-"""Corpora of records: lines of JSON and rows of tables, each with one text, or with a prompt and a completion."""
+"""Corpora of records: lines of JSON and rows of parquet, each with one text, or with a prompt and a completion."""
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, facts, fingerprint, share_of
+from perspectron.data.corpus import Corpus, Document, Label, Place, Shares, SplitName, facts, share_of
 from perspectron.data.pages import widest
 from perspectron.data.reading import COMPRESSED, library, reading
 from perspectron.data.template import Template
@@ -22,7 +23,9 @@ STRINGS = ("string", "large_string", "string_view", "null")
 ROWS, AT_ONCE = 256, 1 << 26
 """Rows of a table, and bytes of them, that are decoded at once."""
 LONGEST = 1 << 26
-"""Bytes of a line of JSON, or of a page of a parquet file."""
+"""Bytes of a record in text, or of a page of a parquet file."""
+SHOWN = 8
+"""Fields of a record that are named."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,18 @@ class Fields:
             return "", texts[0]
         return (self.template.question(texts[0]), texts[1]) if texts[1] else ("", "")
 
+    def why_not(self, record: Any) -> str:
+        """The reason why a record is not valid."""
+        if not isinstance(record, dict):
+            return "no objects"
+        for name in self.names:
+            if name not in record:
+                there = ", ".join(map(str, list(record)[:SHOWN])) or "nothing"
+                return f"no {name!r}, they have {there}"
+            if not isinstance(record[name], str):
+                return f"{name!r} is no string"
+        return f"a NUL or broken characters in {self}"
+
 
 class Row(NamedTuple):
     """number: of the record, from 1. text: what is learned, after `prompt`; None for no valid record. key: by which it
@@ -66,6 +81,7 @@ class Row(NamedTuple):
     key: bytes
     place: Place
     at: float
+    why: str = ""
 
 
 class Table(Protocol):
@@ -95,10 +111,11 @@ class Records(Corpus):
         """Make sure every split has a record: read until all are seen, or move those nearest in hash. DataError: there
         are fewer different records than splits."""
         seen: list[float] = []  # shares, of which equal texts have equal ones
-        need, found = len(self.splits), set[SplitName]()
+        need, found, why = len(self.splits), set[SplitName](), ""
         for table in self._tables:
             for row in table.rows(None):
                 if not row.text:
+                    why = why or row.why
                     continue
                 share = share_of(row.key)
                 found.add(self.shares.of(share))
@@ -109,7 +126,7 @@ class Records(Corpus):
                 kept = {*seen[: need - 1], *trained[:1], seen[-1]}  # the first to train on may have to be dev
                 seen = [one for one in seen if one in kept]
         if not seen:
-            raise DataError(f"{self.source}: no record with text under {self._fields}")
+            raise self._without(why)
         if len(seen) < need:
             counted = f"{len(seen)} record{'s' * (len(seen) > 1)} with text, need at least {need}"
             raise DataError(f"{self.source}: {counted}, one for each of {', '.join(self.splits)}")
@@ -118,6 +135,21 @@ class Records(Corpus):
             rest = [one for one in seen[1:-1] if self.shares.of(one) == "train"]
             self._moved[(rest or seen[1:])[0]] = "dev"
         return self
+
+    def require_text(self) -> None:
+        """DataError unless a record has text under the fields."""
+        rows = itertools.chain.from_iterable(table.rows(None) for table in self._tables)
+        why = ""
+        for row in rows:
+            if row.text:
+                return
+            why = why or row.why
+        raise self._without(why)
+
+    def _without(self, why: str) -> DataError:
+        return DataError(
+            f"{self.source}: no record with text under {self._fields}{f' ({why})' if why else ''}"
+        )
 
     def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
         first, inner = after or (0, None)
@@ -128,43 +160,26 @@ class Records(Corpus):
                 share = share_of(row.key)
                 if self._moved.get(share, self.shares.of(share)) != split:
                     continue
-                name = f"{table.name}:{row.number}"
+                name, label = f"{table.name}:{row.number}", Label("record", table.name)
                 if row.text is None:
-                    self._skip(split, name)
+                    self._skip(split, name, label, row.why)
                 elif row.text:
+                    self._read[split][label] += 1
                     read = min((before + row.at) / whole, 1.0)
                     yield Document(name, row.text, row.prompt, [i, row.place], read)
             before, inner = before + table.size, None
 
 
-def is_table(name: str) -> bool:
-    """True if a file of this name has records."""
-    return name.endswith((*LINES, PARQUET))
-
-
-def table_of(path: Path, name: str, fields: Fields) -> Table:
-    """The records of a file. DataError for a parquet without a column that is asked for."""
-    return Parquet(path, name, fields) if name.endswith(PARQUET) else JsonLines(path, name, fields)
-
-
-def open_table(path: Path, shares: Shares, fields: Fields) -> Corpus:
-    """The records of one file."""
-    table = table_of(path, path.name, fields)
-    kind = "parquet by text" if path.name.endswith(PARQUET) else "jsonl by text"
-    lines = [str(path.resolve()), str(shares), *fields.facts, facts(path.name, path)]
-    return Records(str(path), fingerprint(kind, lines), shares, [table], fields).settle()
-
-
 class JsonLines:
     """One JSON object on each line of a file, plain or compressed."""
 
-    def __init__(self, path: Path, name: str, fields: Fields) -> None:
+    def __init__(self, path: Path, name: str, fields: Fields, encoding: str = "") -> None:
         self.name, self.size, self.identity = name, float(path.stat().st_size), facts(name, path)
-        self._path, self._fields = path, fields
+        self._path, self._fields, self._encoding = path, fields, encoding
 
     def rows(self, after: Place) -> Iterator[Row]:
         offset, number = after or (0, 0)
-        with reading(self._path) as file:
+        with reading(self._path, self._encoding) as file:
             file.seek(offset)
             while line := file.readline(LONGEST + 1):
                 number += 1
@@ -175,10 +190,12 @@ class JsonLines:
                 offset += len(line)
                 if not line.strip():
                     continue
-                pair = self._fields.of(_parsed(line))
-                key = line if pair is None else "".join(pair).encode()
+                record = _parsed(line)
                 at = 0.0 if self._path.suffix in COMPRESSED else float(offset)
-                yield Row(number, *_either(pair), key, [offset, number], at)
+                row = row_of(number, record, self._fields, [offset, number], at)
+                if row.text is None:
+                    row = row._replace(key=line, why="no JSON" if record is None else row.why)
+                yield row
 
 
 class Parquet:
@@ -244,13 +261,10 @@ class Parquet:
 
 def row_of(number: int, record: Any, fields: Fields, place: Place, at: float) -> Row:
     """A record of a table as a row."""
-    pair = fields.of(record)
-    key = repr(record).encode("utf-8", "backslashreplace") if pair is None else "".join(pair).encode()
-    return Row(number, *_either(pair), key, place, at)
-
-
-def _either(pair: tuple[str, str] | None) -> tuple[str, str | None]:
-    return ("", None) if pair is None else pair
+    if (pair := fields.of(record)) is None:
+        key = repr(record).encode("utf-8", "backslashreplace")
+        return Row(number, "", None, key, place, at, fields.why_not(record))
+    return Row(number, *pair, "".join(pair).encode(), place, at)
 
 
 def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None:

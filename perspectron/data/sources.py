@@ -1,33 +1,43 @@
 """Opens what a user names as data: a text, a table, a folder, a pattern, a dataset, or several with weights."""
 
+import codecs
 import glob
 from pathlib import Path
 
-from perspectron.data.corpus import Corpus, Joined, Shares, facts, fingerprint
+from perspectron.data.corpus import RULE, Corpus, Joined, Shares, facts, fingerprint
 from perspectron.data.hub import PREFIX, open_hub
 from perspectron.data.mixture import Mixture, parts_of
 from perspectron.data.named import NAMED, open_named
-from perspectron.data.records import Fields, Records, is_table, open_table, table_of
+from perspectron.data.records import Fields, Records, Table
+from perspectron.data.tables import is_table, open_table, table_of
 from perspectron.data.template import Template
 from perspectron.data.texts import HIDDEN, Files, NoText, divide, open_file, walk
 from perspectron.errors import DataError
 
 _PATTERN = frozenset("*?[")
+_ENCODING = "encoding="
 
 
 def open_corpus(
-    source: str, heldout: float = 0.05, *, dev: float = 0.0, template: Template | None = None
+    source: str,
+    heldout: float = 0.05,
+    *,
+    dev: float = 0.0,
+    template: Template | None = None,
+    rule: int = RULE,
 ) -> Corpus:
     """Open `source` and split off its held-out share (a fraction between 0 and 1) and its dev share.
 
     `source` is a name in NAMED (`"stdlib"`: the `.py` files of the running Python, tests excluded), a text file, a
-    `.jsonl` or `.parquet` file (the string under "text" of each record, or that under FIELD with `PATH#FIELD`), a
-    folder (every file in it, hidden ones excluded; `./stdlib` for a folder of that name), a pattern such as
-    `texts/*.parquet`, `hf:NAME[:split]` for a dataset, or several of them with weights, `code=0.7:PATH
-    prose=0.3:PATH`. Text and JSON lines may be compressed (`.gz`, `.zst`). Files and records go to a split by a hash of
-    their relative path, or of a record's text; of a single text file the last `heldout` of its bytes is held out. `dev`
-    is taken from what would be trained on: the held-out text is the same without it. With a template every record has a
-    prompt and a completion.
+    `.jsonl`, `.parquet`, `.csv`, `.tsv` or `.json` file (the string under "text" of each record, or that under FIELD
+    with `PATH#FIELD`), a folder (every file in it, hidden ones excluded; `./stdlib` for a folder of that name), a
+    pattern such as `texts/*.parquet`, `hf:NAME[:split]` for a dataset, or several of them with weights, `code=0.7:PATH
+    prose=0.3:PATH`. All but parquet may be compressed (`.gz`, `.zst`), and is UTF-8 unless the source ends with
+    `#encoding=NAME` or `#FIELD&encoding=NAME`. Files and records go to a split by a hash of their relative path, or of
+    a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
+    folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
+    held-out text is the same without it. With a template every record has a prompt and a completion. rule: as in
+    `corpus.RULE`.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
@@ -35,7 +45,7 @@ def open_corpus(
         raise DataError(f"heldout: {heldout} is not between 0 and 1 (exclusive)")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
-    shares = Shares(heldout, dev)
+    shares = Shares(heldout, dev, rule)
     try:
         if parts := parts_of(source):
             return Mixture(
@@ -71,8 +81,10 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
     if source in NAMED:
         _require_records(source, template)
         return open_named(source, shares)
-    place, field = _field_of(source)
-    fields = Fields(field, template)
+    place, field, encoding = _parts_of(source)
+    fields = Fields(field or "text", template)
+    if encoding and (place in NAMED or place.startswith(PREFIX) or is_encoded(place)):
+        raise DataError(f"{source}: encoding is {encoding}, must be left out: {place} is no file of bytes")
     if place.startswith(PREFIX):
         return open_hub(place, shares, fields)
     path = Path(place)
@@ -90,45 +102,105 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
         raise DataError(
             f"{source}: " + ("not a file or folder" if path.exists() else "no such file or folder")
         )
-    if is_table(path.name):
-        return open_table(path, shares, fields)
+    if is_table(path.name, loose=shares.rule > 1):
+        return open_table(path, shares, fields, encoding)
     _require_records(source, template)
-    return open_file(path, shares)
+    _require_no_field(place, field)
+    return open_file(path, shares, encoding)
 
 
 def _open_files(
     source: str, kind: str, root: str, files: list[tuple[str, Path]], shares: Shares, fields: Fields
 ) -> Corpus:
     """Files as one corpus: tables by record, the others by file."""
-    tables = [(name, path) for name, path in files if is_table(name)]
-    texts = [] if fields.template else [file for file in files if not is_table(file[0])]
+    place, asked, encoding = _parts_of(source)
+    tables, texts = list[Table](), list[tuple[str, Path]]()
+    for name, path in files:
+        if table := _table_in_folder(name, path, fields, encoding, shares):
+            tables.append(table)
+        elif not fields.template:
+            texts.append((name, path))
     field = fields.facts if tables else ()
-    lines = [root, str(shares), *field, *(facts(*file) for file in files)]
+    lines = [root, str(shares), *field, *(facts(*file) for file in files), *filter(None, [encoding])]
+    if shares.rule > 1:
+        kind += " by kind"
     identity = fingerprint(f"{kind} of records" if tables else kind, lines)
     if not tables:
         _require_records(source, fields.template)
-        return Files(source, identity, shares, divide(source, texts, shares))
-    records = Records(
-        source, identity, shares, [table_of(path, name, fields) for name, path in tables], fields
-    )
+        _require_no_field(place, asked)
+        return Files(source, identity, shares, divide(source, texts, shares, encoding, by_kind=True))
+    records = Records(source, identity, shares, tables, fields)
+    if asked:
+        records.require_text()
     try:
-        divided = divide(source, texts, shares)
+        divided = divide(source, texts, shares, encoding, by_kind=True)
     except NoText:
         return records.settle()
     return Joined(source, identity, [Files(source, identity, shares, divided), records])
 
 
-def _require_records(source: str, template: Template | None) -> None:
-    if template is not None:
+def _table_in_folder(name: str, path: Path, fields: Fields, encoding: str, shares: Shares) -> Table | None:
+    """The records of a file; None for a text, as one in LOOSE is that has no such field."""
+    if is_table(name, loose=False):
+        return table_of(path, name, fields, encoding)
+    if not is_table(name) or shares.rule == 1:
+        return None
+    try:
+        return table_of(path, name, fields, encoding)
+    except DataError:
+        return None
+
+
+def _require_no_field(place: str, field: str) -> None:
+    if field:
         raise DataError(
-            f"{source}: no records; prompts and completions stand in .jsonl, .parquet or a folder of these"
+            f"{place}#{field}: {field!r} names a field of records, and there are none in {place}: a .jsonl, .parquet, "
+            f".csv, .tsv or .json has them; leave #{field} out to read the text as it stands"
         )
 
 
-def _field_of(source: str) -> tuple[str, str]:
-    """(where it is, the field with the text) of PATH#FIELD."""
-    place, mark, field = source.rpartition("#")
-    return (place, field) if mark and place and field and not Path(source).exists() else (source, "text")
+def _require_records(source: str, template: Template | None) -> None:
+    if template is not None:
+        raise DataError(
+            f"{source}: no records; prompts and completions stand in .jsonl, .parquet, .csv, .json or a folder of these"
+        )
+
+
+def _parts_of(source: str) -> tuple[str, str, str]:
+    """(where it is, the field with the text, its encoding) of PATH#FIELD&encoding=NAME; "" where they are not given.
+    DataError for an encoding that Python does not have."""
+    place, mark, rest = source.rpartition("#")
+    if not (mark and place and rest) or Path(source).exists():
+        return source, "", ""
+    field, _, encoding = rest.rpartition(_ENCODING) if _ENCODING in rest else (rest, "", "")
+    return place, field.removesuffix("&"), _known(encoding) if encoding else ""
+
+
+def _known(encoding: str) -> str:
+    """The name of an encoding as Python has it; "" for UTF-8."""
+    try:
+        "".encode(encoding)
+        name = codecs.lookup(encoding).name
+        codecs.getincrementaldecoder(encoding)()
+    except (LookupError, ValueError):
+        raise DataError(
+            f"encoding = {encoding[:80]!r}, must be one that Python has, such as utf-16, latin-1, cp1252 or shift_jis"
+        ) from None
+    return "" if name == "utf-8" else name
+
+
+def with_encoding(source: str, encoding: str) -> str:
+    """A source whose files have an encoding; as it is for "". DataError for one that names another."""
+    if not encoding or not _known(encoding):
+        return source
+    if parts := parts_of(source):
+        return " ".join(
+            f"{part.name}={float(part.weight):g}:{with_encoding(part.source, encoding)}" for part in parts
+        )
+    place, field, its = _parts_of(source)
+    if its and its != _known(encoding):
+        raise DataError(f"encoding = {encoding!r}, must be left out: {source} names {its}")
+    return f"{place}#{field}{'&' if field else ''}{_ENCODING}{_known(encoding)}"
 
 
 def absolute(source: str) -> str:
@@ -137,7 +209,9 @@ def absolute(source: str) -> str:
         return " ".join(f"{part.name}={float(part.weight):g}:{absolute(part.source)}" for part in parts)
     if source in (*NAMED, "") or "://" in source:
         return source
-    place, _ = _field_of(source)
+    place, *_ = _parts_of(source)
+    if place in NAMED:
+        return source
     if place.startswith(PREFIX):
         name, colon, rest = place.removeprefix(PREFIX).partition(":")
         where = str(Path(name).resolve()) if Path(name).is_dir() else name
@@ -149,7 +223,7 @@ def label(source: str) -> str:
     """A short name of a source, for a folder that is called after it."""
     if parts := parts_of(source):
         return "-".join(part.name for part in parts)
-    place = _field_of(source)[0]
+    place = _parts_of(source)[0]
     if place.startswith(PREFIX):
         place = place.removeprefix(PREFIX).split(":")[0]
     name = Path(place).name.split(".")[0]

@@ -3,30 +3,73 @@
 import fnmatch
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, facts, fingerprint, share_of
-from perspectron.data.reading import border_at, pieces, text_size
+from perspectron.data.corpus import (
+    Corpus,
+    Document,
+    Label,
+    Place,
+    Shares,
+    SplitName,
+    facts,
+    fingerprint,
+    share_of,
+)
+from perspectron.data.reading import COMPRESSED, Text, border_at, examined, pieces, refusal
 from perspectron.errors import DataError
 
 HIDDEN = (".*",)
+RARE = 0.05
+"""Kinds with a smaller share of a folder's bytes are held out as one kind."""
+LEAST = 1024
+"""Bytes of a kind to hold out from which on they are held out in proportion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [begin, end) of a file's text; `end` None is the whole file, not yet known to be text."""
+    """Bytes [begin, end) of a file's text; `end` None is the whole file, not yet known to be text. encoding: of the
+    file; "" is UTF-8. cut: bytes after `end` that are left out, of a character that the end of the file cuts off."""
 
     path: Path
     name: str
+    encoding: str = ""
     begin: int = 0
     end: int | None = None
+    cut: int = 0
 
     @property
     def size(self) -> int:
         """Bytes on disk, or of the text: for progress."""
         return self.path.stat().st_size if self.end is None else self.end - self.begin
+
+    @property
+    def share(self) -> float:
+        """The hash of its name, in [0, 1), by which it goes to a split."""
+        return share_of(_key(self.name))
+
+    @property
+    def kind(self) -> str:
+        """Extension of the file, without that of a compression."""
+        path = Path(self.name.lower())
+        return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+
+    @property
+    def label(self) -> Label:
+        return Label("file", self.kind or "plain")
+
+    def known(self) -> "Part":
+        """The same with its end, which may be 0."""
+        if self.end is not None:
+            return self
+        text = examined(self.path, self.encoding)
+        return replace(self, end=text.size or 0, cut=text.cut)
+
+    def split_at(self, at: int) -> tuple["Part", "Part"]:
+        return replace(self, end=at, cut=0), replace(self, begin=at)
 
 
 class Files(Corpus):
@@ -43,29 +86,34 @@ class Files(Corpus):
         sizes = [part.size for part in self._parts[split]]
         whole, before = max(sum(sizes), 1), sum(sizes[:first])
         for i, part in enumerate(self._parts[split][first:], first):
-            end = text_size(part.path) if part.end is None else part.end
-            if not end:
-                self._skip(split, part.name)
-            else:
-                for offset, text in pieces(part.path, max(part.begin, start), end):
-                    stop = offset + len(text.encode())
-                    place = [i, stop] if stop < end else [i + 1, 0]
-                    share = (before + sizes[i] * (stop - part.begin) / (end - part.begin)) / whole
-                    whole_file = part.end is None and offset == 0 and stop == end
-                    name = part.name if whole_file else f"{part.name}@{offset}"
-                    yield Document(name, text, "", place, share)
+            text = examined(part.path, part.encoding) if part.end is None else Text(part.end, part.cut)
+            if text.size is None:
+                self._skip(split, part.name, part.label, text.why)
+            end = text.size or 0
+            for offset, piece in pieces(part.path, max(part.begin, start), end, part.encoding):
+                stop = offset + len(piece.encode())
+                place = [i, stop] if stop < end else [i + 1, 0]
+                share = (before + sizes[i] * (stop - part.begin) / (end - part.begin)) / whole
+                whole_file = part.end is None and offset == 0 and stop == end
+                name = part.name if whole_file else f"{part.name}@{offset}"
+                self._read[split][part.label] += offset == 0
+                yield Document(name, piece, "", place, share)
+            if text.cut:
+                why = f"the last {text.cut} bytes, a character that the end of {part.name} cuts off"
+                self._skip(split, f"{part.name}@{end}", part.label, why)
             before, start = before + sizes[i], 0
 
 
-def open_file(path: Path, shares: Shares) -> Corpus:
+def open_file(path: Path, shares: Shares, encoding: str = "") -> Corpus:
     """One text file, of which the end is held out. DataError: it is empty, or no text."""
-    identity = fingerprint("file", [str(path.resolve()), str(shares), facts(path.name, path)])
-    size = text_size(path)
-    if not size:
-        raise DataError(
-            f"{path}: not UTF-8 text" if size is None else f"{path}: empty, there is no text in it"
-        )
-    return Files(str(path), identity, shares, _cut(path, path.name, size, shares))
+    lines = [str(path.resolve()), str(shares), facts(path.name, path), *filter(None, [encoding])]
+    text = examined(path, encoding)
+    if text.size is None:
+        raise DataError(refusal(path, text))
+    if not text.size:
+        raise DataError(f"{path}: empty, there is no text in it")
+    part = Part(path, path.name, encoding, end=text.size, cut=text.cut)
+    return Files(str(path), fingerprint("file", lines), shares, _cut(part, shares))
 
 
 def walk(root: Path, left_out: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -93,43 +141,101 @@ class NoText(DataError):
     """None of the files is text."""
 
 
-def divide(source: str, files: list[tuple[str, Path]], shares: Shares) -> dict[SplitName, list[Part]]:
-    """Files to splits by the hash of their name. A split without a readable file gets the one whose hash is nearest;
-    fewer such files than splits are cut themselves. NoText where none is readable."""
-    ranked = sorted(files, key=lambda file: (share_of(_key(file[0])), file[0]))
-    split_of = {name: shares.of(share_of(_key(name))) for name, _ in ranked}
-    readable = (file for file in ranked if text_size(file[1]))
+def divide(
+    source: str, files: list[tuple[str, Path]], shares: Shares, encoding: str = "", *, by_kind: bool = False
+) -> dict[SplitName, list[Part]]:
+    """Files to splits: by the hash of their name, or with `by_kind` of each kind its share of the bytes. A split
+    without a readable file gets the one whose hash is nearest; fewer such files than splits are cut themselves. NoText
+    where none is readable."""
+    every = [Part(path, name, encoding) for name, path in files]
+    if by_kind and shares.rule > 1:
+        parts = _by_kind(every, shares)
+        if all(any(part.known().end for part in parts[split]) for split in shares.splits):
+            return parts
+    ranked = sorted(every, key=lambda part: (part.share, part.name))
+    split_of = {part.name: shares.of(part.share) for part in ranked}
+    readable = (part for part in ranked if part.known().end)
     first = list(itertools.islice(readable, len(shares.splits) - 1))
-    last = next((file for file in reversed(ranked) if text_size(file[1])), None)
+    last = next((part for part in reversed(ranked) if part.known().end), None)
     if last is None:
-        raise NoText(f"{source}: no text in it ({len(files)} files, none of them non-empty UTF-8)")
-    parts: dict[SplitName, list[Part]] = {split: [] for split in shares.splits}
+        raise NoText(
+            f"{source}: no text in it ({len(files)} files, none of them non-empty {encoding or 'UTF-8'})"
+        )
     cut = dict[SplitName, list[Part]]()
     if last in first:
-        name, path = last
-        size = text_size(path)
-        assert size is not None
-        cut = _cut(path, name, size, shares)
-        del split_of[name]
+        cut = _cut(last.known(), shares)
+        del split_of[last.name]
     else:
-        split_of |= {first[0][0]: "heldout", last[0]: "train"}
-        if shares.dev and not any(split_of[name] == "dev" and text_size(path) for name, path in ranked):
-            taken = (f for f in ranked if split_of[f[0]] == "train" and f != last and text_size(f[1]))
-            split_of[next(taken, first[1])[0]] = "dev"
-    for name, path in files:
-        if name in split_of:
-            parts[split_of[name]].append(Part(path, name))
+        split_of |= {first[0].name: "heldout", last.name: "train"}
+        if shares.dev and not any(split_of[part.name] == "dev" and part.known().end for part in ranked):
+            taken = (p for p in ranked if split_of[p.name] == "train" and p != last and p.known().end)
+            split_of[next(taken, first[1]).name] = "dev"
+    parts = {split: [p for p in every if split_of.get(p.name) == split] for split in shares.splits}
     return {split: parts[split] + cut.get(split, []) for split in parts}
+
+
+def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
+    """Parts to splits, such that each has its share of every kind."""
+    kinds = defaultdict[str, list[Part]](list)
+    for part in sorted(every, key=lambda part: (part.share, part.name)):
+        kinds[part.kind].append(part)
+    least = RARE * sum(part.size for part in every)
+    rare = [kind for kind, parts in kinds.items() if sum(part.size for part in parts) < least]
+    pooled = sorted((part for kind in rare for part in kinds.pop(kind)), key=lambda p: (p.share, p.name))
+    splits: dict[SplitName, list[Part]] = {split: [] for split in shares.splits}
+    for parts in (*kinds.values(), pooled):
+        whole, low = float(sum(part.size for part in parts)), 0.0
+        held: tuple[tuple[SplitName, float], ...] = (("heldout", shares.heldout), ("dev", shares.dev))
+        for split, share in held:
+            if share:
+                taken, parts = _portion(parts, whole, low, share)
+                splits[split] += taken
+            low += share
+        splits["train"] += parts
+    return {split: sorted(parts, key=lambda part: part.name) for split, parts in splits.items()}
+
+
+def _portion(parts: list[Part], whole: float, low: float, share: float) -> tuple[list[Part], list[Part]]:
+    """(parts taken, parts left), both in the order of their hashes. Those are taken whose hash is in [low, low + share)
+    where they have from half to twice as many bytes as that share of the `whole`; else as many as have it, in the
+    order of the hashes, the last of them cut, so that its end is taken."""
+    chosen, rest = list[Part](), list[Part]()
+    for part in parts:
+        (chosen if low <= part.share < low + share and part.end is None else rest).append(part)
+    wanted = share * whole
+    if wanted < LEAST or wanted / 2 <= sum(part.size for part in chosen) <= 2 * wanted:
+        return chosen, rest
+    known = [part.known() for part in parts]
+    wanted *= sum(text.size for text in known if text.end) / max(1, sum(part.size for part in parts))
+    taken, left = list[Part](), list[Part]()
+    for part, text in zip(parts, known, strict=True):
+        if not text.end or wanted < 1:
+            left.append(part)
+        elif text.size <= wanted:
+            taken.append(part)
+            wanted -= text.size
+        else:
+            at = border_at(part.path, text.end, text.end - round(wanted), part.encoding)
+            pair = text.split_at(at) if text.begin < at else (part, part)
+            left.append(pair[0])
+            taken += [pair[1]] if text.begin < at else []
+            wanted = 0
+    return taken, left
 
 
 def _key(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _cut(path: Path, name: str, size: int, shares: Shares) -> dict[SplitName, list[Part]]:
-    """One file's text of `size` bytes, cut where the dev part of it begins, if there is one, and the held-out one."""
-    edges = [border_at(path, size, round(size * (1 - shares.heldout))), size]
+def _cut(part: Part, shares: Shares) -> dict[SplitName, list[Part]]:
+    """One file's text, cut where the dev part of it begins, if there is one, and the held-out one."""
+    size = part.end or 0
+    edges = [border_at(part.path, size, round(size * (1 - shares.heldout)), part.encoding), size]
     if shares.dev:
-        edges.insert(0, border_at(path, edges[0], round(size * (1 - shares.heldout - shares.dev))))
+        before = round(size * (1 - shares.heldout - shares.dev))
+        edges.insert(0, border_at(part.path, edges[0], before, part.encoding))
     pairs = itertools.pairwise([0, *edges])
-    return {split: [Part(path, name, *pair)] for split, pair in zip(shares.splits, pairs, strict=True)}
+    return {
+        split: [replace(part, begin=begin, end=end, cut=part.cut if end == size else 0)]
+        for split, (begin, end) in zip(shares.splits, pairs, strict=True)
+    }

@@ -31,14 +31,20 @@ def measure(subject: Subject, options: Options = Options()) -> dict[str, Any]:
         dtype=subject.opened.folder.dtype,
     )
     others = compressors(text_of(subject.text, subject.tokenizer, options.tokens or subject.text.tokens))
-    return asdict(result) | {"compressors": others}
+    whole = not 0 < options.tokens < subject.text.tokens
+    return asdict(result) | {"whole": whole, "compressors": others}
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """The result as lines for the terminal."""
-    bits = f"{result['bits_per_byte']:.3f} bits per byte, perplexity {result['perplexity']:.1f} per token"
-    others = [f"{other}: {bits:.3f} bits per byte" for other, bits in result["compressors"].items()]
-    return [bits, *others, f"over {result['text_bytes']:,} held-out bytes, {result['tokens']:,} tokens"]
+    return [said(result), f"perplexity {result['perplexity']:.1f} per token, {result['tokens']:,} tokens"]
+
+
+def said(result: dict[str, Any]) -> str:
+    """The loss, the text that it is of, and compressors of the same bytes: one sentence wherever it is told."""
+    others = ", ".join(f"{name} {bits:.3f}" for name, bits in result["compressors"].items())
+    text = f"{'all' if result['whole'] else 'the first'} {result['text_bytes']:,} held-out bytes"
+    return f"{result['bits_per_byte']:.3f} bits per byte on {text} ({others} on the same bytes)"
 
 
 def text_of(split: Split, tokenizer: Tokenizer, tokens: int) -> bytes:

@@ -3,11 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from perspectron import presets
-from perspectron.errors import escaped
+from perspectron.errors import CheckpointError, escaped
+from perspectron.eval.perplexity import said
+from perspectron.files import read_json
 from perspectron.opening import Opened
-from perspectron.train.metrics import measured, read_metrics
+from perspectron.train.metrics import HELDOUT, measured, read_metrics
 
 
 def card(opened: Opened, name: str) -> str:
@@ -40,7 +43,10 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
         yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
         yield f"- Text: {_as_written(_text_name(train.data))}, {train.heldout:.0%} of it held out."
         metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
-        for text, bits in [measured(line) for line in metrics if line["step"] == last.step][-1:]:
+        found = [measured(line) for line in metrics if line["step"] == last.step][-1:]
+        if whole := _whole(opened.folder.path, last.step):
+            yield f"- Held-out text: {whole}."
+        for text, bits in found if not whole else []:
             yield f"- {text.capitalize()} bits per byte: {bits:.4f}."
     else:
         yield "Nothing is known of it: the run's files hold weights alone."
@@ -58,6 +64,17 @@ def _lines(opened: Opened, name: str) -> Iterator[str]:
     yield 'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)[0]))'
     yield from ("```", "", "`import perspectron.hf` (`pip install 'perspectron[hf]'`) in the place of")
     yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
+
+
+def _whole(run: Path, step: int) -> str:
+    """The loss on all held-out text, as `train` told it at its end; "" where it is that of another step."""
+    if not (run / HELDOUT).is_file():
+        return ""
+    found = read_json(run / HELDOUT, CheckpointError)
+    try:
+        return said(found) if found["step"] == step else ""
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{run / HELDOUT}: not what a training wrote; delete it") from None
 
 
 def _text_name(data: str) -> str:

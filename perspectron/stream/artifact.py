@@ -54,11 +54,12 @@ class ExpertFiles:
 
 @dataclass(frozen=True)
 class Trained:
-    """Source of the held-out text, and the length of a window in training."""
+    """Source of the held-out text, and the length of a window in training. rule: by which the text was split."""
 
     data: str
     heldout: float
     seq_len: int
+    rule: int = 1
 
     def __post_init__(self) -> None:
         require(0 <= self.heldout < 1, "trained.heldout", self.heldout, "in [0, 1)")

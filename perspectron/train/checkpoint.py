@@ -223,8 +223,9 @@ class _Index:
 
 
 def _run_config(values: Any) -> Any:
-    """The values of a run's config. One that 0.1 wrote names no order of the windows: it keeps the first."""
-    return {"order": 1} | values if isinstance(values, dict) else values
+    """The values of a run's config. One that names no order of the windows, or no rule of its text's splits, is of a
+    version that had the first alone."""
+    return {"order": 1, "rule": 1} | values if isinstance(values, dict) else values
 
 
 def found_in(run: Path) -> list[Checkpoint]:

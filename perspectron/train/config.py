@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from perspectron.config import ModelConfig, at_least, one_of, positive, require
+from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
 from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
@@ -14,9 +15,10 @@ class TrainConfig:
     """Settings of a training: `steps` updates of batch_size × seq_len × accumulate tokens each."""
 
     data: str = "stdlib"
-    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl or .parquet (PATH#FIELD, if its
-    text is not under "text"), also .gz or .zst, a folder or a pattern of such files, hf:NAME[:SPLIT], or a folder
-    written by `tokenize`. Several with weights: --data code=0.7:PATH --data prose=0.3:PATH."""
+    """ "stdlib", "sources" or "prose" (of the packages installed), a text file, .jsonl, .json, .csv, .tsv or .parquet
+    (PATH#FIELD, if its text is not under "text"), also .gz or .zst, a folder or a pattern of such files,
+    hf:NAME[:SPLIT], or a folder written by `tokenize`. Several with weights: --data code=0.7:PATH --data
+    prose=0.3:PATH."""
     tokenizer: str = "bpe"
     """ "bpe" is learned from the text; "bytes", "characters", or a tokenizer.json to use."""
     heldout: float = 0.05
@@ -148,7 +150,8 @@ class Turn:
 @dataclass(frozen=True)
 class RunConfig:
     """A model and how it is trained. recipe: the staged recipe; the model is then that of the last stage. order:
-    version of the shuffle (`perspectron.data.shuffle`). turns: changes of
+    version of the shuffle (`perspectron.data.shuffle`). rule: version of the way its text is read and split
+    (`perspectron.data.corpus`). turns: changes of
     its length, of which `train.steps` is the last. id: the run's id, stored in its checkpoints; "" before a
     trainer has created the run, and in runs from 0.1."""
 
@@ -156,6 +159,7 @@ class RunConfig:
     train: TrainConfig
     recipe: StagedConfig | None = None
     order: int = ORDER
+    rule: int = RULE
     turns: tuple[Turn, ...] = ()
     id: str = field(default="", compare=False)
 

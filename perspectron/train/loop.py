@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from perspectron import ranks
 from perspectron.block import Block
 from perspectron.config import require
-from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
+from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.errors import CheckpointError, DataError, NonFiniteError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
@@ -231,16 +231,6 @@ class Trainer:
     def estimate(self) -> Estimate:
         """The time of an update and the memory of the training, measured."""
         return estimate(self.model, self.batches().next_batch(), self.config, self.device)
-
-    def measured_text(self) -> bytes:
-        """The text whose loss `measure` gives."""
-        train, split = self.config.train, self.heldout_split
-        batches = windows(
-            split, seq_len=train.seq_len, batch_size=train.batch_size,
-            limit_tokens=train.eval_tokens or None, spread=True,
-        )  # fmt: skip
-        ids = torch.cat([batch.targets_BT[batch.targets_BT != IGNORE] for batch in batches])
-        return b"".join(map(self.tokenizer.token_bytes, ids.tolist()))
 
     def step(self) -> Metrics:
         """One update."""

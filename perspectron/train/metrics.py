@@ -12,6 +12,8 @@ from perspectron.files import append_to, parse_json, plain, read_text, write_tex
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
+HELDOUT = "heldout.json"
+"""The loss on all held-out text of the best checkpoint when the training ended, beside compressors."""
 MOST_METRICS = 1 << 30  # bytes
 OF_UPDATE = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds")
 

@@ -43,7 +43,7 @@ def prepare(
         bound = f"heldout, or data a folder that tokenize --dev made of {source}"
         require(config.train.measured_on == "heldout", "measured_on", config.train.measured_on, bound)
         template = template_of(run, config)
-        corpus = open_corpus(source, config.train.heldout, template=template)
+        corpus = open_corpus(source, config.train.heldout, template=template, rule=config.rule)
         if resumes or origin:
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
@@ -97,8 +97,8 @@ def _check(run: Path, config: RunConfig, tokenizer: Tokenizer, shards: Shards) -
 
 
 def _summary(corpus: Corpus, shards: Shards) -> str:
-    skipped = corpus.skipped_count
     train, rest = shards.split("train"), shards.split("heldout")
     read = f"{corpus.source} (digest {corpus.digest}): {train.documents} documents, "
-    read += f"{train.text_bytes / 1e6:.1f} MB to train on, {rest.text_bytes / 1e6:.2f} MB held out"
-    return read + (f"; {skipped} unreadable, the first {corpus.skipped[0]}" if skipped else "")
+    read += f"{train.text_bytes / 1e6:.1f} MB to train on, {rest.text_bytes / 1e6:.2f} MB held out "
+    read += f"({rest.text_bytes / max(1, train.text_bytes + rest.text_bytes):.1%})"
+    return "\n".join([read, *corpus.notes()])

@@ -114,7 +114,7 @@ MISTAKES = [
     (["routes", "{run}", "--text", "{tmp}/none"], "none: no such file"),
     (["routes", "{run}", "--text", "{tmp}"], "cannot be read"),
     (["routes", "{run}", "--text", "{tmp}/empty"], "empty: 0 tokens, need at least 2"),
-    (["routes", "{run}", "--text", "{tmp}/binary"], "binary: not UTF-8 text"),
+    (["routes", "{run}", "--text", "{tmp}/binary"], "binary: not UTF-8 text, at byte "),
     (["routes", "{run}", "--text", "={texts}/0.txt"], "must be FILE or KIND=FILE"),
     (["routes", "{run}", "--text", "code={tmp}/none"], "none: no such file"),
     (["routes", "{run}", "--text", "{texts}/0.txt", "--path", "1"], "path = 1, must be ≥ 2"),

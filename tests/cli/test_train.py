@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from perspectron.cli import train as train_room
 from perspectron.cli.fit import Speed
 from perspectron.cli.main import main
 from perspectron.cli.train import defaults
+from perspectron.data import open_shards
+from perspectron.eval import perplexity
 from perspectron.train import checkpoint
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN
@@ -54,6 +57,77 @@ def test_a_text_is_all_that_it_needs(play, capsys, monkeypatch):
     )  # of a chat in which nobody says anything
     for command in commands:
         assert main(command.split()) == 0, command
+
+
+SMALL = ["--preset", "transformer-tiny", "--set", "layers=1", "d_model=16", "heads=2", "--seq-len", "32",
+         "--batch-size", "2", "--dtype", "float32"]  # fmt: skip
+
+
+def test_the_last_line_is_what_eval_says_of_the_same_bytes(play, capsys):
+    """Though what was measured on the way, and chose the best checkpoint, is a sample of them."""
+    assert main(["train", "--data", "play.txt", *SMALL, "--steps", "20", "--eval-tokens", "64"]) == 0
+    [said] = re.findall(r"done in \d+ s: (.* on the same bytes\))", capsys.readouterr().err)
+    assert main(["eval", "runs/play"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"transformer-tiny: {said}"
+    size = open_shards(Path("runs/play/data")).split("heldout").text_bytes
+    assert f"on all {size:,} held-out bytes (gzip -9 " in said
+    kept = json.loads(Path("runs/play/heldout.json").read_text())
+    assert perplexity.said(kept) == said and kept["whole"] and kept["text_bytes"] == size
+    assert main(["eval", "runs/play", "--tokens", "64"]) == 0
+    assert "on the first " in capsys.readouterr().out
+
+
+def test_where_all_of_the_held_out_text_takes_long_the_last_line_says_that_it_is_of_a_sample(
+    play, capsys, monkeypatch
+):
+    monkeypatch.setattr(fit_room, "_patience", lambda _: 0.0)
+    assert main(["train", "--data", "play.txt", *SMALL, "--steps", "3", "--eval-tokens", "64"]) == 0
+    said = capsys.readouterr().err
+    whole = open_shards(Path("runs/play/data")).split("heldout").tokens
+    assert re.search(rf"best held-out \d\.\d+ bits per byte on 64 of {whole:,} tokens of it, a sample", said)
+    assert "xz -9" not in said and not Path("runs/play/heldout.json").exists()
+
+
+def test_a_text_of_another_encoding_is_trained_on_resumed_and_measured(play, capsys):
+    Path("wide.txt").write_bytes(play.read_text().encode("utf-16"))
+    train = ["train", "--data", "wide.txt", *SMALL, "--steps", "3", "--out", "run"]
+    assert main(train) == 2
+    assert "--encoding utf-16 reads it" in capsys.readouterr().err
+    assert main([*train, "--encoding", "utf16"]) == 0
+    assert checkpoint.load_config(Path("run")).train.data == f"{Path('wide.txt').resolve()}#encoding=utf-16"
+    assert main(["train", "--resume", "run"]) == 0
+    assert main(["train", "--resume", "run", "--encoding", "utf-16"]) == 2
+    assert "--encoding cannot be changed with --resume" in capsys.readouterr().err
+    assert main(["eval", "run", "--data", "wide.txt", "--encoding", "utf-16"]) == 0
+    assert main(["eval", "run", "--encoding", "utf-16"]) == 2
+    assert "encoding = 'utf-16', must be left out without --data" in capsys.readouterr().err
+    assert main(["train", "--init", "run", "--encoding", "utf-16", "--steps", "1", "--out", "next"]) == 0
+
+
+def test_a_run_keeps_the_rule_by_which_its_text_was_split(capsys, tmp_path, monkeypatch):
+    """Without its encoded text, too: what it trained on is not held out later. Neither is it by one from its
+    weights."""
+    monkeypatch.chdir(tmp_path)
+    for i in range(6):
+        Path("texts").mkdir(exist_ok=True)
+        Path(f"texts/{i}.txt").write_text("".join(f"file {i} line {j}\n" for j in range(900)))
+    train = ["train", "--data", "texts", *SMALL, "--steps", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_room, "RULE", 1)
+        assert main([*train, "--out", "old"]) == 0
+    whole = Path("old/data/manifest.json").read_text()
+    config = json.loads(Path("old/config.json").read_text())
+    assert config.pop("rule") == 1  # an older version did not say so
+    Path("old/config.json").write_text(json.dumps(config))
+    shutil.rmtree("old/data")
+    assert main(["eval", "old"]) == 0
+    assert Path("old/data/manifest.json").read_text() == whole
+    assert main(["train", "--init", "old", *SMALL[-6:], "--steps", "1", "--out", "more"]) == 0
+    assert Path("more/data/manifest.json").read_text() == whole
+    assert main([*train, "--out", "new"]) == 0
+    assert checkpoint.load_config(Path("new")).rule == 2
+    assert json.loads(Path("new/data/manifest.json").read_text())["corpus"] != json.loads(whole)["corpus"]
 
 
 def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkeypatch):
@@ -101,6 +175,14 @@ def test_a_run_from_anothers_weights_reads_its_text(play, capsys):
 
 REFUSED = [
     (["--minutes", "0.01"], "minutes = 0.01, must be ≥ 0.1: reading the text and timing this machine takes seconds"),
+    (["--minutes", "0"], "minutes = 0.0, must be ≥ 0.1"),
+    (["--minutes", "-3"], "minutes = -3.0, must be ≥ 0.1"),
+    (["--minutes", "nan"], "minutes = nan, must be finite"),
+    (["--tokens", "0"], "tokens = '0', must be a number like 5M or 20M, from 1"),
+    (["--steps", "3000000000"], "steps = 3000000000, must be ≤ 1,000,000,000"),
+    (["--data", "play.txt#body"], "'body' names a field of records"),
+    (["--data", "play.txt", "--encoding", "klingon"], "encoding = 'klingon', must be one that Python has"),
+    (["--data", "stdlib", "--encoding", "utf-16", "--steps", "1"], "encoding is utf-16, must be left out: stdlib"),
     (["--minutes", "1", "--epochs", "2"], "--minutes and --epochs both set the length of the training"),
     (["--steps", "1", "--tokens", "2M"], "--tokens and --steps both set the length"),
     (["--tokens", "many"], "tokens = 'many', must be a number like 5M or 20M"),

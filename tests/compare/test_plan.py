@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from perspectron import presets
 from perspectron.census import active_parameters
+from perspectron.cli.compare import _summary
 from perspectron.cli.main import main
 from perspectron.compare import plan as plans
 from perspectron.compare.plan import Settings, models_of_designs, plan
@@ -219,3 +220,21 @@ def test_a_dev_split_of_less_than_a_window_says_which_share_would_do(text, tmp_p
     )
     said = capsys.readouterr().err
     assert "dev = 1e-09, must be " in said and "a window has 2048" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("5,2", 5), ("none", 0), ("0", 0), (None, 0)])
+def test_the_threads_that_the_environment_names_are_those_of_a_training(monkeypatch, said, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    free = plans.threads_for(1)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert plans.threads_for(1) == (threads or free)
+    assert plans.threads_for(10**6) == (threads or 1)
+
+
+def test_a_comparison_that_began_with_other_threads_says_that_it_keeps_them(text, tmp_path, monkeypatch):
+    made = plan(tmp_path, "designs", settings(text), models_of_designs, threads=7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert not any("OMP_NUM_THREADS" in line for line in _summary(made))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert any("OMP_NUM_THREADS is 3; this comparison began with 7" in line for line in _summary(made))

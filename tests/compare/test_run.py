@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -220,7 +221,7 @@ def test_rates_go_on_past_the_end_of_the_grid_and_skip_what_diverged(whole, tmp_
 
     rates, tried = run.choose_rates(tmp_path, plan, train)
     assert {name: rate.lr for name, rate in rates.items()} == best
-    assert [t["lr"] for t in tried["transformer"]] == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert [t["lr"] for t in tried["transformer"]] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
     assert tried["adr"][2] == {
         "lr": 4e-3,
         "warmup": 0.1,
@@ -264,8 +265,34 @@ def test_where_every_rate_diverged_lower_ones_are_tried(whole, tmp_path):
                 (cell.folder / run.FAILED).write_text('{"why": "step 1: loss is nan"}')
 
     rates, tried = run.choose_rates(tmp_path, plan, train)
-    assert [trial["lr"] for trial in tried["adr"]] == [0.5, 1.0, 2.0]
-    assert rates["adr"].lr == 0.5
+    assert [trial["lr"] for trial in tried["adr"]] == [0.0625, 0.125, 0.25, 0.5, 1.0, 2.0]
+    assert rates["adr"].lr == 0.0625
+
+
+def test_the_next_rate_is_tried_while_the_best_is_the_last_and_warm_ups_that_are_alike_once(whole, tmp_path):
+    """A trial has 4 updates here, in which 5% and 20% are one, and 60% two."""
+    plan = read(whole)
+    settings = dataclasses.replace(plan.settings, rates=(1e-3, 2e-3), warmups=(0.05, 0.2, 0.6), dev=0.05)
+    plan = dataclasses.replace(plan, settings=settings)
+    trained = list[tuple[str, Rate]]()
+
+    def train(wanted: list[Cell]) -> None:
+        for cell in wanted:
+            if run.trained(cell).status == "missing":
+                trained.append((cell.arm, cell.rate))
+                best = {"transformer": 1e-2, "adr": 9.0}[cell.arm]
+                lines(cell, abs(math.log(cell.rate.lr / best)) + cell.rate.warmup)
+
+    assert run.alike(plan)
+    rates, tried = run.choose_rates(tmp_path, plan, train)
+    assert len(trained) == len(set(trained))
+    assert {rate.warmup for _, rate in trained} == {0.05, 0.6}
+    assert rates["transformer"] == Rate(8e-3, 0.05) and not run.at_an_end(
+        tried["transformer"], rates["transformer"]
+    )
+    assert [t["lr"] for t in tried["transformer"] if t["warmup"] == 0.05] == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+    assert rates["adr"].lr == 2e-3 * 2**run.OUTSIDE and run.at_an_end(tried["adr"], rates["adr"])
+    assert not run.at_an_end([], Rate(1e-3, 0.1))
 
 
 def test_suites_measure_the_last_step(whole, tmp_path):

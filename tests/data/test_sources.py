@@ -1,5 +1,6 @@
 """What --data takes: compressed files, tables, folders of them, patterns, datasets, several with weights."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from backports import zstd
 
-from perspectron.data import Corpus, SplitName, absolute, label, open_corpus
+from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
 from perspectron.errors import DataError
 
@@ -206,3 +207,220 @@ def test_sources_by_their_full_path_and_short_name(tmp_path: Path, monkeypatch: 
     assert [label(s) for s in ("x/play.txt", "a=0.7:x b=0.3:y", "hf:owner/name:train", "d/*.parquet", "stdlib")] == [
         "play", "a-b", "name", "d", "stdlib",
     ]  # fmt: skip
+
+
+# Tables that are text: .csv, .tsv, .json
+
+HARD = [
+    "plain",
+    'a "quoted", word',
+    "two\nlines\r\nand more",
+    "tab\tand ; and |",
+    "ünïcode 日本語",
+    " x ",
+] * 30
+
+
+def cells(path: Path, texts: list[str], delimiter: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(["id", "body"])
+        writer.writerows([i, f"{i} {text}"] for i, text in enumerate(texts))
+    return path
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")])
+def test_the_column_of_a_text_table_is_read_and_no_other_text(
+    tmp_path: Path, name: str, delimiter: str
+) -> None:
+    path = cells(tmp_path / name, HARD, delimiter)
+    wanted = sorted(f"{i} {text}" for i, text in enumerate(HARD))
+    corpus = open_corpus(f"{path}#body")
+    assert everything(corpus) == wanted and corpus.notes() == []
+    packed = tmp_path / f"packed-{name}.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert everything(open_corpus(f"{packed}#body")) == wanted
+    for source, words in ((f"{path}#nosuch", "no column 'nosuch', its columns are id, body"),
+                          (str(path), rf"no column 'text'.*{path}#id; .* name it {path}\.txt")):  # fmt: skip
+        with pytest.raises(DataError, match=words):
+            open_corpus(source)
+
+
+@pytest.mark.parametrize("kind", ["array", "array.gz", "lines"])
+def test_a_json_of_objects_is_read_by_record(tmp_path: Path, kind: str) -> None:
+    path, records = tmp_path / "a.json", [{"text": text, "n": [1, {"]": "["}]} for text in TEXTS]
+    data = (
+        json.dumps(records, indent=1) if "array" in kind else "\n".join(map(json.dumps, records))
+    ).encode()
+    if kind.endswith("gz"):
+        path, data = tmp_path / "a.json.gz", gzip.compress(data)
+    path.write_bytes(data)
+    corpus = open_corpus(str(path), 0.2)
+    assert everything(corpus) == sorted(TEXTS) and corpus.notes() == []
+    same = open_corpus(str(lines(tmp_path / "same.jsonl")), 0.2)
+    assert read(corpus) == read(same)  # and the same records are held out
+    with pytest.raises(DataError, match="no column 'nosuch', its columns are text, n"):
+        open_corpus(f"{path}#nosuch")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_a_pass_over_a_text_table_goes_on_after_any_record(tmp_path: Path, name: str) -> None:
+    source = str(tmp_path / name)
+    if name.endswith("json"):
+        Path(source).write_text(json.dumps([{"text": text} for text in HARD + TEXTS], ensure_ascii=False))
+    else:
+        source = f"{cells(Path(source), HARD)}#body"
+    whole = list(open_corpus(source, heldout=0.2).documents("train"))
+    for at in (0, 5, len(whole) - 1):
+        place = json.loads(json.dumps(whole[at].place))
+        rest = [d.text for d in open_corpus(source, heldout=0.2).documents("train", place)]
+        assert rest == [d.text for d in whole[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("cut.json", '[{"text": "a"}, {"text": "b"}, {"te', "no JSON from byte 29 on"),
+        ("open.json", '[{"text": "a"}, {"text": "b"}', "ends inside its array, at byte 29"),
+        ("words.json", '["a", "b"]', "not records but other JSON"),
+        ("quote.csv", 'text\na\n"b\nc\nd\n', "no table of cells between ',': unexpected end of data"),
+    ],
+)
+def test_a_text_table_that_is_none_is_refused_with_its_place(
+    tmp_path: Path, name: str, data: str, words: str
+) -> None:
+    (tmp_path / name).write_text(data)
+    with pytest.raises(DataError, match=words):
+        list(open_corpus(str(tmp_path / name)).documents("train"))
+
+
+def test_a_row_of_another_width_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"row {i},{i}\n" for i in range(50)) + "a,b,c\n")
+    corpus = open_corpus(str(tmp_path / "a.csv"))
+    assert len(everything(corpus)) == 50
+    assert corpus.notes() == ["left out 1 record of a.csv (3 cells where the first line has 2)"]
+
+
+def test_a_field_of_a_text_without_records_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("line\n" * 50)
+    for source in (tmp_path / "a.txt", tmp_path):
+        with pytest.raises(DataError, match=f"{source}#body: 'body' names a field of records.*leave #body"):
+            open_corpus(f"{source}#body")
+    lines(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"no record with text under 'body' \(no 'body', they have text\)"):
+        open_corpus(f"{tmp_path}#body")
+
+
+def test_a_folder_says_what_it_read_and_what_it_left_out_by_kind_and_reason(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"{i}.py").write_text(f"print({i})\n" * 20)
+    (tmp_path / "raw.csv").write_text("a,b\n1,2\n")  # no column of texts: a text
+    (tmp_path / "more.json").write_text(json.dumps([{"text": text} for text in TEXTS[:40]]))
+    (tmp_path / "bin.dat").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "wide.txt").write_bytes("wide\n".encode("utf-16") * 20)
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n' * 70)
+    corpus = open_corpus(str(tmp_path))
+    everything(corpus)
+    first, second = corpus.notes()
+    assert first == "read 40 records of more.json; 30 .py files; 1 .csv file"
+    assert second == (
+        "left out all 70 records of chat.jsonl (no 'text', they have messages); 1 .dat file (not UTF-8 text); "
+        "1 .txt file (not UTF-8 text, it looks like utf-16)"
+    )
+    assert corpus.skipped_count == 72
+
+
+# In proportion
+
+
+@pytest.mark.parametrize("dev", [0.0, 0.1])
+def test_each_kind_of_a_folder_is_held_out_in_proportion(tmp_path: Path, dev: float) -> None:
+    """Nine files of one kind, five of another, and a large one: whole files would come nowhere near."""
+    sizes = (
+        {f"{i}.py": 500 + 200 * i for i in range(9)} | {f"{i}.md": 700 for i in range(5)} | {"big.log": 9000}
+    )
+    for name, count in sizes.items():
+        (tmp_path / name).write_text("".join(f"{name} line {i}\n" for i in range(count)))
+    corpus = open_corpus(str(tmp_path), 0.1, dev=dev)
+    found = {split: [(d.name, d.text) for d in corpus.documents(split)] for split in corpus.splits}
+    whole = sorted("".join(text for part in found.values() for _, text in part).splitlines())
+    assert whole == sorted("".join((tmp_path / name).read_text() for name in sizes).splitlines())
+    for kind in ("py", "md", "log"):
+        bytes_of = {
+            split: sum(len(text) for name, text in part if f".{kind}" in name)
+            for split, part in found.items()
+        }
+        for split, share in (("heldout", 0.1), ("dev", dev)):
+            assert bytes_of.get(split, 0) == pytest.approx(share * sum(bytes_of.values()), rel=0.02)
+    assert found == {s: [(d.name, d.text) for d in open_corpus(str(tmp_path), 0.1, dev=dev).documents(s)]
+                     for s in corpus.splits}  # fmt: skip
+    if dev:
+        plain = open_corpus(str(tmp_path), 0.1)
+        assert [d.text for d in plain.documents("heldout")] == [text for _, text in found["heldout"]]
+    old = open_corpus(str(tmp_path), 0.1, dev=dev, rule=1)
+    assert old.fingerprint != corpus.fingerprint
+    assert all("@" not in d.name for d in old.documents("heldout"))  # whole files, as before
+
+
+# Encodings
+
+WORDS = "".join(f"Zeile {i}: Straße, Übermut, façade\n" for i in range(300))
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "shift_jis"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_text_of_another_encoding_is_the_same_text(
+    tmp_path: Path, name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "PIECE", 1000)
+    text = "".join(f"行 {i} 日本\n" for i in range(300)) if name == "shift_jis" else WORDS
+    (tmp_path / "plain.txt").write_text(text)
+    path, data = tmp_path / ("a.txt.gz" if packed else "a.txt"), text.encode(name)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    assert read(open_corpus(with_encoding(str(path), name))) == read(open_corpus(str(tmp_path / "plain.txt")))
+    if name in ("utf-16", "utf-16-le", "utf-32", "latin-1"):
+        with pytest.raises(
+            DataError, match=rf"at byte \d+: --encoding {name} reads it.*#encoding={name}"
+        ) as caught:
+            open_corpus(str(path))
+        assert packed or f"iconv -f {reading_module.iconv_name(name)} -t UTF-8 {path}" in str(caught.value)
+
+
+def test_records_of_another_encoding_are_the_same_records(tmp_path: Path) -> None:
+    data = "".join(json.dumps({"body": text}, ensure_ascii=False) + "\n" for text in TEXTS)
+    (tmp_path / "a.jsonl").write_bytes(data.encode("utf-16"))
+    (tmp_path / "a.csv").write_bytes(("id;body\n" + "".join(f'1;"{t}"\n' for t in TEXTS)).encode("latin-1"))
+    assert everything(open_corpus(f"{tmp_path}/a.jsonl#body&encoding=utf-16")) == sorted(TEXTS)
+    assert everything(open_corpus(with_encoding(f"{tmp_path}/a.csv#body", "latin-1"))) == sorted(TEXTS)
+    table(tmp_path / "a.parquet")
+    for source, words in (("a.parquet", "parquet has strings"), ("a.jsonl", "names utf-16")):
+        with pytest.raises(DataError, match=f"must be left out: .*{words}"):
+            open_corpus(with_encoding(f"{tmp_path}/{source}#text&encoding=utf-16", "latin-1")
+                        if source == "a.jsonl" else f"{tmp_path}/{source}#encoding=latin-1")  # fmt: skip
+
+
+def test_a_fault_is_named_with_its_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for data, encoding, words in (
+        (b"x" * 1_100_000 + b"\xff\n", "", "not UTF-8 text, it looks like latin-1, at byte 1,100,000"),
+        (b"ab\0c", "", "a NUL byte, not UTF-8 text, at byte 2"),
+        (b"caf\xe9", "", "looks like latin-1, at byte 3"),
+        (b"caf\x81 e\n", "cp1252", "not cp1252, at byte 3"),
+        (b"x\n", "klingon", "encoding = 'klingon', must be one that Python has"),
+        (b"x\n", "rot13", "encoding = 'rot13', must be one that Python has"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=words):
+            open_corpus(f"{path}#encoding={encoding}" if encoding else str(path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+def test_a_character_that_the_end_cuts_off_is_left_out_and_told_of(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes((WORDS + "日本語").encode(encoding)[:-1])
+    for source in (tmp_path / "a.txt", tmp_path):
+        corpus = open_corpus(with_encoding(str(source), encoding))
+        found = read(corpus)
+        assert "".join(found["train"] + found["heldout"]) == WORDS + "日本"
+        (note,) = corpus.notes()
+        cut = 2 if encoding == "utf-8" else 1
+        assert f"the last {cut} bytes, a character that the end of a.txt cuts off" in note
