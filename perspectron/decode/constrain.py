@@ -1,4 +1,5 @@
-"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema.
+"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema
+(docs/guides/your-text.md#json-and-other-ends).
 
 Shapes: V vocabulary.
 """
@@ -56,12 +57,13 @@ class Matcher:
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
         self._inner, self._vocab = inner, vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._where = self._bits.ctypes.data, self._bits.nbytes
 
     def allowed(self) -> NDArray[np.bool_]:
         """Tokens [V] that may come next; the end-of-text token where the text may end."""
-        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        return np.unpackbits(self._bits.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
+        self._inner.unsafe_compute_mask_ptr(*self._where)
+        return np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
 
     def take(self, id: int) -> bool:
         """Go on with a token; False if that cannot be."""
