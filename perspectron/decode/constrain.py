@@ -29,7 +29,7 @@ MOST_BYTES = 64 << 10
 SECONDS, MEMORY = 2, 1 << 30
 """Processor time and bytes of address space in which a schema is compiled; there are some for which the library takes
 hours, or all memory, whatever its limits."""
-LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 """The library's own limits, of which each bounds the time or the memory of a text's grammar: 40 MB of states a row."""
 BLANKS = r" |\n( {0,24}|\t{0,8})"
 """Blanks between two parts of a JSON text: a space, or a new line. Without a bound unsure models draw them for ever."""
@@ -113,7 +113,7 @@ class Constraint:
     def _compiled(self) -> Matcher:
         import llguidance
 
-        limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)
+        limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)  # type: ignore[arg-type]
         inner = llguidance.LLMatcher(tokens, self.grammar, log_level=0, limits=limits)
         return Matcher(inner, self.tokenizer.vocab_size)
 
