@@ -1,4 +1,5 @@
-"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema.
+"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema
+(docs/guides/your-text.md#json-and-other-ends).
 
 Shapes: V vocabulary.
 """
@@ -28,7 +29,7 @@ MOST_BYTES = 64 << 10
 SECONDS, MEMORY = 2, 1 << 30
 """Processor time and bytes of address space in which a schema is compiled; there are some for which the library takes
 hours, or all memory, whatever its limits."""
-LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
+LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 """The library's own limits, of which each bounds the time or the memory of a text's grammar: 40 MB of states a row."""
 BLANKS = r" |\n( {0,24}|\t{0,8})"
 """Blanks between two parts of a JSON text: a space, or a new line. Without a bound unsure models draw them for ever."""
@@ -56,12 +57,13 @@ class Matcher:
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
         self._inner, self._vocab = inner, vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._where = self._bits.ctypes.data, self._bits.nbytes
 
     def allowed(self) -> NDArray[np.bool_]:
         """Tokens [V] that may come next; the end-of-text token where the text may end."""
-        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        return np.unpackbits(self._bits.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
+        self._inner.unsafe_compute_mask_ptr(*self._where)
+        return np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
 
     def take(self, id: int) -> bool:
         """Go on with a token; False if that cannot be."""
@@ -111,7 +113,7 @@ class Constraint:
     def _compiled(self) -> Matcher:
         import llguidance
 
-        limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)
+        limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)  # type: ignore[arg-type]
         inner = llguidance.LLMatcher(tokens, self.grammar, log_level=0, limits=limits)
         return Matcher(inner, self.tokenizer.vocab_size)
 
