@@ -374,3 +374,9 @@ def test_the_same_tokenizer_is_made_once(tmp_path):
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert loaded._inner is trained._inner
     assert Tokenizer.train(["the dog ran"] * 3, 260)._inner is not trained._inner
+
+
+def test_a_run_that_no_border_cuts_is_refused_where_it_would_take_gigabytes() -> None:
+    with pytest.raises(DataError, match=r"text: 1,048,577 characters without a space after a letter"):
+        TOKENIZER.encode('"' * (2**20 + 1))
+    assert len(TOKENIZER.encode('"' * 2**16)) > 0
