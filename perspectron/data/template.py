@@ -58,12 +58,24 @@ class Template:
         """The template of a folder with a model, if it has one."""
         return cls.load(folder / FILE) if (folder / FILE).is_file() else None
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+    def prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
         """The text that asks for the next answer. ConfigError: the template fails on these messages."""
         text = ""
         try:
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                bos_token="",
+                eos_token="",
+                **kwargs,
             ):
                 text += part
                 if len(text) > LONGEST:

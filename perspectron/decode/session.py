@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read_all
 from perspectron.decode.rows import Rows, Vocabulary
-from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, read_state, save_state
 
+Likely = tuple[float, tuple[tuple[int, float], ...]]
+"""Log-probability of a token, and the most likely tokens in its place with theirs."""
 MARKED = 256 << 20  # bytes of states that `at` may begin at
 
 
@@ -84,6 +87,29 @@ class Session:
         while len(self._ids) - self._read > self._rows.chunk:
             self._call(self._rows.chunk)
         return self
+
+    @torch.inference_mode()
+    def likely(self, ids: Sequence[int], count: int) -> Generator[None, None, list[Likely]]:
+        """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
+        tokens in its place, with a pause before each call that reads. The session stays as it is. Errors as `append`,
+        and NonFiniteError."""
+        own, first, found = self.fork(), len(self._ids), list[Likely]()
+        own.append(ids)
+        V = own._rows.tokenizer.vocab_size
+        while own._read < len(own._ids):
+            yield
+            start = own._read
+            hidden_1TD = own._call(min(own.chunk, len(own._ids) - start))
+            logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
+            if non_finite(logits_TV):
+                raise NonFiniteError(
+                    f"logits after {start + 1 + non_finite(logits_TV)[0]} tokens: must be finite"
+                )
+            targets = own._ids[start + 1 : start + 1 + len(logits_TV)]
+            for at, id in enumerate(targets, start + 1):
+                if at >= first:
+                    found.append(logprobs(logits_TV[at - start - 1], id, min(count, V)))
+        return found
 
     def append(self, text: str | Sequence[int]) -> None:
         """Go on with a text that waits until it is needed; errors as `read`."""
@@ -291,17 +317,19 @@ class Session:
         own._marked = sum(mark.nbytes for mark in own._marks.values())
         return own
 
-    def _call(self, count: int) -> None:
-        """Read the next tokens."""
+    def _call(self, count: int) -> Tensor:
+        """Read the next tokens: what the head reads after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
         state = model.init_state(1) if self._state is None else self._state
         part = self._ids[self._read : self._read + count]
-        last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
+        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None])
         self._seconds += time.perf_counter() - start
         self._count(count)
         if store is not None and self._keys is not None and not self._foreign:
+            last_1D = hidden_1TD[:, -1].clone()
             store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
         self._mark(len(self._calls), self._state.fork())
+        return hidden_1TD
 
     def _look_up(self) -> None:
         """Take from the store what it has of the calls to come."""

@@ -18,6 +18,7 @@ from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.serve.web.app import create
+from perspectron.serve.web.likely import shown
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -95,7 +96,7 @@ def test_choices_stops_echo_and_logprobs(client, tiny) -> None:
     for id, logprob, top in zip(
         answer["token_ids"], answer["token_logprobs"], answer["top_logprobs"], strict=True
     ):
-        assert logprob == max(top.values()) and tokenizer.token_bytes(id).decode("utf-8", "replace") in top
+        assert logprob == max(top.values()) and next(iter(top)) == shown(tokenizer, id) and len(top) == 3
 
 
 def test_a_stream_joins_to_the_answer(client) -> None:
@@ -212,16 +213,18 @@ def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
         ({"save": "a/b"}, 400, "1 to 64 letters"),
         ({"save": "a", "n": 2}, 400, "left out with n > 1"),
         ({"max_tokens": 65}, 400, "max_tokens = 65, must be ≤ 64"),
-        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": 0}, 400, "max_tokens = 0, must be ≥ 1 without echo"),
+        ({"max_tokens": 0, "echo": True, "save": "a"}, 400, "save = 'a', must be left out with"),
+        ({"min_tokens": 13}, 400, "min_tokens = 13, must be ≤ max_tokens = 12"),
         ({"prompt": [300]}, 400, "token id"),
-        ({"temperature": -1}, 400, "temperature: "),
-        ({"stop": [""]}, 400, "stop"),
-        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"temperature": -1}, 400, "temperature = -1, must be ≥ 0"),
+        ({"stop": [""]}, 400, "stop.0 = '', must be of at least 1 characters"),
+        ({"stop": ["x"] * 17}, 400, "stop = a list of 17, must be of at most 16 entries"),
         ({"stop": "x" * 300}, 400, "stop"),
-        ({"n": 17}, 400, "n: "),
-        ({"logprobs": 21}, 400, "logprobs: "),
-        ({"best_of": 2}, 400, "best_of: "),
-        ({"logit_bias": {"1": 5}}, 400, "logit_bias: "),
+        ({"n": 17}, 400, "n = 17, must be ≤ 16"),
+        ({"logprobs": 21}, 400, "logprobs = 21, must be ≤ 20"),
+        ({"best_of": 2}, 400, "best_of = 2, must be n = 1"),
+        ({"logit_bias": {"1": 5}}, 400, "logit_bias = an object of 1, must be {}"),
         ({"id_slot": 9}, 400, "id_slot = 9"),
         ({"prompt": "x", "n": 16}, 429, "ask again"),
     ],

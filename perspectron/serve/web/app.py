@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from perspectron import __version__
@@ -25,12 +25,13 @@ from perspectron.machine import memory
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
 from perspectron.serve.web import schema
-from perspectron.serve.web.answers import Answers
+from perspectron.serve.web.answers import Answers, Left, unless_gone
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
+TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
 
 @dataclass
@@ -112,13 +113,13 @@ class App:
         found = await asyncio.to_thread(self.served(model).states.list)
         return {"object": "list", "data": [asdict(about) for about in found]}
 
-    async def new_state(self, body: schema.NewState) -> JSONResponse:
+    async def new_state(self, body: schema.NewState, request: Request) -> JSONResponse:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
         served.states.path(body.id)
         prompt = body.prompt
         ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        session = await _result(served.engine.run(_reading(served.engine, ids)))
+        session = await _result(served.engine.run(_reading(served.engine, ids)), request)
         about = await asyncio.to_thread(served.states.save, body.id, session)
         return JSONResponse(asdict(about), 201)
 
@@ -148,12 +149,12 @@ class App:
             path.unlink(missing_ok=True)
         return JSONResponse(asdict(about), 201)
 
-    async def fork(self, id: schema.Name, body: schema.Fork) -> JSONResponse:
+    async def fork(self, id: schema.Name, body: schema.Fork, request: Request) -> JSONResponse:
         """Keep a copy of a state, or of what it was at an earlier token, under another name."""
         served = self.served(body.model)
         served.states.path(body.id)
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
-        session = await _result(served.engine.run(_back(session, body.token)))
+        session = await _result(served.engine.run(_back(session, body.token)), request)
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
@@ -185,7 +186,7 @@ class App:
             for id, session in sorted(served.slots.items())
         ]
 
-    async def slot(self, id: int, action: str, body: schema.Slot) -> dict[str, Any]:
+    async def slot(self, id: int, action: str, body: schema.Slot, request: Request) -> dict[str, Any]:
         """llama.cpp's save, restore and erase of a slot."""
         served, start = self.served(body.model), time.perf_counter()
         served.slot(id)
@@ -197,7 +198,7 @@ class App:
             if id not in served.slots:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
             ids = served.slots[id].tokens
-            session = await _result(served.engine.run(_reading(served.engine, ids)))
+            session = await _result(served.engine.run(_reading(served.engine, ids)), request)
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
@@ -229,13 +230,13 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     }
     made = {"status_code": 201}
     streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
-    file: dict[str, Any] = {
+    download: dict[str, Any] = {
         "response_class": Response,
         "responses": {200: {"content": {"application/octet-stream": {}}}},
     }
     otherwise: dict[Any, dict[str, Any]] = {
         app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
-        app.new_state: made, app.upload: made, app.fork: made, app.download: file,
+        app.new_state: made, app.upload: made, app.fork: made, app.download: download,
     }  # fmt: skip
     routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
@@ -252,19 +253,23 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         own = otherwise.get(handler, {})
         told = {**own, "responses": {**refused, **own.get("responses", {})}}
         api.add_api_route(path, handler, methods=[method], response_model=None, **told)
-    api.mount("/", StaticFiles(directory=PAGE, html=True))
-    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Exception):
+    for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
+        api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
+    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Left, Exception):
         api.add_exception_handler(kind, _answer)
     api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
     return api
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     """Any error as one object, with the status that clients know what to do with."""
     if isinstance(error, RequestValidationError):
-        return refusal(400, "; ".join(_why(problem) for problem in error.errors()[:3]))
+        message, field = schema.told(error.errors()[0], error.body)
+        return refusal(400, message, param=field)
     if isinstance(error, HTTPException):
-        return refusal(error.status_code, str(error.detail))
+        return _refused(request, error)
+    if isinstance(error, Left):
+        return Response(status_code=499)
     if isinstance(error, Full):
         return refusal(
             429, "all rows are taken and the queue is full; ask again", "overloaded", Retry_After="1"
@@ -272,25 +277,41 @@ async def _answer(_: Request, error: Exception) -> Response:
     if isinstance(error, Closed):
         return refusal(503, "the server is stopping; ask again when it is back", "stopping", Retry_After="5")
     if isinstance(error, Unknown):
-        return refusal(404, str(error), "model_not_found")
+        return refusal(404, str(error), "model_not_found", param="model")
     if isinstance(error, Missing):
         return refusal(404, str(error), "state_not_found")
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):
-        return refusal(400, str(error))
+        field = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
+        known = field is not None and field[0].partition(".")[0] in schema.FIELDS
+        return refusal(400, str(error), param=field[0] if field and known else None)
     return refusal(500, "the server failed; its log says why")
 
 
-def _why(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"][1:]) or "body"
-    return f"{where[:80]}: {str(problem['msg'])[:160]}"
+def _refused(request: Request, error: HTTPException) -> Response:
+    """Errors of the framework in our words."""
+    what = f"{request.method} {request.url.path[:80]!r}"
+    allowed = (error.headers or {}).get("allow", "")
+    if error.status_code == 405:
+        return refusal(405, f"{what}: this route takes {allowed}", allow=allowed)
+    if error.status_code == 404:
+        return refusal(404, f"{what}: no such route; GET /openapi.json lists them")
+    return refusal(error.status_code, f"{what}: the body is no JSON in UTF-8")
+
+
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def file(_: Request) -> Response:
+        return FileResponse(path)
+
+    return file
 
 
 def _model(served: Served) -> dict[str, Any]:
     config = served.engine.model.config
-    about: dict[str, Any] = {"context": config.positions or None}
-    about["state_bytes"] = served.engine.model.init_state(1).nbytes
+    about: dict[str, Any] = {"context": config.positions or None, "state_tokens": config.positions or TOKENS}
+    state = served.engine.model.init_state(1, capacity=about["state_tokens"], device="meta")
+    about["state_bytes"] = state.nbytes
     about["twin_cache_bytes"] = (
         2 * 4 * len(config.blocks) * config.d_model
     )  # a token's keys and values in float32
@@ -316,9 +337,9 @@ def _back(session: Session, token: int | None) -> Generator[None, None, Session]
     return session if token is None else (yield from session.back_to(token))
 
 
-async def _result(future: "Future[T]") -> T:
+async def _result(future: "Future[T]", request: Request) -> T:
     """The result of a task of the engine; it is dropped when nobody waits any more."""
-    return await asyncio.wrap_future(future)
+    return await unless_gone(request, asyncio.wrap_future(future))
 
 
 def _texts(pieces: Sequence[bytes]) -> tuple[list[str], list[int]]:
