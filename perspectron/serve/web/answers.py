@@ -4,9 +4,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -25,6 +25,7 @@ from perspectron.serve.web.metrics import Metrics
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
 
+T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
 CHAT_TOKENS = 1024  # drawn where a chat does not say how many
 
@@ -48,6 +49,8 @@ class _Run:
     save: str | None = None
     parent: str = ""
     slot: int | None = None
+    unsaved: dict[str, str] = field(default_factory=dict)
+    """What the answer says of a state that could not be saved."""
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them; those that the store spared count as cached."""
@@ -143,6 +146,7 @@ class Answers:
                 if isinstance(prompt, str)
                 else prompt
             )
+            served.readable(ids)
             if begun is None or ids:
                 check_ids(ids, served.tokenizer.vocab_size, 0)
             session = self._begun(ids, slot) if begun is None else begun.fork()
@@ -180,7 +184,7 @@ class Answers:
         asked = body.stream_options is not None and body.stream_options.include_usage
         if body.stream:
             events = self._events(run)
-            first = await anext(events)  # so that what cannot begin is an error, not a stream
+            first = await heard(request, anext(events))  # so that what cannot begin is an error, not a stream
 
             async def stream() -> AsyncIterator[ServerSentEvent]:
                 begun = set[int]()
@@ -191,7 +195,7 @@ class Answers:
                             marks
                         )
                         begun.add(index)
-                        yield _event({**streamed, "choices": [choice]})
+                        yield _event({**streamed, "choices": [choice], **run.unsaved})
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
                     yield ServerSentEvent("[DONE]", sep="\n")
@@ -211,22 +215,15 @@ class Answers:
 
             return EventSourceResponse(stream(), ping=PING, sep="\n")
         choices = [_Choice() for _ in run.jobs]
-        task = asyncio.ensure_future(self._collect(run, choices))
-        gone = asyncio.ensure_future(_gone(request))
         try:
-            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return Response(status_code=499)
-            await task
+            await heard(request, self._collect(run, choices))
         finally:
-            gone.cancel()
-            task.cancel()
             self.served.engine.cancel(run.jobs)
         parts = [
             whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
             for i, got in enumerate(choices)
         ]
-        return JSONResponse({**frame, "choices": parts, "usage": run.usage()})
+        return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.unsaved})
 
     async def _collect(self, run: _Run, choices: Sequence[_Choice]) -> None:
         async for index, piece in self._events(run):
@@ -259,12 +256,16 @@ class Answers:
             self.served.engine.cancel(run.jobs)
 
     async def _keep(self, run: _Run) -> None:
-        """Save what was asked for, before the client hears that the text has ended."""
+        """Save what was asked for, before the client hears that the text has ended, and whether it could be."""
         session = run.jobs[0].session
         if run.slot is not None:
             self.served.slots[run.slot] = session
         if run.save is not None:
-            await asyncio.to_thread(self.served.states.save, run.save, session, run.parent)
+            try:
+                await asyncio.to_thread(self.served.states.save, run.save, session, run.parent)
+            except PerspectronError as error:  # the text was drawn, and is answered
+                path = str(self.served.states.path(run.save))
+                run.unsaved = {"state_error": str(error).replace(path, run.save)}
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
@@ -300,10 +301,26 @@ class Answers:
         return {"token": self._token(id), "logprob": logprob, "bytes": data}
 
 
-async def _gone(request: Request) -> None:
-    """Wait until the client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class Gone(Exception):
+    """The client has left."""
+
+
+async def heard(request: Request, work: Awaitable[T]) -> T:
+    """The result of work that is cancelled when the client leaves. Gone: it has."""
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
+    try:
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return await task
+    finally:
+        left.cancel()
+        task.cancel()
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
