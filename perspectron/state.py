@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from perspectron import narrow
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic, load_tensors, parse_json, save_tensors
+from perspectron.files import MAX_JSON, atomic, load_tensors, opened, parse_json, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -215,11 +216,13 @@ def save_state(
     numbers; in fewer bits the state that is loaded is near it and not it.
 
     The file is written atomically. StorageError if it cannot be written, StateError for numbers that the dtype cannot
-    hold.
+    hold, and for an `extra` with which the header would have over MAX_JSON bytes: no file is written that would be
+    refused.
     """
     tensors, header = _packed(path, state, model, extra, dtype)
     with atomic(Path(path)) as temporary:
         save_tensors(temporary, tensors, header)
+        _check_header(Path(path), temporary)
 
 
 def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
@@ -363,7 +366,19 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     return value
 
 
+def _check_header(path: Path, file: Path) -> None:
+    """StateError, which names `path`: a file's header is over the bound, the same for those who write and who read."""
+    with opened(file, StateError) as content:
+        size = int.from_bytes(content.read(8), "little")
+        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
+            raise StateError(
+                f"{path}: a header of {size:,} bytes, must be ≤ {MAX_JSON:,}; a text that is as long as that can only "
+                "be kept up to an earlier token"
+            )
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    _check_header(path, path)
     header, tensors = load_tensors(path, StateError, "a saved state")
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")

@@ -56,6 +56,8 @@ class Serve:
     """Maximum number of texts waiting; further requests are asked to retry."""
     max_tokens: int = 4096
     """Maximum number of tokens that one request may generate."""
+    max_prompt: int = 1 << 20
+    """Maximum number of tokens that one prompt may have."""
     memory: str = "256M"
     """Memory for shared prompt prefixes, for each model."""
     disk: str = "4G"
@@ -121,7 +123,8 @@ class Serve:
                 value == default, name, value, "left out with --perspectives, which share no prompt prefixes"
             )
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
-        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        for name in ("max_tokens", "max_prompt"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         require(
             self.rows <= FEW, "rows", self.rows, f"≤ {FEW}, beyond which other rows change a row's last bits"
         )
@@ -174,7 +177,9 @@ class Serve:
             together=False if self.deterministic else None, perspectives=looks,
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
-        return Served(name, engine, opened.tokenizer, kept, slots, self.max_tokens, template)
+        return Served(
+            name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt, template=template
+        )  # fmt: skip
 
 
 def _loopback(host: str) -> bool:

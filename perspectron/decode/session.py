@@ -78,26 +78,33 @@ class Session:
         """Bytes of the state."""
         return 0 if self._state is None else self._state.nbytes
 
-    @torch.inference_mode()
     def read(self, text: str | Sequence[int]) -> "Session":
         """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
         table of learned positions has."""
-        self.append(text)
-        self._look_up()
-        while len(self._ids) - self._read > self._rows.chunk:
-            self._call(self._rows.chunk)
+        for _ in self.reading(text):
+            pass
         return self
 
     @torch.inference_mode()
-    def likely(self, ids: Sequence[int], count: int) -> Generator[None, None, list[Likely]]:
+    def reading(self, text: str | Sequence[int]) -> Generator[int, None, None]:
+        """Read as `read` does, with a pause before each call, that gives the tokens that are left. What is given up
+        half way waits to be read."""
+        self.append(text)
+        self._look_up()
+        while (left := len(self._ids) - self._read) > self._rows.chunk:
+            yield left
+            self._call(self._rows.chunk)
+
+    @torch.inference_mode()
+    def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
         """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
-        tokens in its place, with a pause before each call that reads. The session stays as it is. Errors as `append`,
-        and NonFiniteError."""
+        tokens in its place, with a pause before each call, that gives the tokens left. The session stays as it is.
+        Errors as `append`, and NonFiniteError."""
         own, first, found = self.fork(), len(self._ids), list[Likely]()
         own.append(ids)
         V = own._rows.tokenizer.vocab_size
         while own._read < len(own._ids):
-            yield
+            yield len(own._ids) - own._read
             start = own._read
             hidden_1TD = own._call(min(own.chunk, len(own._ids) - start))
             logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
@@ -194,8 +201,9 @@ class Session:
                 return cast("Session", end.value)
 
     @torch.inference_mode()
-    def back_to(self, token: int) -> Generator[None, None, "Session"]:
-        """The session that `at` gives, with a pause before each call that reads."""
+    def back_to(self, token: int) -> Generator[int, None, "Session"]:
+        """The session that `at` gives, with a pause before each call that reads, that gives the tokens that are
+        left."""
         require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))
@@ -212,7 +220,7 @@ class Session:
             earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
             earlier._foreign = False
         while len(earlier._calls) < calls:
-            yield
+            yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 

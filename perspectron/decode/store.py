@@ -89,6 +89,10 @@ class PrefixStore:
         """Entries in memory."""
         return len(self._entries)
 
+    def __contains__(self, key: bytes) -> bool:
+        """True if the state of this key is in memory."""
+        return key in self._entries
+
     def chain(self, ids: Sequence[int]) -> list[bytes]:
         """Keys after each call that reads a text from its start: `chunk` tokens each, and what is left."""
         keys = list[bytes]()

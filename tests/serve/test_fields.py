@@ -10,7 +10,6 @@ import json
 import re
 import tempfile
 import types
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -37,7 +36,8 @@ ROUTES = {
     "/v1/completions": (completions, {"prompt": "hi", "max_tokens": 2}),
 }
 BESIDE: dict[str, dict[str, Any]] = {
-    "top_logprobs": {"logprobs": True}, "max_completion_tokens": {"max_tokens": None}, "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True}, "max_completion_tokens": {"max_tokens": None},
+    "stream_options": {"stream": True},
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def fields(module: Any) -> dict[str, Any]:
     """The fields of a route and their types."""
     parts = (module.CompletionCreateParamsNonStreaming, module.CompletionCreateParamsStreaming)
     own, streams = (get_type_hints(part) for part in parts)
-    return own | {"stream": Union[own["stream"], streams["stream"]]}  # noqa: UP007
+    return own | {"stream": own["stream"] | streams["stream"]}
 
 
 def answered(client: TestClient, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -101,7 +101,7 @@ def outcome(client: TestClient, route: str, name: str, kind: Any, base: dict[str
         asks = [json.dumps(value) for value in model.neutral[name]]
         assert refused or taken
         return "refused" + "".join(f" unless `{' or '.join(asks)}`" for _ in asks[:1])
-    assert name in model.model_fields and taken
+    assert name in model.model_fields and taken, (name, refused)
     return "honoured" + (f"; refused: {', '.join(f'`{one}`' for one in refused)}" if refused else "")
 
 

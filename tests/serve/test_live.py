@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -21,7 +22,9 @@ from sse_starlette.sse import AppStatus
 
 from perspectron.cli.main import main
 from perspectron.data.template import Template
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from perspectron.serve.web.app import create
 from tests.serve.conftest import TEMPLATE, served
 from tests.serve.test_routes import said
@@ -136,12 +139,67 @@ def test_clients_that_leave_leave_nothing_behind(url, tiny) -> None:
     assert 12 <= all_leave(url, tiny, 6) <= 18  # who leaves before it is read, never began
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/states", {"id": "left", "prompt": [5] * 9000}),
+        ("/v1/states/long/fork", {"id": "left", "token": 8000}),
+        ("/v1/completions", {"prompt": [5] * 9000, "save": "left", "stream": True}),
+        ("/v1/completions", {"prompt": [5] * 9000, "save": "left"}),
+    ],
+    ids=["state", "fork", "stream", "answer"],
+)
+def test_who_leaves_while_a_prompt_is_read_is_read_no_further_and_nothing_is_saved(
+    tmp_path, tokenizer, monkeypatch, route, body
+) -> None:
+    """The fourth piece is held until the server has heard of it, and is the last."""
+    one, calls, held = served(tmp_path, tokenizer, room={"memory_bytes": 0}), list[int](), threading.Event()
+    one.engine.store._disk = None
+    if "fork" in route:
+        one.states.save("long", Session(one.engine.model, tokenizer).read([5] * 9000))
+
+    def slow(*arguments: object, read: Callable[..., object]) -> object:
+        calls.append(1)
+        assert len(calls) < 4 or held.wait(60)
+        return read(*arguments)
+
+    for owner, name in ((Rows, "_read_chunk"), (Session, "_call")):
+        monkeypatch.setattr(owner, name, functools.partialmethod(slow, read=getattr(owner, name)))
+    with listening_at(one) as url:
+        data = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(head.encode() + data)
+        try:
+            until(lambda: len(calls) == 4)
+            client.close()
+            let_go = [*one.engine._tasks], [*one.engine._jobs.values()]
+            until(
+                lambda: all(t.result.cancelled() for t in let_go[0]) and all(j.cancelled for j in let_go[1])
+            )
+        finally:
+            held.set()
+        until(lambda: not (one.engine._tasks or one.engine.active or one.engine.waiting))
+    assert len(calls) == 4 and sum(map(len, let_go)) == 1
+    assert not list(one.states.folder.glob("left*"))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what must come; a minute is no bound on speed, but tells a hang."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
     for arguments, words in (
         ([], "runs"),
         ([str(tmp_path), "--host", "0.0.0.0"], "without --api-key"),
         ([str(tmp_path), "--api-key", "short"], "8 characters or more"),
         ([str(tmp_path), "--port", "70000"], "port = 70000"),
+        ([str(tmp_path), "--max-prompt", "0"], "max_prompt = 0, must be ≥ 1"),
         ([str(tmp_path), str(tmp_path)], "folders of different names"),
         ([str(tmp_path), "--port", "0"], str(tmp_path)),
     ):

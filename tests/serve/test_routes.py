@@ -313,6 +313,56 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
     complete(client)
 
 
+@pytest.mark.parametrize("wrong", ["disk", "header"])
+def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
+    client, tiny, monkeypatch, wrong
+) -> None:
+    """And the answer says so by name, whole and streamed; nothing is listed that would be denied."""
+    messages = {"messages": [{"role": "user", "content": "Row"}], "seed": 5, "max_tokens": 4, "save": "b"}
+    tiny.template, whole = Template(TEMPLATE, "here"), complete(client)
+    spoken = client.post("/v1/chat/completions", json=messages).json()
+    assert "state_error" not in spoken and client.get("/v1/states/b").status_code == 200
+    words = "not written (No space left on device)" if wrong == "disk" else ", must be ≤ 300; a text"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if wrong == "disk":
+        monkeypatch.setattr("perspectron.state.save_tensors", full)
+    else:
+        monkeypatch.setattr("perspectron.state.MAX_JSON", 300)
+    failed = complete(client, save="a")
+    assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12
+    assert failed["state_error"].startswith("a: ") and words in failed["state_error"]
+    frames = streamed(client, "/v1/completions", PROMPT | {"save": "a"})
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
+    assert [frame.get("state_error") for frame in frames] == [None] * 11 + [failed["state_error"]]
+    answer = client.post("/v1/chat/completions", json=messages | {"save": "a"}).json()
+    assert answer["choices"] == spoken["choices"] and words in answer["state_error"]
+    answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
+    assert (
+        answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
+    )
+    assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
+
+
+def test_a_prompt_of_more_tokens_than_the_bound_is_refused_with_both_numbers(client, tiny) -> None:
+    tiny.longest = 20
+    assert complete(client, prompt=[5] * 20)["usage"]["prompt_tokens"] == 20
+    words = "tokens of the prompt = 21, must be ≤ 20, what this server reads at most"
+    for route, body in (
+        ("/v1/completions", {"prompt": [5] * 21}), ("/v1/completions", {"prompt": [[5], [5] * 21]}),
+        ("/v1/states", {"id": "a", "prompt": [5] * 21}),
+    ):  # fmt: skip
+        answer = client.post(route, json=body)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    tiny.template = Template(TEMPLATE, "here")
+    body = {"messages": [{"role": "user", "content": "x" * 40}]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "≤ 20, what this server reads" in answer.json()["error"]["message"]
+    assert tiny.engine.active == tiny.engine.waiting == 0
+
+
 NAMES = [
     "model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "logprobs", "state", "save",
     "id_slot", "stream", "messages", "tokens", "content", "id", "token", "filename", "echo",

@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,10 +27,10 @@ from perspectron.serve.web.metrics import Metrics
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
 
+T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
 CHAT_TOKENS = 1024  # drawn where a chat does not say how many
 ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
-T = TypeVar("T")
 
 
 @dataclass
@@ -55,6 +55,8 @@ class _Run:
     save: str | None = None
     parent: str = ""
     slot: int | None = None
+    unsaved: dict[str, str] = field(default_factory=dict)
+    """What the answer says of a state that could not be saved."""
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them; those that the store spared count as cached."""
@@ -171,7 +173,7 @@ class Answers:
             for prompt in prompts
         ]
         for ids in filter(None, read):
-            check_ids(ids, served.tokenizer.vocab_size, 0)
+            check_ids(served.readable(ids), served.tokenizer.vocab_size, 0)
         run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
@@ -179,10 +181,7 @@ class Answers:
         sampling = SamplingConfig(
             body.temperature, max(0, body.top_k), body.top_p, body.min_p, body.repetition_penalty, seed=seed
         )
-        stop, loop = (
-            [body.stop] if isinstance(body.stop, str) else body.stop or [],
-            asyncio.get_running_loop(),
-        )
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         for ids in read:
             session = self._begun(ids, slot) if begun is None else begun.fork()
             session.append(ids[len(session.tokens) :] if begun is None else ids)
@@ -190,7 +189,7 @@ class Answers:
             for _ in range(body.n if tokens else 0):
                 index = len(run.jobs)
                 own = session if single else session.fork()
-                emit = _into(loop, run.events, index)
+                emit = _into(asyncio.get_running_loop(), run.events, index)
                 run.jobs.append(Job(own, tokens, emit, sampling, stop, index, logprobs))
         for index in range(0 if tokens else run.texts):
             run.events.put_nowait((index, Piece(index, None, "", "length")))
@@ -208,9 +207,8 @@ class Answers:
         found = list[list[Mark]]()
         for ids in read:
             session = self.served.engine.session() if begun is None else begun
-            pairs = await unless_gone(
-                request, asyncio.wrap_future(self.served.engine.run(session.likely(ids, count)))
-            )
+            task = self.served.engine.run(session.likely(ids, count))
+            pairs = await heard(request, asyncio.wrap_future(task))
             marks = [Mark(id, *pair) for id, pair in zip(ids, pairs, strict=True)]
             if begun is None and marks:
                 marks[0] = Mark(ids[0], None, ())
@@ -239,7 +237,7 @@ class Answers:
         asked = body.stream_options is not None and body.stream_options.include_usage
         if body.stream:
             events = self._events(run)
-            first = await anext(events)  # so that what cannot begin is an error, not a stream
+            first = await heard(request, anext(events))  # so that what cannot begin is an error, not a stream
 
             async def stream() -> AsyncIterator[ServerSentEvent]:
                 begun = set[int]()
@@ -250,7 +248,7 @@ class Answers:
                             marks
                         )
                         begun.add(index)
-                        yield _event({**streamed, "choices": [choice]})
+                        yield _event({**streamed, "choices": [choice], **run.unsaved})
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
                     yield ServerSentEvent("[DONE]", sep="\n")
@@ -271,7 +269,7 @@ class Answers:
             return EventSourceResponse(stream(), ping=PING, sep="\n")
         choices = [_Choice() for _ in range(run.texts)]
         try:
-            await unless_gone(request, asyncio.ensure_future(self._collect(run, choices)))
+            await heard(request, self._collect(run, choices))
         finally:
             self.served.engine.cancel(run.jobs)
 
@@ -280,7 +278,7 @@ class Answers:
                 whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
                 for i, got in enumerate(choices)
             ]
-            return JSONResponse({**frame, "choices": parts, "usage": run.usage()})
+            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.unsaved})
 
         return await asyncio.to_thread(response)  # of a long text it takes a while
 
@@ -315,11 +313,15 @@ class Answers:
             self.served.engine.cancel(run.jobs)
 
     async def _keep(self, run: _Run) -> None:
-        """Save what was asked for, before the client hears that the text has ended."""
+        """Save what was asked for, before the client hears that the text has ended, and whether it could be."""
         if run.slot is not None:
             self.served.slots[run.slot] = run.jobs[0].session
         if run.save is not None:
-            await asyncio.to_thread(self.served.states.save, run.save, run.jobs[0].session, run.parent)
+            try:
+                await asyncio.to_thread(self.served.states.save, run.save, run.jobs[0].session, run.parent)
+            except PerspectronError as error:  # the text was drawn, and is answered
+                path = str(self.served.states.path(run.save))
+                run.unsaved = {"state_error": str(error).replace(path, run.save)}
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
@@ -329,27 +331,26 @@ class Answers:
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
 
 
-class Left(Exception):
+class Gone(Exception):
     """The client has left."""
 
 
-async def unless_gone(request: Request, work: "asyncio.Future[T]") -> T:
-    """The result of some work. Left: the client left before, and the work is cancelled."""
-    gone = asyncio.ensure_future(_gone(request))
+async def heard(request: Request, work: Awaitable[T]) -> T:
+    """The result of work that is cancelled when the client leaves. Gone: it has."""
+
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
     try:
-        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Left
-        return await work
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return await task
     finally:
-        gone.cancel()
-        work.cancel()
-
-
-async def _gone(request: Request) -> None:
-    """Wait until the client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        left.cancel()
+        task.cancel()
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -25,7 +25,7 @@ from perspectron.machine import memory
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
 from perspectron.serve.web import schema
-from perspectron.serve.web.answers import Answers, Left, unless_gone
+from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 
@@ -45,6 +45,8 @@ class Served:
     slot_files: States
     largest: int
     """Tokens that one request may draw."""
+    longest: int = 1 << 20
+    """Tokens that one prompt may have."""
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
@@ -55,6 +57,12 @@ class Served:
             0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
         )
         return id
+
+    def readable(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one."""
+        require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
+                f"≤ {self.longest}, what this server reads at most")  # fmt: skip
+        return ids
 
 
 class Unknown(PerspectronError):
@@ -106,7 +114,7 @@ class App:
 
     async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
         """Text of ids."""
-        return {"content": self.served(body.model).tokenizer.decode(body.tokens)}
+        return {"content": await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)}
 
     async def states(self, model: schema.Name = "") -> dict[str, Any]:
         """The states that are kept, the oldest first."""
@@ -119,7 +127,7 @@ class App:
         served.states.path(body.id)
         prompt = body.prompt
         ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        session = await _result(served.engine.run(_reading(served.engine, ids)), request)
+        session = await _result(request, served.engine.run(_reading(served.engine, served.readable(ids))))
         about = await asyncio.to_thread(served.states.save, body.id, session)
         return JSONResponse(asdict(about), 201)
 
@@ -154,7 +162,7 @@ class App:
         served = self.served(body.model)
         served.states.path(body.id)
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
-        session = await _result(served.engine.run(_back(session, body.token)), request)
+        session = await _result(request, served.engine.run(_back(session, body.token)))
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
@@ -163,8 +171,7 @@ class App:
         served, start = self.served(body.model), time.perf_counter()
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
         milliseconds = 1e3 * (time.perf_counter() - start)
-        pieces = [served.tokenizer.token_bytes(token) for token in session.tokens]
-        cuts, ends = _texts(pieces)
+        cuts, ends = await asyncio.to_thread(_texts, served.tokenizer, session.tokens)
         about = asdict(served.states.about(id))
         return about | {
             "text": "".join(cuts),
@@ -198,7 +205,7 @@ class App:
             if id not in served.slots:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
             ids = served.slots[id].tokens
-            session = await _result(served.engine.run(_reading(served.engine, ids)), request)
+            session = await _result(request, served.engine.run(_reading(served.engine, ids)))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
@@ -255,7 +262,7 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         api.add_api_route(path, handler, methods=[method], response_model=None, **told)
     for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
         api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
-    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Left, Exception):
+    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Gone, Exception):
         api.add_exception_handler(kind, _answer)
     api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
     return api
@@ -268,12 +275,12 @@ async def _answer(request: Request, error: Exception) -> Response:
         return refusal(400, message, param=field)
     if isinstance(error, HTTPException):
         return _refused(request, error)
-    if isinstance(error, Left):
-        return Response(status_code=499)
     if isinstance(error, Full):
         return refusal(
             429, "all rows are taken and the queue is full; ask again", "overloaded", Retry_After="1"
         )
+    if isinstance(error, Gone):
+        return Response(status_code=499)
     if isinstance(error, Closed):
         return refusal(503, "the server is stopping; ask again when it is back", "stopping", Retry_After="5")
     if isinstance(error, Unknown):
@@ -323,33 +330,30 @@ def _largest_upload() -> int:
     return memory() // 2
 
 
-def _reading(engine: Engine, ids: Sequence[int]) -> Generator[None, None, Session]:
-    """Read ids, a chunk at a time."""
+def _reading(engine: Engine, ids: Sequence[int]) -> Generator[int, None, Session]:
     session = engine.session()
-    for start in range(0, len(ids), session.chunk):
-        session.read(ids[start : start + session.chunk])
-        yield
+    yield from session.reading(ids)
     return session
 
 
-def _back(session: Session, token: int | None) -> Generator[None, None, Session]:
-    yield
+def _back(session: Session, token: int | None) -> Generator[int, None, Session]:
+    yield 0
     return session if token is None else (yield from session.back_to(token))
 
 
-async def _result(future: "Future[T]", request: Request) -> T:
-    """The result of a task of the engine; it is dropped when nobody waits any more."""
-    return await unless_gone(request, asyncio.wrap_future(future))
+async def _result(request: Request, future: "Future[T]") -> T:
+    """The result of a task of the engine, which is given up when the client leaves."""
+    return await heard(request, asyncio.wrap_future(future))
 
 
-def _texts(pieces: Sequence[bytes]) -> tuple[list[str], list[int]]:
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:
     """Text of each token, where a character that takes several stands with the last of them; and the characters that
     have come after each."""
     import codecs
 
     decoder, texts, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
-    for number, piece in enumerate(pieces, 1):
-        texts.append(decoder.decode(piece, final=number == len(pieces)))
+    for number, id in enumerate(ids, 1):
+        texts.append(decoder.decode(tokenizer.token_bytes(id), final=number == len(ids)))
         at += len(texts[-1])
         ends.append(at)
     return texts, ends
