@@ -136,20 +136,23 @@ class Session:
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
+        **limits: Any,
     ) -> str:
         """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
-        it. On an error or an interruption the session stays as it was before.
+        it. limits: `constraint`, `min_tokens` and `stop_ids`, as `Rows.add` has them. On an error or an interruption
+        the session stays as it was before.
 
-        ConfigError: a number out of bounds, more tokens than a table of learned positions has
-        left. NonFiniteError: the model gave logits that are not finite.
+        ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
+        model gave logits that are not finite, or none of those that a constraint allows.
         """
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
-        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0)
+        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0, **limits)
         try:
             while rows.active:
                 for piece in rows.step():
                     if piece.id is None:
-                        raise NonFiniteError(f"logits after {len(self._ids)} tokens: must be finite")
+                        said = f"logits after {len(self._ids)} tokens: must be finite"
+                        raise NonFiniteError(piece.error or said)
                     ids.append(piece.id)
                     if len(ids) % rows.chunk == 0:
                         marks[len(ids)] = rows.conversation(handle).state

@@ -12,7 +12,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Required, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from fastapi.testclient import TestClient
@@ -58,7 +58,9 @@ def values(kind: Any, depth: int = 0) -> Iterator[Any]:
         yield {} if kind is object else {"1": next(values(args[1], depth + 1))}
     elif is_typeddict(kind):
         hints = get_type_hints(kind)
-        least = {name: next(values(hints[name], depth + 1)) for name in sorted(kind.__required_keys__)}
+        told = get_type_hints(kind, include_extras=True)  # what must be there is said of each, in a string
+        must = [name for name in hints if kind.__total__ or get_origin(told[name]) is Required]
+        least = {name: next(values(hints[name], depth + 1)) for name in must}
         for name in sorted(hints):
             for value in values(hints[name], depth + 1):
                 yield least | {name: value}

@@ -13,11 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.config import require
+from perspectron.data import Tokenizer
 from perspectron.decode.batch import Piece
+from perspectron.decode.constrain import Constraint, json_object, json_schema
 from perspectron.decode.reading import check_ids
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.errors import NonFiniteError, PerspectronError
+from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.web import schema
 from perspectron.serve.web.chat import prompt_of
@@ -160,8 +162,10 @@ class Answers:
                 "left out with n > 1, several prompts or max_tokens = 0",
             )
         require(body.min_tokens <= tokens, "min_tokens", body.min_tokens, f"≤ max_tokens = {tokens}")
-        for name in ("response_format", "json_schema", "guided_json", "stop_token_ids", "min_tokens"):
-            require(not getattr(body, name), name, "given", "left out")
+        for id in body.stop_token_ids:
+            known = served.tokenizer.vocab_size
+            require(id < known, "stop_token_ids", id, f"< {known}, the tokens there are")
+        constraint = await asyncio.to_thread(_constraint, body, served.tokenizer)
         if body.save is not None:
             served.states.path(body.save)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
@@ -190,7 +194,9 @@ class Answers:
                 index = len(run.jobs)
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
-                run.jobs.append(Job(own, tokens, emit, sampling, stop, index, logprobs))
+                run.jobs.append(Job(
+                    own, tokens, emit, sampling, stop, index, logprobs, constraint, body.min_tokens, body.stop_token_ids
+                ))  # fmt: skip
         for index in range(0 if tokens else run.texts):
             run.events.put_nowait((index, Piece(index, None, "", "length")))
         engine.submit(run.jobs)
@@ -351,6 +357,25 @@ async def heard(request: Request, work: Awaitable[T]) -> T:
     finally:
         left.cancel()
         task.cancel()
+
+
+def _constraint(body: schema.Sampled, tokenizer: Tokenizer) -> Constraint | None:
+    """The grammar that the answer keeps to, if it is asked for. ConfigError, naming the field: there is none such."""
+    form = body.response_format
+    asked: dict[str, dict[str, Any] | None] = {
+        "json_schema": body.json_schema,
+        "guided_json": body.guided_json,
+    }
+    asked = {name: wanted for name, wanted in asked.items() if wanted is not None}
+    if form is not None and form.type != "text":
+        asked["response_format"] = form.schema_ if form.json_schema is None else form.json_schema.schema_
+    require(len(asked) < 2, " and ".join(asked), "given", "one of them alone")
+    for name, wanted in asked.items():
+        try:
+            return json_object(tokenizer) if wanted is None else json_schema(wanted, tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return None
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
