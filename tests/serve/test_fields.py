@@ -16,7 +16,6 @@ from typing import Any, Literal, Required, Union, get_args, get_origin, get_type
 
 import pytest
 from fastapi.testclient import TestClient
-from openai._types import SequenceNotStr
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 from typing_extensions import is_typeddict
@@ -51,11 +50,15 @@ def values(kind: Any, depth: int = 0) -> Iterator[Any]:
         yield from args
     elif kind is type(None):
         yield None
-    elif origin in (list, collections.abc.Iterable, SequenceNotStr):
+    elif origin in (list, collections.abc.Iterable, collections.abc.Sequence):
         for value in values(args[0], depth + 1):
             yield [value]
     elif origin is dict or kind is object:
-        yield {} if kind is object else {"1": next(values(args[1], depth + 1))}
+        yield (
+            {"type": "object"}
+            if kind is object or args[1] is object
+            else {"1": next(values(args[1], depth + 1))}
+        )
     elif is_typeddict(kind):
         hints = get_type_hints(kind)
         told = get_type_hints(kind, include_extras=True)  # what must be there is said of each, in a string
@@ -98,11 +101,11 @@ def outcome(client: TestClient, route: str, name: str, kind: Any, base: dict[str
     model = schema.Chat if "chat" in route else schema.Completion
     if name in model.ignored:
         assert not refused
-        return f"may be given; it {model.ignored[name]}"
+        return f"may be given: {model.ignored[name]}"
     if name in model.neutral:
-        asks = [json.dumps(value) for value in model.neutral[name]]
-        assert refused or taken
-        return "refused" + "".join(f" unless `{' or '.join(asks)}`" for _ in asks[:1])
+        asks = " or ".join(f"`{json.dumps(value)}`" for value in model.neutral[name])
+        assert refused
+        return f"refused unless {asks}" if asks else "refused"
     assert name in model.model_fields and taken, (name, refused)
     return "honoured" + (f"; refused: {', '.join(f'`{one}`' for one in refused)}" if refused else "")
 

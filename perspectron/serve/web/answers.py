@@ -13,16 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.config import require
-from perspectron.data import Tokenizer
 from perspectron.decode.batch import Piece
-from perspectron.decode.constrain import Constraint, json_object, json_schema
 from perspectron.decode.reading import check_ids
-from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
+from perspectron.errors import NonFiniteError, PerspectronError
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.web import schema
-from perspectron.serve.web.chat import prompt_of
+from perspectron.serve.web.asked import check, constraint_of, prompt_of, prompts_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 
@@ -79,12 +76,7 @@ class Answers:
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         """Texts that go on after prompts."""
-        prompts = _prompts(body.prompt)
-        tokens = 16 if body.max_tokens is None else body.max_tokens
-        require(tokens > 0 or body.echo, "max_tokens", tokens, "≥ 1 without echo")
-        require(
-            body.best_of in (None, body.n), "best_of", body.best_of, f"n = {body.n}: none is left out here"
-        )
+        prompts, tokens = prompts_of(body), 16 if body.max_tokens is None else body.max_tokens
         run = await self._run(body, prompts, tokens, body.logprobs, request)
         tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
         starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(run.texts)]
@@ -107,18 +99,8 @@ class Answers:
         )  # fmt: skip
         assert template is not None
         text = await asyncio.to_thread(prompt_of, body, template)
-        require(
-            body.logprobs or not body.top_logprobs,
-            "top_logprobs",
-            body.top_logprobs,
-            "left out without logprobs",
-        )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        given = {body.max_completion_tokens, body.max_tokens} - {None}
-        require(len(given) < 2, "max_tokens", body.max_tokens, "left out with max_completion_tokens")
-        tokens = given.pop() if given else min(CHAT_TOKENS, self.served.largest)
-        assert tokens is not None
-        require(tokens >= 1, "max_tokens", tokens, "≥ 1")
+        tokens = tokens_of(body, min(CHAT_TOKENS, self.served.largest))
         run = await self._run(body, [text], tokens, logprobs, request)
 
         def said(pieces: Sequence[Piece]) -> Any:
@@ -147,27 +129,9 @@ class Answers:
     ) -> _Run:
         """Make the jobs of a request and hand them to the engine. ConfigError, StateError, Full: nothing was begun."""
         served, engine = self.served, self.served.engine
-        require(
-            tokens <= served.largest,
-            "max_tokens",
-            tokens,
-            f"≤ {served.largest}, what this server draws at most",
-        )
-        single = body.n == 1 and len(prompts) == 1 and tokens > 0
-        for name, value in (("save", body.save), ("id_slot", body.id_slot)):
-            require(
-                value in (None, -1) or single,
-                name,
-                value,
-                "left out with n > 1, several prompts or max_tokens = 0",
-            )
-        require(body.min_tokens <= tokens, "min_tokens", body.min_tokens, f"≤ max_tokens = {tokens}")
-        for id in body.stop_token_ids:
-            known = served.tokenizer.vocab_size
-            require(id < known, "stop_token_ids", id, f"< {known}, the tokens there are")
-        constraint = await asyncio.to_thread(_constraint, body, served.tokenizer)
-        if body.save is not None:
-            served.states.path(body.save)
+        check(body, prompts, tokens, served)
+        single = body.n == 1 and len(prompts) == 1
+        constraint = await asyncio.to_thread(constraint_of, body, served.tokenizer)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:
@@ -181,11 +145,7 @@ class Answers:
         run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
-        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
-        sampling = SamplingConfig(
-            body.temperature, max(0, body.top_k), body.top_p, body.min_p, body.repetition_penalty, seed=seed
-        )
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        sampling, stop = sampling_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
         for ids in read:
             session = self._begun(ids, slot) if begun is None else begun.fork()
             session.append(ids[len(session.tokens) :] if begun is None else ids)
@@ -357,31 +317,6 @@ async def heard(request: Request, work: Awaitable[T]) -> T:
     finally:
         left.cancel()
         task.cancel()
-
-
-def _constraint(body: schema.Sampled, tokenizer: Tokenizer) -> Constraint | None:
-    """The grammar that the answer keeps to, if it is asked for. ConfigError, naming the field: there is none such."""
-    form = body.response_format
-    asked: dict[str, dict[str, Any] | None] = {
-        "json_schema": body.json_schema,
-        "guided_json": body.guided_json,
-    }
-    asked = {name: wanted for name, wanted in asked.items() if wanted is not None}
-    if form is not None and form.type != "text":
-        asked["response_format"] = form.schema_ if form.json_schema is None else form.json_schema.schema_
-    require(len(asked) < 2, " and ".join(asked), "given", "one of them alone")
-    for name, wanted in asked.items():
-        try:
-            return json_object(tokenizer) if wanted is None else json_schema(wanted, tokenizer)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
-    return None
-
-
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
 
 
 def _finish(piece: Piece) -> str | None:
