@@ -187,7 +187,9 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
 
 def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
-    assert client.get("/v1/models/tiny").json()["state_bytes"] > 0
+    about = client.get("/v1/models/tiny").json()
+    session = Session(tiny.engine.model, tiny.tokenizer).read([5] * about["state_tokens"])
+    assert about["state_bytes"] == session.nbytes > tiny.engine.model.init_state(1).nbytes
     ids = client.post("/tokenize", json={"content": "The cat"}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": "The cat"}
     complete(client)
@@ -257,6 +259,7 @@ def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
 def test_bodies_that_are_too_much(client) -> None:
     head = {"content-type": "application/json"}
     for content, status in (
+        (b'{"prompt": "\xff"}', 400),
         (b"x" * (17 << 20), 413), (b"[" * 100_000, 400), (b"{", 400), (b'{"n": NaN}', 400), (b"", 400), (b"7", 400),
     ):  # fmt: skip
         answer = client.post("/v1/completions", content=content, headers=head)
@@ -264,6 +267,22 @@ def test_bodies_that_are_too_much(client) -> None:
     plain = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert plain.status_code == 400, "what a form elsewhere could send is no JSON"
     assert client.get("/nothing").status_code == 404 and "error" in client.get("/nothing").json()
+
+
+def test_paths_that_are_not_there_are_404_for_every_method_and_others_name_theirs(client) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        for path in ("/v1/embeddings", "/v1/chat", "/nothing.js"):
+            answer = client.request(method, path, json={} if method != "GET" else None)
+            said = answer.json()["error"]["message"]
+            assert answer.status_code == 404 and f"{method} {path!r}: no such route" in said
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"), ("POST", "/", "GET, HEAD"),
+        ("PATCH", "/page.js", "GET, HEAD"), ("POST", "/v1/states/x", "DELETE, GET, PUT"),
+    ):  # fmt: skip
+        answer = client.request(method, path, json={} if method != "GET" else None)
+        assert answer.status_code == 405 and answer.headers["allow"] == allowed
+        assert f"this route takes {allowed}" in answer.json()["error"]["message"]
+    assert client.head("/").status_code == 200
 
 
 def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:

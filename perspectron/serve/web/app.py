@@ -299,8 +299,9 @@ async def _answer(request: Request, error: Exception) -> Response:
 def _refused(request: Request, error: HTTPException) -> Response:
     """Errors of the framework in our words."""
     what = f"{request.method} {request.url.path[:80]!r}"
-    allowed = (error.headers or {}).get("allow", "")
     if error.status_code == 405:
+        ways = [route for route in request.app.routes if route.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for route in ways for method in route.methods}))
         return refusal(405, f"{what}: this route takes {allowed}", allow=allowed)
     if error.status_code == 404:
         return refusal(404, f"{what}: no such route; GET /openapi.json lists them")
