@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
@@ -50,6 +51,7 @@ class Served:
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -108,9 +110,9 @@ class App:
         """The answer in a conversation, by the model's template."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
-    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+    async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return {"tokens": await asyncio.to_thread(self.served(body.model).tokenizer.encode, body.content)}
+        return await asyncio.to_thread(_ids_of, self.served(body.model).tokenizer, body.content)
 
     async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
         """Text of ids."""
@@ -345,6 +347,12 @@ def _back(session: Session, token: int | None) -> Generator[int, None, Session]:
 async def _result(request: Request, future: "Future[T]") -> T:
     """The result of a task of the engine, which is given up when the client leaves."""
     return await heard(request, asyncio.wrap_future(future))
+
+
+def _ids_of(tokenizer: Tokenizer, text: str) -> Response:
+    """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
+    parts = (json.dumps(ids)[1:-1] for ids in tokenizer.pieces(text) if ids)
+    return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:
