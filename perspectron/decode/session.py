@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -242,19 +243,27 @@ class Session:
         """A saved session of the same model, as `load` reads it."""
         model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
         state, extra = read_state(path, self._kin)
-        talk = Conversation.of(path, state, extra)
+        talk = Conversation.of(path, state, extra, tokenizer.vocab_size)
         session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
-            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0}
+            own, talk = (
+                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0},
+                replace(talk, drawn=[0]),
+            )
         fields = _checked(own, talk, tokenizer.vocab_size)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
         session._calls, session._before = fields[2:]
+        longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
+        if longest > most:
+            raise StateError(
+                f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
+            )
         if session._calls or session._before == 0:
             session._state, session._foreign = state.to(model.device), True
             session._mark(len(session._calls), session._state.fork())
@@ -366,7 +375,12 @@ def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[
         return None
     if not ids or not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
         return None
-    if min(calls, default=1) < 1 or ids[sum(calls) :] != talk.pending[0] or not talk.pending[0]:
+    if (
+        talk.drawn != [sum(drawn)]
+        or min(calls, default=1) < 1
+        or ids[sum(calls) :] != talk.pending[0]
+        or not talk.pending[0]
+    ):
         return None
     if before not in ((0, 1) if not calls or ids[0] == END_OF_TEXT_ID else (0,)):
         return None

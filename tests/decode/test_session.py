@@ -1,5 +1,6 @@
 """A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
 
+import dataclasses
 import random
 import tracemalloc
 
@@ -208,6 +209,51 @@ def test_a_file_whose_tokens_do_not_fit_is_refused(perspective, tokenizer, tmp_p
         )
     with pytest.raises(StateError, match="its tokens are not those of a session"):
         Session.load(tmp_path / "a", perspective, tokenizer)
+
+
+FORGED = [
+    ("conversation", "recent", [[10**9]]), ("conversation", "recent", [[-(10**9)]]), ("conversation", "recent", [[-5]]),
+    ("conversation", "recent", [[VOCAB]]), ("conversation", "pending", [[-1]]), ("conversation", "pending", [[VOCAB]]),
+    ("conversation", "drawn", [-1]), ("conversation", "drawn", [2**62]), ("conversation", "drawn", [99]),
+    ("session", "ids", [0, -1]), ("session", "drawn", [0, 2]), ("session", "calls", [0]), ("session", "before", -1),
+    ("session", "before", 10**9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "field", "value"), FORGED)
+def test_no_number_of_a_file_is_believed(perspective, tokenizer, tmp_path, part, field, value) -> None:
+    """Neither by a session nor by `generate`, where it is there that the number counts."""
+    session = Session(perspective, tokenizer).read("The cat")
+    session.say(4, sampling=GREEDY), session.save(tmp_path / "good")
+    state, extra = read_state(tmp_path / "good", perspective)
+    extra[part][field] = value
+    save_state(tmp_path / "bad", state, perspective, extra=extra)
+    with pytest.raises(StateError):
+        Session.load(tmp_path / "bad", perspective, tokenizer)
+    if part == "conversation" and value != [99]:
+        with pytest.raises(StateError, match=f"{field} holds -?[0-9]+, must be ≥ 0 and < [0-9]+"):
+            Conversation.load(tmp_path / "bad", perspective)
+
+
+def test_a_conversation_that_was_made_up_is_refused_where_it_would_be_used(perspective, tokenizer) -> None:
+    """Also of ids that the model has and the tokenizer has not, as a penalty looks for them among its logits."""
+    sampling = SamplingConfig(repetition_penalty=1.3)
+    for change in ({"recent": [[VOCAB]]}, {"recent": [[-5]]}, {"drawn": [-1]}):
+        talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
+        talk = dataclasses.replace(talk, **change)
+        with pytest.raises(StateError, match="remembers what is none of"):
+            generate(perspective, tokenizer, [""], max_tokens=2, sampling=sampling, conversation=talk)
+
+
+def test_a_file_that_was_read_in_larger_calls_is_not_read_again_in_them(
+    perspective, tokenizer, tmp_path
+) -> None:
+    """The way back reads a text in the calls that its file tells: one of a million tokens would take all memory."""
+    Session(perspective, tokenizer, chunk=512).read(prompt_of(600, 1)).save(tmp_path / "wide")
+    with pytest.raises(StateError, match="read 512 tokens at a time, must be ≤ 128; load it with chunk=512"):
+        Session.load(tmp_path / "wide", perspective, tokenizer)
+    wide = Session.load(tmp_path / "wide", perspective, tokenizer, chunk=512)
+    assert wide.at(100).tokens == prompt_of(100, 1)
 
 
 def test_seeds_go_on_where_they_were(perspective, tokenizer) -> None:
