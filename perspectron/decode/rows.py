@@ -137,7 +137,7 @@ class Rows:
         check_ids([*own.pending[0], *ids], V, handle)
         if not all(0 <= id < V for id in own.recent[0]) or not 0 <= own.drawn[0] < MOST_TOKENS:
             raise StateError(
-                f"add: the conversation remembers tokens that are none of the {V} of this tokenizer"
+                f"add: the conversation remembers what is none of the {V} tokens of this tokenizer, or no count"
             )
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]

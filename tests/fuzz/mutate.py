@@ -19,8 +19,8 @@ WORDS = (
 
 
 def mutated(data: bytes, draw: Random, kind: str) -> bytes:
-    """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors", "session" (one whose header
-    has JSON in it) or "bytes"."""
+    """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors", "session" (one with
+    JSON in its header) or "bytes"."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         try:
             data = draw.choice(KINDS[kind])(data, draw)
