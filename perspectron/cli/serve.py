@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 KEY = "PERSPECTRON_API_KEY"
+KEEP_ALIVE = 75  # seconds that an idle connection stays: longer than clients keep one, so that they close it
 DRAIN = 60  # seconds for texts under way when the server is stopped
 
 
@@ -43,8 +44,9 @@ class Serve:
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
     """Key that clients must send (default: the value of PERSPECTRON_API_KEY, if it is set)."""
-    template: Path | None = None
-    """Chat template in Jinja, for /v1/chat/completions (default: that of the run, if it was trained with one)."""
+    template: str | None = None
+    """Chat template for /v1/chat/completions: a file of Jinja, or plain (default: that of the run, if it was trained
+    with one)."""
     keep: Path | None = None
     """Folder for states, slots and shared prompt prefixes, so that they outlive the server (default: nothing is
     kept)."""
@@ -97,12 +99,9 @@ class Serve:
                 )
                 print(f"perspectron: {one.name}: {way}{cost}", file=sys.stderr)
             config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
+                app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN,
-            )
+            )  # fmt: skip
             shown = f"[{self.host}]" if ":" in self.host else self.host
             print(f"perspectron: http://{shown}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
             signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
@@ -164,7 +163,7 @@ class Serve:
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
-        template = Template.of(opened.folder.path) if self.template is None else Template.load(self.template)
+        template = Template.of(opened.folder.path) if self.template is None else Template.named(self.template)
         store = None
         if looks is None:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(

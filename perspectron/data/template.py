@@ -1,12 +1,14 @@
 """Chat templates: messages to a prompt, by Jinja that a model's folder or its user gives."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.files import read_text, write_text
 
@@ -58,12 +60,37 @@ class Template:
         """The template of a folder with a model, if it has one."""
         return cls.load(folder / FILE) if (folder / FILE).is_file() else None
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+    def uses(self, name: str) -> bool:
+        """Whether the template mentions a name that it does not set itself, such as "tools"."""
+        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
         """The text that asks for the next answer. ConfigError: the template fails on these messages."""
-        text = ""
+        text, asks = (
+            "",
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        )
+        require(
+            not (asks and continue_final_message),
+            "add_generation_prompt",
+            asks,
+            "false with continue_final_message",
+        )
+        told = [dict(message) for message in messages]
+        if continue_final_message:
+            told[-1]["content"] += "\0 "
         try:
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, bos_token="", eos_token=""
+                messages=told, tools=tools, add_generation_prompt=asks, bos_token="", eos_token="", **kwargs
             ):
                 text += part
                 if len(text) > LONGEST:
@@ -72,7 +99,7 @@ class Template:
             raise
         except Exception as error:  # whatever the template does with what it is given
             raise ConfigError(f"messages: the chat template fails on them ({error})") from None
-        return text
+        return text.rpartition("\0")[0] if continue_final_message else text
 
     def question(self, text: str) -> str:
         """The prompt that one message of a user makes."""

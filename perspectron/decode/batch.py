@@ -6,10 +6,13 @@ Shapes: B batch, D model width.
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from numpy.typing import NDArray
 from torch import Tensor
 
+from perspectron.decode.constrain import Matcher
 from perspectron.decode.perspectives import Verdict
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
@@ -20,7 +23,8 @@ from perspectron.model import LanguageModel
 from perspectron.state import LMState
 
 Finish = Literal["stop", "end", "length", "error", "unsafe"]
-"""Reasons to end: a stop string, the end-of-text token, `max_tokens`, logits that are not finite, an unsafe state."""
+"""Reasons to end: a stop string or a text that a constraint has complete; the end-of-text token or a stop id;
+`max_tokens`; nothing that can be drawn; an unsafe state."""
 
 WIDTH = 8
 """Rows of a batch come in multiples of it: products of 1 to 7 rows, and ends of vectors, take other kernels, whose sums
@@ -31,10 +35,10 @@ have another order; with 8, 16, … a row's sums are always the same."""
 class Piece:
     """The result of one step for one row. id: the token drawn, None after an error. text: the text that has become
     certain, possibly empty: whole characters that cannot begin a stop string. finished: why the row ends here; None
-    while it continues. logprob: of the token, in nats, by the model itself, before any setting changed its logits.
-    likely: the most likely tokens and their logprobs, as many as the row asked for. verdict: of the perspectives, if
-    asked. unsafe: the token's state, or the mean of a window that ends there, was outside the safe set. error: what was
-    not finite, if not the model's logits."""
+    while it continues. logprob: of the token, in nats, by the model itself, before a constraint or any setting changed
+    its logits. likely: the most likely tokens and their logprobs, as many as the row asked for, allowed or not.
+    verdict: of the perspectives, if asked. unsafe: the token's state, or the mean of a window that ends there, was
+    outside the safe set. error: why nothing could be drawn, if not for the model's logits."""
 
     row: int
     id: int | None
@@ -76,6 +80,20 @@ class Row:
     spared: int = 0
     """Tokens that the store had."""
     watched: Watched = field(default_factory=Watched)
+    matcher: Matcher | None = None
+    """The place in the grammar of the row's constraint."""
+    early: int = 0
+    """Tokens to draw before the text may end."""
+    ends: frozenset[int] = frozenset((END_OF_TEXT_ID,))
+    """Tokens that end the text and are none of it."""
+
+    def allowed(self, vocab: int) -> NDArray[np.bool_] | None:
+        """Tokens [V] that may be drawn now; None: all."""
+        if self.matcher is None and self.early == 0:
+            return None
+        allowed = np.ones(vocab, np.bool_) if self.matcher is None else self.matcher.allowed()
+        allowed[list(self.ends)] = self.early == 0 and allowed[END_OF_TEXT_ID]
+        return allowed
 
     def rest(self) -> list[int]:
         """Tokens that are not read."""
@@ -85,20 +103,25 @@ class Row:
         self, id: int, data: bytes, logprob: float | None = None, likely: tuple[tuple[int, float], ...] = ()
     ) -> Piece:
         """Count a drawn token in."""
+        ends, counts = id in self.ends, self.early == 0
+        if self.matcher is not None and not ends and not self.matcher.take(id):
+            return replace(self.fail(), error=f"constraint: {self.matcher.error}")
         self.unread, self.start = [id], 0
         self.drawn += 1
         self.left -= 1
-        text = self.text.push(data)
-        if id == END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
-            self.finished = "end"
-        else:
+        self.early = max(0, self.early - 1)
+        text = self.text.push(b"" if ends else data, stops=counts)
+        if id != END_OF_TEXT_ID:  # the penalty does not count the end of a document: it is no repetition
             self.recent = [*self.recent, id][-self.sampling.repetition_window :]
-            if self.text.stopped:
-                self.finished = "stop"
-            elif self.left == 0:
-                self.finished = "length"
+        if ends:
+            self.finished = "end"
+        elif self.text.stopped or (self.matcher is not None and self.matcher.complete):
+            self.finished = "stop"
+        elif self.left == 0:
+            self.finished = "length"
         if self.finished is not None:
-            text += self.text.flush()
+            text += self.text.flush(stops=counts)
+            self.finished = "stop" if self.text.stopped else self.finished
         return Piece(self.handle, id, text, self.finished, logprob, likely)
 
     def fail(self, finish: Finish = "error") -> Piece:

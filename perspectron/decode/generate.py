@@ -7,6 +7,7 @@ import torch
 
 from perspectron.config import require
 from perspectron.decode.batch import Finish, Piece
+from perspectron.decode.constrain import Constraint
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.perspectives import PerspectivesConfig, Verdict
 from perspectron.decode.reading import CHUNK
@@ -22,9 +23,10 @@ class Generation:
     """The result of `generate`, row by row.
 
     texts: the new text of each row. ids: every token drawn, including those of a stop string and the end-of-text
-    token. finished: "stop" at a stop string, "end" at the end-of-text token, "length" at `max_tokens`, "unsafe" where
-    a state was outside the safe set. conversation: to continue from. verdicts: of every token, if perspectives were
-    asked. unsafe: the numbers of the tokens drawn from states outside the safe set.
+    token. finished: "stop" at a stop string or where a constraint has the text complete, "end" at the end-of-text token
+    or a stop id, "length" at `max_tokens`, "unsafe" where a state was outside the safe set. conversation: to continue
+    from. verdicts: of every token, if perspectives were asked. unsafe: the numbers of the tokens drawn from states
+    outside the safe set.
     """
 
     texts: list[str]
@@ -51,6 +53,9 @@ def generate(
     chunk: int = CHUNK,
     perspectives: PerspectivesConfig | None = None,
     safety: Safety | None = None,
+    constraint: Constraint | None = None,
+    min_tokens: int = 0,
+    stop_ids: Sequence[int] = (),
 ) -> Generation:
     """Draw up to `max_tokens` tokens after each prompt, given as text or as ids.
 
@@ -63,9 +68,12 @@ def generate(
     character at the end of a row becomes U+FFFD. on_piece: called with each `Piece`, also one without text. on_read:
     called with (prompt tokens read, all prompt tokens) while prompts are being read. chunk: prompt tokens read at once;
     apart from the ids, memory does not grow with the length of a prompt. perspectives: unsure tokens are judged from
-    several views of the experts. safety: states are held in a safe set. Raises ConfigError for ids outside the
-    vocabulary, a number out of bounds, a number of prompts that differs from the conversation's rows, or more tokens
-    than a table of learned positions has left; NonFiniteError if the logits are not finite.
+    several views of the experts. safety: states are held in a safe set. constraint, min_tokens, stop_ids: as
+    `Rows.add` has them.
+
+    ConfigError: ids outside the vocabulary, a number out of bounds, a number of prompts that differs from the
+    conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
+    finite, or none of those that a constraint allows.
     """
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     B, together = len(prompts), len(prompts) > 1
@@ -75,7 +83,10 @@ def generate(
         raise ConfigError(f"prompts: {B} given, must be as many as the conversation has rows, {known}")
     for row, prompt in enumerate(prompts):
         talk = conversation if conversation is None or B == 1 else conversation.take(row)
-        rows.add(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row)
+        rows.add(
+            prompt, max_tokens=max_tokens, sampling=sampling, stop=stop, conversation=talk, stream=row,
+            constraint=constraint, min_tokens=min_tokens, stop_ids=stop_ids,
+        )  # fmt: skip
     told = [_Told() for _ in range(B)]
     while rows.active:
         pieces = rows.step()

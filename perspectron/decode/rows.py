@@ -3,6 +3,7 @@
 Shapes: B batch, D model width, V vocabulary.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 from perspectron.config import require
 from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Piece, Row
+from perspectron.decode.constrain import Constraint
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
@@ -107,6 +109,9 @@ class Rows:
         conversation: Conversation | None = None,
         stream: int | None = None,
         logprobs: int | None = None,
+        constraint: Constraint | None = None,
+        min_tokens: int = 0,
+        stop_ids: Sequence[int] = (),
     ) -> int:
         """Add a row and return its handle. The following steps read its prompt and draw from it.
 
@@ -114,8 +119,12 @@ class Rows:
         before every document. With one, of one row, which is used up, the prompt follows what stands there. stream: of
         noise under the seed, the handle when None: two rows of equal seed and stream draw alike.
         logprobs: pieces carry those of the tokens drawn, and of so many of the most likely ones.
-        ConfigError: ids outside the vocabulary, a number out of bounds, more tokens than a table
-        of learned positions has left. StateError: a conversation of another model, or of several rows.
+        constraint: what is drawn fits its grammar, and ends ("stop") where that is complete; not with perspectives.
+        stop_ids: tokens that end the text as the end-of-text token does ("end"); their bytes are none of it. A
+        constraint allows them where it allows the end. min_tokens: before so many are drawn none of these is, and no
+        stop string counts that they complete.
+        ConfigError: ids outside the vocabulary, a number out of bounds, settings that do not go together, more tokens
+        than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         """
         V = self.tokenizer.vocab_size
         require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
@@ -123,6 +132,7 @@ class Rows:
         require(all(stop), "stop", list(stop), "strings of at least one character")
         if logprobs is not None:
             require(0 <= logprobs <= V, "logprobs", logprobs, f"≥ 0 and ≤ {V}, the tokens there are")
+        self._check_limits(max_tokens, constraint, min_tokens, stop_ids)
         handle, model = self._next, self.model
         stream = handle if stream is None else stream
         require(0 <= stream < 2**64, "stream", stream, "≥ 0 and < 2^64")
@@ -146,7 +156,8 @@ class Rows:
         recent = [*own.recent[0], *(id for id in ids if id != END_OF_TEXT_ID)][-sampling.repetition_window :]
         self._rows[handle] = row = Row(
             handle, unread, state is None, recent, own.drawn[0], max_tokens, sampling, stream, TextStream(stop),
-            logprobs, state,
+            logprobs, state, matcher=None if constraint is None else constraint.begin(), early=min_tokens,
+            ends=frozenset((END_OF_TEXT_ID, *stop_ids)),
         )  # fmt: skip
         if self.store is not None and conversation is None:
             row.keys = self.store.chain(unread)
@@ -195,6 +206,20 @@ class Rows:
             self._reading.remove(own)
         del self._rows[row]
         return _conversation(own, self._state_of(own))
+
+    def _check_limits(
+        self, max_tokens: int, constraint: Constraint | None, min_tokens: int, stop_ids: Sequence[int]
+    ) -> None:
+        V, views = self.tokenizer.vocab_size, self._watch is not None and self._watch.perspectives is not None
+        require(0 <= min_tokens <= max_tokens, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+        for id in stop_ids:
+            require(0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
+        require(not (views and min_tokens), "min_tokens", min_tokens, "0 with perspectives")
+        if constraint is not None:
+            same = constraint.tokenizer is self.tokenizer
+            require(same, "constraint", "of another tokenizer", "of the one that the rows have")
+            require(not views, "constraint", "given", "left out with perspectives, which choose tokens")
+            require(min_tokens == 0, "min_tokens", min_tokens, "0 with a constraint, which ends texts itself")
 
     def _logits(self, read: Read) -> Tensor:
         logits_BV = self.model.head(read.hidden_BD) if read.logits_BV is None else read.logits_BV
@@ -269,14 +294,29 @@ class Rows:
             self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
         return last_1D
 
+    def _kept(self, logits_BV: Tensor, bad: dict[int, str]) -> Tensor:
+        """The logits of what may be drawn, −inf for the others. Rows of which nothing is left become bad."""
+        rows, kept_BV = self._drawing.rows, logits_BV
+        for at, row in enumerate(rows):
+            if at in bad or (allowed_V := row.allowed(logits_BV.shape[1])) is None:
+                continue
+            kept_BV = logits_BV.clone() if kept_BV is logits_BV else kept_BV
+            kept_BV[at].masked_fill_(~torch.from_numpy(allowed_V), -math.inf)
+            if row.matcher is not None and row.matcher.error:
+                bad[at] = f"constraint: {row.matcher.error}"
+            elif not kept_BV[at].amax().isfinite():
+                bad[at] = f"logits of row {row.handle}: none is finite of the tokens that are allowed"
+        return kept_BV
+
     def _draw(self, logits_BV: Tensor) -> list[Piece]:
         """One token for each row that is drawn from."""
-        rows, bad = self._drawing.rows, non_finite(logits_BV)
-        pieces = [rows[at].fail() for at in bad]
+        rows, bad = self._drawing.rows, dict.fromkeys(non_finite(logits_BV), "")
+        kept_BV = self._kept(logits_BV, bad)
+        pieces = [replace(rows[at].fail(), error=why) for at, why in bad.items()]
         good = [at for at in range(len(rows)) if at not in bad]
         drawn = [rows[at] for at in good]
         ids = sample(
-            logits_BV[good] if bad else logits_BV,
+            kept_BV[good] if bad else kept_BV,
             [row.recent for row in drawn],
             [row.drawn for row in drawn],
             [row.sampling for row in drawn],

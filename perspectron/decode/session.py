@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read_all
 from perspectron.decode.rows import Rows, Vocabulary
-from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, read_state, save_state
+
+Likely = tuple[float, tuple[tuple[int, float], ...]]
+"""Log-probability of a token, and the most likely tokens in its place with theirs."""
 
 
 class Session:
@@ -92,6 +96,29 @@ class Session:
             yield left
             self._call(self._rows.chunk)
 
+    @torch.inference_mode()
+    def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
+        """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
+        tokens in its place, with a pause before each call, that gives the tokens left. The session stays as it is.
+        Errors as `append`, and NonFiniteError."""
+        own, first, found = self.fork(), len(self._ids), list[Likely]()
+        own.append(ids)
+        V = own._rows.tokenizer.vocab_size
+        while own._read < len(own._ids):
+            yield len(own._ids) - own._read
+            start = own._read
+            hidden_1TD = own._call(min(own.chunk, len(own._ids) - start))
+            logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
+            if non_finite(logits_TV):
+                raise NonFiniteError(
+                    f"logits after {start + 1 + non_finite(logits_TV)[0]} tokens: must be finite"
+                )
+            targets = own._ids[start + 1 : start + 1 + len(logits_TV)]
+            for at, id in enumerate(targets, start + 1):
+                if at >= first:
+                    found.append(logprobs(logits_TV[at - start - 1], id, min(count, V)))
+        return found
+
     def append(self, text: str | Sequence[int]) -> None:
         """Go on with a text that waits until it is needed; errors as `read`."""
         tokenizer = self._rows.tokenizer
@@ -110,20 +137,23 @@ class Session:
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
+        **limits: Any,
     ) -> str:
         """Draw up to `max_tokens` tokens: the text, which ends before a stop string. on_text: called with each piece of
-        it. On an error or an interruption the session stays as it was before.
+        it. limits: `constraint`, `min_tokens` and `stop_ids`, as `Rows.add` has them. On an error or an interruption
+        the session stays as it was before.
 
-        ConfigError: a number out of bounds, more tokens than a table of learned positions has
-        left. NonFiniteError: the model gave logits that are not finite.
+        ConfigError: a number out of bounds, more tokens than a table of learned positions has left. NonFiniteError: the
+        model gave logits that are not finite, or none of those that a constraint allows.
         """
         rows, pieces, ids, marks = self._rows, list[str](), list[int](), dict[int, LMState]()
-        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0)
+        handle = self.enter(rows, max_tokens=max_tokens, sampling=sampling, stop=stop, stream=0, **limits)
         try:
             while rows.active:
                 for piece in rows.step():
                     if piece.id is None:
-                        raise NonFiniteError(f"logits after {len(self._ids)} tokens: must be finite")
+                        said = f"logits after {len(self._ids)} tokens: must be finite"
+                        raise NonFiniteError(piece.error or said)
                     ids.append(piece.id)
                     if len(ids) % rows.chunk == 0:
                         marks[len(ids)] = rows.conversation(handle).state
@@ -306,17 +336,19 @@ class Session:
         own._marks = self._marks.cut(calls)
         return own
 
-    def _call(self, count: int) -> None:
-        """Read the next tokens."""
+    def _call(self, count: int) -> Tensor:
+        """Read the next tokens: what the head reads after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
         state = model.init_state(1) if self._state is None else self._state
         part = self._ids[self._read : self._read + count]
-        last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
+        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None])
         self._seconds += time.perf_counter() - start
         self._count(count)
         if store is not None and self._keys is not None and not self._foreign:
+            last_1D = hidden_1TD[:, -1].clone()
             store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
         self._marks.put(len(self._calls), self._state.fork())
+        return hidden_1TD
 
     def _look_up(self) -> None:
         """Take from the store what it has of the calls to come."""

@@ -16,24 +16,33 @@ class TextStream:
         self.stopped = False
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._open = ""
+        self._open, self._past = "", 0
 
-    def push(self, data: bytes) -> str:
-        """Read some bytes; the text that is now certain, perhaps none."""
-        self._open += self._decoder.decode(data)
-        ends = [(at + len(stop), at) for stop in self._stop if (at := self._open.find(stop)) >= 0]
+    def push(self, data: bytes, *, stops: bool = True) -> str:
+        """Read some bytes; the text that is now certain, perhaps none. stops: False where a stop string that ends in
+        them is text as any other."""
+        return self._read(data, stops, final=False)
+
+    def flush(self, *, stops: bool = True) -> str:
+        """The rest; half a character becomes U+FFFD, which may complete a stop string. Nothing after it."""
+        return "" if self.stopped else self._read(b"", stops, final=True)
+
+    def _read(self, data: bytes, stops: bool, *, final: bool) -> str:
+        self._open += self._decoder.decode(data, final=final)
+        if not stops:
+            self._past = len(self._open)
+        ends = [(at + len(stop), at) for stop in self._stop if (at := self._find(stop)) >= 0]
         if ends:
             self.stopped = True
             return self._release(min(ends)[1])
-        return self._release(len(self._open) - self._possible_stop())
+        return self._release(len(self._open) - (0 if final else self._possible_stop()))
 
-    def flush(self) -> str:
-        """The rest, at the end; half a character becomes U+FFFD. Nothing after a stop string."""
-        self._open += self._decoder.decode(b"", final=True)
-        return "" if self.stopped else self._release(len(self._open))
+    def _find(self, stop: str) -> int:
+        """Where the first of these begins that ends after what is past."""
+        return self._open.find(stop, max(0, self._past - len(stop) + 1))
 
     def _release(self, length: int) -> str:
-        text, self._open = self._open[:length], self._open[length:]
+        text, self._open, self._past = self._open[:length], self._open[length:], max(0, self._past - length)
         return text
 
     def _possible_stop(self) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from perspectron.config import require
 from perspectron.decode.batch import WIDTH, Piece
+from perspectron.decode.constrain import Constraint
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
@@ -42,8 +43,9 @@ class Closed(Exception):
 @dataclass(eq=False)
 class Job:
     """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
-    engine's thread with every piece, or once with an error; must return at once. stream, logprobs: as `Rows.add` has
-    them. ids: tokens drawn. spared: tokens of the prompt that the store had. turn: when a piece was read last."""
+    engine's thread with every piece, or once with an error; must return at once. stream, logprobs, constraint,
+    min_tokens, stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
+    turn: when a piece was read last."""
 
     session: Session
     max_tokens: int
@@ -52,6 +54,9 @@ class Job:
     stop: Sequence[str] = ()
     stream: int = 0
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    min_tokens: int = 0
+    stop_ids: Sequence[int] = ()
     row: int | None = None
     ids: list[int] = field(default_factory=list)
     spared: int = 0
@@ -263,10 +268,17 @@ class Engine:
                     return
                 job = self._waiting.popleft()
             try:
-                settings = {"stop": job.stop, "stream": job.stream, "logprobs": job.logprobs}
-                job.row = job.session.enter(
-                    self._rows, max_tokens=job.max_tokens, sampling=job.sampling, **settings
+                names = (
+                    "max_tokens",
+                    "sampling",
+                    "stop",
+                    "stream",
+                    "logprobs",
+                    "constraint",
+                    "min_tokens",
+                    "stop_ids",
                 )
+                job.row = job.session.enter(self._rows, **{name: getattr(job, name) for name in names})
             except Exception as error:
                 self.counters.failed += 1
                 job.emit(_told(error))

@@ -211,6 +211,41 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
     assert "pip install 'perspectron[serve]'" in capsys.readouterr().err
 
 
+def test_an_idle_connection_outlives_what_clients_keep_of_theirs(monkeypatch) -> None:
+    """httpx2, which OpenAI's client uses, closes its idle ones first; who sends as the server closes has an error."""
+    made = list[uvicorn.Config]()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: made.append(self.config))
+    run = Path(__file__).parents[1] / "vectors/run-0.1"
+    assert main(["serve", str(run), "--port", "0", "--template", "plain"]) == 0
+    assert made[0].timeout_keep_alive == 75 > openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+
+
+def test_the_openai_client_with_schemas_tools_and_echoes(url, tiny) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    wanted = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    wanted["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted, "strict": True}}
+    talk = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Row"}]}],
+        "seed": 5,
+    }
+    answer = client.chat.completions.create(**talk, response_format=form, max_completion_tokens=90)
+    assert isinstance(json.loads(answer.choices[0].message.content)["a"], bool)
+    talk["messages"] += [answer.choices[0].message, {"role": "user", "content": "on", "name": "Ann"}]
+    assert client.chat.completions.create(**talk, max_tokens=3, user="me", metadata={"a": "b"}).usage
+    echo = client.completions.create(model="tiny", prompt="The cat", echo=True, logprobs=2, max_tokens=0)
+    assert echo.choices[0].text == "The cat" and echo.choices[0].logprobs.text_offset[0] == 0
+    for wrong, field in (
+        ({"tool_choice": "required"}, "tool_choice"), ({"extra_body": {"temprature": 1}}, "temprature"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"), ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**talk, max_tokens=3, **wrong)
+        assert caught.value.param == field and field in caught.value.body["message"]
+
+
 def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:
     root = Path(__file__).parents[2]
     run = str(root / "tests/vectors/run-0.1")

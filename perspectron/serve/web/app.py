@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from perspectron import __version__
@@ -31,6 +31,7 @@ from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
+TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
 
 @dataclass
@@ -107,13 +108,16 @@ class App:
         """The answer in a conversation, by the model's template."""
         return await Answers(self.served(body.model), self.metrics).chat(body, request)
 
-    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+    async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return {"tokens": await asyncio.to_thread(self.served(body.model).tokenizer.encode, body.content)}
+        served = self.served(body.model)
+        ids = served.readable(await asyncio.to_thread(served.tokenizer.encode, body.content))
+        return await asyncio.to_thread(JSONResponse, {"tokens": ids})  # of a long text it takes a while
 
-    async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
+    async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
-        return {"content": await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)}
+        text = await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)
+        return await asyncio.to_thread(JSONResponse, {"content": text})
 
     async def states(self, model: schema.Name = "") -> dict[str, Any]:
         """The states that are kept, the oldest first."""
@@ -132,7 +136,7 @@ class App:
 
     async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
         """The file of a state."""
-        path = self.served(model).states.found(id)
+        path = await asyncio.to_thread(self.served(model).states.found, id)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
@@ -165,19 +169,18 @@ class App:
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
-    async def restore(self, id: schema.Name, body: schema.Body) -> dict[str, Any]:
+    async def restore(self, id: schema.Name, body: schema.Body) -> Response:
         """Load a state to see that it is whole: what it holds, token by token."""
         served, start = self.served(body.model), time.perf_counter()
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
         milliseconds = 1e3 * (time.perf_counter() - start)
-        cuts, ends = await asyncio.to_thread(_texts, served.tokenizer, session.tokens)
-        about = asdict(served.states.about(id))
-        return about | {
-            "text": "".join(cuts),
-            "ends": ends,
-            "state_bytes": session.nbytes,
-            "ms": milliseconds,
-        }
+
+        def told() -> Response:
+            cuts, ends = _texts(served.tokenizer, session.tokens)
+            about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
+            return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
+
+        return await asyncio.to_thread(told)
 
     async def delete(self, id: schema.Name, model: schema.Name = "") -> dict[str, Any]:
         """Delete a state."""
@@ -208,7 +211,7 @@ class App:
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
-            about = served.slot_files.about(body.filename)
+            about = await asyncio.to_thread(served.slot_files.about, body.filename)
         served.slots[id] = session
         names = (
             ("n_saved", "n_written", "save_ms")
@@ -236,13 +239,13 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     }
     made = {"status_code": 201}
     streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
-    file: dict[str, Any] = {
+    download: dict[str, Any] = {
         "response_class": Response,
         "responses": {200: {"content": {"application/octet-stream": {}}}},
     }
     otherwise: dict[Any, dict[str, Any]] = {
         app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
-        app.new_state: made, app.upload: made, app.fork: made, app.download: file,
+        app.new_state: made, app.upload: made, app.fork: made, app.download: download,
     }  # fmt: skip
     routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
@@ -259,19 +262,21 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         own = otherwise.get(handler, {})
         told = {**own, "responses": {**refused, **own.get("responses", {})}}
         api.add_api_route(path, handler, methods=[method], response_model=None, **told)
-    api.mount("/", StaticFiles(directory=PAGE, html=True))
+    for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
+        api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
     for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Gone, Exception):
         api.add_exception_handler(kind, _answer)
     api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
     return api
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     """Any error as one object, with the status that clients know what to do with."""
     if isinstance(error, RequestValidationError):
-        return refusal(400, "; ".join(_why(problem) for problem in error.errors()[:3]))
+        message, field = schema.told(error.errors()[0], error.body)
+        return refusal(400, message, param=field)
     if isinstance(error, HTTPException):
-        return refusal(error.status_code, str(error.detail))
+        return _refused(request, error)
     if isinstance(error, Full):
         return refusal(
             429, "all rows are taken and the queue is full; ask again", "overloaded", Retry_After="1"
@@ -281,25 +286,42 @@ async def _answer(_: Request, error: Exception) -> Response:
     if isinstance(error, Closed):
         return refusal(503, "the server is stopping; ask again when it is back", "stopping", Retry_After="5")
     if isinstance(error, Unknown):
-        return refusal(404, str(error), "model_not_found")
+        return refusal(404, str(error), "model_not_found", param="model")
     if isinstance(error, Missing):
         return refusal(404, str(error), "state_not_found")
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):
-        return refusal(400, str(error))
+        field = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
+        known = field is not None and field[0].partition(".")[0] in schema.FIELDS
+        return refusal(400, str(error), param=field[0] if field and known else None)
     return refusal(500, "the server failed; its log says why")
 
 
-def _why(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"][1:]) or "body"
-    return f"{where[:80]}: {str(problem['msg'])[:160]}"
+def _refused(request: Request, error: HTTPException) -> Response:
+    """Errors of the framework in our words."""
+    what = f"{request.method} {request.url.path[:80]!r}"
+    if error.status_code == 405:
+        ways = [route for route in request.app.routes if route.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for route in ways for method in route.methods}))
+        return refusal(405, f"{what}: this route takes {allowed}", allow=allowed)
+    if error.status_code == 404:
+        return refusal(404, f"{what}: no such route; GET /openapi.json lists them")
+    return refusal(error.status_code, f"{what}: the body is no JSON in UTF-8")
+
+
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def file(_: Request) -> Response:
+        return FileResponse(path)
+
+    return file
 
 
 def _model(served: Served) -> dict[str, Any]:
     config = served.engine.model.config
-    about: dict[str, Any] = {"context": config.positions or None}
-    about["state_bytes"] = served.engine.model.init_state(1).nbytes
+    about: dict[str, Any] = {"context": config.positions or None, "state_tokens": config.positions or TOKENS}
+    state = served.engine.model.init_state(1, capacity=about["state_tokens"], device="meta")
+    about["state_bytes"] = state.nbytes
     about["twin_cache_bytes"] = (
         2 * 4 * len(config.blocks) * config.d_model
     )  # a token's keys and values in float32

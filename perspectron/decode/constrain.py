@@ -1,0 +1,203 @@
+"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema.
+
+Shapes: V vocabulary.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perspectron.config import require
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from perspectron.decode.rows import Vocabulary
+
+INSTALL = "pip install 'perspectron[constrain]'"
+MOST_BYTES = 64 << 10
+"""Bytes of a schema: the library takes up to half a second to compile so many, in the square of their number."""
+LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
+"""The library's own limits, of which each bounds the time or the memory of a text's grammar: 40 MB of states a row."""
+BLANKS = r" |\n( {0,24}|\t{0,8})"
+"""Blanks between two parts of a JSON text: a space, or a new line. Without a bound unsure models draw them for ever."""
+OPTIONS = {"whitespace_pattern": BLANKS, "lenient": False, "coerce_one_of": False}
+
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_BOUNDS = (
+    *("type", "enum", "const", "$ref", "pattern", "format", "minLength", "maxLength", "minItems", "maxItems"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("required", "minProperties", "maxProperties"),
+)
+_NOTES = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"),
+    *("$schema", "$id", "$anchor", "$comment"),
+)
+KEYWORDS = frozenset((*_ONE, *_LISTED, *_NAMED, *_BOUNDS, *_NOTES))
+"""Keywords of a schema; the last, which say nothing about which texts fit, may stand there."""
+
+
+class Matcher:
+    """One row's place in a grammar. error: why it cannot go on; empty while it can."""
+
+    def __init__(self, inner: Any, vocab_size: int) -> None:
+        self._inner, self._vocab = inner, vocab_size
+        self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Tokens [V] that may come next; the end-of-text token where the text may end."""
+        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        return np.unpackbits(self._bits.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
+
+    def take(self, id: int) -> bool:
+        """Go on with a token; False if that cannot be."""
+        return bool(self._inner.consume_token(id))
+
+    @property
+    def complete(self) -> bool:
+        """True where the text fits and nothing may follow."""
+        return bool(self._inner.is_stopped()) and not self._inner.is_error()
+
+    @property
+    def error(self) -> str:
+        said = str(self._inner.get_error()).split("\n")[0]
+        if said == "NoExtensionBias":
+            return "no text fits it"
+        return said.replace(
+            " Enable 'coerce_one_of' option to approximate oneOf with anyOf", " here; use anyOf"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Constraint:
+    """A grammar for one tokenizer. It does not change: each row has a matcher of its own, and the first is compiled
+    already. ConfigError: nothing fits the grammar, or it is too complex."""
+
+    tokenizer: "Vocabulary"
+    grammar: str
+    _ready: list[Matcher] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        begun = self._compiled()
+        fits = not begun.error and begun.allowed().any()
+        if not fits or begun.error:
+            raise ConfigError(f"schema: {begun.error or 'no token may begin it'}")
+        self._ready.append(begun)
+
+    def begin(self) -> Matcher:
+        """A matcher of a text that begins here. None is a copy: copies share what they have met, and so its limits."""
+        try:
+            return self._ready.pop()
+        except IndexError:
+            return self._compiled()
+
+    def _compiled(self) -> Matcher:
+        import llguidance
+
+        limits, tokens = llguidance.LLParserLimits(**LIMITS), _tokens(self.tokenizer)
+        inner = llguidance.LLMatcher(tokens, self.grammar, log_level=0, limits=limits)
+        return Matcher(inner, self.tokenizer.vocab_size)
+
+
+def json_object(tokenizer: "Vocabulary") -> Constraint:
+    """Any JSON object. ConfigError: the library is not installed."""
+    return json_schema({"type": "object"}, tokenizer)
+
+
+def json_schema(schema: dict[str, Any], tokenizer: "Vocabulary") -> Constraint:
+    """JSON texts that a schema (draft 2020-12, as far as KEYWORDS go) takes; properties come in its order.
+
+    ConfigError, naming what is wrong: a keyword that is unknown or that the library cannot hold a text to, a schema
+    that is no schema, that nothing fits, or that is too large or too complex. No schema takes longer than about a
+    second. Nothing but the schema is read: a `$ref` elsewhere is refused.
+    """
+    try:
+        import llguidance
+    except ImportError:
+        raise ConfigError(f"llguidance is not installed: {INSTALL}") from None
+    require(isinstance(schema, dict), "schema", type(schema).__name__, "an object")
+    try:
+        text = json.dumps(schema, allow_nan=False)
+        require(len(text) <= MOST_BYTES, "bytes of the schema", len(text), f"≤ {MOST_BYTES}")
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"schema: not a JSON schema ({error})") from None
+    _check(schema, "schema")
+    _check_multiples(text)
+    return Constraint(tokenizer, grammar)
+
+
+@lru_cache(maxsize=4)
+def _tokens(tokenizer: "Vocabulary") -> Any:
+    """The library's view of a tokenizer, made once: of a large one that takes a second."""
+    import llguidance
+
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(_Spelled(tokenizer)),
+        n_vocab=tokenizer.vocab_size,
+        eos_token=END_OF_TEXT_ID,
+    )
+
+
+class _Spelled:
+    """A tokenizer as the library asks for it: tokens of no bytes are special, and only the end of a text is allowed."""
+
+    eos_token_id, bos_token_id = END_OF_TEXT_ID, None
+
+    def __init__(self, tokenizer: "Vocabulary") -> None:
+        spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
+        self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
+        self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]
+        self._encode = tokenizer.encode
+
+    def __call__(self, data: bytes) -> list[int]:
+        return self._encode(data.decode("utf-8", "replace"))
+
+
+def _check(schema: Any, where: str) -> None:
+    """ConfigError, naming its place, for a keyword that is not known: the library would take it for a note."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key not in KEYWORDS:
+            raise ConfigError(f"{where}: the keyword {key!r} is not supported; those that are: {_known()}")
+        if key in ("exclusiveMinimum", "exclusiveMaximum"):
+            number = not isinstance(value, bool)
+            require(number, f"{where}.{key}", value, "a number, as drafts since 6 have it")
+    for place, part in _parts(schema):
+        _check(part, f"{where}.{place}")
+
+
+def _known() -> str:
+    return ", ".join(sorted(KEYWORDS))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas that a schema is made of, and their places in it."""
+    for key, value in schema.items():
+        if key in _LISTED and isinstance(value, list):
+            yield from ((f"{key}[{at}]", part) for at, part in enumerate(value))
+        elif key in _NAMED and isinstance(value, dict):
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
+        elif key in _ONE:
+            yield key, value
+
+
+def _check_multiples(text: str) -> None:
+    """ConfigError for multiples whose automaton, of as many states as their least common one, may be huge: the library
+    has no limit there."""
+    values = [
+        Fraction(found) for found in re.findall(r'"multipleOf": (\d+(?:\.\d+)?(?:e[-+]?\d{1,3})?)', text)
+    ]
+    states = math.lcm(*(x.numerator for x in values)) * math.lcm(*(x.denominator for x in values))
+    require(states <= 100_000, "multipleOf", "of a least common multiple over 100000", "of a smaller one")
