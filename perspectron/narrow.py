@@ -1,8 +1,8 @@
-"""Saved states in fewer bits: half precision, or 8 bits with a scale for each row."""
+"""Saved states in fewer bits: half precision, bfloat16, or 8 bits with a scale for each row."""
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,22 +10,26 @@ from torch import Tensor
 from perspectron.errors import StateError
 from perspectron.files import parse_json
 
-Dtype = Literal["full", "float16", "int8"]
-"""Precision of a saved state's numbers: as they are, in half precision, or in 8 bits, each row with a scale."""
+Dtype = Literal["full", "float16", "bfloat16", "int8"]
+"""Precision of a saved state's numbers: as they are, in half precision, in bfloat16, or in 8 bits, each row with a
+scale."""
 STORED, SCALE = "stored", "/scale"
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 MOST = 127
 
 
 def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], dtype: Dtype) -> None:
-    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit."""
+    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit, or
+    there is no such dtype."""
+    if dtype not in get_args(Dtype):
+        raise StateError(f"dtype = {str(dtype)[:40]!r}, must be {', '.join(get_args(Dtype))}")
     stored = {}
     for name, tensor in list(held.items()):
         if not tensor.is_floating_point():
             continue
         stored[name] = str(tensor.dtype)
-        if dtype == "float16":
-            held[name] = tensor.to(torch.float16)
+        if dtype != "int8":
+            held[name] = tensor.to(getattr(torch, dtype))
             fits = bool(held[name].isfinite().all())
         else:
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -46,7 +50,10 @@ def widened(path: Path | str, held: dict[str, Tensor], header: dict[str, str]) -
         for name, was in stored.items():
             dtype, tensor = DTYPES[was], held[name]
             if tensor.dtype == torch.int8:
-                held[name] = (tensor * held.pop(name + SCALE)).to(dtype)
+                scale = held.pop(name + SCALE)
+                if scale.shape != (*tensor.shape[:-1], 1):  # another one would spread the numbers
+                    raise ValueError
+                held[name] = (tensor * scale).to(dtype)
             else:
                 held[name] = tensor.to(dtype)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

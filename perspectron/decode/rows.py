@@ -26,7 +26,7 @@ from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Mark, Read, Watch
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.state import MOST_TOKENS, LMState
 
 
 class Vocabulary(Protocol):
@@ -145,6 +145,10 @@ class Rows:
         if own.state.model not in (None, model.number):
             raise StateError("add: the conversation belongs to another model; use the model that began it")
         check_ids([*own.pending[0], *ids], V, handle)
+        if not all(0 <= id < V for id in own.recent[0]) or not 0 <= own.drawn[0] < MOST_TOKENS:
+            raise StateError(
+                f"add: the conversation remembers what is none of the {V} tokens of this tokenizer, or no count"
+            )
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
         length = 0 if state is None or state.length_B is None else int(state.length_B[0])

@@ -99,7 +99,7 @@ def _about(path: Path) -> About | None:
                 return None
             extra: Any = parse_json(parse_json(file.read(size))["__metadata__"]["extra"])
         own = extra.get("session") or {"ids": [], "before": 0}
-        tokens, parent = len(own["ids"]) - own["before"], str(extra.get("parent", ""))
+        tokens, parent = len(own["ids"]) - (own["before"] == 1), str(extra.get("parent", ""))
         return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)
     except (PerspectronError, ValueError, KeyError, TypeError, AttributeError):
         return None

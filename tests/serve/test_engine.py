@@ -103,9 +103,10 @@ class Pieces:
             noted(len(row.unread) - 1)
             return found
 
-        def of_session(session: Session, count: int) -> None:
-            call(session, count)
+        def of_session(session: Session, count: int) -> torch.Tensor:
+            found = call(session, count)
             noted(len(session.tokens))
+            return found
 
         monkeypatch.setattr(Rows, "_read_chunk", of_row)
         monkeypatch.setattr(Session, "_call", of_session)

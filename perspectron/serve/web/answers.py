@@ -14,7 +14,6 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.config import require
 from perspectron.decode.batch import Piece
-from perspectron.decode.reading import check_ids
 from perspectron.decode.session import Session
 from perspectron.errors import NonFiniteError, PerspectronError
 from perspectron.serve.engine import Event, Job
@@ -141,15 +140,16 @@ class Answers:
             await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
-        for ids in filter(None, read):
-            check_ids(served.readable(ids), served.tokenizer.vocab_size, 0)
+        for ids in read:
+            served.readable(ids)
         run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
         sampling, stop = sampling_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
         for ids in read:
             session = self._begun(ids, slot) if begun is None else begun.fork()
-            session.append(ids[len(session.tokens) :] if begun is None else ids)
+            more = ids[len(session.tokens) :] if begun is None else ids
+            await asyncio.to_thread(session.append, more)  # which looks at each of them
             run.prompt_tokens += len(session.tokens)
             for _ in range(body.n if tokens else 0):
                 index = len(run.jobs)

@@ -112,11 +112,12 @@ class App:
 
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return await asyncio.to_thread(_ids_of, self.served(body.model).tokenizer, body.content)
+        return await asyncio.to_thread(_ids_of, self.served(body.model), body.content)
 
-    async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
+    async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
-        return {"content": await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)}
+        text = await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)
+        return await asyncio.to_thread(JSONResponse, {"content": text})
 
     async def states(self, model: schema.Name = "") -> dict[str, Any]:
         """The states that are kept, the oldest first."""
@@ -135,7 +136,7 @@ class App:
 
     async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
         """The file of a state."""
-        path = self.served(model).states.found(id)
+        path = await asyncio.to_thread(self.served(model).states.found, id)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
@@ -168,19 +169,18 @@ class App:
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
-    async def restore(self, id: schema.Name, body: schema.Body) -> dict[str, Any]:
+    async def restore(self, id: schema.Name, body: schema.Body) -> Response:
         """Load a state to see that it is whole: what it holds, token by token."""
         served, start = self.served(body.model), time.perf_counter()
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
         milliseconds = 1e3 * (time.perf_counter() - start)
-        cuts, ends = await asyncio.to_thread(_texts, served.tokenizer, session.tokens)
-        about = asdict(served.states.about(id))
-        return about | {
-            "text": "".join(cuts),
-            "ends": ends,
-            "state_bytes": session.nbytes,
-            "ms": milliseconds,
-        }
+
+        def told() -> Response:
+            cuts, ends = _texts(served.tokenizer, session.tokens)
+            about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
+            return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
+
+        return await asyncio.to_thread(told)
 
     async def delete(self, id: schema.Name, model: schema.Name = "") -> dict[str, Any]:
         """Delete a state."""
@@ -211,7 +211,7 @@ class App:
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
-            about = served.slot_files.about(body.filename)
+            about = await asyncio.to_thread(served.slot_files.about, body.filename)
         served.slots[id] = session
         names = (
             ("n_saved", "n_written", "save_ms")
@@ -349,9 +349,13 @@ async def _result(request: Request, future: "Future[T]") -> T:
     return await heard(request, asyncio.wrap_future(future))
 
 
-def _ids_of(tokenizer: Tokenizer, text: str) -> Response:
+def _ids_of(served: Served, text: str) -> Response:
     """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
-    parts = (json.dumps(ids)[1:-1] for ids in tokenizer.pieces(text) if ids)
+    ids, parts = list[int](), list[str]()
+    for piece in filter(None, served.tokenizer.pieces(text)):
+        ids += piece
+        served.readable(ids)
+        parts.append(json.dumps(piece)[1:-1])
     return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
