@@ -292,9 +292,9 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):
-        field = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
-        known = field is not None and field[0].partition(".")[0] in schema.FIELDS
-        return refusal(400, str(error), param=field[0] if field and known else None)
+        lead = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
+        known = lead is not None and lead[0].partition(".")[0] in schema.FIELDS
+        return refusal(400, str(error), param=lead[0] if lead and known else None)
     return refusal(500, "the server failed; its log says why")
 
 

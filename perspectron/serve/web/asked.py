@@ -1,4 +1,4 @@
-"""What requests ask for, as the engine takes it: prompts, settings, grammars. ConfigError, naming the field, for what
+"""Requests as the engine takes them: prompts, settings, grammars. ConfigError, naming the field, for what
 cannot be."""
 
 import secrets
