@@ -54,7 +54,7 @@ class _Run:
     parent: str = ""
     slot: int | None = None
     unsaved: dict[str, str] = field(default_factory=dict)
-    """What the answer says of a state that could not be saved."""
+    """The error of a state that could not be saved, as the answer tells it."""
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them; those that the store spared count as cached."""
