@@ -30,6 +30,7 @@ from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
+SHORT = 1 << 13  # characters of a text that is encoded at once
 PAGE = Path(__file__).parent / "page"
 TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
@@ -50,6 +51,8 @@ class Served:
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
+    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Of long texts that are encoded."""
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -58,8 +61,16 @@ class Served:
         )
         return id
 
-    def readable(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one."""
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one. A text of some length is encoded beside
+        the loop, two of them at a time, so that a short one waits neither for the loop nor for a thread."""
+        if isinstance(prompt, list):
+            ids = prompt
+        elif len(prompt) <= SHORT:
+            ids = self.tokenizer.encode(prompt)
+        else:
+            async with self.encoding:
+                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
         require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
@@ -111,7 +122,7 @@ class App:
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
         served = self.served(body.model)
-        ids = served.readable(await asyncio.to_thread(served.tokenizer.encode, body.content))
+        ids = await served.ids(body.content)
         return await asyncio.to_thread(JSONResponse, {"tokens": ids})  # of a long text it takes a while
 
     async def detokenize(self, body: schema.Detokenize) -> Response:
@@ -128,9 +139,8 @@ class App:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
         served.states.path(body.id)
-        prompt = body.prompt
-        ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        session = await _result(request, served.engine.run(_reading(served.engine, served.readable(ids))))
+        ids = await served.ids(body.prompt)
+        session = await _result(request, served.engine.run(_reading(served.engine, ids)))
         about = await asyncio.to_thread(served.states.save, body.id, session)
         return JSONResponse(asdict(about), 201)
 
