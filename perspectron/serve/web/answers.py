@@ -136,12 +136,7 @@ class Answers:
         begun = None
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
-        read = [
-            await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        for ids in read:
-            served.readable(ids)
+        read = [await served.ids(prompt) for prompt in prompts]
         run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)

@@ -31,7 +31,9 @@ from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
+SHORT = 1 << 13  # characters of a text that is encoded at once
 PAGE = Path(__file__).parent / "page"
+PART = 1 << 14  # ids that are written without a pause for others
 TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
 
@@ -52,6 +54,8 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Of long texts that are encoded."""
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -60,8 +64,16 @@ class Served:
         )
         return id
 
-    def readable(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one."""
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one. A text of some length is encoded beside
+        the loop, two of them at a time, so that a short one waits neither for the loop nor for a thread."""
+        if isinstance(prompt, list):
+            ids = prompt
+        elif len(prompt) <= SHORT:
+            ids = self.tokenizer.encode(prompt)
+        else:
+            async with self.encoding:
+                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
         require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
@@ -112,7 +124,7 @@ class App:
 
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return await asyncio.to_thread(_ids_of, self.served(body.model), body.content)
+        return await asyncio.to_thread(_ids_of, await self.served(body.model).ids(body.content))
 
     async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
@@ -128,9 +140,8 @@ class App:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
         served.states.path(body.id)
-        prompt = body.prompt
-        ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        session = await _result(request, served.engine.run(_reading(served.engine, served.readable(ids))))
+        ids = await served.ids(body.prompt)
+        session = await _result(request, served.engine.run(_reading(served.engine, ids)))
         about = await asyncio.to_thread(served.states.save, body.id, session)
         return JSONResponse(asdict(about), 201)
 
@@ -349,13 +360,9 @@ async def _result(request: Request, future: "Future[T]") -> T:
     return await heard(request, asyncio.wrap_future(future))
 
 
-def _ids_of(served: Served, text: str) -> Response:
-    """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
-    ids, parts = list[int](), list[str]()
-    for piece in filter(None, served.tokenizer.pieces(text)):
-        ids += piece
-        served.readable(ids)
-        parts.append(json.dumps(piece)[1:-1])
+def _ids_of(ids: Sequence[int]) -> Response:
+    """Ids as JSON, made a part at a time: all at once it would keep every other thread waiting."""
+    parts = (json.dumps(ids[start : start + PART])[1:-1] for start in range(0, len(ids), PART))
     return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
