@@ -39,6 +39,7 @@ SCRIPTS = {
     "pdr_scan": [],
     "decode": [],
     "contexts": [],
+    "constrained": [],
     "train": ["--dtypes", "bfloat16"],
     "updates": [],
     "elsewhere": [],
@@ -263,6 +264,13 @@ def test_the_decoders_elsewhere_see_no_later_token(monkeypatch, modern):
     seen = torch.cat([ids[:, :8], torch.full((1, 4), -100)], 1)  # targets of the first eight alone
     assert torch.equal(model(ids, seen), model(other, seen))
     assert not torch.equal(model(ids, ids), model(other, ids))
+
+
+def test_constrained(results):
+    found = results("constrained")
+    for name, model in found["models"].items():
+        assert model["fit"] == model["draws"] == 4 and model["differ"] == 0 and model["cost"]["median"] > 0
+        assert found["met"][name].keys() == found["bars"].keys()
 
 
 def test_step(results):

@@ -92,7 +92,8 @@ class Row:
         if self.matcher is None and self.early == 0:
             return None
         allowed = np.ones(vocab, np.bool_) if self.matcher is None else self.matcher.allowed()
-        allowed[list(self.ends)] = self.early == 0 and allowed[END_OF_TEXT_ID]
+        if self.early > 0 or len(self.ends) > 1:
+            allowed[list(self.ends)] = self.early == 0 and allowed[END_OF_TEXT_ID]
         return allowed
 
     def rest(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema.
+"""Constraints: grammars that a text has to fit, token by token, such as a JSON schema
+(docs/guides/your-text.md#json-and-other-ends).
 
 Shapes: V vocabulary.
 """
@@ -56,12 +57,13 @@ class Matcher:
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
         self._inner, self._vocab = inner, vocab_size
-        self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._where = self._bits.ctypes.data, self._bits.nbytes
 
     def allowed(self) -> NDArray[np.bool_]:
         """Tokens [V] that may come next; the end-of-text token where the text may end."""
-        self._inner.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        return np.unpackbits(self._bits.view(np.uint8), count=self._vocab, bitorder="little").view(np.bool_)
+        self._inner.unsafe_compute_mask_ptr(*self._where)
+        return np.unpackbits(self._bits, count=self._vocab, bitorder="little").view(np.bool_)
 
     def take(self, id: int) -> bool:
         """Go on with a token; False if that cannot be."""
@@ -74,6 +76,8 @@ class Matcher:
 
     @property
     def error(self) -> str:
+        if not self._inner.is_error():
+            return ""
         said = " ".join(str(self._inner.get_error()).partition("<state>")[0].split())
         said = said.removesuffix(" <non-verbose/>")
         if UNSPELLED in said:
@@ -194,9 +198,12 @@ class _Spelled:
         spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = [id for id, data in enumerate(spelled) if not data]
         self.tokens = [data or f"<|{id}|>".encode() for id, data in enumerate(spelled)]
-        self._encode = tokenizer.encode
+        self._encode, self._known = tokenizer.encode, lru_cache(4096)(self._spell)
 
     def __call__(self, data: bytes) -> list[int]:
+        return self._known(data)
+
+    def _spell(self, data: bytes) -> list[int]:
         """The tokens of a text that must come. An error becomes one of the matcher's."""
         ids = self._encode(data.decode("utf-8", "replace"))
         if b"".join(self.tokens[id] for id in ids) != data:

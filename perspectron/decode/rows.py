@@ -296,15 +296,16 @@ class Rows:
 
     def _kept(self, logits_BV: Tensor, bad: dict[int, str]) -> Tensor:
         """The logits of what may be drawn, −inf for the others. Rows of which nothing is left become bad."""
-        rows, kept_BV = self._drawing.rows, logits_BV
-        for at, row in enumerate(rows):
-            if at in bad or (allowed_V := row.allowed(logits_BV.shape[1])) is None:
+        if all(row.matcher is None and row.early == 0 for row in self._drawing.rows):
+            return logits_BV
+        kept_BV = logits_BV.to(torch.float64, copy=True)
+        for at, (row, kept_V) in enumerate(zip(self._drawing.rows, kept_BV.numpy(), strict=True)):
+            if at in bad or (allowed_V := row.allowed(len(kept_V))) is None:
                 continue
-            kept_BV = logits_BV.clone() if kept_BV is logits_BV else kept_BV
-            kept_BV[at].masked_fill_(~torch.from_numpy(allowed_V), -math.inf)
+            kept_V[~allowed_V] = -math.inf
             if row.matcher is not None and row.matcher.error:
                 bad[at] = f"constraint: {row.matcher.error}"
-            elif not kept_BV[at].amax().isfinite():
+            elif kept_V.max() == -math.inf:  # the model or a safe set leaves none of them
                 bad[at] = f"logits of row {row.handle}: none is finite of the tokens that are allowed"
         return kept_BV
 
