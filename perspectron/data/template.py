@@ -49,7 +49,8 @@ class Template:
 
     def __init__(self, text: str, source: object) -> None:
         self.text, self.name = text, str(source)
-        self._lock, self._renderer = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._renderer: _Renderer | None = None
         try:
             with self._lock:
                 self._names = frozenset(self._started().names)
@@ -80,7 +81,7 @@ class Template:
         return cls.load(folder / FILE) if (folder / FILE).is_file() else None
 
     def uses(self, name: str) -> bool:
-        """Whether the template mentions a name that it does not set itself, such as "tools"."""
+        """Say whether the template mentions a name that it does not set itself, such as "tools"."""
         return name in self._names
 
     def prompt(
@@ -161,7 +162,7 @@ class _Renderer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked; in a fork of the process that started it, it cannot."""
+        """True while it can be asked; in a fork of the process that started it, it cannot."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: Any) -> dict[str, Any]:

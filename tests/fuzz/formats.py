@@ -25,7 +25,7 @@ from perspectron.cli.main import main
 from perspectron.compare.report import figures
 from perspectron.compare.results import write_page_of
 from perspectron.config import BlockConfig, ModelConfig, dump
-from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards
+from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -47,6 +47,7 @@ from perspectron.stream.trace import stack_distances
 from perspectron.train import checkpoint, loop, metrics
 from perspectron.train.config import RunConfig, TrainConfig
 from tests.compare.report.conftest import made_up
+from tests.data.templates import CONVERSATIONS, TEMPLATES, WEATHER
 from tests.fuzz.mutate import header_of, with_header
 
 SIZES = {
@@ -420,11 +421,34 @@ class Samples:
 
         return Format("trace", folder, folder / "trace.json", {"trace.json": "json"}, False, read)
 
+    def template(self, folder: Path) -> Format:
+        """A chat template, rendered with several conversations; the process that renders it must not end but for its
+        limits."""
+        folder.mkdir(parents=True)
+        (folder / template.FILE).write_text(TEMPLATES["calls"])
+
+        def read(path: Path) -> str:
+            found, failed = list[str](), list[PerspectronError]()
+            with patch.object(template, "SECONDS", 0.2):
+                made = template.Template.load(path)
+                for name in ("tools", "turns", "strange"):
+                    try:
+                        found.append(made.prompt(CONVERSATIONS[name], tools=[WEATHER]))
+                    except PerspectronError as error:
+                        failed.append(error)
+            assert not any("ended with" in str(error) for error in failed), failed
+            if not found:
+                raise failed[0]
+            return digest(found)
+
+        path = folder / template.FILE
+        return Format("template", folder, path, {template.FILE: "template"}, False, read)
+
 
 NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
 FORMATS = (
     *("state", "session", "packed-state", "checkpoint", "run-config", "metrics"),
-    *("tokenizer", "shards", "artifact", "experts", "trace", "results"),
+    *("tokenizer", "shards", "artifact", "experts", "trace", "results", "template"),
     *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"),
 )
 IMPORTED = "hf-"

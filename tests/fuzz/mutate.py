@@ -1,10 +1,13 @@
-"""Mutations of files: of their bytes, of the JSON in them, and of safetensors headers."""
+"""Mutations of files: of their bytes, of the JSON in them, of safetensors headers, and of chat templates."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from random import Random
 from typing import Any
+
+from tests.data.templates import HOSTILE, TEMPLATES
 
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 10**30,
@@ -20,7 +23,7 @@ WORDS = (
 
 def mutated(data: bytes, draw: Random, kind: str) -> bytes:
     """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors", "session" (one with
-    JSON in its header) or "bytes"."""
+    JSON in its header), "template" or "bytes"."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         try:
             data = draw.choice(KINDS[kind])(data, draw)
@@ -165,8 +168,92 @@ def of_metadata(data: bytes, draw: Random) -> bytes:
     return with_header(header, rest)
 
 
+def of_template(data: bytes, draw: Random) -> bytes:
+    """Another template, a hostile one inside it, or its tags and words gone, doubled, nested or in each other's
+    place."""
+    others = [*TEMPLATES.values(), *HOSTILE.values()]
+    parts = re.split(r"({%.*?%}|{{.*?}}|{#.*?#})", data.decode(), flags=re.DOTALL)
+    at, other = (draw.randrange(len(parts)) for _ in range(2))
+    match draw.randrange(8):
+        case 0:
+            return draw.choice(others).encode()
+        case 1:
+            parts.insert(at, draw.choice(list(HOSTILE.values())))
+        case 2:
+            del parts[at]
+        case 3:
+            parts[at] *= draw.choice((2, 3, 50, 5000))
+        case 4:
+            parts[at], parts[other] = parts[other], parts[at]
+        case 5:
+            words = re.split(r"(\W+)", parts[at])
+            words[draw.randrange(len(words))] = draw.choice(WORDS_OF_TEMPLATES)
+            parts[at] = "".join(words)
+        case 6:
+            parts[at] = parts[at].replace(
+                draw.choice("+~|.([{'"), draw.choice(("*", "**", "%", "((", "|", ".", "~"))
+            )
+        case _:
+            tags = re.split(r"({%.*?%}|{{.*?}})", draw.choice(others), flags=re.DOTALL)
+            parts.insert(at, draw.choice(tags))
+    return "".join(parts).encode()
+
+
+WORDS_OF_TEMPLATES = (
+    *(
+        "messages",
+        "tools",
+        "loop",
+        "self",
+        "caller",
+        "namespace",
+        "range",
+        "dict",
+        "cycler",
+        "joiner",
+        "lipsum",
+        "none",
+    ),
+    *(
+        "10**9",
+        "'a'*10**9",
+        "range(99999)",
+        "messages*10**8",
+        "__class__",
+        "mro",
+        "format",
+        "tojson",
+        "batch(9**9)",
+    ),
+    *(
+        "center(10**9)",
+        "indent(10**9)",
+        "wordwrap(1)",
+        "strftime_now('%c')",
+        "[[]]*10**7",
+        "urlize",
+        "pprint",
+        "xmlattr",
+    ),
+    *(
+        "set",
+        "block",
+        "macro",
+        "call",
+        "filter",
+        "recursive",
+        "continue",
+        "break",
+        "generation",
+        "extends",
+        "\x00",
+    ),
+)
+
+
 Mutator = Callable[[bytes, Random], bytes]
 KINDS: dict[str, tuple[Mutator, ...]] = {
+    "template": (of_template, of_template, of_template, of_bytes),
     "bytes": (of_bytes,),
     "json": (of_json, of_json, of_json, of_bytes),
     "lines": (of_lines,),

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS = {
     10: ["results"],
     80: ["artifact"],
+    90: ["template"],
     100: ["hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"],
     150: ["run-config", "checkpoint"],
     250: ["metrics", "trace", "experts", "packed-state", "state", "session", "shards", "tokenizer"],
@@ -36,7 +37,7 @@ def test_mutants_are_refused_in_a_line_or_read(mutants):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("kind", ["json", "lines", "safetensors", "bytes"])
+@pytest.mark.parametrize("kind", ["json", "lines", "safetensors", "bytes", "template"])
 def test_mutants_differ_and_can_be_made_again(kind):
     header = {"__metadata__": {"a": "1"}, "x": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     good = {
@@ -44,6 +45,7 @@ def test_mutants_differ_and_can_be_made_again(kind):
         "lines": b'{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n',
         "safetensors": with_header(header, bytes(16)),
         "bytes": bytes(range(256)),
+        "template": b"{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}",
     }[kind]
     made = [mutated(good, Random(seed), kind) for seed in range(300)]
     assert made == [mutated(good, Random(seed), kind) for seed in range(300)]

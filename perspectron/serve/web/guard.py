@@ -149,8 +149,8 @@ def _foreign(method: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
 
 
 def _excess(body: bytes) -> str | None:
-    """What JSON has too much of. One pass, a piece at a time; where the body is no JSON it may stop, as a parser does
-    there too."""
+    """Say what JSON has too much of. One pass, a piece at a time; where the body is no JSON it may stop, as a parser
+    does there too."""
     if not json.detect_encoding(body).startswith("utf-8"):
         return "JSON in UTF-8 is needed"
     level = parts = values = 0
