@@ -61,6 +61,7 @@ SCRIPTS = {
     "import_gpt2": [],
     "perspectives": ["--repeats", "1"],
     "safety": ["--repeats", "1"],
+    "hostile": ["--only", "quotes", "a million bad ids", "template: a string of 3 GB"],
     "documents": ["--seeds", "1", "--data", sources()],
     "speedrun": ["--repeats", "1", "--data", sources()],
 }
@@ -478,3 +479,9 @@ def test_documents(results):
     states = found["states"]["1024"]
     assert states["full"]["more"] == 0 and states["int8"]["bytes"] < states["float16"]["bytes"]
     assert len(found["gate"]["conditions"]) == 4
+
+
+def test_hostile(results):
+    found = results("hostile")
+    assert set(found) == {"quotes", "a million bad ids", "template: a string of 3 GB"}
+    assert all(case["status"] == 400 and case["health"] > 0 for case in found.values()), found

@@ -45,8 +45,8 @@ class Serve:
     api_key: str | None = None
     """Key that clients must send (default: the value of PERSPECTRON_API_KEY, if it is set)."""
     template: str | None = None
-    """Chat template for /v1/chat/completions: a file of Jinja, or plain (default: that of the run, if it was trained
-    with one)."""
+    """Chat template for /v1/chat/completions: "plain", or a file with one in Jinja (default: that of the run, if it was
+    trained with one)."""
     keep: Path | None = None
     """Folder for states, slots and shared prompt prefixes, so that they outlive the server (default: nothing is
     kept)."""
@@ -165,7 +165,7 @@ class Serve:
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
-        template = Template.of(opened.folder.path) if self.template is None else Template.named(self.template)
+        template = Template.named(self.template) if self.template else Template.of(opened.folder.path)
         store = None
         if looks is None:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(

@@ -1,18 +1,31 @@
-"""Chat templates: messages to a prompt, by Jinja that a model's folder or its user gives."""
+"""Chat templates: messages to a prompt, by Jinja that a model's folder or its user gives.
 
-import re
+A template is a program of a stranger. It runs in a process of its own (perspectron.data.rendering), with limits of
+time and memory, which is kept for the next prompt.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from perspectron.config import require
 from perspectron.errors import ConfigError
 from perspectron.files import read_text, write_text
 
-LONGEST = 16 << 20  # characters of a prompt
+SECONDS, MEMORY = 2.0, 512 << 20
+"""Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""
+STANDSTILL = 60.0  # seconds by the clock, in case that process does not get a processor at all
 FILE = "chat_template.jinja"
 """Name of the template in the folder of a run, as in one of transformers."""
 PLAIN = "plain"
@@ -20,21 +33,27 @@ _PLAIN = """\
 {%- for message in messages %}{{ '### ' + message.role + '\\n' + message.content + '\\n\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '### assistant\\n' }}{% endif -%}
 """
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Names of what a template sees that have arguments of their own."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message has its reasoning. Templates read the first, some the second."""
+SCRIPT = Path(__file__).with_name("rendering.py")
+log = logging.getLogger("perspectron")
 
 
 class Template:
-    """A chat template as models carry it: it sees `messages` and `add_generation_prompt`, and may `raise_exception`.
+    """A chat template as models carry it: it sees what transformers documents for one, by the same names.
 
     ConfigError, naming `source`: it is no template.
     """
 
     def __init__(self, text: str, source: object) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
         self.text, self.name = text, str(source)
+        self._lock, self._renderer = threading.Lock(), None
         try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
+            with self._lock:
+                self._names = frozenset(self._started().names)
+        except _Failed as error:
             raise ConfigError(f"{source}: no chat template ({error})") from None
 
     @classmethod
@@ -62,7 +81,7 @@ class Template:
 
     def uses(self, name: str) -> bool:
         """Whether the template mentions a name that it does not set itself, such as "tools"."""
-        return re.search(rf"\b{re.escape(name)}\b", self.text) is not None
+        return name in self._names
 
     def prompt(
         self,
@@ -74,43 +93,155 @@ class Template:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text that asks for the next answer. ConfigError: the template fails on these messages."""
-        text, asks = (
-            "",
-            not continue_final_message if add_generation_prompt is None else add_generation_prompt,
-        )
-        require(
-            not (asks and continue_final_message),
-            "add_generation_prompt",
-            asks,
-            "false with continue_final_message",
-        )
-        told = [dict(message) for message in messages]
-        if continue_final_message:
-            told[-1]["content"] += "\0 "
-        try:
-            for part in self._template.generate(
-                messages=told, tools=tools, add_generation_prompt=asks, bos_token="", eos_token="", **kwargs
-            ):
-                text += part
-                if len(text) > LONGEST:
-                    raise ConfigError(f"messages: the template makes over {LONGEST:,} characters of them")
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the template does with what it is given
-            raise ConfigError(f"messages: the chat template fails on them ({error})") from None
-        return text.rpartition("\0")[0] if continue_final_message else text
+        """The text that asks for the next answer, or with continue_final_message for more of the last message.
+
+        add_generation_prompt: end with what begins an answer (default: unless continue_final_message). kwargs: further
+        values for the template, of the kinds that JSON has. ConfigError: the template fails on these messages, or takes
+        more than its limits of time and memory.
+        """
+        asks = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        said = "false with continue_final_message"
+        require(not (asks and continue_final_message), "add_generation_prompt", asks, said)
+        for name in kwargs:
+            require(name not in RESERVED, "chat_template_kwargs", name, f"none of {', '.join(RESERVED)}")
+        told = [_told(message) for message in messages]
+        tag = f"<{secrets.token_hex(16)}> " if continue_final_message else ""
+        final = _tagged(told, tag) if tag else ""
+        given = {"documents": None, "bos_token": "", "eos_token": "", **kwargs}
+        text = self._render({**given, "messages": told, "tools": tools, "add_generation_prompt": asks})
+        if not tag:
+            return text
+        before, found, after = text.rpartition(tag.strip())
+        kept = found and final.strip() in before and tag.strip() not in before
+        said = "false: the template does not write the last message, or twice"
+        require(bool(kept), "continue_final_message", True, said)
+        return before if after.startswith(" ") else before.rstrip()
 
     def question(self, text: str) -> str:
         """The prompt that one message of a user makes."""
         return self.prompt([{"role": "user", "content": text}])
+
+    def _render(self, values: dict[str, Any]) -> str:
+        try:
+            with self._lock:
+                text: str = self._started().ask(values)["text"]
+                return text
+        except _Failed as error:
+            raise ConfigError(f"messages: the chat template fails on them ({error})") from None
+
+    def _started(self) -> "_Renderer":
+        """The process of this template; another one, where it has ended."""
+        if self._renderer is None or not self._renderer.alive:
+            self._renderer = _Renderer(self.text)
+        return self._renderer
+
+
+class _Failed(Exception):
+    pass
+
+
+class _Renderer:
+    """A process that renders one template. It ends with this object, and with this process however that ends."""
+
+    def __init__(self, text: str) -> None:
+        # Not a fork of this process, and nothing of its environment that may be secret.
+        command = [sys.executable, "-P", "-S", str(SCRIPT), str(MEMORY), str(SECONDS)]
+        kept = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, _end, self._process, self._owner)
+        answer = self.ask(text)
+        self.names: list[str] = answer["names"]
+        if not answer["held"]:
+            log.warning("chat templates run without a limit of memory: this system keeps none")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked; in a fork of the process that started it, it cannot."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: Any) -> dict[str, Any]:
+        """The answer to a request. _Failed: there is none, and why."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _Failed(f"they are not of JSON: {error}") from None
+        try:
+            process.stdin.write(len(data).to_bytes(4, "big") + data)
+            process.stdin.flush()
+            waiting = select.poll()
+            waiting.register(process.stdout, select.POLLIN)
+            if not waiting.poll(1000 * STANDSTILL):
+                raise TimeoutError
+            head = process.stdout.read(4)
+            answer = process.stdout.read(int.from_bytes(head, "big"))
+            if len(head) < 4 or len(answer) < int.from_bytes(head, "big"):
+                raise BrokenPipeError
+        except BaseException as error:  # an answer that nobody takes would be that of the next request
+            process.kill()
+            code = process.wait()
+            if not isinstance(error, OSError):
+                raise
+            late = isinstance(error, TimeoutError)
+            why = f"it takes over {STANDSTILL:g} s" if late else _why(code)
+            raise _Failed(why) from None
+        found: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        if "error" in found:
+            raise _Failed(found["error"])
+        return found
+
+
+def _why(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"it takes over {SECONDS:g} s"
+    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"the process that renders it ended with {name}"
+
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End a process of this one's, not of the one that this is a fork of."""
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):  # what was not written has nobody to read it
+                if pipe is not None:
+                    pipe.close()
+
+
+def _told(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: what is null is left out, and reasoning stands under each of its names."""
+    require(isinstance(message, Mapping), "messages", message, "objects, each with a role and content")
+    told = {name: value for name, value in message.items() if value is not None}
+    thoughts = next((told[name] for name in THOUGHTS if name in told), None)
+    if thoughts is not None:
+        told = {"thinking": thoughts, **told, "reasoning_content": thoughts}
+    return told
+
+
+def _tagged(messages: list[dict[str, Any]], tag: str) -> str:
+    """The last text of the last message, behind which a tag is put."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        messages[-1]["content"] = content + tag
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts]
+    require(any(texts), "continue_final_message", True, "false: the last message has no text to go on with")
+    at = len(texts) - 1 - texts[::-1].index(True)
+    final: str = parts[at]["text"]
+    messages[-1]["content"] = [*parts[:at], {**parts[at], "text": final + tag}, *parts[at + 1 :]]
+    return final
 
 
 def copy(folder: Path, out: Path) -> None:
     """Give a model's template, if it has one, to a folder that is made of it."""
     if (template := Template.of(folder)) is not None:
         template.save(out)
-
-
-def _refuse(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))

@@ -64,6 +64,7 @@ PATTERNS = (_PATTERN, GPT2_PATTERN, _LLAMA3_PATTERN)
 the newest first, and what GPT-2 and Llama 3 split by, with bounds of ours."""
 _TRAINING_PIECE = 2**18
 _PIECE = 2**16
+_RUN = 2**20
 _BORDER = re.compile(r"\n(?=[^\W_])|[^\W_](?= )")
 
 
@@ -167,11 +168,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, none of them `end_of_text`; of a long one piece by piece, as the library takes a hundred bytes
-        for each token of what it encodes at once. DataError: half of a surrogate pair."""
-        ids = list[int]()
+        for each token of what it encodes at once. DataError: half of a surrogate pair, or too long a run that cannot be
+        cut."""
+        return list(itertools.chain.from_iterable(self.pieces(text)))
+
+    def pieces(self, text: str) -> Iterator[list[int]]:
+        """`encode`, some 65,536 characters at a time."""
         for piece in _pieces(text):
-            ids += self.encode_batch([piece])[0]
-        return ids
+            if len(piece) > _RUN:
+                run = f"{len(piece):,} characters without a space after a letter or a line after another"
+                raise DataError(f"text: {run}, must be ≤ {_RUN:,}: the tokenizer reads them at once")
+            yield self.encode_batch([piece])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""

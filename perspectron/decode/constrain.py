@@ -4,12 +4,12 @@ Shapes: V vocabulary.
 """
 
 import json
-import math
-import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'perspectron[constrain]'"
 MOST_BYTES = 64 << 10
-"""Bytes of a schema: the library takes up to half a second to compile so many, in the square of their number."""
+"""Bytes of a schema."""
+SECONDS, MEMORY = 2, 1 << 30
+"""Processor time and bytes of address space in which a schema is compiled; there are some for which the library takes
+hours, or all memory, whatever its limits."""
 LIMITS = {"max_lexer_states": 20_000, "verbose_errors": False}
 """The library's own limits, of which each bounds the time or the memory of a text's grammar: 40 MB of states a row."""
 BLANKS = r" |\n( {0,24}|\t{0,8})"
 """Blanks between two parts of a JSON text: a space, or a new line. Without a bound unsure models draw them for ever."""
+UNSPELLED = "the tokenizer cannot spell what the grammar asks for"
 OPTIONS = {"whitespace_pattern": BLANKS, "lenient": False, "coerce_one_of": False}
 
 _ONE = ("items", "additionalItems", "additionalProperties")
@@ -70,12 +74,13 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        said = str(self._inner.get_error()).split("\n")[0]
+        said = " ".join(str(self._inner.get_error()).partition("<state>")[0].split())
+        said = said.removesuffix(" <non-verbose/>")
+        if UNSPELLED in said:
+            return UNSPELLED
         if said == "NoExtensionBias":
             return "no text fits it"
-        return said.replace(
-            " Enable 'coerce_one_of' option to approximate oneOf with anyOf", " here; use anyOf"
-        )
+        return said.replace(" Enable 'coerce_one_of' option to approximate oneOf with anyOf", " Use anyOf.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +138,39 @@ def json_schema(schema: dict[str, Any], tokenizer: "Vocabulary") -> Constraint:
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"schema: not a JSON schema ({error})") from None
     _check(schema, "schema")
-    _check_multiples(text)
+    _try(grammar)
     return Constraint(tokenizer, grammar)
+
+
+_TRIAL = """
+import sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+except ImportError:
+    pass
+sys.path.insert(0, sys.argv[1])
+from llguidance import LLMatcher, LLTokenizer, LLParserLimits
+LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_bitmask()
+"""
+
+
+@lru_cache(maxsize=256)
+def _try(grammar: str) -> None:
+    """Compile a grammar in a process of its own, within SECONDS and MEMORY. ConfigError: it does not end there."""
+    import llguidance
+
+    place = str(Path(llguidance.__file__).parents[1])
+    command = [sys.executable, "-I", "-c", _TRIAL, place, str(SECONDS), str(MEMORY)]
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=30 * SECONDS)
+        ended = done.returncode == 0
+    except subprocess.TimeoutExpired:
+        ended = False
+    if not ended:
+        raise ConfigError(f"schema: too complex, must compile within {SECONDS} s and {MEMORY >> 20} MiB")
 
 
 @lru_cache(maxsize=4)
@@ -161,7 +197,11 @@ class _Spelled:
         self._encode = tokenizer.encode
 
     def __call__(self, data: bytes) -> list[int]:
-        return self._encode(data.decode("utf-8", "replace"))
+        """The tokens of a text that must come. An error becomes one of the matcher's."""
+        ids = self._encode(data.decode("utf-8", "replace"))
+        if b"".join(self.tokens[id] for id in ids) != data:
+            raise ValueError(UNSPELLED)
+        return ids
 
 
 def _check(schema: Any, where: str) -> None:
@@ -191,13 +231,3 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", part) for name, part in value.items())
         elif key in _ONE:
             yield key, value
-
-
-def _check_multiples(text: str) -> None:
-    """ConfigError for multiples whose automaton, of as many states as their least common one, may be huge: the library
-    has no limit there."""
-    values = [
-        Fraction(found) for found in re.findall(r'"multipleOf": (\d+(?:\.\d+)?(?:e[-+]?\d{1,3})?)', text)
-    ]
-    states = math.lcm(*(x.numerator for x in values)) * math.lcm(*(x.denominator for x in values))
-    require(states <= 100_000, "multipleOf", "of a least common multiple over 100000", "of a smaller one")

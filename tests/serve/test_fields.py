@@ -32,7 +32,7 @@ from tests.decode.conftest import VOCAB
 from tests.serve.conftest import served
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
-READS = "{# tools documents enable_thinking #}"
+READS = "{% if tools or enable_thinking or reasoning_effort or verbosity %}{% endif %}"
 TALK = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ROUTES = {
     "/v1/chat/completions": (chats, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
@@ -127,7 +127,7 @@ def table(client: TestClient) -> str:
 @pytest.fixture
 def talking(tiny) -> Iterator[TestClient]:
     """A server whose template reads all that a chat can give one."""
-    tiny.template = Template(READS + "{# reasoning_effort verbosity #}" + TALK, "here")
+    tiny.template = Template(READS + TALK, "here")
     with TestClient(create([tiny])) as client:
         yield client
 
@@ -352,7 +352,7 @@ def write() -> None:
     texts = [f"Row {i} of {i * i}: the cat sat on the mat, and then the mat sat.\n" for i in range(80)]
     with tempfile.TemporaryDirectory() as folder:
         one = served(Path(folder), Tokenizer.train(texts, VOCAB))
-        one.template = Template(READS + "{# reasoning_effort verbosity #}" + TALK, "here")
+        one.template = Template(READS + TALK, "here")
         with TestClient(create([one])) as client:
             made = table(client)
     start, end = "<!-- fields -->\n", "\n<!-- end of fields -->"

@@ -67,7 +67,7 @@ def test_type_go_on_fork_and_return(tmp_path, tokenizer) -> None:
         for key in ("Home", "End", "ArrowLeft", "ArrowLeft"):
             page.keyboard.press(key)
         expect(page.locator("#chosen")).to_contain_text("drawn with probability")
-        assert 1 <= page.locator("#likely li").count() <= 5
+        assert 1 <= page.locator("#likely li").count() <= 6  # five, and the token itself
         page.get_by_label("Name").fill("back")
         page.locator("#text").focus()
         page.keyboard.press("f")

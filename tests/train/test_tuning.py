@@ -290,7 +290,7 @@ def test_the_server_answers_by_the_template_of_the_run(tuned: Path, run: Path, t
     for folder, options, text in (
         (tuned, {}, plain),
         (newest, {}, plain),
-        (tuned, {"template": tmp_path / "own.jinja"}, "{{ messages[0].content }}"),
+        (tuned, {"template": str(tmp_path / "own.jinja")}, "{{ messages[0].content }}"),
     ):
         served = Serve((folder,), **options)._served(folder, open_model(folder), tmp_path)
         served.engine.close()

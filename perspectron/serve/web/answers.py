@@ -54,7 +54,7 @@ class _Run:
     parent: str = ""
     slot: int | None = None
     unsaved: dict[str, str] = field(default_factory=dict)
-    """What the answer says of a state that could not be saved."""
+    """The error of a state that could not be saved, as the answer tells it."""
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them; those that the store spared count as cached."""
@@ -97,7 +97,8 @@ class Answers:
             f"a prompt for /v1/completions: {self.served.name} is a base model, served without --template",
         )  # fmt: skip
         assert template is not None
-        text = await asyncio.to_thread(prompt_of, body, template)
+        async with self.served.rendering:  # so that templates never hold more than one thread of a model
+            text = await asyncio.to_thread(prompt_of, body, template)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tokens = tokens_of(body, min(CHAT_TOKENS, self.served.largest))
         run = await self._run(body, [text], tokens, logprobs, request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
@@ -53,6 +54,7 @@ class Served:
     slots: dict[int, Session] = field(default_factory=dict)
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Of long texts that are encoded."""
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -61,19 +63,27 @@ class Served:
         )
         return id
 
-    async def ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one. A text of some length is encoded beside
-        the loop, two of them at a time, so that a short one waits neither for the loop nor for a thread."""
-        if isinstance(prompt, list):
-            ids = prompt
-        elif len(prompt) <= SHORT:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            async with self.encoding:
-                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+    def readable(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one."""
         require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
+
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
+        so that a short one waits neither for the loop nor for a thread."""
+        if not isinstance(prompt, str) or len(prompt) <= SHORT:
+            return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        def encoded() -> list[int]:
+            ids = list[int]()
+            for piece in self.tokenizer.pieces(prompt):
+                ids += piece
+                self.readable(ids)
+            return ids
+
+        async with self.encoding:
+            return await asyncio.to_thread(encoded)
 
 
 class Unknown(PerspectronError):
@@ -122,8 +132,8 @@ class App:
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
         served = self.served(body.model)
-        ids = await served.ids(body.content)
-        return await asyncio.to_thread(JSONResponse, {"tokens": ids})  # of a long text it takes a while
+        async with served.encoding:
+            return await asyncio.to_thread(_ids_of, served, body.content)
 
     async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
@@ -302,9 +312,9 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):
-        field = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
-        known = field is not None and field[0].partition(".")[0] in schema.FIELDS
-        return refusal(400, str(error), param=field[0] if field and known else None)
+        lead = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
+        known = lead is not None and lead[0].partition(".")[0] in schema.FIELDS
+        return refusal(400, str(error), param=lead[0] if lead and known else None)
     return refusal(500, "the server failed; its log says why")
 
 
@@ -357,6 +367,16 @@ def _back(session: Session, token: int | None) -> Generator[int, None, Session]:
 async def _result(request: Request, future: "Future[T]") -> T:
     """The result of a task of the engine, which is given up when the client leaves."""
     return await heard(request, asyncio.wrap_future(future))
+
+
+def _ids_of(served: Served, text: str) -> Response:
+    """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
+    ids, parts = list[int](), list[str]()
+    for piece in filter(None, served.tokenizer.pieces(text)):
+        ids += piece
+        served.readable(ids)
+        parts.append(json.dumps(piece)[1:-1])
+    return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
 def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:

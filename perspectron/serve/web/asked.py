@@ -1,4 +1,4 @@
-"""What requests ask for, as the engine takes it: prompts, settings, grammars. ConfigError, naming the field, for what
+"""Requests as the engine takes them: prompts, settings, grammars. ConfigError, naming the field, for what
 cannot be."""
 
 import secrets
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perspectron.config import require
 from perspectron.data import Tokenizer
-from perspectron.data.template import Template
+from perspectron.data.template import RESERVED, Template
 from perspectron.decode.constrain import Constraint, json_object, json_schema
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError
@@ -15,9 +15,6 @@ from perspectron.serve.web import schema
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
-
-OWN = ("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token")
-"""Names that a template sees, and that have fields of their own or are the model's."""
 
 
 def prompt_of(body: schema.Chat, template: Template) -> str:
@@ -28,7 +25,7 @@ def prompt_of(body: schema.Chat, template: Template) -> str:
     seen = {"tools": tools} if tools else {}
     seen |= given
     for name, value in body.chat_template_kwargs.items():
-        if name in OWN:
+        if name in RESERVED:
             raise ConfigError(f"chat_template_kwargs.{name}: a template is not given that so; leave it out")
         seen[f"chat_template_kwargs.{name}"] = given[name] = value
     for field, value in seen.items():

@@ -1,5 +1,6 @@
 """The checks before every route: who may ask, and how much at once."""
 
+import asyncio
 import base64
 import hmac
 import json
@@ -15,7 +16,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LARGEST_BODY = 16 << 20
-DEEPEST = 32
+DEEPEST, MOST_PARTS, MOST_VALUES = 32, 1 << 16, 1 << 20
+"""Bounds on the JSON of a body: levels; objects, lists and their named fields; values in lists. What parses and checks
+it holds the interpreter for so long as that takes: 0.1 s for a body at these bounds, seconds for 16 MiB of brackets."""
+PIECE = 1 << 18  # bytes that are looked at without a pause for others
 POLICY = (
     "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
@@ -24,7 +28,8 @@ HEADERS = (
     (b"x-content-type-options", b"nosniff"),
 )
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+BRACKETS = b"[]{}"
+OTHERS = bytes(byte for byte in range(256) if byte not in BRACKETS)
 
 
 def refusal(
@@ -52,7 +57,7 @@ class Guard:
             return
         send = _secured(send)
         headers = {name.lower(): value for name, value in scope["headers"]}
-        refused = self._refused(scope["path"], headers)
+        refused = self._refused(scope["path"], headers) or _foreign(scope["method"], headers)
         upload = scope["method"] == "PUT"
         largest = self.largest_upload if upload else LARGEST_BODY
         length = headers.get(b"content-length", b"0")
@@ -64,19 +69,21 @@ class Guard:
         if upload:
             await self.app(scope, receive, send)
             return
-        body = b""
-        while True:
+        received, more = bytearray(), True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            body += message.get("body", b"")
-            if len(body) > largest:
+            received += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(received) > largest:
                 await refusal(413, f"body is over {largest:,} bytes; send less at once")(scope, receive, send)
                 return
-            if not message.get("more_body"):
-                break
-        if _depth(body) > DEEPEST:
-            await refusal(400, f"body: JSON of more than {DEEPEST} levels")(scope, receive, send)
+        body = bytes(received)
+        received.clear()
+        problem = _excess(body) if len(body) <= PIECE else await asyncio.to_thread(_excess, body)
+        if problem is not None:
+            await refusal(400, f"body: {problem}")(scope, receive, send)
             return
         sent = False
 
@@ -125,13 +132,46 @@ def _key(header: bytes) -> bytes:
     return value.strip() if scheme.lower() == b"bearer" else b""
 
 
-def _depth(body: bytes) -> int:
-    """Levels of lists and objects in JSON."""
-    deepest = level = 0
-    for byte in re.findall(rb"[\[\]{}]", _STRING.sub(b"", body)):
-        level += 1 if byte in b"[{" else -1
-        deepest = max(deepest, level)
-    return deepest
+def _foreign(method: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    """The refusal of what a page elsewhere can send without asking first: a form, or text that looks like JSON."""
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if (
+        method != "POST" or kind == b"application/json"
+    ):  # a browser asks before it sends these, and is told no
+        return None
+    origin = headers.get(b"origin")
+    site = headers.get(b"sec-fetch-site", b"none")
+    own = origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+    if own and site in (b"none", b"same-origin"):
+        return None
+    said = (origin or site)[:80].decode("latin-1")
+    return refusal(403, f"origin = {said!r}, must be this server's own, or content-type application/json")
+
+
+def _excess(body: bytes) -> str | None:
+    """What JSON has too much of. One pass, a piece at a time; where the body is no JSON it may stop, as a parser does
+    there too."""
+    if not json.detect_encoding(body).startswith("utf-8"):
+        return "JSON in UTF-8 is needed"
+    level = parts = values = 0
+    inside, held = False, b""  # a string that goes on; a backslash whose other half is in the next piece
+    for start in range(0, len(body), PIECE):
+        piece = (held + body[start : start + PIECE]).replace(rb"\\", b"")
+        held = b"\\" if piece.endswith(b"\\") else b""
+        texts = piece.removesuffix(b"\\").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(texts[inside::2])
+        inside ^= len(texts) % 2 == 0
+        parts += sum(map(outside.count, (b"[", b"{", b":")))
+        values += outside.count(b",")
+        if parts > MOST_PARTS or values > MOST_VALUES:
+            return f"JSON of more than {MOST_PARTS:,} lists, objects and fields, or {MOST_VALUES:,} values"
+        for byte in outside.translate(None, OTHERS):
+            level += 1 if byte in b"[{" else -1
+            if level > DEEPEST:
+                return f"JSON of more than {DEEPEST} levels"
+            if level < 0:
+                return None
+    return None
 
 
 def _short(value: bytes) -> str:

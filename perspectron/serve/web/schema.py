@@ -211,7 +211,7 @@ class Part(Strict):
 
 
 class Called(Strict):
-    """What a message calls. arguments: JSON in a text, as OpenAI has it, or the object."""
+    """A function and what it is called with. arguments: JSON in a text, as OpenAI has it, or the object."""
 
     name: str
     arguments: Annotated[Object, BeforeValidator(_schema, json_schema_input_type=Object | str)] = {}
