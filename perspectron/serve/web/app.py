@@ -53,7 +53,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Of long texts that are encoded."""
+    """Turns of long texts that are encoded."""
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
