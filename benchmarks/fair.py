@@ -10,16 +10,17 @@ python benchmarks/fair.py --json results/fair.json
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,34 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, float
 
 
 class Health:
-    """Asks for signs of life on a thread, and keeps the slowest of each stage."""
+    """Asks for signs of life from a process of its own, and keeps the slowest of each stage."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.slowest, self.stage = port, dict[str, float](), "alone"
-        threading.Thread(target=self._ask, daemon=True).start()
+        forked, self.stages = multiprocessing.get_context("fork"), list[tuple[float, str]]()
+        self.told: Queue[tuple[float, float]] = forked.Queue()
+        forked.Process(target=signs, args=(port, self.told), daemon=True).start()
+        self.stage("warm")
 
-    def _ask(self) -> None:
-        while True:
-            stage = self.stage
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                _, _, seconds = ask(self.port, "GET", "/health")
-                self.slowest[stage] = max(self.slowest.get(stage, 0.0), seconds)
-            time.sleep(EVERY)
+    def stage(self, name: str) -> None:
+        self.stages.append((time.monotonic(), name))
+
+    def slowest(self) -> dict[str, float]:
+        """Seconds, by stage: of the sign that was asked for while it lasted."""
+        found = dict[str, float]()
+        while not self.told.empty():
+            asked, seconds = self.told.get()
+            name = next(name for start, name in reversed(self.stages) if start <= asked)
+            found[name] = max(found.get(name, 0.0), seconds)
+        return found
+
+
+def signs(port: int, said: "Queue[tuple[float, float]]") -> None:
+    while True:
+        asked = time.monotonic()
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            ask(port, "GET", "/health")
+            said.put((asked, time.monotonic() - asked))
+        time.sleep(EVERY)
 
 
 def shorts(port: int, draw: random.Random, count: int, until: Callable[[], bool]) -> list[float]:
@@ -123,17 +139,20 @@ def measured(port: int, tokens: int, count: int, requests: int) -> dict[str, Any
     """What short prompts, and signs of life, take alone and beside each long thing."""
     draw, health = random.Random(0), Health(port)
     shorts(port, draw, 3, lambda: False)  # warm
+    health.stage("idle")
+    time.sleep(100 * EVERY)
+    health.stage("alone")
     found: dict[str, Any] = {"short_alone": shorts(port, draw, count, lambda: False)}
 
     def beside(stage: str, path: str, body: Any, work: Callable[[Future[Any]], Any]) -> Any:
-        health.stage = stage
+        health.stage(stage)
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(ask, port, "POST", path, body)
             time.sleep(4 * EVERY)
             result = work(long)
             status, _, found[f"{stage}_seconds"] = long.result()
         assert status in (200, 201, 400), status
-        health.stage = "between"
+        health.stage("between")
         return result
 
     def prompt() -> list[int]:
@@ -152,7 +171,7 @@ def measured(port: int, tokens: int, count: int, requests: int) -> dict[str, Any
     found["short_beside_text"] = beside(
         "text", "/v1/completions", body, lambda long: shorts(port, draw, count, long.done)
     )
-    return found | {"health": health.slowest}
+    return found | {"health": health.slowest()}
 
 
 def main() -> None:
@@ -171,7 +190,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(common.ROOT)}
     with tempfile.TemporaryDirectory() as folder, serving(trained(Path(folder), args.model)) as port:
         found = measured(port, args.tokens, args.shorts, args.requests)
-    rows = []
+    rows = [["nothing asked", "", f"{found['health']['idle'] * 1e3:.0f}", ""]]
     for stage in ("alone", "beside_prompt", "beside_state", "beside_text"):
         spread = common.Spread.of(found[f"short_{stage}"])
         name = stage.removeprefix("beside_")

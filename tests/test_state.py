@@ -587,6 +587,17 @@ def test_a_dtype_that_there_is_not_is_refused_by_name(model, state, tmp_path, dt
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("extra", [[1], "text", 0, {"a": math.nan}])
+def test_what_would_be_refused_when_it_is_read_is_not_written(model, state, tmp_path, extra):
+    with pytest.raises(StateError, match="x: extra cannot be stored as JSON"):
+        perspectron.save_state(tmp_path / "x", state, model, extra=extra)
+    twin = perspectron.build(CONFIG, seed=1)
+    for other in (twin.init_state(1), None, {"length": 3}):
+        with pytest.raises(StateError, match="no state of this model; save it with the model that made it"):
+            perspectron.save_state(tmp_path / "x", other, model)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_scale_of_another_shape_does_not_spread_the_numbers(model, state, tmp_path):
     """Numbers in 8 bits and their scales are multiplied: of two files' lines a square of memory would come."""
     held, header = {"a": torch.zeros(3000, 1, dtype=torch.int8)}, {"stored": '{"a": "torch.float32"}'}

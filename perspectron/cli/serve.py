@@ -122,6 +122,8 @@ class Serve:
             require(
                 value == default, name, value, "left out with --perspectives, which share no prompt prefixes"
             )
+        kept = self.keep is not None or self.disk == type(self).__dataclass_fields__["disk"].default
+        require(kept, "disk", self.disk, "left out without --keep, which names the folder")
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
         for name in ("max_tokens", "max_prompt"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -127,7 +128,8 @@ class Rows:
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         """
         V = self.tokenizer.vocab_size
-        require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+        require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+        require(not isinstance(prompt, bytes), "prompt", prompt, "a text or its ids")
         require(not isinstance(stop, str), "stop", stop, "a list of strings")
         require(all(stop), "stop", list(stop), "strings of at least one character")
         if logprobs is not None:

@@ -122,6 +122,7 @@ class Session:
     def append(self, text: str | Sequence[int]) -> None:
         """Go on with a text that waits until it is needed; errors as `read`."""
         tokenizer = self._rows.tokenizer
+        require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
@@ -245,12 +246,8 @@ class Session:
         state = self._rows.model.init_state(1) if self._state is None else self._state
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        own: dict[str, Any] = {
-            "ids": self._ids[:],
-            "drawn": [int(drawn) for drawn in self._drawn[:]],
-            "calls": self._calls,
-        }
-        own |= {"before": self._before}
+        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
+        own |= {"calls": self._calls, "before": self._before}
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
     @classmethod

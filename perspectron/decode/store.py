@@ -41,7 +41,8 @@ class Frozen:
     once."""
 
     def __init__(self, model: Stateful) -> None:
-        self.config, self.init_state, self._digest = model.config, model.init_state, model.fingerprint()
+        self.config, self.number = model.config, model.number
+        self.init_state, self._digest = model.init_state, model.fingerprint()
 
     def fingerprint(self) -> str:
         return self._digest

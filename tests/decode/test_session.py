@@ -198,6 +198,8 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
     session.read("The cat")
     with pytest.raises(ConfigError, match="token id"):
         session.read([VOCAB])
+    with pytest.raises(ConfigError, match="text = b'ab', must be a text or its ids"):
+        session.read(b"ab")
     with pytest.raises(ConfigError, match="token = 99, must be ≥ 0 and ≤ "):
         session.at(99)
 

@@ -199,6 +199,7 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
         ([str(tmp_path), "--host", "0.0.0.0"], "without --api-key"),
         ([str(tmp_path), "--api-key", "short"], "8 characters or more"),
         ([str(tmp_path), "--port", "70000"], "port = 70000"),
+        ([str(tmp_path), "--disk", "1G"], "disk = '1G', must be left out without --keep"),
         ([str(tmp_path), "--max-prompt", "0"], "max_prompt = 0, must be ≥ 1"),
         ([str(tmp_path), str(tmp_path)], "folders of different names"),
         ([str(tmp_path), "--port", "0"], str(tmp_path)),

@@ -53,9 +53,9 @@ class Served:
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
-    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Of long texts that are encoded."""
+    """Turns of long texts that are encoded."""
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""
@@ -64,19 +64,27 @@ class Served:
         )
         return id
 
-    async def ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one. A text of some length is encoded beside
-        the loop, two of them at a time, so that a short one waits neither for the loop nor for a thread."""
-        if isinstance(prompt, list):
-            ids = prompt
-        elif len(prompt) <= SHORT:
-            ids = self.tokenizer.encode(prompt)
-        else:
-            async with self.encoding:
-                ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+    def readable(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one."""
         require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
                 f"≤ {self.longest}, what this server reads at most")  # fmt: skip
         return ids
+
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
+        so that a short one waits neither for the loop nor for a thread."""
+        if not isinstance(prompt, str) or len(prompt) <= SHORT:
+            return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        def encoded() -> list[int]:
+            ids = list[int]()
+            for piece in self.tokenizer.pieces(prompt):
+                ids += piece
+                self.readable(ids)
+            return ids
+
+        async with self.encoding:
+            return await asyncio.to_thread(encoded)
 
 
 class Unknown(PerspectronError):
