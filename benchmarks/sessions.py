@@ -72,6 +72,7 @@ class Shapes:
         self.config = presets.get(name)
         with torch.device("meta"):
             self.model = LanguageModel(self.config)
+        self.number = self.model.number
 
     def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState:
         return self.model.init_state(batch_size, capacity=capacity, device=device)

@@ -1,9 +1,9 @@
-"""Saved states in fewer bits: half precision, or 8 bits with a scale for each row."""
+"""Saved states in fewer bits: half precision, bfloat16, or 8 bits with a scale for each row."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,22 +12,26 @@ from perspectron.errors import StateError
 from perspectron.files import parse_json
 from perspectron.tensors import JSON_ROOM
 
-Dtype = Literal["full", "float16", "int8"]
-"""Precision of a saved state's numbers: as they are, in half precision, or in 8 bits, each row with a scale."""
+Dtype = Literal["full", "float16", "bfloat16", "int8"]
+"""Precision of a saved state's numbers: as they are, in half precision, in bfloat16, or in 8 bits, each row with a
+scale."""
 STORED, SCALE = "stored", "/scale"
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 MOST = 127
 
 
 def tensors(path: Path | str, held: dict[str, Tensor], header: dict[str, str], dtype: Dtype) -> None:
-    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit."""
+    """Replace all numbers that are not whole, and note in the header what they were. StateError: one does not fit, or
+    there is no such dtype."""
+    if dtype not in get_args(Dtype):
+        raise StateError(f"dtype = {str(dtype)[:40]!r}, must be {', '.join(get_args(Dtype))}")
     stored = {}
     for name, tensor in list(held.items()):
         if not tensor.is_floating_point():
             continue
         stored[name] = str(tensor.dtype)
-        if dtype == "float16":
-            held[name] = tensor.to(torch.float16)
+        if dtype != "int8":
+            held[name] = tensor.to(getattr(torch, dtype))
             fits = bool(held[name].isfinite().all())
         else:
             wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from perspectron import narrow
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import atomic, parse_json
+from perspectron.files import MAX_JSON, atomic, opened, parse_json
 from perspectron.tensors import JSON_ROOM, load_tensors, save_tensors
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class Stateful(Protocol):
     """The part of a model that saving and loading need."""
 
     config: ModelConfig
+    number: int
 
     def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState: ...
     def fingerprint(self) -> str: ...
@@ -212,44 +214,36 @@ def save_state(
     extra: dict[str, Any] | None = None,
     dtype: narrow.Dtype = "full",
 ) -> None:
-    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON to store with it. dtype: of its
-    numbers; in fewer bits the state that is loaded is near it and not it.
+    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON object to store with it. dtype: of
+    its numbers; in fewer bits the state that is loaded is near it and not it.
 
-    The file is written atomically. StorageError if it cannot be written, StateError for numbers that the dtype cannot
-    hold.
+    The file is written atomically. StorageError if it cannot be written. StateError for what would be refused when it
+    is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
     """
+    if not isinstance(state, LMState) or state.model not in (None, model.number):
+        raise StateError(f"{path}: no state of this model; save it with the model that made it")
     tensors, header = _packed(path, state, model, extra, dtype)
     with atomic(Path(path)) as temporary:
         save_tensors(temporary, tensors, header)
+        _check_header(Path(path), temporary)
 
 
 def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
     """`save_state`, but neither atomic by itself nor waiting for the disk. OSError when it cannot be written."""
-    save_tensors(path, *_packed(path, state, model, extra))
+    save_tensors(path, *_packed(path, state, model, extra, "full"))
 
 
 def _packed(
-    path: Path | str,
-    state: LMState,
-    model: Stateful,
-    extra: dict[str, Any] | None,
-    dtype: narrow.Dtype = "full",
+    path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None, dtype: narrow.Dtype
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {}
-    for where, value in pytree.tree_leaves_with_path(state):
-        if isinstance(value, Tensor):
-            tensors[_name(where)] = value.detach().cpu()
-        else:
-            numbers[_name(where)] = value
-    header = {
-        "format": FORMAT,
-        "model": model.fingerprint(),
-        "numbers": json.dumps(numbers),
-        "extra": json.dumps(extra or {}),
-    }
+    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state)}
+    tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
+    header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}
     try:
-        parse_json(header["extra"], room=JSON_ROOM)
+        header["extra"] = json.dumps({} if extra is None else extra)
+        if not isinstance(parse_json(header["extra"], room=JSON_ROOM), dict):
+            raise ValueError("it must be an object")
     except ValueError as error:
         raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
     if dtype != "full":
@@ -368,7 +362,17 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     return value
 
 
+def _check_header(path: Path, file: Path) -> None:
+    """StateError, which names `path`: a file's header is over the bound, the same for those who write and who read."""
+    with opened(file, StateError) as content:
+        size = int.from_bytes(content.read(8), "little")
+        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
+            why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
+            raise StateError(f"{path}: a header of {size:,} bytes, {why}")
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    _check_header(path, path)
     header, tensors = load_tensors(path, StateError, "a saved state")
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")

@@ -54,6 +54,7 @@ SCRIPTS = {
     "recall": ["--only", "transformer", "PDR, R = 1", "needle: window 4", "parity: gdn[negative=true]"],
     "layer_times": [],
     "sessions": [],
+    "fair": [],
     "determinism": [],
     "step": ["--rows", "4"],
     "in_transformers": [],

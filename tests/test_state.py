@@ -24,6 +24,7 @@ from perspectron import narrow
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import StateError, StorageError
 from perspectron.ffn import SwiGLUConfig
+from perspectron.files import MAX_JSON
 from perspectron.mixers import MIXERS
 
 CONFIG = ModelConfig(
@@ -546,7 +547,9 @@ def test_a_pipe_is_refused_at_once(model, tmp_path):
     refused(tmp_path / "pipe", model)
 
 
-@pytest.mark.parametrize(("dtype", "size", "error"), [("float16", 0.55, 1e-3), ("int8", 0.5, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "error"), [("float16", 0.55, 1e-3), ("bfloat16", 0.55, 4e-3), ("int8", 0.5, 1e-2)]
+)
 def test_fewer_bits_come_back_near(model, state, tmp_path, dtype, size, error):
     full, small = tmp_path / "full.state", tmp_path / "small.state"
     for path, kind in ((full, "full"), (small, dtype)):
@@ -577,7 +580,58 @@ def test_numbers_beyond_float32_are_refused_in_8_bits(tmp_path):
         narrow.tensors(tmp_path / "x", {"a": torch.tensor([[1e39]], dtype=torch.float64)}, {}, "int8")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
+@pytest.mark.parametrize("dtype", ["int4", "fp16", "FULL", "", None, 16, torch.float16])
+def test_a_dtype_that_there_is_not_is_refused_by_name(model, state, tmp_path, dtype):
+    with pytest.raises(StateError, match=r"^dtype = .*, must be full, float16, bfloat16, int8$"):
+        perspectron.save_state(tmp_path / "x", state, model, dtype=dtype)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("extra", [[1], "text", 0, {"a": math.nan}])
+def test_what_would_be_refused_when_it_is_read_is_not_written(model, state, tmp_path, extra):
+    with pytest.raises(StateError, match="x: extra cannot be stored as JSON"):
+        perspectron.save_state(tmp_path / "x", state, model, extra=extra)
+    twin = perspectron.build(CONFIG, seed=1)
+    for other in (twin.init_state(1), None, {"length": 3}):
+        with pytest.raises(StateError, match="no state of this model; save it with the model that made it"):
+            perspectron.save_state(tmp_path / "x", other, model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scale_of_another_shape_does_not_spread_the_numbers(model, state, tmp_path):
+    """Numbers in 8 bits and their scales are multiplied: of two files' lines a square of memory would come."""
+    held, header = {"a": torch.zeros(3000, 1, dtype=torch.int8)}, {"stored": '{"a": "torch.float32"}'}
+    held["a/scale"] = torch.ones(1, 3000)
+    with pytest.raises(StateError, match="stored does not fit its tensors"):
+        narrow.widened(tmp_path / "x", held, header)
+
+
+def test_a_header_that_would_be_refused_is_not_written(model, state, tmp_path):
+    """One number, of those who write, read and list: 16 MiB."""
+    with pytest.raises(StateError, match=r"a header of [\d,]+ bytes, must be ≤ 16,777,216"):
+        perspectron.save_state(tmp_path / "x", state, model, extra={"text": "a" * MAX_JSON})
+    assert not list(tmp_path.iterdir())
+    room = MAX_JSON - header_bytes(model, state, tmp_path / "small", "")
+    perspectron.save_state(tmp_path / "x", state, model, extra={"text": "a" * room})
+    assert perspectron.load_extra(tmp_path / "x") == {"text": "a" * room}
+    with pytest.raises(StateError, match="must be ≤ 16,777,216"):
+        perspectron.save_state(tmp_path / "y", state, model, extra={"text": "a" * (room + 8)})
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes((MAX_JSON + 8).to_bytes(8, "little") + data[8:])
+    for read in (
+        lambda: perspectron.load_state(tmp_path / "x", model),
+        lambda: perspectron.load_extra(tmp_path / "x"),
+    ):
+        with pytest.raises(StateError, match="must be ≤ 16,777,216"):
+            read()
+
+
+def header_bytes(model, state, path, text: str) -> int:
+    perspectron.save_state(path, state, model, extra={"text": text})
+    return int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 def test_numbers_that_do_not_fit(model, state, tmp_path, dtype):
     value = 1e6 if dtype == "float16" else math.inf
     leaves, spec = pytree.tree_flatten(state)

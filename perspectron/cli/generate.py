@@ -69,7 +69,7 @@ class Generate:
     save_state: Path | None = None
     """Save the conversation to this file."""
     state_dtype: Dtype = "full"
-    """Precision of the saved conversation: full resumes bit for bit; float16 and int8 are smaller and approximate."""
+    """Precision of the saved conversation: full resumes bit for bit; the others are smaller and approximate."""
     adapt: bool = False
     """Learn from each prompt while reading it, as `perspectron adapt` does, and generate with the result."""
     adapter: Path | None = None

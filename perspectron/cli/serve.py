@@ -4,6 +4,7 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 KEY = "PERSPECTRON_API_KEY"
+KEEP_ALIVE = 75  # seconds that an idle connection stays: longer than clients keep one, so that they close it
 DRAIN = 60  # seconds for texts under way when the server is stopped
 
 
@@ -54,6 +56,8 @@ class Serve:
     """Maximum number of texts waiting; further requests are asked to retry."""
     max_tokens: int = 4096
     """Maximum number of tokens that one request may generate."""
+    max_prompt: int = 1 << 20
+    """Maximum number of tokens that one prompt may have."""
     memory: str = "256M"
     """Memory for shared prompt prefixes, for each model."""
     disk: str = "4G"
@@ -95,12 +99,9 @@ class Serve:
                 )
                 say(f"{one.name}: {way}{cost}")
             config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
+                app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=DRAIN,
-            )
+            )  # fmt: skip
             shown = f"[{self.host}]" if ":" in self.host else self.host
             say(f"http://{shown}:{listening.getsockname()[1]}")
             signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
@@ -121,8 +122,11 @@ class Serve:
             require(
                 value == default, name, value, "left out with --perspectives, which share no prompt prefixes"
             )
+        kept = self.keep is not None or self.disk == type(self).__dataclass_fields__["disk"].default
+        require(kept, "disk", self.disk, "left out without --keep, which names the folder")
         require(0 <= self.port < 65536, "port", self.port, "≥ 0 and < 65536")
-        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "≥ 1")
+        for name in ("max_tokens", "max_prompt"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "≥ 1")
         require(
             self.rows <= FEW, "rows", self.rows, f"≤ {FEW}, beyond which other rows change a row's last bits"
         )
@@ -177,7 +181,9 @@ class Serve:
             together=False if self.deterministic else None, perspectives=looks,
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
-        return Served(name, engine, opened.tokenizer, kept, slots, self.max_tokens, template)
+        return Served(
+            name, engine, opened.tokenizer, kept, slots, self.max_tokens, longest=self.max_prompt, template=template
+        )  # fmt: skip
 
 
 def _loopback(host: str) -> bool:

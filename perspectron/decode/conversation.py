@@ -7,7 +7,7 @@ from typing import Any
 
 from perspectron.errors import StateError
 from perspectron.narrow import Dtype
-from perspectron.state import LMState, Stateful, read_state, save_state
+from perspectron.state import MOST_TOKENS, LMState, Stateful, read_state, save_state
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,19 @@ class Conversation:
     @classmethod
     def load(cls, path: Path | str, model: Stateful) -> "Conversation":
         """Read a saved conversation. StateError if the file is missing, damaged, of another model, or a bare state."""
-        return cls.of(path, *read_state(path, model))
+        return cls.of(path, *read_state(path, model), model.config.vocab_size)
 
     @classmethod
-    def of(cls, path: Path | str, state: LMState, extra: dict[str, Any]) -> "Conversation":
-        """The conversation of a state and what was saved with it. StateError: the file at `path` has none."""
+    def of(cls, path: Path | str, state: LMState, extra: dict[str, Any], vocab: int) -> "Conversation":
+        """The conversation of a state and what was saved with it. StateError: the file at `path` has none, or tokens
+        outside the vocabulary, or counts that no text has."""
         fields: Any = extra.get("conversation")
         if not _are_conversation_fields(fields, state.batch_size):
             raise StateError(f"{path}: not a conversation, lacks its pending, recent and drawn tokens")
+        for name, rows, most in (*((name, fields[name], vocab) for name in ("pending", "recent")),
+                                 ("drawn", [fields["drawn"]], MOST_TOKENS)):  # fmt: skip
+            for wrong in (number for row in rows for number in row if not 0 <= number < most):
+                raise StateError(f"{path}: {name} holds {wrong}, must be ≥ 0 and < {most}")
         return cls(state, fields["pending"], fields["recent"], fields["drawn"])
 
 

@@ -75,6 +75,8 @@ def generate(
     conversation's rows, more tokens than a table of learned positions has left. NonFiniteError: the logits are not
     finite, or none of those that a constraint allows.
     """
+    listed = not isinstance(prompts, str | bytes) and not any(isinstance(prompt, int) for prompt in prompts)
+    require(listed, "prompts", prompts, "a list of texts, or of lists of ids")
     require(len(prompts) >= 1, "prompts", list(prompts), "at least one")
     B, together = len(prompts), len(prompts) > 1
     rows = Rows(model, tokenizer, chunk=chunk, together=together, perspectives=perspectives, safety=safety)

@@ -74,11 +74,25 @@ def read(
     fresh: rows that have read nothing before, so that a document that starts at their column 0 resets nothing. views:
     from which rows choose their experts; the positions are filled in here.
     """
+    hidden_BTD, state = read_all(model, parts, state, fresh=fresh, views=views)
+    last_B = torch.tensor([len(part) for part in parts], device=model.device) - 1
+    return hidden_BTD[torch.arange(len(parts), device=model.device), last_B], state
+
+
+def read_all(
+    model: LanguageModel,
+    parts: Sequence[Sequence[int]],
+    state: LMState,
+    *,
+    fresh: Sequence[bool],
+    views: Views | None = None,
+) -> tuple[Tensor, LMState]:
+    """`read`, with what the head reads after every token [B,T,D], T of the longest row."""
     B, T, device = len(parts), max(map(len, parts)), model.device
     alone = B == T == 1 and views is None and (fresh[0] or parts[0][0] != END_OF_TEXT_ID)
     if alone:  # it may be one that was drawn, and is read again
         hidden_1D, _, state = stepped(model, steps_of(model), torch.tensor([parts[0]], device=device), state)
-        return hidden_1D, state
+        return hidden_1D[:, None], state
     length_B = torch.tensor([len(part) for part in parts])
     ids_BT = torch.tensor([[*part, *[END_OF_TEXT_ID] * (T - len(part))] for part in parts])
     pad_BT = torch.arange(T) >= length_B[:, None]
@@ -92,7 +106,7 @@ def read(
     hidden_BTD, state, _ = model.hidden(
         ids_BT.to(device), state, reset_BT=reset, pad_BT=pad, consume_state=True, views=views
     )
-    return hidden_BTD[torch.arange(B, device=device), length_B.to(device) - 1], state
+    return hidden_BTD, state
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, row: int) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -26,7 +27,7 @@ from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Mark, Read, Watch
 from perspectron.errors import StateError
 from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.state import MOST_TOKENS, LMState
 
 
 class Vocabulary(Protocol):
@@ -91,6 +92,11 @@ class Rows:
         """Tokens of prompts that are read, and all of them, of the rows that are still reading theirs."""
         return sum(row.start for row in self._reading), sum(len(row.unread) for row in self._reading)
 
+    @property
+    def unread(self) -> dict[int, int]:
+        """Tokens of its prompt that each row has still to read, by handle; those that have read theirs are left out."""
+        return {row.handle: len(row.unread) - row.start for row in self._reading}
+
     def spared(self, row: int) -> int:
         """Tokens of a row's prompt that the store had, and that were not read. StateError: a row that is not there."""
         return self._own(row).spared
@@ -123,7 +129,8 @@ class Rows:
         than a table of learned positions has left. StateError: a conversation of another model, or of several rows.
         """
         V = self.tokenizer.vocab_size
-        require(max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+        require(isinstance(max_tokens, Integral) and max_tokens >= 1, "max_tokens", max_tokens, "≥ 1")
+        require(not isinstance(prompt, bytes), "prompt", prompt, "a text or its ids")
         require(not isinstance(stop, str), "stop", stop, "a list of strings")
         require(all(stop), "stop", list(stop), "strings of at least one character")
         if logprobs is not None:
@@ -141,6 +148,10 @@ class Rows:
         if own.state.model not in (None, model.number):
             raise StateError("add: the conversation belongs to another model; use the model that began it")
         check_ids([*own.pending[0], *ids], V, handle)
+        if not all(0 <= id < V for id in own.recent[0]) or not 0 <= own.drawn[0] < MOST_TOKENS:
+            raise StateError(
+                f"add: the conversation remembers what is none of the {V} tokens of this tokenizer, or no count"
+            )
         state = None if conversation is None else own.state.to(model.device)  # a loaded one is on the CPU
         unread = [*own.pending[0], *ids]
         length = 0 if state is None or state.length_B is None else int(state.length_B[0])
@@ -158,16 +169,21 @@ class Rows:
         return handle
 
     @torch.inference_mode()
-    def step(self) -> list[Piece]:
+    def step(self, read: Sequence[int] | None = None) -> list[Piece]:
         """Read a chunk of each prompt that is not read yet, and draw one token for every row that is: their pieces, in
-        the order of the handles. Where no row is active, no pieces.
+        the order of the handles. Where no row is active, no pieces. read: handles of the prompts that go on, each once,
+        all of them when None; of two that begin alike, the one that is further on reads for both where they share a
+        store. In which order prompts are read changes no bit of any.
 
         A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
         cannot go on.
         """
         watch = self._watch
-        read = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read()]
-        logits = [self._logits(one) for one in read] if watch is None else watch.heads(read)
+        reading = self._reading
+        if read is not None:
+            reading = list(dict.fromkeys(self._ahead(self._own(handle)) for handle in read))
+        ends = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read(reading)]
+        logits = [self._logits(one) for one in ends] if watch is None else watch.heads(ends)
         # A model may have more ids than its tokenizer knows.
         pieces = self._draw(torch.cat(logits).cpu()[:, : self.tokenizer.vocab_size]) if logits else []
         self._drawing.leave([row for row in self._drawing.rows if row.finished is not None])
@@ -223,11 +239,20 @@ class Rows:
         """The state of a row that stands in no batch."""
         return self.model.init_state(1) if row.state is None else row.state
 
-    def _read(self) -> list[Read]:
-        """Read a chunk of each prompt: of each row that came to its end, which is drawn from now."""
+    def _ahead(self, row: Row) -> Row:
+        """The row that reads what this one needs next: itself, or one that is further on in the same tokens."""
+        ahead = row
+        for other in self._reading if row.keys is not None else ():
+            call = other.start // self.chunk
+            if other.start > ahead.start and other.keys and other.keys[call] in row.keys[call : call + 1]:
+                ahead = other
+        return ahead
+
+    def _read(self, rows: list[Row]) -> list[Read]:
+        """Read a chunk of the prompts of these rows: of each row that came to its end, which is drawn from now."""
         read, done = list[Read](), list[Row]()
-        for row in self._reading:
-            last_1D = self._found(row) if row.start == 0 else None
+        for row in rows:
+            last_1D = self._found(row)
             if row.start < len(row.unread):
                 last_1D = self._read_chunk(row)
             if row.start == len(row.unread):
@@ -240,13 +265,21 @@ class Rows:
         return read
 
     def _found(self, row: Row) -> Tensor | None:
-        """Begin a row at the longest prefix stored, if there is one: what the head reads after it."""
-        found = None if self.store is None or row.keys is None else self.store.find(row.keys)
+        """Go on from the longest prefix stored: at the beginning, and where another row has read on meanwhile. What
+        the head reads after it, if there is one."""
+        if self.store is None or row.keys is None:
+            return None
+        calls = known = row.start // self.chunk
+        while row.start > 0 and known < len(row.keys) and row.keys[known] in self.store:
+            known += 1
+        if row.start > 0 and known == calls:
+            return None
+        found = self.store.find(row.keys[:known] if row.start > 0 else row.keys)
         if found is None:
             return None
         row.state, row.seconds = found.state.to(self.model.device), found.seconds
-        row.start = min(found.calls * self.chunk, len(row.unread))
-        row.spared = row.start
+        start, row.start = row.start, min(found.calls * self.chunk, len(row.unread))
+        row.spared += row.start - start
         return found.last_1D.to(self.model.device)
 
     def _read_chunk(self, row: Row) -> Tensor:

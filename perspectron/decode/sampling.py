@@ -130,9 +130,11 @@ def non_finite(logits_BV: Tensor) -> list[int]:
 
 def _penalised(logits_BV: Tensor, recent: Sequence[Sequence[int]], config: SamplingConfig) -> Tensor:
     """Repetition penalty of CTRL (Keskar et al. 2019, §4.1)."""
-    seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
+    seen_BV, V = torch.zeros_like(logits_BV, dtype=torch.bool), logits_BV.shape[1]
     for row, ids in enumerate(recent):
-        seen_BV[row, list(ids[-config.repetition_window :])] = True
+        last = list(ids[-config.repetition_window :])
+        require(all(0 <= id < V for id in last), "recent", last, f"ids ≥ 0 and < {V}")
+        seen_BV[row, last] = True
     penalty = config.repetition_penalty
     return torch.where(
         seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV

@@ -2,24 +2,28 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from perspectron.config import require
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
-from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read
+from perspectron.decode.marks import Marks
+from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths, read_all
 from perspectron.decode.rows import Rows, Vocabulary
-from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import NonFiniteError, StateError
 from perspectron.model import LanguageModel
 from perspectron.state import LMState, Stateful, read_state, save_state
 
-MARKED = 256 << 20  # bytes of states that `at` may begin at
+Likely = tuple[float, tuple[tuple[int, float], ...]]
+"""Log-probability of a token, and the most likely tokens in its place with theirs."""
 
 
 class Session:
@@ -45,7 +49,7 @@ class Session:
         """Tokens that each call has read."""
         self._state: LMState | None = None
         """The state after these calls; None before the first."""
-        self._marks, self._marked = dict[int, _Mark](), 0
+        self._marks = Marks()
         """States after so many calls, from which `at` goes on."""
         self._keys: list[bytes] | None = None if store is None else []
         self._foreign = False
@@ -75,19 +79,50 @@ class Session:
         """Bytes of the state."""
         return 0 if self._state is None else self._state.nbytes
 
-    @torch.inference_mode()
     def read(self, text: str | Sequence[int]) -> "Session":
         """Go on with a text, or its ids; the session itself. ConfigError: ids outside the vocabulary, more than a
         table of learned positions has."""
+        for _ in self.reading(text):
+            pass
+        return self
+
+    @torch.inference_mode()
+    def reading(self, text: str | Sequence[int]) -> Generator[int, None, None]:
+        """Read as `read` does, with a pause before each call, that gives the tokens that are left. What is given up
+        half way waits to be read."""
         self.append(text)
         self._look_up()
-        while len(self._ids) - self._read > self._rows.chunk:
+        while (left := len(self._ids) - self._read) > self._rows.chunk:
+            yield left
             self._call(self._rows.chunk)
-        return self
+
+    @torch.inference_mode()
+    def likely(self, ids: Sequence[int], count: int) -> Generator[int, None, list[Likely]]:
+        """Log-probabilities of ids as they would be read next, each given all before it, and of the `count` most likely
+        tokens in its place, with a pause before each call, that gives the tokens left. The session stays as it is.
+        Errors as `append`, and NonFiniteError."""
+        own, first, found = self.fork(), len(self._ids), list[Likely]()
+        own.append(ids)
+        V = own._rows.tokenizer.vocab_size
+        while own._read < len(own._ids):
+            yield len(own._ids) - own._read
+            start = own._read
+            hidden_1TD = own._call(min(own.chunk, len(own._ids) - start))
+            logits_TV = own._rows.model.head(hidden_1TD)[0, :, :V].cpu()
+            if non_finite(logits_TV):
+                raise NonFiniteError(
+                    f"logits after {start + 1 + non_finite(logits_TV)[0]} tokens: must be finite"
+                )
+            targets = own._ids[start + 1 : start + 1 + len(logits_TV)]
+            for at, id in enumerate(targets, start + 1):
+                if at >= first:
+                    found.append(logprobs(logits_TV[at - start - 1], id, min(count, V)))
+        return found
 
     def append(self, text: str | Sequence[int]) -> None:
         """Go on with a text that waits until it is needed; errors as `read`."""
         tokenizer = self._rows.tokenizer
+        require(not isinstance(text, bytes), "text", text, "a text or its ids")
         ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
         if ids:
             check_ids(ids, tokenizer.vocab_size, 0)
@@ -131,7 +166,7 @@ class Session:
             raise
         self.leave(rows, handle, ids)
         for drawn, state in marks.items():
-            self._mark(len(self._calls) - len(ids) + drawn, state)
+            self._marks.put(len(self._calls) - len(ids) + drawn, state)
         return "".join(pieces)
 
     def enter(self, rows: Rows, **settings: Any) -> int:
@@ -154,7 +189,7 @@ class Session:
         for count in [*text, *[1] * (len(ids) - 1)]:
             self._count(count)
         self._state = talk.state
-        self._mark(len(self._calls), self._state.fork())
+        self._marks.put(len(self._calls), self._state.fork())
 
     def fork(self) -> "Session":
         """An independent session that has read and said the same."""
@@ -171,25 +206,25 @@ class Session:
                 return cast("Session", end.value)
 
     @torch.inference_mode()
-    def back_to(self, token: int) -> Generator[None, None, "Session"]:
-        """The session that `at` gives, with a pause before each call that reads."""
+    def back_to(self, token: int) -> Generator[int, None, "Session"]:
+        """The session that `at` gives, with a pause before each call that reads, that gives the tokens that are
+        left."""
         require(0 <= token <= len(self.tokens), "token", token, f"≥ 0 and ≤ {len(self.tokens)}")
         T = token + self._before
         calls = sum(end < T for end in accumulate(self._calls))
         if calls == len(self._calls):
             return self._cut(T, calls, self._state)
-        first = min(self._marks, default=0)
+        first = self._marks.first()
         least = f"≥ {sum(self._calls[:first]) + 1}: what a loaded text began with is remembered, not known"
         require(self._before > 0 or calls >= first, "token", token, least)
-        known = max((made for made in self._marks if made <= calls), default=0)
-        mark, store = self._marks.get(known), self._rows.store
-        earlier = self._cut(T, known, None if mark is None else mark.state)
+        (known, marked), store = self._marks.nearest(calls), self._rows.store
+        earlier = self._cut(T, known, marked)
         found = None if store is None or not self._keys else store.find(self._keys[:calls])
         if found is not None and found.calls > known:
             earlier = self._cut(T, found.calls, found.state.to(self._rows.model.device))
             earlier._foreign = False
         while len(earlier._calls) < calls:
-            yield
+            yield T - earlier._read
             earlier._call(self._calls[len(earlier._calls)])
         return earlier
 
@@ -211,12 +246,8 @@ class Session:
         state = self._rows.model.init_state(1) if self._state is None else self._state
         recent = self._recent(SamplingConfig.repetition_window)
         talk = {"pending": [self._ids[self._read :]], "recent": [recent], "drawn": [sum(self._drawn[:])]}
-        own: dict[str, Any] = {
-            "ids": self._ids[:],
-            "drawn": [int(drawn) for drawn in self._drawn[:]],
-            "calls": self._calls,
-        }
-        own |= {"before": self._before}
+        own: dict[str, Any] = {"ids": self._ids[:], "drawn": [int(drawn) for drawn in self._drawn[:]]}
+        own |= {"calls": self._calls, "before": self._before}
         save_state(path, state, self._kin, extra={**(extra or {}), "conversation": talk, "session": own})
 
     @classmethod
@@ -237,22 +268,31 @@ class Session:
         """A saved session of the same model, as `load` reads it."""
         model, tokenizer, store = self._rows.model, self._rows.tokenizer, self._rows.store
         state, extra = read_state(path, self._kin)
-        talk = Conversation.of(path, state, extra)
+        talk = Conversation.of(path, state, extra, tokenizer.vocab_size)
         session = Session(model, tokenizer, chunk=self._rows.chunk, store=store)
         own: Any = extra.get("session")
         if own is None:
             if talk.rows != 1:
                 raise StateError(f"{path}: a conversation of {talk.rows} rows; take one of them")
             ids = talk.pending[0]
-            own = {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0}
+            own, talk = (
+                {"ids": ids, "drawn": [0] * len(ids), "calls": [], "before": 0},
+                replace(talk, drawn=[0]),
+            )
         fields = _checked(own, talk, tokenizer.vocab_size)
         if fields is None:
             raise StateError(f"{path}: its tokens are not those of a session of this tokenizer")
         session._ids, session._drawn = Log(fields[0]), Log(fields[1])
         session._calls, session._before = fields[2:]
+        longest, most = max(session._calls, default=0), max(CHUNK, self.chunk)
+        if longest > most:
+            raise StateError(
+                f"{path}: was read {longest} tokens at a time, must be ≤ {most}; load it with chunk={longest}"
+            )
         if session._calls or session._before == 0:
             session._state, session._foreign = state.to(model.device), True
-            session._mark(len(session._calls), session._state.fork())
+            # Of a text whose beginning is not known there is no other way back to it.
+            session._marks.put(len(session._calls), session._state.fork(), fixed=session._before == 0)
         if store is not None and session._before == 0:
             session._keys = None
         elif store is not None:
@@ -290,21 +330,22 @@ class Session:
         own._calls, own._keys = self._calls[:calls], None if self._keys is None else self._keys[:calls]
         own._state = None if state is None else state.fork()
         own._foreign = self._foreign and state is not None
-        own._marks = {made: mark for made, mark in self._marks.items() if made <= calls}
-        own._marked = sum(mark.nbytes for mark in own._marks.values())
+        own._marks = self._marks.cut(calls)
         return own
 
-    def _call(self, count: int) -> None:
-        """Read the next tokens."""
+    def _call(self, count: int) -> Tensor:
+        """Read the next tokens: what the head reads after each [1,T,D]."""
         model, store, start = self._rows.model, self._rows.store, time.perf_counter()
         state = model.init_state(1) if self._state is None else self._state
         part = self._ids[self._read : self._read + count]
-        last_1D, self._state = read(model, [part], state, fresh=[self._state is None])
+        hidden_1TD, self._state = read_all(model, [part], state, fresh=[self._state is None])
         self._seconds += time.perf_counter() - start
         self._count(count)
         if store is not None and self._keys is not None and not self._foreign:
+            last_1D = hidden_1TD[:, -1].clone()
             store.put(self._keys, len(self._keys), self._state, last_1D, self._seconds)
-        self._mark(len(self._calls), self._state.fork())
+        self._marks.put(len(self._calls), self._state.fork())
+        return hidden_1TD
 
     def _look_up(self) -> None:
         """Take from the store what it has of the calls to come."""
@@ -319,7 +360,7 @@ class Session:
             self._state, self._seconds = found.state.to(self._rows.model.device), found.seconds
             for _ in range(found.calls):
                 self._count(chunk)
-            self._mark(len(self._calls), self._state.fork())
+            self._marks.put(len(self._calls), self._state.fork())
 
     def _count(self, count: int) -> None:
         """Note that a call has read the next tokens."""
@@ -331,23 +372,6 @@ class Session:
         if self._keys is not None and self._rows.store is not None:
             store = self._rows.store
             self._keys.append(store.link(self._keys[-1] if self._keys else store.root, ids))
-
-    def _mark(self, calls: int, state: LMState) -> None:
-        """Keep a state to go back to; where they become too many, every second one is let go, so that none is far. The
-        first of a text whose beginning is not known stays: there is no other way back to it."""
-        old, self._marks[calls] = self._marks.get(calls), _Mark(state, state.nbytes)
-        self._marked += self._marks[calls].nbytes - (0 if old is None else old.nbytes)
-        first = int(self._before == 0)
-        while len(self._marks) > 1 + first and self._marked > MARKED:
-            for made in sorted(self._marks)[first:][-2::-2]:
-                self._marked -= self._marks.pop(made).nbytes
-
-
-class _Mark(NamedTuple):
-    """A state to go back to, and its size, which takes as long to tell as a short call takes."""
-
-    state: LMState
-    nbytes: int
 
 
 def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[bool], list[int], int] | None:
@@ -361,7 +385,12 @@ def _checked(own: Any, talk: Conversation, vocab: int) -> tuple[list[int], list[
         return None
     if not ids or not all(0 <= id < vocab for id in ids) or len(drawn) != len(ids) or set(drawn) - {0, 1}:
         return None
-    if min(calls, default=1) < 1 or ids[sum(calls) :] != talk.pending[0] or not talk.pending[0]:
+    if (
+        talk.drawn != [sum(drawn)]
+        or min(calls, default=1) < 1
+        or ids[sum(calls) :] != talk.pending[0]
+        or not talk.pending[0]
+    ):
         return None
     if before not in ((0, 1) if not calls or ids[0] == END_OF_TEXT_ID else (0,)):
         return None

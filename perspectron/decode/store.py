@@ -49,6 +49,7 @@ class Frozen:
     def __init__(self, model: LanguageModel) -> None:
         self.config, self._model, self._digest = model.config, weakref.ref(model), model.fingerprint()
         self.init_state, self._sampled = model.init_state, _sampled(model)
+        self.number = model.number
 
     def fingerprint(self) -> str:
         """The digest. StateError as `check`."""
@@ -109,6 +110,10 @@ class PrefixStore:
     def __len__(self) -> int:
         """Entries in memory."""
         return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        """True if the state of this key is in memory."""
+        return key in self._entries
 
     def chain(self, ids: Sequence[int]) -> list[bytes]:
         """Keys after each call that reads a text from its start: `chunk` tokens each, and what is left."""

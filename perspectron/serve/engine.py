@@ -1,5 +1,6 @@
 """One thread that owns a model: texts join and leave its rows at any step, and long prompts hold nobody up."""
 
+import itertools
 import logging
 import statistics
 import threading
@@ -26,6 +27,7 @@ from perspectron.model import LanguageModel
 
 T = TypeVar("T")
 Event = Piece | PerspectronError
+FAIR = 4  # of so many pieces that are read, one is of the text that has waited longest
 NEARLY = 1.1  # how many times as long rows may take one by one, and still be taken so
 log = logging.getLogger("perspectron")
 
@@ -42,7 +44,8 @@ class Closed(Exception):
 class Job:
     """One text to go on with. session: what stands there; it is the engine's until the last event. emit: called on the
     engine's thread with every piece, or once with an error; must return at once. stream, logprobs, constraint,
-    min_tokens, stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had."""
+    min_tokens, stop_ids: as `Rows.add` has them. ids: tokens drawn. spared: tokens of the prompt that the store had.
+    turn: when a piece was read last."""
 
     session: Session
     max_tokens: int
@@ -58,6 +61,7 @@ class Job:
     ids: list[int] = field(default_factory=list)
     spared: int = 0
     cancelled: bool = False
+    turn: int = 0
 
 
 @dataclass
@@ -74,7 +78,9 @@ class Counters:
 class Engine:
     """Texts under way on one model, at most `rows` of them at once and `queue` more that wait.
 
-    While some are drawn from, one prompt at a time is read, a chunk between two steps. together: how rows are drawn
+    Between two steps one piece of what is unread is read: a chunk of a prompt, or of a task. The texts with the least
+    left go first, but one piece in FAIR is of the one that has waited longest, so that each goes on; what is let go
+    stops after the piece. At most `rows` prompts and `rows` tasks are half read. together: how rows are drawn
     from, as `Rows` has it; None: one by one where that costs at most a tenth more, as measured at the start.
     When nobody waits, what was said is read as a prompt would be, so that the next turn finds it in the store.
     perspectives: of unsure tokens several views are asked, and pieces carry their verdicts; without a store.
@@ -105,6 +111,7 @@ class Engine:
         self._rows = self._fresh()
         self._waiting, self._jobs = deque[Job](), dict[int, Job]()
         self._tasks, self._later = deque[_Task](), deque[_Task](maxlen=rows)
+        self._turns = 0
         self._changed = threading.Condition()
         self._draining = self._stopped = False
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -143,15 +150,16 @@ class Engine:
                 job.cancelled = True
             self._changed.notify()
 
-    def run(self, task: Generator[None, None, T]) -> "Future[T]":
-        """Run a task on the engine's thread, from one yield to the next between two steps: its result. Closed: it is
-        draining. Full: as many as the queue takes are waiting."""
+    def run(self, task: Generator[int, None, T]) -> "Future[T]":
+        """Run a task on the engine's thread, from one yield to the next between two steps: its result. What it yields
+        is how much is left, in tokens; it does little before. It is over within one piece when the result is cancelled.
+        Closed: it is draining. Full: as many as the queue takes are waiting."""
         with self._changed:
             if self._draining:
                 raise Closed
             if len(self._tasks) >= self.queue + self.limit:
                 raise Full
-            made = _Task(task)
+            made = _Task(task, self._turns)
             self._tasks.append(made)
             self._changed.notify()
         return made.result
@@ -191,14 +199,38 @@ class Engine:
         """One step of the rows, and what comes before and after it."""
         self._let_go()
         self._admit()
-        if self._tasks:
-            _advance(self._tasks)
-        elif self._later and not self._jobs and not self._waiting:
-            _advance(self._later)
-        pieces = self._rows.step()
+        chosen = self._chosen()
+        if isinstance(chosen, _Task) and chosen.advance():
+            with self._changed:
+                self._tasks.remove(chosen)
+        elif (
+            chosen is None
+            and self._later
+            and not self._jobs
+            and not self._waiting
+            and self._later[0].advance()
+        ):
+            self._later.popleft()
+        pieces = self._rows.step([chosen.row] if isinstance(chosen, Job) and chosen.row is not None else [])
         self.counters.steps += bool(pieces)
         for piece in pieces:
             self._deliver(piece)
+
+    def _chosen(self) -> "Job | _Task | None":
+        """Whose piece is read next; None where there is nothing to read."""
+        self._turns += 1
+        left = self._rows.unread
+        unread: list[tuple[int, Job | _Task]] = [
+            (left[row], job) for row, job in self._jobs.items() if row in left
+        ]
+        with self._changed:
+            unread += [(task.left, task) for task in itertools.islice(self._tasks, self.limit)]
+        if not unread:
+            return None
+        aged = self._turns % FAIR == 0
+        _, chosen = min(unread, key=lambda each: (0 if aged else each[0], each[1].turn))
+        chosen.turn = self._turns
+        return chosen
 
     def _next(self) -> bool:
         """Wait until there is something to do; False when all is done."""
@@ -219,6 +251,9 @@ class Engine:
             left = [job for job in self._waiting if not job.cancelled]
             self.counters.cancelled += len(self._waiting) - len(left)
             self._waiting = deque(left)
+            for task in [task for task in self._tasks if task.result.cancelled()]:
+                task.steps.close()
+                self._tasks.remove(task)
         for row, job in list(self._jobs.items()):
             if job.cancelled:
                 self._rows.remove(row)
@@ -226,8 +261,8 @@ class Engine:
                 self.counters.cancelled += 1
 
     def _admit(self) -> None:
-        """Let texts join while there are rows, but only one that is still to be read where others are drawn from."""
-        while len(self._jobs) < self.limit and not (self._jobs and self._rows.read[1]):
+        """Let texts join while there are rows."""
+        while len(self._jobs) < self.limit:
             with self._changed:
                 if not self._waiting:
                     return
@@ -248,7 +283,7 @@ class Engine:
                 self.counters.failed += 1
                 job.emit(_told(error))
             else:
-                self._jobs[job.row] = job
+                self._jobs[job.row], job.turn = job, self._turns
 
     def _deliver(self, piece: Piece) -> None:
         job = self._jobs[piece.row]
@@ -265,16 +300,13 @@ class Engine:
             del self._jobs[piece.row]
             self.counters.finished += 1
             if self.store is not None and len(job.ids) >= self.store.chunk:
-                self._later.append(_Task(self._reread(job.session.tokens)))
+                self._later.append(_Task(self._reread(job.session.tokens), 0))
         self.counters.drawn += piece.id is not None
         job.emit(piece)
 
-    def _reread(self, ids: list[int]) -> Generator[None, None, None]:
+    def _reread(self, ids: list[int]) -> Generator[int, None, None]:
         """Read what was said as a prompt, for the store."""
-        session, chunk = self.session(), self._rows.chunk
-        for start in range(0, len(ids), chunk):
-            session.read(ids[start : start + chunk])
-            yield
+        yield from self.session().reading(ids)
 
     def _fail(self, error: Exception) -> None:
         """Give up all rows after an error that spoils them, and go on with new ones."""
@@ -290,24 +322,23 @@ def _told(error: Exception) -> PerspectronError:
 
 
 class _Task:
-    def __init__(self, steps: Generator[None, None, Any]) -> None:
+    def __init__(self, steps: Generator[int, None, Any], turn: int) -> None:
         self.steps, self.result = steps, Future[Any]()
+        self.left, self.turn = 0, turn
 
-
-def _advance(tasks: "deque[_Task]") -> None:
-    """Let the first task go on to its next yield."""
-    task = tasks[0]
-    try:
-        if task.result.cancelled():
-            task.steps.close()
+    def advance(self) -> bool:
+        """Go on to the next yield; True when that was the last."""
+        try:
+            self.left = next(self.steps)
+        except StopIteration as end:
+            if self.result.set_running_or_notify_cancel():
+                self.result.set_result(end.value)
+        except Exception as error:
+            if self.result.set_running_or_notify_cancel():
+                self.result.set_exception(error)
         else:
-            next(task.steps)
-            return
-    except StopIteration as end:
-        task.result.set_result(end.value)
-    except Exception as error:
-        task.result.set_exception(error)
-    tasks.popleft()
+            return False
+        return True
 
 
 @torch.inference_mode()

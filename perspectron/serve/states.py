@@ -117,7 +117,7 @@ def _about(path: Path) -> About | None:
             header = parse_header(text, stat.st_size - 8 - len(text))[0]
             extra: Any = parse_json(header["extra"], room=JSON_ROOM)
         own = extra.get("session") or {"ids": [], "before": 0}
-        tokens, parent = len(own["ids"]) - own["before"], str(extra.get("parent", ""))
+        tokens, parent = len(own["ids"]) - (own["before"] == 1), str(extra.get("parent", ""))
         return About(path.name.removesuffix(ENDING), stat.st_size, int(stat.st_mtime), parent[:64], tokens)
     except (PerspectronError, ValueError, KeyError, TypeError, AttributeError):
         return None

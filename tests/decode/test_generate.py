@@ -371,3 +371,19 @@ assert peak.bytes is None or peak.bytes < 40 << 20, peak.bytes
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ("abc", {}, "prompts = 'abc', must be a list of texts"), ([5, 6], {}, "must be a list of texts, or"),
+        ([b"abc"], {}, "prompt = b'abc', must be a text or its ids"), (["a"], {"max_tokens": 2.5}, "max_tokens = 2.5"),
+        (["a"], {"max_tokens": "3"}, "max_tokens = '3'"),
+    ],
+)  # fmt: skip
+def test_what_looks_like_prompts_and_numbers_is_not_taken_for_them(
+    model, tokenizer, prompts, settings, words
+) -> None:
+    """A text is no list of its letters, and a number that no count reaches would draw without end."""
+    with pytest.raises(ConfigError, match=words):
+        generate(model, tokenizer, prompts, **{"max_tokens": 2} | settings)

@@ -223,3 +223,9 @@ def test_config_round_trip_and_wrong_rows() -> None:
         sample(torch.zeros(2, 3), [[]], 0, config)
     with pytest.raises(ConfigError, match="drawn has 3 rows"):
         sample(torch.zeros(2, 3), [[], []], [0, 0, 0], config)
+
+
+@pytest.mark.parametrize("id", [5, -1, -5, 10**9])
+def test_the_penalty_takes_no_token_that_there_is_not(id) -> None:
+    with pytest.raises(ConfigError, match=r"recent = .*, must be ids ≥ 0 and < 5"):
+        sample(torch.zeros(1, 5), [[id]], 0, SamplingConfig(repetition_penalty=1.2))

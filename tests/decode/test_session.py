@@ -1,5 +1,7 @@
 """A session's text is a function of its calls: pieces, forks, files and ways back change no bit of it."""
 
+import dataclasses
+import gc
 import random
 import tracemalloc
 
@@ -9,6 +11,7 @@ import torch
 from perspectron import presets
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
+from perspectron.decode.marks import Marks, _Mark
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
@@ -67,11 +70,11 @@ def test_no_way_there_changes_a_bit(design: str, tokenizer, tmp_path) -> None:
 
 
 def test_a_way_back_of_which_nothing_is_at_hand(perspective, tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("perspectron.decode.session.MARKED", 1)
+    monkeypatch.setattr("perspectron.decode.marks.MARKED", 1)
     session, draw = session_of(perspective, tokenizer), random.Random(0)
     for turn in range(4):
         session.read(prompt_of(draw.randrange(1, 40), turn)).say(draw.randrange(1, 20), sampling=SAMPLED)
-    assert len(session._marks) == 1
+    assert len(session._marks._alive()) == 1
     again = session.at(len(session.tokens) // 2)
     twice = session.at(len(session.tokens) // 3).at(len(session.tokens) // 3)
     assert again.say(30, sampling=SAMPLED) == session.at(len(session.tokens) // 2).say(30, sampling=SAMPLED)
@@ -128,7 +131,7 @@ def test_of_a_loaded_conversation_no_more_is_gone_back_than_is_known(
     talk.save(tmp_path / "talk", perspective)
     session = Session.load(tmp_path / "talk", perspective, tokenizer).read("the cat sat")
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.decode.session.MARKED", 1)
+        patch.setattr("perspectron.decode.marks.MARKED", 1)
         session.say(6, sampling=GREEDY)
     early = session.at(2)
     session.save(tmp_path / "session")
@@ -153,8 +156,41 @@ def test_a_long_text_is_read_in_time_that_grows_as_it_does(perspective, tokenize
 
 def test_the_way_back_pauses_before_each_call(perspective, tokenizer) -> None:
     session = session_of(perspective, tokenizer).read(prompt_of(5 * CHUNK, 1))
-    session._marks.clear()
+    session._marks = Marks()
     assert sum(1 for _ in session.back_to(4 * CHUNK)) == 4
+
+
+def test_the_marks_of_all_sessions_are_within_one_bound(tokenizer, monkeypatch) -> None:
+    """Those of the text used least recently go first, its oldest first; one alone keeps every second one. Nothing
+    that is said afterwards differs."""
+    gc.collect()
+    model = small("hgrn2")  # whose states are all of one size
+    one = model.init_state(1).nbytes
+    monkeypatch.setattr("perspectron.decode.marks.MARKED", (bound := _Mark.held + 24 * one))
+    texts = [session_of(model, tokenizer).read(prompt_of(10 * CHUNK + 1, n)) for n in range(2)]
+    assert [list(text._marks._alive()) for text in texts] == [[*range(1, 11)]] * 2
+    texts[0].at(3)  # used again: the second is now the one to give
+    texts += [session_of(model, tokenizer).read(prompt_of(7 * CHUNK + 1, 2))]
+    assert [list(text._marks._alive()) for text in texts] == [
+        [*range(1, 11)],
+        [*range(4, 11)],
+        [*range(1, 8)],
+    ]
+    texts[2].read(prompt_of(100 * CHUNK, 3))
+    left = [sorted(text._marks._alive()) for text in texts]
+    assert left[:2] == [[], []] and len(left[2]) >= 12 and max(left[2]) == 107
+    assert left[2][0] < 54, "every second one is let go, not the oldest"
+    assert _Mark.held <= bound
+    again = session_of(model, tokenizer).read(prompt_of(10 * CHUNK + 1, 0))
+    assert texts[0].at(20).say(5, sampling=SAMPLED) == again.at(20).say(5, sampling=SAMPLED)
+    forks = [texts[2].fork() for _ in range(50)]
+    assert _Mark.held <= bound, "what forks share is there once"
+    for number, fork in enumerate(forks):
+        fork.read([5 + number] * CHUNK)
+    assert _Mark.held <= bound and len(forks[-1]._marks._alive()) >= 1
+    del texts, forks, again, fork
+    gc.collect()
+    assert _Mark.held <= bound - 24 * one, "and what nobody has counts no more"
 
 
 def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_path) -> None:
@@ -162,6 +198,8 @@ def test_what_is_wrong_is_said_and_changes_nothing(perspective, tokenizer, tmp_p
     session.read("The cat")
     with pytest.raises(ConfigError, match="token id"):
         session.read([VOCAB])
+    with pytest.raises(ConfigError, match="text = b'ab', must be a text or its ids"):
+        session.read(b"ab")
     with pytest.raises(ConfigError, match="token = 99, must be ≥ 0 and ≤ "):
         session.at(99)
 
@@ -208,6 +246,51 @@ def test_a_file_whose_tokens_do_not_fit_is_refused(perspective, tokenizer, tmp_p
         )
     with pytest.raises(StateError, match="its tokens are not those of a session"):
         Session.load(tmp_path / "a", perspective, tokenizer)
+
+
+FORGED = [
+    ("conversation", "recent", [[10**9]]), ("conversation", "recent", [[-(10**9)]]), ("conversation", "recent", [[-5]]),
+    ("conversation", "recent", [[VOCAB]]), ("conversation", "pending", [[-1]]), ("conversation", "pending", [[VOCAB]]),
+    ("conversation", "drawn", [-1]), ("conversation", "drawn", [2**62]), ("conversation", "drawn", [99]),
+    ("session", "ids", [0, -1]), ("session", "drawn", [0, 2]), ("session", "calls", [0]), ("session", "before", -1),
+    ("session", "before", 10**9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "field", "value"), FORGED)
+def test_no_number_of_a_file_is_believed(perspective, tokenizer, tmp_path, part, field, value) -> None:
+    """Neither by a session nor by `generate`, where it is there that the number counts."""
+    session = Session(perspective, tokenizer).read("The cat")
+    session.say(4, sampling=GREEDY), session.save(tmp_path / "good")
+    state, extra = read_state(tmp_path / "good", perspective)
+    extra[part][field] = value
+    save_state(tmp_path / "bad", state, perspective, extra=extra)
+    with pytest.raises(StateError):
+        Session.load(tmp_path / "bad", perspective, tokenizer)
+    if part == "conversation" and value != [99]:
+        with pytest.raises(StateError, match=f"{field} holds -?[0-9]+, must be ≥ 0 and < [0-9]+"):
+            Conversation.load(tmp_path / "bad", perspective)
+
+
+def test_a_conversation_that_was_made_up_is_refused_where_it_would_be_used(perspective, tokenizer) -> None:
+    """Also of ids that the model has and the tokenizer has not, as a penalty looks for them among its logits."""
+    sampling = SamplingConfig(repetition_penalty=1.3)
+    for change in ({"recent": [[VOCAB]]}, {"recent": [[-5]]}, {"drawn": [-1]}):
+        talk = generate(perspective, tokenizer, ["The cat"], max_tokens=5, sampling=GREEDY).conversation
+        talk = dataclasses.replace(talk, **change)
+        with pytest.raises(StateError, match="remembers what is none of"):
+            generate(perspective, tokenizer, [""], max_tokens=2, sampling=sampling, conversation=talk)
+
+
+def test_a_file_that_was_read_in_larger_calls_is_not_read_again_in_them(
+    perspective, tokenizer, tmp_path
+) -> None:
+    """The way back reads a text in the calls that its file tells: one of a million tokens would take all memory."""
+    Session(perspective, tokenizer, chunk=512).read(prompt_of(600, 1)).save(tmp_path / "wide")
+    with pytest.raises(StateError, match="read 512 tokens at a time, must be ≤ 128; load it with chunk=512"):
+        Session.load(tmp_path / "wide", perspective, tokenizer)
+    wide = Session.load(tmp_path / "wide", perspective, tokenizer, chunk=512)
+    assert wide.at(100).tokens == prompt_of(100, 1)
 
 
 def test_seeds_go_on_where_they_were(perspective, tokenizer) -> None:

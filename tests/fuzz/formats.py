@@ -26,11 +26,16 @@ from perspectron.compare.report import figures
 from perspectron.compare.results import write_page_of
 from perspectron.config import BlockConfig, ModelConfig, dump
 from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
-from perspectron.errors import ArtifactError, PerspectronError
+from perspectron.decode.conversation import Conversation
+from perspectron.decode.generate import generate
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
+from perspectron.errors import ArtifactError, ConfigError, PerspectronError
 from perspectron.ffn import SwiGLUConfig
 from perspectron.files import write_json
 from perspectron.mixers import MIXERS
 from perspectron.quant.convert import convert
+from perspectron.serve.states import States
 from perspectron.state import digest_of as state_digest
 from perspectron.state import load_extra, load_state, save_state
 from perspectron.stream.artifact import save_artifact
@@ -211,6 +216,30 @@ class Samples:
             path.write_bytes(with_header(fields, rest))
 
         return Format("state", folder, folder / "s.state", {"s.state": "safetensors"}, True, read, reseal)
+
+    def session(self, folder: Path) -> Format:
+        """A text with draws in it, as a server keeps it, in a model with a table of positions."""
+        folder.mkdir(parents=True)
+        size = {"vocab_size": self.tokenizer.vocab_size, "d_model": 32, "layers": 1, "seq_len": 96}
+        model = perspectron.build(presets.small("gpt2", **size))
+        session = Session(model, self.tokenizer, chunk=16).read("the cat sat on mat number 7")
+        session.say(3), session.read(" and the dog").save(folder / "s.state", extra={"parent": "none"})
+
+        def read(path: Path) -> str:
+            found = States(path.parent).list()
+            session = Session.load(path, model, self.tokenizer, chunk=16)
+            kept = digest(session.tokens, session._calls, found[0].tokens, load_extra(path))
+            sampling = SamplingConfig(repetition_penalty=1.2)
+            session.fork().say(2, sampling=sampling)
+            for token in (0, len(session.tokens) // 2):
+                with contextlib.suppress(ConfigError):  # what a loaded text began with
+                    session.at(token)
+            talk = Conversation.load(path, model)
+            generate(model, self.tokenizer, ["a"], max_tokens=2, sampling=sampling, conversation=talk)
+            return kept
+
+        base = self.state(folder.parent / "unused")
+        return Format("session", folder, folder / "s.state", {"s.state": "session"}, True, read, base.reseal)
 
     def packed_state(self, folder: Path) -> Format:
         """A state that the native step takes."""
@@ -418,7 +447,7 @@ class Samples:
 
 NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
 FORMATS = (
-    *("state", "packed-state", "checkpoint", "run-config", "metrics"),
+    *("state", "session", "packed-state", "checkpoint", "run-config", "metrics"),
     *("tokenizer", "shards", "artifact", "experts", "trace", "results", "template"),
     *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"),
 )

@@ -22,8 +22,8 @@ WORDS = (
 
 
 def mutated(data: bytes, draw: Random, kind: str) -> bytes:
-    """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors", "template" or
-    "bytes"."""
+    """One to three mutations of a file; kind: "json", "lines" (a JSON value each), "safetensors", "session" (one with
+    JSON in its header), "template" or "bytes"."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         try:
             data = draw.choice(KINDS[kind])(data, draw)
@@ -154,8 +154,17 @@ def of_safetensors(data: bytes, draw: Random) -> bytes:
         case _:
             numbers = struct.pack("<q", draw.choice((-7, -1, 0, 1, 2**62, -(2**63), 2**63 - 1)))
             start, end = entry["data_offsets"]
-            size = max(0, min(end - start, len(rest) - start)) // 8 * 8
+            size = max(0, min(end - start, len(rest) - start, len(rest))) // 8 * 8
             rest = rest[:start] + numbers * (size // 8) + rest[start + size :]
+    return with_header(header, rest)
+
+
+def of_metadata(data: bytes, draw: Random) -> bytes:
+    """One of the texts in its header that are JSON themselves: numbers, tokens, dtypes."""
+    header, rest = header_of(data)
+    inner = [name for name, text in header["__metadata__"].items() if text[:1] in ("{", "[")]
+    name = draw.choice(inner)
+    header["__metadata__"][name] = of_json(header["__metadata__"][name].encode(), draw).decode()
     return with_header(header, rest)
 
 
@@ -240,6 +249,8 @@ WORDS_OF_TEMPLATES = (
         "\x00",
     ),
 )
+
+
 Mutator = Callable[[bytes, Random], bytes]
 KINDS: dict[str, tuple[Mutator, ...]] = {
     "template": (of_template, of_template, of_template, of_bytes),
@@ -247,4 +258,5 @@ KINDS: dict[str, tuple[Mutator, ...]] = {
     "json": (of_json, of_json, of_json, of_bytes),
     "lines": (of_lines,),
     "safetensors": (of_safetensors, of_safetensors, of_safetensors, of_bytes),
+    "session": (of_metadata, of_metadata, of_metadata, of_safetensors),
 }

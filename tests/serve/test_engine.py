@@ -1,19 +1,25 @@
 """The engine: who joins, who waits, who leaves, and what a failed step costs."""
 
+import contextlib
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from perspectron.decode.batch import Piece
 from perspectron.decode.generate import generate
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
 from perspectron.errors import ConfigError, PerspectronError
-from perspectron.serve.engine import Closed, Engine, Full, Job, row_by_row_cost
+from perspectron.serve.engine import FAIR, Closed, Engine, Full, Job, row_by_row_cost
 from tests.decode.conftest import make
 from tests.decode.test_rows import GREEDY, SETTINGS, prompt_of
 from tests.waiting import PATIENCE, until
@@ -76,6 +82,169 @@ def test_a_long_prompt_is_read_between_the_steps_of_others(engine) -> None:
     long.ids()
     assert len(short.job.ids) - before >= 15, "2,001 tokens are 16 chunks, and a step goes with each"
     engine.cancel([short.job])
+
+
+class Pieces:
+    """The order in which pieces are read: the length of the text that each is of. With a gate before the engine's next
+    turn, so that what is asked meanwhile is all there when it goes on."""
+
+    def __init__(self, engine: Engine, monkeypatch) -> None:
+        self.engine, self.order, self.open = engine, list[int](), threading.Event()
+        self.after = dict[int, threading.Event]()
+        """Held shut after so many pieces, until they are set."""
+        read, call = Rows._read_chunk, Session._call
+
+        def noted(length: int) -> None:
+            self.order.append(length)
+            if len(self.order) in self.after:
+                assert self.after[len(self.order)].wait(30)
+
+        def of_row(rows: Rows, row) -> torch.Tensor:
+            found = read(rows, row)
+            noted(len(row.unread) - 1)
+            return found
+
+        def of_session(session: Session, count: int) -> torch.Tensor:
+            found = call(session, count)
+            noted(len(session.tokens))
+            return found
+
+        monkeypatch.setattr(Rows, "_read_chunk", of_row)
+        monkeypatch.setattr(Session, "_call", of_session)
+
+        def gate() -> Generator[int, None, None]:
+            assert self.open.wait(30)
+            return
+            yield
+
+        engine.run(gate())
+
+
+def reading(engine: Engine, ids: list[int]) -> Generator[int, None, Session]:
+    session = engine.session()
+    yield from session.reading(ids)
+    return session
+
+
+def test_of_unread_prompts_and_states_the_shortest_goes_first_and_the_longest_goes_on(
+    engine, monkeypatch
+) -> None:
+    """Order of the pieces, in calls of 128 tokens: one in four goes to whoever has waited longest."""
+    pieces = Pieces(engine, monkeypatch)
+    long, middle, short = (Asked(engine, prompt_of(n, k), 1) for k, n in enumerate((2000, 700, 4)))
+    engine.submit([long.job])
+    state = engine.run(reading(engine, prompt_of(1000, 3)))
+    engine.submit([middle.job]), engine.submit([short.job])
+    pieces.open.set()
+    for one in (long, middle, short):
+        one.ids()
+    assert state.result(30).tokens == prompt_of(1000, 3)
+    assert pieces.order.index(4) <= 2, "a prompt of four waits for no long one"
+    ends = {n: len(pieces.order) - pieces.order[::-1].index(n) for n in (4, 700, 1000, 2000)}
+    assert sorted(ends, key=lambda n: ends[n]) == [4, 700, 1000, 2000], pieces.order
+    assert {n: pieces.order.count(n) for n in ends} == {4: 1, 700: 6, 1000: 7, 2000: 16}
+    first = pieces.order[: ends[1000]]
+    assert first.count(2000) >= len(first) // (3 * FAIR), "and the long one goes on meanwhile"
+
+
+def test_a_long_prompt_comes_to_its_end_however_many_short_ones_come(engine, monkeypatch) -> None:
+    pieces = Pieces(engine, monkeypatch)
+    long = Asked(engine, prompt_of(1000, 0), 1)
+    engine.submit([long.job])
+    pieces.open.set()
+    shorts = 0
+    while long.events.empty():
+        with contextlib.suppress(Full):
+            engine.submit([Asked(engine, prompt_of(20 + shorts % 7, shorts), 1).job])
+            shorts += 1
+    long.ids()
+    gaps = [at for at, length in enumerate(pieces.order) if length == 1000]
+    assert len(gaps) == 8 and max(b - a for a, b in itertools.pairwise(gaps)) <= 3 * FAIR, pieces.order
+
+
+def test_the_order_in_which_prompts_are_read_changes_no_bit(tokenizer, monkeypatch) -> None:
+    """Each text as it is alone, whatever is read between its pieces: prompts, states and texts under way."""
+    model = make("perspective-tiny").double()
+    engine = Engine(model, tokenizer, store=PrefixStore(model), rows=4, queue=99, together=True)
+    pieces, lengths = Pieces(engine, monkeypatch), (700, 300, 1100, 5)
+    asked = [Asked(engine, prompt_of(n, n), 6, SETTINGS[k % 4]) for k, n in enumerate(lengths)]
+    engine.submit([one.job for one in asked])
+    states = [engine.run(reading(engine, prompt_of(n, n + 1))) for n in (600, 900)]
+    pieces.open.set()
+    got = [one.ids() for one in asked]
+    monkeypatch.undo()
+    changes = sum(a != b for a, b in itertools.pairwise(pieces.order))
+    assert changes > 8, "they do take turns"
+    for k, (n, ids) in enumerate(zip(lengths, got, strict=True)):
+        alone = generate(model, tokenizer, [prompt_of(n, n)], max_tokens=6, sampling=SETTINGS[k % 4])
+        assert ids == alone.ids[0]
+    for n, state in zip((600, 900), states, strict=True):
+        alone, made = Session(model, tokenizer).read(prompt_of(n, n + 1)), state.result(30)
+        assert made.tokens == alone.tokens and made._calls == alone._calls
+        for one, other in zip(pytree.tree_leaves(made._state), pytree.tree_leaves(alone._state), strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    engine.close()
+
+
+def test_prompts_that_begin_alike_are_read_once_between_them(engine, monkeypatch) -> None:
+    pieces, same = Pieces(engine, monkeypatch), prompt_of(900, 0)
+    asked = [Asked(engine, [*same, *end], 1) for end in ([], [], [5] * 300)]
+    engine.submit([one.job for one in asked])
+    pieces.open.set()
+    one, two, three = (one.ids() for one in asked)
+    assert one == two and len(three) == 1
+    assert len(pieces.order) == 8 + 3, "901 tokens are 8 calls, and 1,201 have three that differ"
+    assert sorted(one.job.spared for one in asked) == [0, 896, 901]
+
+
+def test_what_is_let_go_stops_within_one_piece(engine, monkeypatch) -> None:
+    """A prompt and states that are read, or wait: no piece of theirs is read after the one under way."""
+    pieces = Pieces(engine, monkeypatch)
+    pieces.after = {5: threading.Event()}
+    long = Asked(engine, prompt_of(5000, 0), 1)
+    engine.submit([long.job])
+    states = [engine.run(reading(engine, prompt_of(4000 + n, n))) for n in range(4)]
+    pieces.open.set()
+    while len(pieces.order) < 5:
+        time.sleep(0.001)
+    engine.cancel([long.job])
+    assert all(state.cancel() for state in states)
+    pieces.after[5].set()
+    after = Asked(engine, prompt_of(3, 0), 2)
+    engine.submit([after.job])
+    assert len(after.ids()) == 2
+    assert len(pieces.order) == 5 + 1 and pieces.order[-1] == 3
+    assert not engine._tasks and long.events.empty() and engine.counters.failed == 0
+
+
+def test_no_more_states_are_half_read_than_there_are_rows(engine, monkeypatch) -> None:
+    pieces = Pieces(engine, monkeypatch)
+    states = [engine.run(reading(engine, prompt_of(n, n))) for n in (1000, 990, 980, 300)]
+    with pytest.raises(Full):
+        engine.run(reading(engine, []))
+    pieces.open.set()
+    for state in states:
+        state.result(30)
+    ends = {n: len(pieces.order) - pieces.order[::-1].index(n) for n in (1000, 990, 980, 300)}
+    assert pieces.order.index(300) >= min(ends.values()), "the fourth begins when one of three is over"
+
+
+def test_a_result_that_nobody_waits_for_any_more_costs_nobody_else(engine) -> None:
+    """It is cancelled while its last piece is read: between the engine's look at it and its end."""
+    lost, begun, there = Asked(engine, prompt_of(3, 0), 60), list[Future](), threading.Event()
+
+    def late(end: type[Exception] | None) -> Generator[int, None, None]:
+        yield 0
+        assert there.wait(30) and begun.pop(0).cancel()
+        if end is not None:
+            raise end
+        return
+
+    engine.submit([lost.job])
+    for end in (None, ValueError):
+        begun.append(engine.run(late(end)))
+    there.set()
+    assert len(lost.ids()) == 60 and engine.counters.failed == 0 and not begun
 
 
 def test_the_queue_takes_all_of_a_request_or_none(engine) -> None:

@@ -86,8 +86,8 @@ class Fuzz:
             session, plain = self.draw.choice(self.texts)
             token = self.draw.randint(1, len(plain.tokens))
 
-            def back() -> Generator[None, None, Session]:
-                yield
+            def back() -> Generator[int, None, Session]:
+                yield 0
                 return session.at(token)
 
             self.texts = [*self.texts[-7:], (self.engine.run(back()).result(60), plain.at(token))]

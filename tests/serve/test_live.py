@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
@@ -21,7 +22,9 @@ from sse_starlette.sse import AppStatus
 
 from perspectron.cli.main import main
 from perspectron.data.template import Template
+from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.decode.session import Session
 from perspectron.serve.web.app import create
 from tests.serve.conftest import TEMPLATE, served
 from tests.serve.test_routes import said
@@ -131,12 +134,60 @@ def test_clients_that_leave_leave_nothing_behind(url, tiny) -> None:
     assert 12 <= all_leave(url, tiny, 6) <= 18  # who leaves before it is read, never began
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/states", {"id": "left", "prompt": [5] * 9000}),
+        ("/v1/states/long/fork", {"id": "left", "token": 8000}),
+        ("/v1/completions", {"prompt": [5] * 9000, "save": "left", "stream": True}),
+        ("/v1/completions", {"prompt": [5] * 9000, "save": "left"}),
+    ],
+    ids=["state", "fork", "stream", "answer"],
+)
+def test_who_leaves_while_a_prompt_is_read_is_read_no_further_and_nothing_is_saved(
+    tmp_path, tokenizer, monkeypatch, route, body
+) -> None:
+    """The fourth piece is held until the server has heard of it, and is the last."""
+    one, calls, held = served(tmp_path, tokenizer, room={"memory_bytes": 0}), list[int](), threading.Event()
+    one.engine.store._disk = None
+    if "fork" in route:
+        one.states.save("long", Session(one.engine.model, tokenizer).read([5] * 9000))
+
+    def slow(*arguments: object, read: Callable[..., object]) -> object:
+        calls.append(1)
+        assert len(calls) < 4 or held.wait(60)
+        return read(*arguments)
+
+    for owner, name in ((Rows, "_read_chunk"), (Session, "_call")):
+        monkeypatch.setattr(owner, name, functools.partialmethod(slow, read=getattr(owner, name)))
+    with listening_at(one) as url:
+        data = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        client.sendall(head.encode() + data)
+        try:
+            until(lambda: len(calls) == 4)
+            client.close()
+            let_go = [*one.engine._tasks], [*one.engine._jobs.values()]
+            until(
+                lambda: all(t.result.cancelled() for t in let_go[0]) and all(j.cancelled for j in let_go[1])
+            )
+        finally:
+            held.set()
+        until(lambda: not (one.engine._tasks or one.engine.active or one.engine.waiting))
+    assert len(calls) == 4 and sum(map(len, let_go)) == 1
+    assert not list(one.states.folder.glob("left*"))
+
+
 def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
     for arguments, words in (
         ([], "runs"),
         ([str(tmp_path), "--host", "0.0.0.0"], "without --api-key"),
         ([str(tmp_path), "--api-key", "short"], "8 characters or more"),
         ([str(tmp_path), "--port", "70000"], "port = 70000"),
+        ([str(tmp_path), "--disk", "1G"], "disk = '1G', must be left out without --keep"),
+        ([str(tmp_path), "--max-prompt", "0"], "max_prompt = 0, must be ≥ 1"),
         ([str(tmp_path), str(tmp_path)], "folders of different names"),
         ([str(tmp_path), "--port", "0"], str(tmp_path)),
     ):
@@ -146,6 +197,41 @@ def test_the_command_says_what_it_needs(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("perspectron.cli.options.find_spec", lambda name: None)
     assert main(["serve", str(tmp_path)]) == 2
     assert "pip install 'perspectron[serve]'" in capsys.readouterr().err
+
+
+def test_an_idle_connection_outlives_what_clients_keep_of_theirs(monkeypatch) -> None:
+    """httpx2, which OpenAI's client uses, closes its idle ones first; who sends as the server closes has an error."""
+    made = list[uvicorn.Config]()
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: made.append(self.config))
+    run = Path(__file__).parents[1] / "vectors/run-0.1"
+    assert main(["serve", str(run), "--port", "0", "--template", "plain"]) == 0
+    assert made[0].timeout_keep_alive == 75 > openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry
+
+
+def test_the_openai_client_with_schemas_tools_and_echoes(url, tiny) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    wanted = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    wanted["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted, "strict": True}}
+    talk = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Row"}]}],
+        "seed": 5,
+    }
+    answer = client.chat.completions.create(**talk, response_format=form, max_completion_tokens=90)
+    assert isinstance(json.loads(answer.choices[0].message.content)["a"], bool)
+    talk["messages"] += [answer.choices[0].message, {"role": "user", "content": "on", "name": "Ann"}]
+    assert client.chat.completions.create(**talk, max_tokens=3, user="me", metadata={"a": "b"}).usage
+    echo = client.completions.create(model="tiny", prompt="The cat", echo=True, logprobs=2, max_tokens=0)
+    assert echo.choices[0].text == "The cat" and echo.choices[0].logprobs.text_offset[0] == 0
+    for wrong, field in (
+        ({"tool_choice": "required"}, "tool_choice"), ({"extra_body": {"temprature": 1}}, "temprature"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"), ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**talk, max_tokens=3, **wrong)
+        assert caught.value.param == field and field in caught.value.body["message"]
 
 
 def test_a_signal_lets_what_is_under_way_end(tmp_path) -> None:

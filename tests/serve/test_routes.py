@@ -21,6 +21,7 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
+from perspectron.serve.web.likely import shown
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -98,7 +99,7 @@ def test_choices_stops_echo_and_logprobs(client, tiny) -> None:
     for id, logprob, top in zip(
         answer["token_ids"], answer["token_logprobs"], answer["top_logprobs"], strict=True
     ):
-        assert logprob == max(top.values()) and tokenizer.token_bytes(id).decode("utf-8", "replace") in top
+        assert logprob == max(top.values()) and next(iter(top)) == shown(tokenizer, id) and len(top) == 3
 
 
 def test_a_stream_joins_to_the_answer(client) -> None:
@@ -189,7 +190,9 @@ def test_slots_as_llama_cpp_has_them(client, tiny, tmp_path, tokenizer) -> None:
 
 def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
-    assert client.get("/v1/models/tiny").json()["state_bytes"] > 0
+    about = client.get("/v1/models/tiny").json()
+    session = Session(tiny.engine.model, tiny.tokenizer).read([5] * about["state_tokens"])
+    assert about["state_bytes"] == session.nbytes > tiny.engine.model.init_state(1).nbytes
     ids = client.post("/tokenize", json={"content": "The cat"}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": ids}).json() == {"content": "The cat"}
     complete(client)
@@ -215,16 +218,18 @@ def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
         ({"save": "a/b"}, 400, "1 to 64 letters"),
         ({"save": "a", "n": 2}, 400, "left out with n > 1"),
         ({"max_tokens": 65}, 400, "max_tokens = 65, must be ≤ 64"),
-        ({"max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": 0}, 400, "max_tokens = 0, must be ≥ 1 without echo"),
+        ({"max_tokens": 0, "echo": True, "save": "a"}, 400, "save = 'a', must be left out with"),
+        ({"min_tokens": 13}, 400, "min_tokens = 13, must be ≤ max_tokens = 12"),
         ({"prompt": [300]}, 400, "token id"),
-        ({"temperature": -1}, 400, "temperature: "),
-        ({"stop": [""]}, 400, "stop"),
-        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"temperature": -1}, 400, "temperature = -1, must be ≥ 0"),
+        ({"stop": [""]}, 400, "stop.0 = '', must be of at least 1 characters"),
+        ({"stop": ["x"] * 17}, 400, "stop = a list of 17, must be of at most 16 entries"),
         ({"stop": "x" * 300}, 400, "stop"),
-        ({"n": 17}, 400, "n: "),
-        ({"logprobs": 21}, 400, "logprobs: "),
-        ({"best_of": 2}, 400, "best_of: "),
-        ({"logit_bias": {"1": 5}}, 400, "logit_bias: "),
+        ({"n": 17}, 400, "n = 17, must be ≤ 16"),
+        ({"logprobs": 21}, 400, "logprobs = 21, must be ≤ 20"),
+        ({"best_of": 2}, 400, "best_of = 2, must be n = 1"),
+        ({"logit_bias": {"1": 5}}, 400, "logit_bias = an object of 1, must be {}"),
         ({"id_slot": 9}, 400, "id_slot = 9"),
         ({"prompt": "x", "n": 16}, 429, "ask again"),
     ],
@@ -257,6 +262,7 @@ def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
 def test_bodies_that_are_too_much(client) -> None:
     head = {"content-type": "application/json"}
     for content, status in (
+        (b'{"prompt": "\xff"}', 400),
         (b"x" * (17 << 20), 413), (b"[" * 100_000, 400), (b"{", 400), (b'{"n": NaN}', 400), (b"", 400), (b"7", 400),
     ):  # fmt: skip
         answer = client.post("/v1/completions", content=content, headers=head)
@@ -264,6 +270,22 @@ def test_bodies_that_are_too_much(client) -> None:
     plain = client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert plain.status_code == 400, "what a form elsewhere could send is no JSON"
     assert client.get("/nothing").status_code == 404 and "error" in client.get("/nothing").json()
+
+
+def test_paths_that_are_not_there_are_404_for_every_method_and_others_name_theirs(client) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        for path in ("/v1/embeddings", "/v1/chat", "/nothing.js"):
+            answer = client.request(method, path, json={} if method != "GET" else None)
+            said = answer.json()["error"]["message"]
+            assert answer.status_code == 404 and f"{method} {path!r}: no such route" in said
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"), ("POST", "/health", "GET"), ("POST", "/", "GET, HEAD"),
+        ("PATCH", "/page.js", "GET, HEAD"), ("POST", "/v1/states/x", "DELETE, GET, PUT"),
+    ):  # fmt: skip
+        answer = client.request(method, path, json={} if method != "GET" else None)
+        assert answer.status_code == 405 and answer.headers["allow"] == allowed
+        assert f"this route takes {allowed}" in answer.json()["error"]["message"]
+    assert client.head("/").status_code == 200
 
 
 def test_with_a_key_every_route_but_health_needs_it(tiny) -> None:
@@ -355,6 +377,56 @@ def test_only_this_machine_is_local(client) -> None:
     for host in ("testserver", "example.org", "localhost.example.org"):
         assert client.get("/v1/models", headers={"host": host}).status_code == 403
     assert client.get("/v1/models", headers={"host": "LOCALHOST:8080"}).status_code == 200
+
+
+@pytest.mark.parametrize("wrong", ["disk", "header"])
+def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
+    client, tiny, monkeypatch, wrong
+) -> None:
+    """And the answer says so by name, whole and streamed; nothing is listed that would be denied."""
+    messages = {"messages": [{"role": "user", "content": "Row"}], "seed": 5, "max_tokens": 4, "save": "b"}
+    tiny.template, whole = Template(TEMPLATE, "here"), complete(client)
+    spoken = client.post("/v1/chat/completions", json=messages).json()
+    assert "state_error" not in spoken and client.get("/v1/states/b").status_code == 200
+    words = "not written (No space left on device)" if wrong == "disk" else ", must be ≤ 300; a text"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if wrong == "disk":
+        monkeypatch.setattr("perspectron.state.save_tensors", full)
+    else:
+        monkeypatch.setattr("perspectron.state.MAX_JSON", 300)
+    failed = complete(client, save="a")
+    assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12
+    assert failed["state_error"].startswith("a: ") and words in failed["state_error"]
+    frames = streamed(client, "/v1/completions", PROMPT | {"save": "a"})
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
+    assert [frame.get("state_error") for frame in frames] == [None] * 11 + [failed["state_error"]]
+    answer = client.post("/v1/chat/completions", json=messages | {"save": "a"}).json()
+    assert answer["choices"] == spoken["choices"] and words in answer["state_error"]
+    answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
+    assert (
+        answer.status_code == (507 if wrong == "disk" else 400) and words in answer.json()["error"]["message"]
+    )
+    assert [state["id"] for state in client.get("/v1/states").json()["data"]] == ["b"]
+
+
+def test_a_prompt_of_more_tokens_than_the_bound_is_refused_with_both_numbers(client, tiny) -> None:
+    tiny.longest = 20
+    assert complete(client, prompt=[5] * 20)["usage"]["prompt_tokens"] == 20
+    words = "tokens of the prompt = 21, must be ≤ 20, what this server reads at most"
+    for route, body in (
+        ("/v1/completions", {"prompt": [5] * 21}), ("/v1/completions", {"prompt": [[5], [5] * 21]}),
+        ("/v1/states", {"id": "a", "prompt": [5] * 21}),
+    ):  # fmt: skip
+        answer = client.post(route, json=body)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    tiny.template = Template(TEMPLATE, "here")
+    body = {"messages": [{"role": "user", "content": "x" * 40}]}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and "≤ 20, what this server reads" in answer.json()["error"]["message"]
+    assert tiny.engine.active == tiny.engine.waiting == 0
 
 
 NAMES = [

@@ -4,9 +4,9 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -14,19 +14,21 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from perspectron.config import require
 from perspectron.decode.batch import Piece
-from perspectron.decode.reading import check_ids
-from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.errors import NonFiniteError, PerspectronError
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.web import schema
+from perspectron.serve.web.asked import check, constraint_of, prompt_of, prompts_of, sampling_of, tokens_of
+from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
 
+T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
 CHAT_TOKENS = 1024  # drawn where a chat does not say how many
+ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
 
 
 @dataclass
@@ -40,14 +42,19 @@ class _Choice:
 
 @dataclass
 class _Run:
-    """Jobs of one request, and where their events arrive."""
+    """Jobs of one request, and where their events arrive. texts: of its answer, of which none has a job where nothing
+    is drawn. echoed: log-probabilities of each prompt, where they are asked."""
 
     jobs: list[Job]
+    texts: int
     prompt_tokens: int
     events: "asyncio.Queue[tuple[int, Event]]"
+    echoed: list[list[Mark]]
     save: str | None = None
     parent: str = ""
     slot: int | None = None
+    unsaved: dict[str, str] = field(default_factory=dict)
+    """The error of a state that could not be saved, as the answer tells it."""
 
     def usage(self) -> dict[str, Any]:
         """Tokens, as OpenAI counts them; those that the store spared count as cached."""
@@ -68,13 +75,14 @@ class Answers:
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         """Texts that go on after prompts."""
-        prompts = _prompts(body.prompt)
-        require(not (body.echo and body.logprobs is not None), "echo", True, "left out with logprobs")
-        run = await self._run(body, prompts, body.max_tokens or 16, body.logprobs)
-        starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(len(run.jobs))]
+        prompts, tokens = prompts_of(body), 16 if body.max_tokens is None else body.max_tokens
+        run = await self._run(body, prompts, tokens, body.logprobs, request)
+        tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
+        starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(run.texts)]
+        writers = [Completed(tokenizer, echoed[i // body.n], start) for i, start in enumerate(starts)]
 
-        def choice(index: int, text: str, finish: str | None, marks: Sequence[Piece], first: bool) -> Any:
-            said = self._legacy(marks) if body.logprobs is not None else None
+        def choice(index: int, text: str, finish: str | None, pieces: Sequence[Piece], first: bool) -> Any:
+            said = writers[index].write(marks_of(pieces)) if body.logprobs is not None else None
             text = starts[index] + text if first else text
             return {"index": index, "text": text, "logprobs": said, "finish_reason": finish}
 
@@ -89,23 +97,22 @@ class Answers:
             f"a prompt for /v1/completions: {self.served.name} is a base model, served without --template",
         )  # fmt: skip
         assert template is not None
-        messages = [message.model_dump() for message in body.messages]
         async with self.served.rendering:  # so that templates never hold more than one thread of a model
-            text = await asyncio.to_thread(template.prompt, messages)
+            text = await asyncio.to_thread(prompt_of, body, template)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tokens = body.max_completion_tokens or body.max_tokens or min(CHAT_TOKENS, self.served.largest)
-        run = await self._run(body, [text], tokens, logprobs)
+        tokens = tokens_of(body, min(CHAT_TOKENS, self.served.largest))
+        run = await self._run(body, [text], tokens, logprobs, request)
 
-        def said(marks: Sequence[Piece]) -> Any:
-            return {"content": [self._mark(mark) for mark in marks]} if logprobs is not None else None
+        def said(pieces: Sequence[Piece]) -> Any:
+            return chatted(self.served.tokenizer, marks_of(pieces)) if logprobs is not None else None
 
-        def whole(index: int, text: str, finish: str | None, marks: Sequence[Piece], _: bool) -> Any:
+        def whole(index: int, text: str, finish: str | None, pieces: Sequence[Piece], _: bool) -> Any:
             message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": said(marks), "finish_reason": finish}
+            return {"index": index, "message": message, "logprobs": said(pieces), "finish_reason": finish}
 
-        def piece(index: int, text: str, finish: str | None, marks: Sequence[Piece], first: bool) -> Any:
+        def piece(index: int, text: str, finish: str | None, pieces: Sequence[Piece], first: bool) -> Any:
             delta = {"role": "assistant", "content": text} if first else {"content": text}
-            return {"index": index, "delta": delta, "logprobs": said(marks), "finish_reason": finish}
+            return {"index": index, "delta": delta, "logprobs": said(pieces), "finish_reason": finish}
 
         plain, streamed = (
             self._frame("chatcmpl-", kind) for kind in ("chat.completion", "chat.completion.chunk")
@@ -113,52 +120,62 @@ class Answers:
         return await self._answer(run, body, request, plain, streamed, whole, piece)
 
     async def _run(
-        self, body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, logprobs: int | None
+        self,
+        body: schema.Sampled,
+        prompts: Sequence[str | list[int]],
+        tokens: int,
+        logprobs: int | None,
+        request: Request,
     ) -> _Run:
         """Make the jobs of a request and hand them to the engine. ConfigError, StateError, Full: nothing was begun."""
         served, engine = self.served, self.served.engine
-        require(
-            tokens <= served.largest,
-            "max_tokens",
-            tokens,
-            f"≤ {served.largest}, what this server draws at most",
-        )
+        check(body, prompts, tokens, served)
         single = body.n == 1 and len(prompts) == 1
-        for name, value in (("save", body.save), ("id_slot", body.id_slot)):
-            require(value in (None, -1) or single, name, value, "left out with n > 1 or several prompts")
-        if body.save is not None:
-            served.states.path(body.save)
+        constraint = await asyncio.to_thread(constraint_of, body, served.tokenizer)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
-        count, loop = 0, asyncio.get_running_loop()
-        run = _Run([], 0, asyncio.Queue(), body.save, body.state or "", slot)
-        seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
-        sampling = SamplingConfig(
-            body.temperature, body.top_k, body.top_p, body.min_p, body.repetition_penalty, seed=seed
-        )
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        for prompt in prompts:
-            ids = (
-                await asyncio.to_thread(served.tokenizer.encode, prompt)
-                if isinstance(prompt, str)
-                else prompt
-            )
-            if begun is None or ids:
-                check_ids(ids, served.tokenizer.vocab_size, 0)
+        read = [await served.ids(prompt) for prompt in prompts]
+        run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
+        if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
+            run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
+        sampling, stop = sampling_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
+        for ids in read:
             session = self._begun(ids, slot) if begun is None else begun.fork()
-            session.append(ids[len(session.tokens) :] if begun is None else ids)
-            count += len(session.tokens)
-            for _ in range(body.n):
+            more = ids[len(session.tokens) :] if begun is None else ids
+            await asyncio.to_thread(session.append, more)  # which looks at each of them
+            run.prompt_tokens += len(session.tokens)
+            for _ in range(body.n if tokens else 0):
                 index = len(run.jobs)
                 own = session if single else session.fork()
-                emit = _into(loop, run.events, index)
-                run.jobs.append(Job(own, tokens, emit, sampling, stop, index, logprobs))
-        run.prompt_tokens = count
+                emit = _into(asyncio.get_running_loop(), run.events, index)
+                run.jobs.append(Job(
+                    own, tokens, emit, sampling, stop, index, logprobs, constraint, body.min_tokens, body.stop_token_ids
+                ))  # fmt: skip
+        for index in range(0 if tokens else run.texts):
+            run.events.put_nowait((index, Piece(index, None, "", "length")))
         engine.submit(run.jobs)
         self.metrics.requests.labels(served.name).inc()
         return run
+
+    async def _echoed(
+        self, read: Sequence[list[int]], n: int, count: int, begun: Session | None, request: Request
+    ) -> list[list[Mark]]:
+        """Log-probabilities of the tokens of prompts. The first of a text has none, as clients expect."""
+        entries = n * sum(map(len, read)) * (count + 1)
+        bound = f"left out for more than {ENTRIES:,} of them at once; these prompts have {entries:,}"
+        require(entries <= ENTRIES, "logprobs", count, bound)
+        found = list[list[Mark]]()
+        for ids in read:
+            session = self.served.engine.session() if begun is None else begun
+            task = self.served.engine.run(session.likely(ids, count))
+            pairs = await heard(request, asyncio.wrap_future(task))
+            marks = [Mark(id, *pair) for id, pair in zip(ids, pairs, strict=True)]
+            if begun is None and marks:
+                marks[0] = Mark(ids[0], None, ())
+            found.append(marks)
+        return found
 
     def _begun(self, ids: Sequence[int], slot: int | None) -> Session:
         """A text that begins as `ids` do: from its slot, where that was read and nothing of it drawn, else from
@@ -182,7 +199,7 @@ class Answers:
         asked = body.stream_options is not None and body.stream_options.include_usage
         if body.stream:
             events = self._events(run)
-            first = await anext(events)  # so that what cannot begin is an error, not a stream
+            first = await heard(request, anext(events))  # so that what cannot begin is an error, not a stream
 
             async def stream() -> AsyncIterator[ServerSentEvent]:
                 begun = set[int]()
@@ -193,7 +210,7 @@ class Answers:
                             marks
                         )
                         begun.add(index)
-                        yield _event({**streamed, "choices": [choice]})
+                        yield _event({**streamed, "choices": [choice], **run.unsaved})
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
                     yield ServerSentEvent("[DONE]", sep="\n")
@@ -212,23 +229,20 @@ class Answers:
                     await events.aclose()
 
             return EventSourceResponse(stream(), ping=PING, sep="\n")
-        choices = [_Choice() for _ in run.jobs]
-        task = asyncio.ensure_future(self._collect(run, choices))
-        gone = asyncio.ensure_future(_gone(request))
+        choices = [_Choice() for _ in range(run.texts)]
         try:
-            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return Response(status_code=499)
-            await task
+            await heard(request, self._collect(run, choices))
         finally:
-            gone.cancel()
-            task.cancel()
             self.served.engine.cancel(run.jobs)
-        parts = [
-            whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
-            for i, got in enumerate(choices)
-        ]
-        return JSONResponse({**frame, "choices": parts, "usage": run.usage()})
+
+        def response() -> Response:
+            parts = [
+                whole(i, got.text, got.finish, got.marks, True) | _views(got.marks)
+                for i, got in enumerate(choices)
+            ]
+            return JSONResponse({**frame, "choices": parts, "usage": run.usage(), **run.unsaved})
+
+        return await asyncio.to_thread(response)  # of a long text it takes a while
 
     async def _collect(self, run: _Run, choices: Sequence[_Choice]) -> None:
         async for index, piece in self._events(run):
@@ -241,7 +255,7 @@ class Answers:
     async def _events(self, run: _Run) -> AsyncGenerator[tuple[int, Piece]]:
         """Pieces of all texts as they come, until all have ended; then what is to be kept is kept. Whoever stops
         listening lets the texts go."""
-        left, start, begun = len(run.jobs), time.perf_counter(), False
+        left, start, begun = run.texts, time.perf_counter(), False
         try:
             while left:
                 index, event = await run.events.get()
@@ -261,12 +275,15 @@ class Answers:
             self.served.engine.cancel(run.jobs)
 
     async def _keep(self, run: _Run) -> None:
-        """Save what was asked for, before the client hears that the text has ended."""
-        session = run.jobs[0].session
+        """Save what was asked for, before the client hears that the text has ended, and whether it could be."""
         if run.slot is not None:
-            self.served.slots[run.slot] = session
+            self.served.slots[run.slot] = run.jobs[0].session
         if run.save is not None:
-            await asyncio.to_thread(self.served.states.save, run.save, session, run.parent)
+            try:
+                await asyncio.to_thread(self.served.states.save, run.save, run.jobs[0].session, run.parent)
+            except PerspectronError as error:  # the text was drawn, and is answered
+                path = str(self.served.states.path(run.save))
+                run.unsaved = {"state_error": str(error).replace(path, run.save)}
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
@@ -275,43 +292,27 @@ class Answers:
         id = prefix + secrets.token_hex(12)
         return {"id": id, "object": kind, "created": int(time.time()), "model": self.served.name}
 
-    def _token(self, id: int) -> str:
-        """A token as text; half a character shows as U+FFFD."""
-        return (
-            self.served.tokenizer.token_bytes(id).decode("utf-8", errors="replace") if id else "<|endoftext|>"
-        )
 
-    def _legacy(self, marks: Sequence[Piece]) -> dict[str, Any]:
-        """Logprobs as completions have them, and the ids."""
-        return {
-            "tokens": [self._token(mark.id or 0) for mark in marks],
-            "token_ids": [mark.id for mark in marks],
-            "token_logprobs": [mark.logprob for mark in marks],
-            "top_logprobs": [
-                {self._token(id): value for id, value in reversed(mark.likely)} for mark in marks
-            ],
-        }
-
-    def _mark(self, mark: Piece) -> dict[str, Any]:
-        """Logprobs of one token as chats have them."""
-        likely = [self._one(id, value) for id, value in mark.likely]
-        return {**self._one(mark.id or 0, mark.logprob or 0.0), "top_logprobs": likely}
-
-    def _one(self, id: int, logprob: float) -> dict[str, Any]:
-        data = list(self.served.tokenizer.token_bytes(id))
-        return {"token": self._token(id), "logprob": logprob, "bytes": data}
+class Gone(Exception):
+    """The client has left."""
 
 
-async def _gone(request: Request) -> None:
-    """Wait until the client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def heard(request: Request, work: Awaitable[T]) -> T:
+    """The result of work that is cancelled when the client leaves. Gone: it has."""
 
+    async def leaving() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
+    try:
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Gone
+        return await task
+    finally:
+        left.cancel()
+        task.cancel()
 
 
 def _finish(piece: Piece) -> str | None:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from perspectron import __version__
@@ -26,12 +26,15 @@ from perspectron.machine import memory
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
 from perspectron.serve.web import schema
-from perspectron.serve.web.answers import Answers
+from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
 
 T = TypeVar("T")
+SHORT = 1 << 13  # characters of a text that is encoded at once
 PAGE = Path(__file__).parent / "page"
+PART = 1 << 14  # ids that are written without a pause for others
+TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
 
 
 @dataclass
@@ -45,9 +48,13 @@ class Served:
     slot_files: States
     largest: int
     """Tokens that one request may draw."""
+    longest: int = 1 << 20
+    """Tokens that one prompt may have."""
     template: Template | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slots: dict[int, Session] = field(default_factory=dict)
+    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Turns of long texts that are encoded."""
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
@@ -56,6 +63,28 @@ class Served:
             0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
         )
         return id
+
+    def readable(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one."""
+        require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
+                f"≤ {self.longest}, what this server reads at most")  # fmt: skip
+        return ids
+
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
+        so that a short one waits neither for the loop nor for a thread."""
+        if not isinstance(prompt, str) or len(prompt) <= SHORT:
+            return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        def encoded() -> list[int]:
+            ids = list[int]()
+            for piece in self.tokenizer.pieces(prompt):
+                ids += piece
+                self.readable(ids)
+            return ids
+
+        async with self.encoding:
+            return await asyncio.to_thread(encoded)
 
 
 class Unknown(PerspectronError):
@@ -103,30 +132,30 @@ class App:
 
     async def tokenize(self, body: schema.Tokenize) -> Response:
         """Ids of a text."""
-        return await asyncio.to_thread(_ids_of, self.served(body.model).tokenizer, body.content)
+        return await asyncio.to_thread(_ids_of, await self.served(body.model).ids(body.content))
 
-    async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
+    async def detokenize(self, body: schema.Detokenize) -> Response:
         """Text of ids."""
-        return {"content": await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)}
+        text = await asyncio.to_thread(self.served(body.model).tokenizer.decode, body.tokens)
+        return await asyncio.to_thread(JSONResponse, {"content": text})
 
     async def states(self, model: schema.Name = "") -> dict[str, Any]:
         """The states that are kept, the oldest first."""
         found = await asyncio.to_thread(self.served(model).states.list)
         return {"object": "list", "data": [asdict(about) for about in found]}
 
-    async def new_state(self, body: schema.NewState) -> JSONResponse:
+    async def new_state(self, body: schema.NewState, request: Request) -> JSONResponse:
         """Read a prompt and keep the state."""
         served = self.served(body.model)
         served.states.path(body.id)
-        prompt = body.prompt
-        ids = await asyncio.to_thread(served.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        session = await _result(served.engine.run(_reading(served.engine, ids)))
+        ids = await served.ids(body.prompt)
+        session = await _result(request, served.engine.run(_reading(served.engine, ids)))
         about = await asyncio.to_thread(served.states.save, body.id, session)
         return JSONResponse(asdict(about), 201)
 
     async def download(self, id: schema.Name, model: schema.Name = "") -> FileResponse:
         """The file of a state."""
-        path = self.served(model).states.found(id)
+        path = await asyncio.to_thread(self.served(model).states.found, id)
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     async def upload(self, id: schema.Name, request: Request, model: schema.Name = "") -> JSONResponse:
@@ -152,29 +181,27 @@ class App:
                 path.unlink(missing_ok=True)
         return JSONResponse(asdict(about), 201)
 
-    async def fork(self, id: schema.Name, body: schema.Fork) -> JSONResponse:
+    async def fork(self, id: schema.Name, body: schema.Fork, request: Request) -> JSONResponse:
         """Keep a copy of a state, or of what it was at an earlier token, under another name."""
         served = self.served(body.model)
         served.states.path(body.id)
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
-        session = await _result(served.engine.run(_back(session, body.token)))
+        session = await _result(request, served.engine.run(_back(session, body.token)))
         about = await asyncio.to_thread(served.states.save, body.id, session, id)
         return JSONResponse(asdict(about), 201)
 
-    async def restore(self, id: schema.Name, body: schema.Body) -> dict[str, Any]:
+    async def restore(self, id: schema.Name, body: schema.Body) -> Response:
         """Load a state to see that it is whole: what it holds, token by token."""
         served, start = self.served(body.model), time.perf_counter()
         session = await asyncio.to_thread(served.states.load, id, served.engine.session())
         milliseconds = 1e3 * (time.perf_counter() - start)
-        pieces = [served.tokenizer.token_bytes(token) for token in session.tokens]
-        cuts, ends = _texts(pieces)
-        about = asdict(served.states.about(id))
-        return about | {
-            "text": "".join(cuts),
-            "ends": ends,
-            "state_bytes": session.nbytes,
-            "ms": milliseconds,
-        }
+
+        def told() -> Response:
+            cuts, ends = _texts(served.tokenizer, session.tokens)
+            about = asdict(served.states.about(id)) | {"text": "".join(cuts), "ends": ends}
+            return JSONResponse(about | {"state_bytes": session.nbytes, "ms": milliseconds})
+
+        return await asyncio.to_thread(told)
 
     async def delete(self, id: schema.Name, model: schema.Name = "") -> dict[str, Any]:
         """Delete a state."""
@@ -189,7 +216,7 @@ class App:
             for id, session in sorted(served.slots.items())
         ]
 
-    async def slot(self, id: int, action: str, body: schema.Slot) -> dict[str, Any]:
+    async def slot(self, id: int, action: str, body: schema.Slot, request: Request) -> dict[str, Any]:
         """llama.cpp's save, restore and erase of a slot."""
         served, start = self.served(body.model), time.perf_counter()
         served.slot(id)
@@ -201,11 +228,11 @@ class App:
             if id not in served.slots:
                 raise Missing(f"slot {id} holds nothing; send a completion with id_slot = {id} first")
             ids = served.slots[id].tokens
-            session = await _result(served.engine.run(_reading(served.engine, ids)))
+            session = await _result(request, served.engine.run(_reading(served.engine, ids)))
             about = await asyncio.to_thread(served.slot_files.save, body.filename, session)
         else:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
-            about = served.slot_files.about(body.filename)
+            about = await asyncio.to_thread(served.slot_files.about, body.filename)
         served.slots[id] = session
         names = (
             ("n_saved", "n_written", "save_ms")
@@ -233,13 +260,13 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     }
     made = {"status_code": 201}
     streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
-    file: dict[str, Any] = {
+    download: dict[str, Any] = {
         "response_class": Response,
         "responses": {200: {"content": {"application/octet-stream": {}}}},
     }
     otherwise: dict[Any, dict[str, Any]] = {
         app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
-        app.new_state: made, app.upload: made, app.fork: made, app.download: file,
+        app.new_state: made, app.upload: made, app.fork: made, app.download: download,
     }  # fmt: skip
     routes: list[tuple[str, str, Any]] = [
         ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
@@ -256,45 +283,66 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         own = otherwise.get(handler, {})
         told = {**own, "responses": {**refused, **own.get("responses", {})}}
         api.add_api_route(path, handler, methods=[method], response_model=None, **told)
-    api.mount("/", StaticFiles(directory=PAGE, html=True))
-    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Exception):
+    for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
+        api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
+    for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Gone, Exception):
         api.add_exception_handler(kind, _answer)
     api.add_middleware(Guard, key=key, largest_upload=_largest_upload())
     return api
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     """Any error as one object, with the status that clients know what to do with."""
     if isinstance(error, RequestValidationError):
-        return refusal(400, "; ".join(_why(problem) for problem in error.errors()[:3]))
+        message, field = schema.told(error.errors()[0], error.body)
+        return refusal(400, message, param=field)
     if isinstance(error, HTTPException):
-        return refusal(error.status_code, str(error.detail))
+        return _refused(request, error)
     if isinstance(error, Full):
         return refusal(
             429, "all rows are taken and the queue is full; ask again", "overloaded", Retry_After="1"
         )
+    if isinstance(error, Gone):
+        return Response(status_code=499)
     if isinstance(error, Closed):
         return refusal(503, "the server is stopping; ask again when it is back", "stopping", Retry_After="5")
     if isinstance(error, Unknown):
-        return refusal(404, str(error), "model_not_found")
+        return refusal(404, str(error), "model_not_found", param="model")
     if isinstance(error, Missing):
         return refusal(404, str(error), "state_not_found")
     if isinstance(error, StorageError):
         return refusal(507, str(error), "storage")
     if isinstance(error, PerspectronError):
-        return refusal(400, str(error))
+        lead = re.match(r"[a-z_]+(?:\.[A-Za-z0-9_]+)*(?= = |: )", str(error))
+        known = lead is not None and lead[0].partition(".")[0] in schema.FIELDS
+        return refusal(400, str(error), param=lead[0] if lead and known else None)
     return refusal(500, "the server failed; its log says why")
 
 
-def _why(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"][1:]) or "body"
-    return f"{where[:80]}: {str(problem['msg'])[:160]}"
+def _refused(request: Request, error: HTTPException) -> Response:
+    """Errors of the framework in our words."""
+    what = f"{request.method} {request.url.path[:80]!r}"
+    if error.status_code == 405:
+        ways = [route for route in request.app.routes if route.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for route in ways for method in route.methods}))
+        return refusal(405, f"{what}: this route takes {allowed}", allow=allowed)
+    if error.status_code == 404:
+        return refusal(404, f"{what}: no such route; GET /openapi.json lists them")
+    return refusal(error.status_code, f"{what}: the body is no JSON in UTF-8")
+
+
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    async def file(_: Request) -> Response:
+        return FileResponse(path)
+
+    return file
 
 
 def _model(served: Served) -> dict[str, Any]:
     config = served.engine.model.config
-    about: dict[str, Any] = {"context": config.positions or None}
-    about["state_bytes"] = served.engine.model.init_state(1).nbytes
+    about: dict[str, Any] = {"context": config.positions or None, "state_tokens": config.positions or TOKENS}
+    state = served.engine.model.init_state(1, capacity=about["state_tokens"], device="meta")
+    about["state_bytes"] = state.nbytes
     about["twin_cache_bytes"] = (
         2 * 4 * len(config.blocks) * config.d_model
     )  # a token's keys and values in float32
@@ -306,39 +354,36 @@ def _largest_upload() -> int:
     return memory() // 2
 
 
-def _reading(engine: Engine, ids: Sequence[int]) -> Generator[None, None, Session]:
-    """Read ids, a chunk at a time."""
+def _reading(engine: Engine, ids: Sequence[int]) -> Generator[int, None, Session]:
     session = engine.session()
-    for start in range(0, len(ids), session.chunk):
-        session.read(ids[start : start + session.chunk])
-        yield
+    yield from session.reading(ids)
     return session
 
 
-def _back(session: Session, token: int | None) -> Generator[None, None, Session]:
-    yield
+def _back(session: Session, token: int | None) -> Generator[int, None, Session]:
+    yield 0
     return session if token is None else (yield from session.back_to(token))
 
 
-async def _result(future: "Future[T]") -> T:
-    """The result of a task of the engine; it is dropped when nobody waits any more."""
-    return await asyncio.wrap_future(future)
+async def _result(request: Request, future: "Future[T]") -> T:
+    """The result of a task of the engine, which is given up when the client leaves."""
+    return await heard(request, asyncio.wrap_future(future))
 
 
-def _ids_of(tokenizer: Tokenizer, text: str) -> Response:
-    """The ids of a text as JSON, made a piece at a time: all at once it would keep every other thread waiting."""
-    parts = (json.dumps(ids)[1:-1] for ids in tokenizer.pieces(text) if ids)
+def _ids_of(ids: Sequence[int]) -> Response:
+    """Ids as JSON, made a part at a time: all at once it would keep every other thread waiting."""
+    parts = (json.dumps(ids[start : start + PART])[1:-1] for start in range(0, len(ids), PART))
     return Response(f'{{"tokens": [{", ".join(parts)}]}}', media_type="application/json")
 
 
-def _texts(pieces: Sequence[bytes]) -> tuple[list[str], list[int]]:
+def _texts(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[str], list[int]]:
     """Text of each token, where a character that takes several stands with the last of them; and the characters that
     have come after each."""
     import codecs
 
     decoder, texts, ends, at = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[int](), 0
-    for number, piece in enumerate(pieces, 1):
-        texts.append(decoder.decode(piece, final=number == len(pieces)))
+    for number, id in enumerate(ids, 1):
+        texts.append(decoder.decode(tokenizer.token_bytes(id), final=number == len(ids)))
         at += len(texts[-1])
         ends.append(at)
     return texts, ends

@@ -32,11 +32,13 @@ BRACKETS = b"[]{}"
 OTHERS = bytes(byte for byte in range(256) if byte not in BRACKETS)
 
 
-def refusal(status: int, message: str, code: str | None = None, **headers: str) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
+def refusal(
+    status: int, message: str, code: str | None = None, param: str | None = None, **headers: str
+) -> JSONResponse:
+    """An error as OpenAI's clients read it. param: the field that is wrong."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
-    error = {"message": message, "type": kind, "param": None, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return JSONResponse({"error": error}, status, named)
 

@@ -65,11 +65,10 @@ function render() {
 function remember() {
   const model = models.find((one) => one.id === at("model").value);
   if (!model) return;
-  const tokens = shown.ends.length + 1;
-  const cache = tokens * model.twin_cache_bytes;
+  const [tokens, bytes] = shown.bytes ? [shown.ends.length, shown.bytes] : [model.state_tokens, model.state_bytes];
   at("memory").textContent =
-    `Memory of ${shown.ends.length} tokens: ${size(shown.bytes || model.state_bytes)}; ` +
-    `a transformer of this width and depth keeps ${size(cache)} for them`;
+    `Memory of ${shown.bytes ? "" : "a text of "}${tokens.toLocaleString("en")} tokens: ${size(bytes)}; ` +
+    `a transformer of this width and depth keeps ${size((tokens + 1) * model.twin_cache_bytes)} for them`;
 }
 
 function choose(index) {

@@ -1,0 +1,103 @@
+"""Requests as the engine takes them: prompts, settings, grammars. ConfigError, naming the field, for what
+cannot be."""
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from perspectron.config import require
+from perspectron.data import Tokenizer
+from perspectron.data.template import RESERVED, Template
+from perspectron.decode.constrain import Constraint, json_object, json_schema
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.errors import ConfigError
+from perspectron.serve.web import schema
+
+if TYPE_CHECKING:
+    from perspectron.serve.web.app import Served
+
+
+def prompt_of(body: schema.Chat, template: Template) -> str:
+    """The prompt of a chat. ConfigError: the template fails, or does not read what the chat gives it."""
+    named = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    tools = body.tools if body.tool_choice == "auto" else []
+    seen = {"tools": tools} if tools else {}
+    seen |= given
+    for name, value in body.chat_template_kwargs.items():
+        if name in RESERVED:
+            raise ConfigError(f"chat_template_kwargs.{name}: a template is not given that so; leave it out")
+        seen[f"chat_template_kwargs.{name}"] = given[name] = value
+    for field, value in seen.items():
+        if not template.uses(field.rpartition(".")[2]):
+            said = f"{field} = {schema.short(value)}, must be left out"
+            raise ConfigError(f"{said}: this model's chat template does not read it")
+    return template.prompt(
+        [message.seen() for message in body.messages], tools=tools or None,
+        add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message, **given,
+    )  # fmt: skip
+
+
+def prompts_of(body: schema.Completion) -> list[str | list[int]]:
+    """The prompts of a completion."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def tokens_of(body: schema.Chat, otherwise: int) -> int:
+    """Tokens that the answer of a chat has at most."""
+    given = {most for most in (body.max_completion_tokens, body.max_tokens) if most is not None}
+    require(len(given) < 2, "max_tokens", body.max_tokens, "left out with max_completion_tokens")
+    return given.pop() if given else otherwise
+
+
+def sampling_of(body: schema.Sampled) -> SamplingConfig:
+    """The settings of the draws; without a seed, one of nobody's choice."""
+    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    top_k, top_p = max(0, body.top_k), body.top_p or 1e-9  # 0 of the probability is the most likely token
+    return SamplingConfig(body.temperature, top_k, top_p, body.min_p, body.repetition_penalty, seed=seed)
+
+
+def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, served: "Served") -> None:
+    """Hold what a request asks for against what there is, and against the rest of it."""
+    largest, known = served.largest, served.tokenizer.vocab_size
+    require(tokens <= largest, "max_tokens", tokens, f"≤ {largest}, what this server draws at most")
+    if isinstance(body, schema.Completion):
+        require(tokens > 0 or body.echo, "max_tokens", tokens, "≥ 1 without echo")
+        require(
+            body.best_of in (None, body.n), "best_of", body.best_of, f"n = {body.n}: none is left out here"
+        )
+    elif isinstance(body, schema.Chat):
+        require(tokens > 0, "max_tokens", tokens, "≥ 1")
+        top = body.top_logprobs
+        require(body.logprobs or not top, "top_logprobs", top, "left out without logprobs")
+    single = body.n == 1 and len(prompts) == 1 and tokens > 0
+    for name, value in (("save", body.save), ("id_slot", body.id_slot)):
+        bound = "left out with n > 1, several prompts or max_tokens = 0"
+        require(value in (None, -1) or single, name, value, bound)
+    require(body.min_tokens <= tokens, "min_tokens", body.min_tokens, f"≤ max_tokens = {tokens}")
+    for id in body.stop_token_ids:
+        require(id < known, "stop_token_ids", id, f"< {known}, the tokens there are")
+    if body.save is not None:
+        served.states.path(body.save)
+
+
+def constraint_of(body: schema.Sampled, tokenizer: Tokenizer) -> Constraint | None:
+    """The grammar that the answer keeps to, if it is asked for. ConfigError, naming the field: there is none such."""
+    form = body.response_format
+    asked: dict[str, dict[str, Any] | None] = {
+        "json_schema": body.json_schema,
+        "guided_json": body.guided_json,
+    }
+    asked = {name: wanted for name, wanted in asked.items() if wanted is not None}
+    if form is not None and form.type != "text":
+        asked["response_format"] = form.schema_ if form.json_schema is None else form.json_schema.schema_
+    require(len(asked) < 2, " and ".join(asked), "given", "one of them alone")
+    for name, wanted in asked.items():
+        try:
+            return json_object(tokenizer) if wanted is None else json_schema(wanted, tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return None

@@ -1,0 +1,85 @@
+"""Log-probabilities of tokens, as completions and chats have them."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from perspectron.data import Tokenizer
+from perspectron.decode.batch import Piece
+
+
+class Mark(NamedTuple):
+    """A token, its log-probability, None where nothing was before it, and the most likely ones in its place."""
+
+    id: int
+    logprob: float | None
+    likely: Sequence[tuple[int, float]]
+
+
+def marks_of(pieces: Sequence[Piece]) -> list[Mark]:
+    """Marks of the tokens drawn."""
+    return [Mark(piece.id, piece.logprob, piece.likely) for piece in pieces if piece.id is not None]
+
+
+def shown(tokenizer: Tokenizer, id: int) -> str:
+    """A token as text, each one differently; part of a character as OpenAI shows it, "bytes:" and its bytes."""
+    if id == tokenizer.end_of_text:
+        return "<|endoftext|>"
+    data = tokenizer.token_bytes(id)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = "bytes:"
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if text.startswith("bytes:") else text
+
+
+class Completed:
+    """Writer of one choice's log-probabilities in the form of completions. echoed: marks of the prompt, which stand
+    first, and its text."""
+
+    def __init__(self, tokenizer: Tokenizer, echoed: Sequence[Mark] = (), text: str = "") -> None:
+        self._tokenizer, self._echoed, self._start = tokenizer, echoed, len(text)
+        self._begin(0)
+
+    def _begin(self, at: int) -> None:
+        self._at, self._decoder = at, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, marks: Sequence[Mark]) -> dict[str, Any]:
+        """The next tokens; text_offset: the character of the choice's text in which each begins."""
+        offsets = self._offsets(self._echoed)
+        if self._start:
+            self._begin(self._start)
+        offsets += self._offsets(marks)
+        marks, self._echoed, self._start = [*self._echoed, *marks], (), 0
+        return {
+            "tokens": [shown(self._tokenizer, mark.id) for mark in marks],
+            "token_ids": [mark.id for mark in marks],
+            "token_logprobs": [mark.logprob for mark in marks],
+            "top_logprobs": [self._top(mark) for mark in marks],
+            "text_offset": offsets,
+        }
+
+    def _offsets(self, marks: Sequence[Mark]) -> list[int]:
+        offsets = list[int]()
+        for mark in marks:
+            offsets.append(self._at)
+            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(mark.id)))
+        return offsets
+
+    def _top(self, mark: Mark) -> dict[str, float] | None:
+        """The most likely tokens, the likeliest first, and the token itself."""
+        if mark.logprob is None:
+            return None
+        pairs = dict([*mark.likely, (mark.id, mark.logprob)])
+        return {shown(self._tokenizer, id): value for id, value in pairs.items()}
+
+
+def chatted(tokenizer: Tokenizer, marks: Sequence[Mark]) -> dict[str, Any]:
+    """Log-probabilities in the form of chats."""
+
+    def one(id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": shown(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(id))}
+
+    return {
+        "content": [one(*mark[:2]) | {"top_logprobs": [one(*pair) for pair in mark.likely]} for mark in marks]
+    }
