@@ -241,10 +241,10 @@ class Rows:
 
     def _ahead(self, row: Row) -> Row:
         """The row that reads what this one needs next: itself, or one that is further on in the same tokens."""
-        ahead = row
-        for other in self._reading if row.keys is not None else ():
+        ahead, keys = row, row.keys or []
+        for other in self._reading:
             call = other.start // self.chunk
-            if other.start > ahead.start and other.keys and other.keys[call] in row.keys[call : call + 1]:
+            if other.start > ahead.start and other.keys and other.keys[call] in keys[call : call + 1]:
                 ahead = other
         return ahead
 
