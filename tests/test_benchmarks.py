@@ -476,6 +476,13 @@ def test_spreads():
     assert middle == common.Spread(3.0, 2.0, 5.5, 3)
 
 
+def test_fair(results):
+    found = results("fair")
+    assert {"idle", "prompt", "state", "mixed", "text"} <= set(found["health"])
+    assert all(found[f"short_{stage}"] for stage in ("alone", "beside_prompt", "beside_state", "beside_text"))
+    assert sum(found["statuses"].values()) == 12 and set(found["statuses"]) <= {"200", "201", "400", "429"}
+
+
 def test_documents(results):
     found = results("documents")
     assert [len(layer) for layer in found["halflives"]["layers"][0]] == [4] * 4
