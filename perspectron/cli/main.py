@@ -108,8 +108,10 @@ def _open_streams() -> None:
         encoding, lines, at_once = (
             (was.encoding, was.line_buffering, was.write_through) if was else ("utf-8", True, False)
         )
-        options = {"line_buffering": lines, "write_through": at_once}
-        setattr(sys, name, io.TextIOWrapper(sized, encoding, "backslashreplace", **options))
+        text = io.TextIOWrapper(
+            sized, encoding, "backslashreplace", line_buffering=lines, write_through=at_once
+        )
+        setattr(sys, name, text)
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], object] = lambda: None) -> int:

@@ -100,8 +100,8 @@ def read_tokens(path: Path, tokenizer: Tokenizer, limit: int) -> list[int]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        text = examined(path)
-        raise DataError(f"{path}: not UTF-8 text, at byte {text.offset or text.size or 0:,}") from None
+        found = examined(path)
+        raise DataError(f"{path}: not UTF-8 text, at byte {found.offset or found.size or 0:,}") from None
     ids = tokenizer.encode(text)
     ids = ids[:limit] if limit else ids
     if len(ids) < 2:
