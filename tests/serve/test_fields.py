@@ -128,7 +128,7 @@ def table(client: TestClient) -> str:
 def talking(tiny) -> Iterator[TestClient]:
     """A server whose template reads all that a chat can give one."""
     tiny.template = Template(READS + TALK, "here")
-    with TestClient(create([tiny])) as client:
+    with TestClient(create([tiny]), base_url="http://localhost") as client:
         yield client
 
 
@@ -353,7 +353,7 @@ def write() -> None:
     with tempfile.TemporaryDirectory() as folder:
         one = served(Path(folder), Tokenizer.train(texts, VOCAB))
         one.template = Template(READS + TALK, "here")
-        with TestClient(create([one])) as client:
+        with TestClient(create([one]), base_url="http://localhost") as client:
             made = table(client)
     start, end = "<!-- fields -->\n", "\n<!-- end of fields -->"
     before, _, rest = GUIDE.read_text().partition(start)

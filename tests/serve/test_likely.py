@@ -41,7 +41,7 @@ def test_an_echo_has_the_bits_of_the_models_own_reading(tmp_path, tokenizer, des
     ids = tokenizer.encode(LONG)
     assert len(ids) > 2 * CHUNK
     expected = read(one.engine.model, ids, tokenizer.vocab_size)
-    with TestClient(create([one])) as client:
+    with TestClient(create([one]), base_url="http://localhost") as client:
         for prompt in (LONG, ids, [ids]):
             choice = echoed(client, prompt=prompt, max_tokens=1)
             got = choice["logprobs"]
