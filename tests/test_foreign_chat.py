@@ -134,7 +134,7 @@ def test_a_server_takes_its_prompts_and_says_why_it_takes_no_messages(hf, tmp_pa
     run = imported(hf)
     served = Serve((run,))._served(run, open_model(run), tmp_path)
     assert "run: no chat; messages: the chat template" in capsys.readouterr().err
-    with TestClient(create([served])) as client:
+    with TestClient(create([served]), base_url="http://localhost") as client:
         answer = client.post(
             "/v1/chat/completions", json={"model": "run", "messages": HELLO, "max_tokens": 2}
         )
