@@ -284,6 +284,8 @@ class Engine:
                 job.emit(_told(error))
             else:
                 self._jobs[job.row], job.turn = job, self._turns
+            if job.constraint is not None:
+                return  # others step before the next grammar, which may take long to compile
 
     def _deliver(self, piece: Piece) -> None:
         job = self._jobs[piece.row]

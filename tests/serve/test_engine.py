@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron.decode.batch import Piece
+from perspectron.decode.constrain import Matcher, json_object
 from perspectron.decode.generate import generate
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
@@ -259,6 +260,30 @@ def test_the_queue_takes_all_of_a_request_or_none(engine) -> None:
     until(lambda: not (engine.active or engine.waiting))
     assert [len(one.ids()) for one in more if engine.submit([one.job]) is None] == [1, 1, 1]
     assert engine.counters.cancelled == 5
+
+
+def test_others_step_between_the_grammars_that_are_compiled(engine, monkeypatch) -> None:
+    """Of which one may take a second: sixteen at once would hold everybody up for so long."""
+    constraint, log, step = json_object(engine.tokenizer), list[str](), Rows.step
+    begin = constraint.begin
+
+    def begun() -> Matcher:
+        log.append("grammar")
+        return begin()
+
+    def stepped(rows, *args):
+        log.append("step")
+        return step(rows, *args)
+
+    object.__setattr__(constraint, "begin", begun)
+    monkeypatch.setattr(Rows, "step", stepped)
+    asked = [Asked(engine, prompt_of(3, n), 4) for n in range(3)]
+    for one in asked:
+        one.job.constraint = constraint
+    engine.submit([one.job for one in asked])
+    assert all(one.ids() for one in asked)
+    at = [number for number, what in enumerate(log) if what == "grammar"]
+    assert len(at) == 3 and all("step" in log[one:other] for one, other in itertools.pairwise(at))
 
 
 def test_a_row_that_is_let_go_is_gone_within_two_steps(engine) -> None:

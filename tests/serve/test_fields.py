@@ -166,6 +166,7 @@ def refused(client: TestClient, route: str, body: dict[str, Any]) -> tuple[str, 
         (CHAT, "chat_template", "{{ 1 }}", "no field here"),
         (CHAT, "chat_template_kwargs", {"tools": []}, "chat_template_kwargs.tools"),
         (CHAT, "chat_template_kwargs", {"enable_thinkin": False}, "template does not read it"),
+        (CHAT, "chat_template_kwargs", {"x.messages": False}, "template does not read it"),
         (CHAT, "top_logprobs", 2, "left out without logprobs"),
         (CHAT, "max_completion_tokens", 5, "left out with max_completion_tokens"),
         (CHAT, "response_format", {"type": "json_schema"}, "given where type"),
@@ -265,6 +266,12 @@ def test_tools_and_settings_reach_a_template_that_reads_them_and_are_refused_by_
     for field, value in ({"tools": [tool], "verbosity": "low"} | asked).items():
         param, words = refused(client, CHAT, HI | {field: value})
         assert param.split(".")[0] == field and "this model's chat template does not read it" in words
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    talk = {"messages": [*HI["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    param, words = refused(client, CHAT, HI | talk)
+    assert param == "messages.1.tool_calls" and "this model's chat template does not read them" in words
+    param, words = refused(client, CHAT, HI | {"chat_template_kwargs": {"a.messages": 1}})
+    assert words.startswith("chat_template_kwargs.a.messages = 1, must be left out")
 
 
 def test_the_last_message_is_gone_on_with(client, tiny) -> None:

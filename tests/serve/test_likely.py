@@ -111,6 +111,17 @@ def test_half_a_character_at_the_border_of_prompt_and_answer_is_where_the_text_h
     assert writer.write([Mark(id, -1.0, ()) for id in cat])["text_offset"][:2] == [0, 1]
 
 
+def test_after_half_a_character_a_token_begins_where_the_text_has_it(tokenizer) -> None:
+    half, cat = tokenizer.encode("日")[:1], tokenizer.encode("cat")
+    for ids in (half + cat, half + half + cat, cat + half + tokenizer.encode("é") + cat):
+        text = tokenizer.decode(ids)
+        got = Completed(tokenizer).write([Mark(id, -1.0, ()) for id in ids])
+        for token, at in zip(got["tokens"], got["text_offset"], strict=True):
+            assert token.startswith("bytes:") or text[at:].startswith(token), (token, at, text)
+        at = got["text_offset"][-len(cat)]
+        assert text[at:] == "cat"
+
+
 def test_too_many_log_probabilities_are_refused_before_any_work(client, tiny, monkeypatch) -> None:
     monkeypatch.setattr("perspectron.serve.web.answers.ENTRIES", 30)
     body = PROMPT | {"prompt": [5] * 11, "echo": True, "logprobs": 2, "max_tokens": 0}

@@ -86,11 +86,16 @@ def test_the_openai_client(url, tiny) -> None:
     for wrong, kind in (
         ({"model": "gpt-5"}, openai.NotFoundError),
         ({"max_tokens": 0}, openai.BadRequestError),
-        ({"n": 16, "max_tokens": 99999}, openai.RateLimitError),
+        ({"n": 16, "max_tokens": 99999}, openai.BadRequestError),
     ):
         with pytest.raises(kind) as caught:
             client.completions.create(**ask | wrong)
         assert caught.value.body["message"]
+    with client.completions.create(**ask | {"n": 8, "max_tokens": 99999}, stream=True) as busy:
+        next(iter(busy))
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**ask)
+    idle(tiny)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
 
@@ -132,6 +137,17 @@ def all_leave(url: str, tiny, rounds: int) -> int:
 def test_clients_that_leave_leave_nothing_behind(url, tiny) -> None:
     """Streams that are dropped after a token, and answers that nobody waits for."""
     assert 12 <= all_leave(url, tiny, 6) <= 18  # who leaves before it is read, never began
+
+
+def test_an_upload_that_is_broken_off_leaves_nothing_and_no_traceback(url, tiny, caplog) -> None:
+    folder = tiny.states.folder
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as sent:
+        head = f"PUT /v1/states/half HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+        sent.sendall(f"{head}Content-Length: 99999\r\n\r\nhalf".encode())
+        until(lambda: any(folder.glob(".*.tmp")))
+    until(lambda: not any(folder.glob(".*.tmp")))
+    time.sleep(0.05)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(

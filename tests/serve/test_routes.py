@@ -226,21 +226,59 @@ def test_models_tokens_health_metrics_and_the_page(client, tiny) -> None:
         ({"stop": [""]}, 400, "stop.0 = '', must be of at least 1 characters"),
         ({"stop": ["x"] * 17}, 400, "stop = a list of 17, must be of at most 16 entries"),
         ({"stop": "x" * 300}, 400, "stop"),
+        ({"stop": ["\ud800"]}, 400, "must be a text"),
         ({"n": 17}, 400, "n = 17, must be ≤ 16"),
         ({"logprobs": 21}, 400, "logprobs = 21, must be ≤ 20"),
         ({"best_of": 2}, 400, "best_of = 2, must be n = 1"),
         ({"logit_bias": {"1": 5}}, 400, "logit_bias = an object of 1, must be {}"),
         ({"id_slot": 9}, 400, "id_slot = 9"),
-        ({"prompt": "x", "n": 16}, 429, "ask again"),
+        ({"prompt": "x", "n": 9}, 400, "n = '9 texts', must be ≤ 8, what this server takes at once"),
+        ({"prompt": ["x"] * 3, "n": 3}, 400, "n = '9 texts', must be ≤ 8"),
+        ({"prompt": ["x"] * 9}, 400, "prompt = '9 texts', must be ≤ 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error_object(client, tiny, body, status, words) -> None:
-    answer = client.post("/v1/completions", json=PROMPT | body)
+    head = {"content-type": "application/json"}
+    answer = client.post("/v1/completions", content=json.dumps(PROMPT | body), headers=head)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]["message"]
-    assert "retry-after" in answer.headers or status != 429
     assert tiny.engine.active == tiny.engine.waiting == 0
     complete(client)
+
+
+def test_what_has_no_room_now_may_ask_again(client, tiny, monkeypatch) -> None:
+    monkeypatch.setattr(tiny.engine, "queue", 0)
+    with monkeypatch.context() as taken:
+        taken.setattr(tiny.engine, "_jobs", dict.fromkeys(range(4)))
+        answer = client.post("/v1/completions", json=PROMPT)
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1", answer.text
+    complete(client)
+
+
+def test_a_prompt_of_several_choices_counts_once_also_where_it_was_cached(client) -> None:
+    prompts = ["The cat sat on the mat. " * 20, "Row 3 of 9: the mat sat. " * 20]
+    for _ in range(2):
+        usage = complete(client, prompt=prompts, n=2)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] > 128
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/v1/completions?foo=1", "'foo': not known here; there are: none; fields go into the body"),
+        ("POST", "/v1/states?model=tiny", "'model': not known here"),
+        ("POST", "/v1/states/a/fork?model=tiny", "'model': not known here"),
+        ("GET", "/v1/states?limit=1", "'limit': not known here; there are: model"),
+        ("GET", "/slots?x=1", "'x': not known here"),
+        ("POST", "/slots/0?action=erase&force=1", "'force': not known here; there are: action"),
+    ],
+)
+def test_a_parameter_of_the_query_that_a_route_lacks_is_refused(client, method, path, words) -> None:
+    body = PROMPT if "completions" in path else {"id": "b"} | ({} if "fork" in path else {"prompt": "x"})
+    answer = client.request(method, path, json={} if "slots" in path else body)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    assert client.get("/v1/states?model=tiny").json()["data"] == []
+    assert client.get("/health?t=1").status_code == client.get("/metrics?t=1").status_code == 200
 
 
 def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
@@ -257,6 +295,13 @@ def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
         assert answer.status_code == 400 and "≤ positions = 64" in answer.json()["error"]["message"]
         answer = client.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 16})
         assert answer.status_code == 400 and "max_tokens = 16" in answer.json()["error"]["message"]
+        one.template = Template(TEMPLATE, "here")
+        for said in ("x", "x" * 30):  # a chat that does not say how many gets what is left
+            body = {"messages": [{"role": "user", "content": said}], "temperature": 0}
+            answer = client.post("/v1/chat/completions", json=body | {"logit_bias": {}})
+            assert answer.status_code == 200, answer.text
+            (choice,), usage = answer.json()["choices"], answer.json()["usage"]
+            assert choice["finish_reason"] != "length" or usage["total_tokens"] == 64
 
 
 def test_bodies_that_are_too_much(client) -> None:
@@ -399,7 +444,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         monkeypatch.setattr("perspectron.state.MAX_JSON", 300)
     failed = complete(client, save="a")
     assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12
-    assert failed["state_error"].startswith("a: ") and words in failed["state_error"]
+    assert failed["state_error"].startswith("a.state: ") and words in failed["state_error"]
     frames = streamed(client, "/v1/completions", PROMPT | {"save": "a"})
     assert "".join(frame["choices"][0]["text"] for frame in frames) == whole["choices"][0]["text"]
     assert [frame.get("state_error") for frame in frames] == [None] * 11 + [failed["state_error"]]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
-CHAT_TOKENS = 1024  # drawn where a chat does not say how many
+CHAT_TOKENS = 1024  # drawn where a chat does not say how many, or what a table of positions has left
 ENTRIES = 1 << 18  # log-probabilities of prompts in one answer
 
 
@@ -42,10 +42,11 @@ class _Choice:
 
 @dataclass
 class _Run:
-    """Jobs of one request, and where their events arrive. texts: of its answer, of which none has a job where nothing
-    is drawn. echoed: log-probabilities of each prompt, where they are asked."""
+    """Jobs of one request, n for each prompt, and where their events arrive. texts: of its answer, of which none has a
+    job where nothing is drawn. echoed: log-probabilities of each prompt, where they are asked."""
 
     jobs: list[Job]
+    n: int
     texts: int
     prompt_tokens: int
     events: "asyncio.Queue[tuple[int, Event]]"
@@ -57,13 +58,16 @@ class _Run:
     """The error of a state that could not be saved, as the answer tells it."""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens, as OpenAI counts them; those that the store spared count as cached."""
+        """Tokens, as OpenAI counts them, a prompt once however many choices it has; those that the store spared all of
+        them count as cached."""
         drawn = sum(len(job.ids) for job in self.jobs)
+        starts = range(0, len(self.jobs), self.n)
+        cached = sum(max(0, min(job.spared for job in self.jobs[at : at + self.n]) - 1) for at in starts)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": drawn,
             "total_tokens": self.prompt_tokens + drawn,
-            "prompt_tokens_details": {"cached_tokens": sum(max(0, job.spared - 1) for job in self.jobs)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 
@@ -100,8 +104,10 @@ class Answers:
         async with self.served.rendering:  # so that templates never hold more than one thread of a model
             text = await asyncio.to_thread(prompt_of, body, template)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tokens = tokens_of(body, min(CHAT_TOKENS, self.served.largest))
-        run = await self._run(body, [text], tokens, logprobs, request)
+        ids, positions = await self.served.ids(text), self.served.engine.model.config.positions
+        left = max(1, positions - len(ids)) if positions else CHAT_TOKENS
+        tokens = tokens_of(body, min(CHAT_TOKENS, left, self.served.largest))
+        run = await self._run(body, [ids], tokens, logprobs, request)
 
         def said(pieces: Sequence[Piece]) -> Any:
             return chatted(self.served.tokenizer, marks_of(pieces)) if logprobs is not None else None
@@ -137,7 +143,9 @@ class Answers:
         if body.state is not None:
             begun = await asyncio.to_thread(served.states.load, body.state, engine.session())
         read = [await served.ids(prompt) for prompt in prompts]
-        run = _Run([], body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot)
+        run = _Run(
+            [], body.n, body.n * len(prompts), 0, asyncio.Queue(), [], body.save, body.state or "", slot
+        )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
         sampling, stop = sampling_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -282,8 +290,7 @@ class Answers:
             try:
                 await asyncio.to_thread(self.served.states.save, run.save, run.jobs[0].session, run.parent)
             except PerspectronError as error:  # the text was drawn, and is answered
-                path = str(self.served.states.path(run.save))
-                run.unsaved = {"state_error": str(error).replace(path, run.save)}
+                run.unsaved = {"state_error": str(error)}
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)

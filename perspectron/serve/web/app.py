@@ -11,17 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from perspectron import __version__
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.session import Session
-from perspectron.errors import PerspectronError, StorageError
+from perspectron.errors import ConfigError, PerspectronError, StorageError
 from perspectron.machine import memory
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
@@ -174,6 +175,8 @@ class App:
                         )
                     await asyncio.to_thread(file.write, part)
             about = await asyncio.to_thread(served.states.take, id, path, served.engine.session())
+        except ClientDisconnect:
+            raise Gone from None
         except OSError as error:
             raise StorageError(f"{id}: not written ({error.strerror or error})") from None
         finally:
@@ -282,6 +285,8 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
     for method, path, handler in routes:
         own = otherwise.get(handler, {})
         told = {**own, "responses": {**refused, **own.get("responses", {})}}
+        if path not in ("/health", "/metrics"):  # of which monitors ask with parameters of their own
+            told["dependencies"] = [Depends(_known)]
         api.add_api_route(path, handler, methods=[method], response_model=None, **told)
     for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
         api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
@@ -329,6 +334,15 @@ def _refused(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return refusal(404, f"{what}: no such route; GET /openapi.json lists them")
     return refusal(error.status_code, f"{what}: the body is no JSON in UTF-8")
+
+
+async def _known(request: Request) -> None:
+    """ConfigError for a parameter of the query that the route does not have."""
+    names = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in names:
+            there = ", ".join(names) or "none; fields go into the body"
+            raise ConfigError(f"query parameter {name[:80]!r}: not known here; there are: {there}")
 
 
 def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:

@@ -29,9 +29,13 @@ def prompt_of(body: schema.Chat, template: Template) -> str:
             raise ConfigError(f"chat_template_kwargs.{name}: a template is not given that so; leave it out")
         seen[f"chat_template_kwargs.{name}"] = given[name] = value
     for field, value in seen.items():
-        if not template.uses(field.rpartition(".")[2]):
+        if not template.uses(field.removeprefix("chat_template_kwargs.")):
             said = f"{field} = {schema.short(value)}, must be left out"
             raise ConfigError(f"{said}: this model's chat template does not read it")
+    for at, message in enumerate(body.messages):
+        if message.tool_calls and "tool_calls" not in template.text:
+            said = "must be left out: this model's chat template does not read them"
+            raise ConfigError(f"messages.{at}.tool_calls = {schema.short(message.tool_calls)}, {said}")
     return template.prompt(
         [message.seen() for message in body.messages], tools=tools or None,
         add_generation_prompt=body.add_generation_prompt, continue_final_message=body.continue_final_message, **given,
@@ -73,6 +77,9 @@ def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int,
         require(tokens > 0, "max_tokens", tokens, "≥ 1")
         top = body.top_logprobs
         require(body.logprobs or not top, "top_logprobs", top, "left out without logprobs")
+    texts, most = body.n * len(prompts) if tokens else 0, served.engine.limit + served.engine.queue
+    name = "n" if body.n > 1 else "prompt"
+    require(texts <= most, name, f"{texts} texts", f"≤ {most}, what this server takes at once")
     single = body.n == 1 and len(prompts) == 1 and tokens > 0
     for name, value in (("save", body.save), ("id_slot", body.id_slot)):
         bound = "left out with n > 1, several prompts or max_tokens = 0"

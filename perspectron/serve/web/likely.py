@@ -62,8 +62,9 @@ class Completed:
     def _offsets(self, marks: Sequence[Mark]) -> list[int]:
         offsets = list[int]()
         for mark in marks:
-            offsets.append(self._at)
-            self._at += len(self._decoder.decode(self._tokenizer.token_bytes(mark.id)))
+            data, open_ = self._tokenizer.token_bytes(mark.id), self._decoder.getstate()[0]
+            offsets.append(self._at + _breaks(open_, data[:1]))
+            self._at += len(self._decoder.decode(data))
         return offsets
 
     def _top(self, mark: Mark) -> dict[str, float] | None:
@@ -72,6 +73,15 @@ class Completed:
             return None
         pairs = dict([*mark.likely, (mark.id, mark.logprob)])
         return {shown(self._tokenizer, id): value for id, value in pairs.items()}
+
+
+def _breaks(open_: bytes, byte: bytes) -> bool:
+    """Say whether a byte is none of the character that is begun, which then stands as U+FFFD before it."""
+    try:
+        codecs.utf_8_decode(open_ + byte, "strict", False)
+    except UnicodeDecodeError:
+        return open_ != b""
+    return False
 
 
 def chatted(tokenizer: Tokenizer, marks: Sequence[Mark]) -> dict[str, Any]:

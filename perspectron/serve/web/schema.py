@@ -334,9 +334,10 @@ WORDS = {
     "greater_than_equal": "≥ {ge}", "greater_than": "> {gt}", "less_than_equal": "≤ {le}", "less_than": "< {lt}",
     "finite_number": "finite", "int_type": "a whole number", "int_from_float": "a whole number",
     "int_parsing": "a whole number", "int_parsing_size": "a whole number of 64 bits", "float_type": "a number",
-    "bool_type": "true or false", "string_type": "a text", "list_type": "a list", "dict_type": "an object",
-    "model_type": "an object", "model_attributes_type": "an object", "literal_error": "{expected}",
-    "string_too_short": "of at least {min_length} characters", "string_too_long": "of at most {max_length} characters",
+    "bool_type": "true or false", "string_type": "a text", "string_unicode": "a text", "list_type": "a list",
+    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
+    "literal_error": "{expected}", "string_too_short": "of at least {min_length} characters",
+    "string_too_long": "of at most {max_length} characters",
     "too_short": "of at least {min_length} entries", "too_long": "of at most {max_length} entries", "ours": "{msg}",
 }  # fmt: skip
 """Bounds by the type of a validator's error."""

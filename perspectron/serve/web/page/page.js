@@ -199,7 +199,7 @@ async function goOn() {
   say("Reading.");
   try {
     for await (const frame of frames(await post("/v1/completions", body, listening.signal))) {
-      if (frame.error) throw new Error(frame.error.message);
+      if (frame.error || frame.state_error) throw new Error(frame.error ? frame.error.message : frame.state_error);
       const { text, logprobs } = frame.choices[0], span = document.createElement("span");
       logprobs.tokens.forEach((_, i) => marks.push({ logprob: logprobs.token_logprobs[i], likely: logprobs.top_logprobs[i] }));
       span.textContent = text;
