@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import perspectron
 import perspectron.state as state_module
-from perspectron import narrow
+from perspectron import narrow, presets
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import StateError, StorageError
 from perspectron.ffn import SwiGLUConfig
@@ -569,6 +569,17 @@ def test_fewer_bits_come_back_near(model, state, tmp_path, dtype, size, error):
     assert (continued(model, loaded) - continued(model, state)).abs().max() < 0.2
     perspectron.save_state(full, state, model, extra=EXTRA)
     assert torch.equal(continued(model, perspectron.load_state(full, model)), continued(model, state))
+
+
+@pytest.mark.parametrize("design", ["drm", "drm2"])
+def test_a_state_with_a_part_of_no_width_comes_back_from_8_bits(tmp_path, design):
+    model = perspectron.build(presets.small(design, vocab_size=11, d_model=32, layers=2, seq_len=16))
+    state = model.init_state(3)
+    assert any(x.is_floating_point() and 0 in x.shape for x in pytree.tree_leaves(state))
+    perspectron.save_state(tmp_path / "a.state", state, model, dtype="int8")
+    loaded = perspectron.load_state(tmp_path / "a.state", model)
+    for a, b in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(state), strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-2)
 
 
 def test_numbers_beyond_float32_are_refused_in_8_bits(tmp_path):
