@@ -614,7 +614,7 @@ def test_a_scale_of_another_shape_does_not_spread_the_numbers(model, state, tmp_
     held, header = {"a": torch.zeros(3000, 1, dtype=torch.int8)}, {"stored": '{"a": "torch.float32"}'}
     held["a/scale"] = torch.ones(1, 3000)
     with pytest.raises(StateError, match="stored does not fit its tensors"):
-        narrow.widened(tmp_path / "x", held, header)
+        narrow.widened(tmp_path / "x", held, header, {"a": torch.float32})
 
 
 def test_a_header_that_would_be_refused_is_not_written(model, state, tmp_path):

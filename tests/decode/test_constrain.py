@@ -162,12 +162,8 @@ class Without:
     """A vocabulary whose tokens with a letter spell another."""
 
     def __init__(self, inner: Tokenizer, letter: bytes) -> None:
-        self.vocab_size, self.encode, self._inner, self._letter = (
-            inner.vocab_size,
-            inner.encode,
-            inner,
-            letter,
-        )
+        self.vocab_size, self.stops, self.encode = inner.vocab_size, inner.stops, inner.encode
+        self._inner, self._letter = inner, letter
 
     def token_bytes(self, id: int) -> bytes:
         return self._inner.token_bytes(id).replace(self._letter, b"~")
