@@ -176,13 +176,16 @@ class Rows:
         all of them when None; of two that begin alike, the one that is further on reads for both where they share a
         store. In which order prompts are read changes no bit of any.
 
-        A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
-        cannot go on.
+        A row whose logits are not finite finishes with "error"; the others go on. StateError, before anything is done:
+        a row that has read its prompt, or that is not there. After another exception the session cannot go on.
         """
         watch = self._watch
         reading = self._reading
         if read is not None:
-            reading = list(dict.fromkeys(self._ahead(self._own(handle)) for handle in read))
+            asked = [self._own(handle) for handle in read]
+            if over := [row.handle for row in asked if row not in self._reading]:
+                raise StateError(f"row {over[0]} has read its prompt: step reads those of `unread`")
+            reading = list(dict.fromkeys(map(self._ahead, asked)))
         ends = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read(reading)]
         logits = [self._logits(one) for one in ends] if watch is None else watch.heads(ends)
         # A model may have more ids than its tokenizer knows.
@@ -215,9 +218,10 @@ class Rows:
         self, max_tokens: int, constraint: Constraint | None, min_tokens: int, stop_ids: Sequence[int]
     ) -> None:
         V, views = self.tokenizer.vocab_size, self._watch is not None and self._watch.perspectives is not None
-        require(0 <= min_tokens <= max_tokens, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+        whole = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
+        require(whole, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
         for id in stop_ids:
-            require(0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
+            require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
         require(not (views and min_tokens), "min_tokens", min_tokens, "0 with perspectives")
         if constraint is not None:
             same = constraint.tokenizer is self.tokenizer
