@@ -235,7 +235,8 @@ class Tool(Strict):
     function: Function
 
 
-_PARTS, _TOOLS = TypeAdapter(list[Part]), TypeAdapter(list[Tool])
+_PARTS = TypeAdapter(Annotated[list[Part], Field(fail_fast=True)])
+_TOOLS = TypeAdapter(Annotated[list[Tool], Field(fail_fast=True)])
 
 
 def _joined(content: Any) -> Any:
@@ -260,7 +261,7 @@ class Message(Strict):
         str | None, BeforeValidator(_joined, json_schema_input_type=str | list[Part] | None)
     ] = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -287,7 +288,7 @@ class Chat(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS)
-    tools: Annotated[list[Object], AfterValidator(_tools)] = []
+    tools: Annotated[list[Object], Field(fail_fast=True), AfterValidator(_tools)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
