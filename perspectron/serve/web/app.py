@@ -237,13 +237,9 @@ class App:
             session = await asyncio.to_thread(served.slot_files.load, body.filename, served.engine.session())
             about = await asyncio.to_thread(served.slot_files.about, body.filename)
         served.slots[id] = session
-        names = (
-            ("n_saved", "n_written", "save_ms")
-            if action == "save"
-            else ("n_restored", "n_read", "restore_ms")
-        )
-        took = 1e3 * (time.perf_counter() - start)
-        counts = {names[0]: len(session.tokens), names[1]: about.bytes, "timings": {names[2]: took}}
+        done, moved = ("saved", "written") if action == "save" else ("restored", "read")
+        timings = {f"{action}_ms": 1e3 * (time.perf_counter() - start)}
+        counts = {f"n_{done}": len(session.tokens), f"n_{moved}": about.bytes, "timings": timings}
         return {"id_slot": id, "filename": body.filename, **counts}
 
 
