@@ -40,7 +40,7 @@ _ENTRY = re.compile(
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a file's data, and its kind."""
+    """The place of a tensor in a file's data, and its kind."""
 
     start: int
     stop: int

@@ -36,10 +36,8 @@ from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
 
 CLOSING = 3.0  # seconds from the last checkpoint to the end: the curve, compressors
-WHOLE_SHARE, WHOLE_SECONDS = (
-    0.1,
-    5.0,
-)  # of a training's time, or seconds if they are more, for all held-out text
+WHOLE_SHARE, WHOLE_SECONDS = 0.1, 5.0
+"""The part of a training's time, or seconds if they are more, that all held-out text may take."""
 
 
 def fit(

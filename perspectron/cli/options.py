@@ -154,7 +154,7 @@ def say(line: str) -> None:
 
 
 def spoken(text: str) -> str:
-    """What a model says, for standard output: on a terminal without what that would obey."""
+    """The words of a model, for standard output: on a terminal without what that would obey."""
     return _COMMAND.sub(lambda sign: escaped(sign[0]), text) if sys.stdout.isatty() else text
 
 
