@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(\S*) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 BENCHMARK = re.compile(r"\bpython (-m )?benchmarks[./](\w+)")
 CITATION = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 RUN = ("index.md", "guides/your-text.md", "guides/keep-a-memory.md", "guides/choose-a-design.md")
@@ -138,17 +137,6 @@ def test_benchmarks_that_pages_name_start_as_they_say():
     for module, name in sorted(named):
         text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
         assert not (module and "\nimport common\n" in text), name
-
-
-def test_tests_that_pages_name_exist():
-    named = {match for page in pages() for match in TEST.findall(page.read_text(encoding="utf-8"))}
-    assert len(named) > 30
-    lost = [
-        (path, name)
-        for path, name in sorted(named)
-        if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
-    ]
-    assert lost == []
 
 
 def test_nothing_cites_what_a_user_cannot_open():
