@@ -103,7 +103,8 @@ def sized(
 
 def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds: float) -> float:
     """Parameters for which TOKENS_PER_PARAMETER are read in so many seconds, by timing two sizes here."""
-    whole = seconds * train.batch_size * train.seq_len * train.accumulate / presets.TOKENS_PER_PARAMETER
+    tokens = max(seconds, 1.0) * train.batch_size * train.seq_len  # none may be left: `settled` says so
+    whole = tokens * train.accumulate / presets.TOKENS_PER_PARAMETER
 
     def timed(params: float) -> tuple[int, float]:
         made = model(params)

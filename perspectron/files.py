@@ -365,7 +365,8 @@ def _integer(digits: str) -> int:
 
 
 def _large(digits: str) -> int | float:
-    return _finite(digits) if len(digits) > MAX_DIGITS + 1 else _integer(digits)
+    fits = len(digits) <= MAX_DIGITS + 1 and -(2**63) <= int(digits) < 2**63
+    return int(digits) if fits else _finite(digits)
 
 
 def _finite(digits: str) -> float:

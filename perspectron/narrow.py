@@ -58,7 +58,8 @@ def widened(
                 raise ValueError
             if tensor.dtype == torch.int8:
                 scale = held.pop(name + SCALE)
-                if scale.shape != (*tensor.shape[:-1], 1):  # it would be spread to more than the file holds
+                # Another shape would spread it to more than the file holds, unless there is nothing to spread.
+                if tensor.numel() and scale.shape != (*tensor.shape[:-1], 1):
                     raise ValueError
                 held[name] = (tensor * scale).to(dtype)
             else:

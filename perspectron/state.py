@@ -224,8 +224,12 @@ def save_state(
         raise StateError(f"{path}: no state of this model; save it with the model that made it")
     tensors, header = _packed(path, state, model, extra, dtype)
     with atomic(Path(path)) as temporary:
-        save_tensors(temporary, tensors, header)
-        _check_header(Path(path), temporary)
+        try:
+            save_tensors(temporary, tensors, header)
+        except OSError:
+            if temporary.exists():  # it may be for its header, which says more
+                _check_header(Path(path), temporary)
+            raise
 
 
 def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:

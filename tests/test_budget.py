@@ -34,6 +34,14 @@ def test_the_size_is_the_one_that_reads_so_many_tokens_in_the_time(machine, seco
     assert len(machine) <= 2  # a few seconds of timing
 
 
+@pytest.mark.parametrize("seconds", [0, -2.5])
+def test_where_no_time_is_left_the_smallest_is_chosen_so_that_the_minutes_are_refused_by_name(
+    machine, seconds
+):
+    made = sized("perspective2", Budget(minutes=0.1), TrainConfig(), MANY, seconds, 0)
+    assert active_parameters(made) < 300_000
+
+
 def test_the_size_follows_from_tokens_and_from_passes(machine):
     train, ratio = TrainConfig(), presets.TOKENS_PER_PARAMETER
     tokens = sized("perspective2", Budget(tokens=4_000_000), train, MANY, 0, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perspectron.errors import ArtifactError
-from perspectron.files import read_json, safe_join
+from perspectron.files import parse_json, read_json, safe_join
 
 
 def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:
@@ -50,3 +50,12 @@ def test_json_is_read_from_files_of_some_size(tmp_path: Path) -> None:
             read_json(tmp_path / name, ArtifactError)
     assert read_json(tmp_path / "fits", ArtifactError) == 1
     assert read_json(tmp_path / "long", ArtifactError, limit + 1) == 1
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64 - 1, 10**20 - 1, 10**30])
+def test_files_of_others_may_have_whole_numbers_beyond_64_bits(number: int) -> None:
+    assert parse_json(str(number), infinite=True) == float(number)
+    with pytest.raises(ValueError, match="beyond 64 bits"):
+        parse_json(str(number))
+    for fits in (2**63 - 1, -(2**63)):
+        assert type(found := parse_json(str(fits), infinite=True)) is int and found == fits

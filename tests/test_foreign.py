@@ -189,6 +189,20 @@ def test_a_separator_beyond_the_vocabulary_is_refused(bpe, tmp_path):
             adopted(at)
 
 
+@pytest.mark.parametrize("id", [[1], {}, "1", None, True, 1.5], ids=str)
+def test_an_id_that_is_no_number_is_refused(id, bpe, tmp_path):
+    """Also of a token that ends texts."""
+    path = tmp_path / "tokenizer.json"
+    bpe.save(str(path))
+    whole = json.loads(path.read_text())
+    token = next(token for token in whole["model"]["vocab"] if token != whole["added_tokens"][0]["content"])
+    whole["model"]["vocab"][token] = id
+    path.write_text(json.dumps(whole))
+    for stops in ([], [token], [5]):
+        with pytest.raises(DataError, match="must be a whole number"):
+            adopt(path, stops=stops)
+
+
 def test_the_separator_is_the_one_that_the_config_names(bpe, tmp_path):
     bpe.add_special_tokens(["<|begin|>"])
     bpe.save(str(tmp_path / "tokenizer.json"))

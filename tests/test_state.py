@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import perspectron
 import perspectron.state as state_module
-from perspectron import narrow
+from perspectron import narrow, presets
 from perspectron.config import BlockConfig, ModelConfig
 from perspectron.errors import StateError, StorageError
 from perspectron.ffn import SwiGLUConfig
@@ -571,6 +571,17 @@ def test_fewer_bits_come_back_near(model, state, tmp_path, dtype, size, error):
     assert torch.equal(continued(model, perspectron.load_state(full, model)), continued(model, state))
 
 
+@pytest.mark.parametrize("design", ["drm", "drm2"])
+def test_a_state_with_a_part_of_no_width_comes_back_from_8_bits(tmp_path, design):
+    model = perspectron.build(presets.small(design, vocab_size=11, d_model=32, layers=2, seq_len=16))
+    state = model.init_state(3)
+    assert any(x.is_floating_point() and 0 in x.shape for x in pytree.tree_leaves(state))
+    perspectron.save_state(tmp_path / "a.state", state, model, dtype="int8")
+    loaded = perspectron.load_state(tmp_path / "a.state", model)
+    for a, b in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(state), strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-2)
+
+
 def test_numbers_beyond_float32_are_refused_in_8_bits(tmp_path):
     held = {"a": torch.tensor([[1.0, 1e38]], dtype=torch.float64)}
     narrow.tensors(tmp_path / "x", held, header := {}, "int8")
@@ -603,7 +614,7 @@ def test_a_scale_of_another_shape_does_not_spread_the_numbers(model, state, tmp_
     held, header = {"a": torch.zeros(3000, 1, dtype=torch.int8)}, {"stored": '{"a": "torch.float32"}'}
     held["a/scale"] = torch.ones(1, 3000)
     with pytest.raises(StateError, match="stored does not fit its tensors"):
-        narrow.widened(tmp_path / "x", held, header)
+        narrow.widened(tmp_path / "x", held, header, {"a": torch.float32})
 
 
 def test_a_header_that_would_be_refused_is_not_written(model, state, tmp_path):

@@ -14,6 +14,10 @@ class Console(RichConsole):
     def print(self, *parts: Any, **options: Any) -> None:
         super().print(*(escaped(x, "\n") if isinstance(x, str) else x for x in parts), **options)
 
+    def on_broken_pipe(self) -> None:
+        """BrokenPipeError, as other output raises it; rich would end the program with exit code 1."""
+        raise BrokenPipeError
+
 
 def progress() -> Console:
     """Standard error, a line as it is."""

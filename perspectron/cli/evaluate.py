@@ -1,6 +1,5 @@
 """`perspectron eval`."""
 
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from perspectron.cli.options import Sets, answer, assignments, open_model
+from perspectron.cli.options import Sets, answer, assignments, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus, with_encoding
@@ -109,5 +108,5 @@ class Eval:
         corpus = open_corpus(source, share, template=Template.of(opened.folder.path))
         shards = encode(corpus, opened.tokenizer, scratch)
         for line in corpus.notes():
-            print(f"perspectron: {line}", file=sys.stderr)
+            say(line)
         return shards.split("heldout")

@@ -1,12 +1,11 @@
 """`perspectron export`."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from perspectron.cli.options import answer, needs, open_model
+from perspectron.cli.options import answer, needs, open_model, say
 from perspectron.cli.progress import Work
 from perspectron.config import require
 
@@ -49,7 +48,7 @@ class Export:
             opened = open_model(self.run)
             export.export(opened, out)
         if isinstance(template := opened.template(), Refused):
-            print(f"perspectron: without a chat template; {template.why}", file=sys.stderr)
+            say(f"without a chat template; {template.why}")
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
         read = f'AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True)'
         return answer(

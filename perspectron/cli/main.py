@@ -81,9 +81,14 @@ class _Raw(io.FileIO):
 
     broken = False
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> Any:
+        data, done = memoryview(data).cast("B"), 0
+        if self.broken:
+            return len(data)
         try:
-            return len(data) if self.broken else super().write(data)
+            while done < len(data) and (part := super().write(data[done:])) is not None:
+                done += part  # on a full disk a part, and an error only after it
+            return done or None
         except OSError as error:
             self.broken = True
             if self.fileno() == 2:
@@ -103,11 +108,11 @@ def _open_streams() -> None:
             os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
-        was = getattr(sys, name)
-        sized = io.BufferedWriter(_Raw(number, "wb", closefd=False))
+        was, raw = getattr(sys, name), _Raw(number, "wb", closefd=False)
         encoding, lines, at_once = (
             (was.encoding, was.line_buffering, was.write_through) if was else ("utf-8", True, False)
         )
+        sized = raw if at_once else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
         text = io.TextIOWrapper(
             sized, encoding, "backslashreplace", line_buffering=lines, write_through=at_once
         )

@@ -19,7 +19,7 @@ from perspectron import presets
 from perspectron.census import census, state_bytes
 from perspectron.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
-from perspectron.errors import ConfigError, DataError
+from perspectron.errors import ConfigError, DataError, escaped
 from perspectron.eval.suites import BESIDE_LOSS
 from perspectron.eval.training import Setting, seconds_per_step
 from perspectron.files import read_json, remove, safe_join, write_json
@@ -138,7 +138,7 @@ def prepare(out: Path, settings: Settings) -> tuple[Tokenizer, Shards]:
         size = settings.vocab_size or presets.vocabulary(settings.params)
         encode(corpus, made_in(folder, "bpe", corpus, size), folder)
         for line in corpus.notes():
-            print(f"perspectron: {line}", file=sys.stderr)
+            print(f"perspectron: {escaped(line)}", file=sys.stderr)
     tokenizer, shards = Tokenizer.load(folder / "tokenizer.json"), open_shards(folder)
     Loader(shards.split("train"), batch_size=1, seq_len=settings.seq_len, seed=0)
     bound = (

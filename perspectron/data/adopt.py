@@ -74,9 +74,12 @@ def adopt(path: Path, ids: Sequence[Any] = (), stops: Sequence[int | str] = ()) 
                 f"{path}: added token {token['content']!r} is not special, so text gives it; no tokenizer of ours can"
             )
     vocab = model["vocab"] | {token["content"]: token["id"] for token in added}
+    for token, id in vocab.items():
+        if type(id) is not int:
+            raise DataError(f"{path}: the id of {token[:80]!r} is {str(id)[:80]!r}, must be a whole number")
     ends = {_id_of(stop, vocab, path) for stop in stops}
     at = vocab.pop(separator)
-    if type(at) is not int or not 0 <= at <= len(vocab):  # beyond, a matrix may have no row
+    if not 0 <= at <= len(vocab):  # beyond, a matrix may have no row
         raise DataError(
             f"{path}: the id of {separator!r} is {at!r}, must be a whole number in 0 … {len(vocab)}"
         )

@@ -124,7 +124,7 @@ def examined(path: Path, encoding: str = "") -> Text:
                 waiting, nul = len(decoder.getstate()[0]), block.find(0)
                 text = decoder.decode(block if nul < 0 else block[:nul])
                 if nul >= 0:
-                    return _no_text(path, encoding, at + nul, "a NUL byte, not UTF-8 text")
+                    return _no_text(path, encoding, at + nul, f"a NUL byte, not {encoding or 'UTF-8'} text")
                 at, plain = at + len(block), plain and text.isascii()
         except UnicodeDecodeError as error:
             return _no_text(path, encoding, at - waiting + error.start, "not UTF-8 text")

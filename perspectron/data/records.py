@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ LONGEST = 1 << 26
 """Bytes of a record in text, or of a page of a parquet file."""
 SHOWN = 8
 """Fields of a record that are named."""
+NO_UTF8 = "not UTF-8; --encoding reads others"
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Fields:
                 return f"no {name!r}, they have {there}"
             if not isinstance(record[name], str):
                 return f"{name!r} is no string"
+        if any(_NOT_UTF8.search(record[name]) for name in self.names):
+            return NO_UTF8
         return f"a NUL or broken characters in {self}"
 
 
@@ -194,7 +199,7 @@ class JsonLines:
                 at = 0.0 if self._path.suffix in COMPRESSED else float(offset)
                 row = row_of(number, record, self._fields, [offset, number], at)
                 if row.text is None:
-                    row = row._replace(key=line, why="no JSON" if record is None else row.why)
+                    row = row._replace(key=line, why=_why_no_json(line) if record is None else row.why)
                 yield row
 
 
@@ -272,10 +277,12 @@ def require_columns(source: str, columns: Sequence[str], fields: Fields) -> None
     for name in fields.names:
         if name not in columns:
             there = ", ".join(columns) or "none"
-            how = f"; name the one with the text: {source}#{next(iter(columns), 'COLUMN')}"
+            how = f"; name the one with the text: {source}#{columns[0]}" if columns else ""
             raise DataError(
                 f"{source}: no column {name!r}, its columns are {there}{'' if fields.template else how}"
             )
+        if (many := columns.count(name)) > 1:
+            raise DataError(f"{source}: {many} columns are called {name!r}, must be one")
 
 
 def _parsed(line: bytes) -> Any:
@@ -283,6 +290,14 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
+
+
+def _why_no_json(line: bytes) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return NO_UTF8
+    return "no JSON"
 
 
 def _valid(text: str) -> bool:

@@ -83,6 +83,8 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
         return open_named(source, shares)
     place, field, encoding = _parts_of(source)
     fields = Fields(field or "text", template)
+    if field and template and shares.rule > 1:
+        raise DataError(f"{source}: #{field} must be left out: with a template, texts are under {fields}")
     if encoding and (place in NAMED or place.startswith(PREFIX) or is_encoded(place)):
         raise DataError(f"{source}: encoding is {encoding}, must be left out: {place} is no file of bytes")
     if place.startswith(PREFIX):
@@ -105,7 +107,7 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
     if is_table(path.name, loose=shares.rule > 1):
         return open_table(path, shares, fields, encoding)
     _require_records(source, template)
-    _require_no_field(place, field)
+    _require_no_field(place, field, shares)
     return open_file(path, shares, encoding)
 
 
@@ -127,7 +129,7 @@ def _open_files(
     identity = fingerprint(f"{kind} of records" if tables else kind, lines)
     if not tables:
         _require_records(source, fields.template)
-        _require_no_field(place, asked)
+        _require_no_field(place, asked, shares)
         return Files(source, identity, shares, divide(source, texts, shares, encoding, by_kind=True))
     records = Records(source, identity, shares, tables, fields)
     if asked:
@@ -151,8 +153,8 @@ def _table_in_folder(name: str, path: Path, fields: Fields, encoding: str, share
         return None
 
 
-def _require_no_field(place: str, field: str) -> None:
-    if field:
+def _require_no_field(place: str, field: str, shares: Shares) -> None:
+    if field and shares.rule > 1:  # before, it was dropped
         raise DataError(
             f"{place}#{field}: {field!r} names a field of records, and there are none in {place}: a .jsonl, .parquet, "
             f".csv, .tsv or .json has them; leave #{field} out to read the text as it stands"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perspectron.data.corpus import Corpus, Place, Shares, facts, fingerprint
-from perspectron.data.reading import COMPRESSED, PIECE, reading
+from perspectron.data.reading import COMPRESSED, PIECE, examined, reading, refusal
 from perspectron.data.records import (
     LINES,
     LONGEST,
@@ -33,27 +33,42 @@ AS_TEXT = "; to train on the file as it stands, name it {}.txt"
 
 def is_table(name: str, *, loose: bool = True) -> bool:
     """True if a file of this name has records. loose: also one in LOOSE."""
-    plain = name.removesuffix(".gz").removesuffix(".zst")
-    return name.endswith((*LINES, PARQUET)) or (loose and plain.endswith(LOOSE))
+    if not loose:
+        return name.endswith((*LINES, PARQUET))
+    return name.lower().endswith((*LINES, PARQUET)) or _extension(name) in LOOSE
+
+
+def _extension(name: str) -> str:
+    """The extension, in lower case and without that of a compression."""
+    return Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def table_of(path: Path, name: str, fields: Fields, encoding: str = "") -> Table:
     """The records of a file. DataError for a table without a column that is asked for."""
-    if name.endswith(PARQUET):
+    if name.lower().endswith(PARQUET):
         if encoding:
             raise DataError(
                 f"{path}: encoding is {encoding}, must be left out: parquet has strings, not bytes"
             )
         return Parquet(path, name, fields)
-    if name.endswith(LINES):
+    if name.lower().endswith(LINES):
         return JsonLines(path, name, fields, encoding)
-    if ".json" in Path(name).suffixes[-2:]:
+    if _extension(name) == ".json":
         return Json(path, name, fields, encoding)
     return Csv(path, name, fields, encoding)
 
 
 def open_table(path: Path, shares: Shares, fields: Fields, encoding: str = "") -> Corpus:
     """The records of one file."""
+    try:
+        return _opened(path, shares, fields, encoding)
+    except DataError:
+        if not path.name.lower().endswith(PARQUET) and (text := examined(path, encoding)).encoding:
+            raise DataError(refusal(path, text)) from None
+        raise
+
+
+def _opened(path: Path, shares: Shares, fields: Fields, encoding: str) -> Corpus:
     table = table_of(path, path.name, fields, encoding)
     kind = {JsonLines: "jsonl by text", Parquet: "parquet by text"}.get(type(table), "table by text")
     lines = [
@@ -74,12 +89,13 @@ class Csv:
         self.name, self.size, self.identity = name, float(path.stat().st_size), facts(name, path)
         self._path, self._fields, self._encoding = path, fields, encoding
         self._delimiter, self._columns, self._first = "\t", list[str](), 0
-        with reading(path, encoding) as file:
-            head = file.readline(PIECE).decode("utf-8-sig", "replace")
-        if ".tsv" not in Path(name).suffixes[-2:]:
+        if _extension(name) != ".tsv":
+            with reading(path, encoding) as file:
+                lines = iter(lambda: file.readline(PIECE), b"")
+                head = next((line for line in lines if line.strip()), b"").decode("utf-8", "replace")
             self._delimiter = max(DELIMITERS, key=head.count)
-        first, self._first = next(self._cells(0), ([""], 0))
-        self._columns = [first[0].removeprefix("\ufeff"), *first[1:]]
+        filled = ((cells, at) for cells, at in self._cells(0) if cells)
+        self._columns, self._first = next(filled, ([], 0))
         try:
             require_columns(str(path), self._columns, fields)
         except DataError as error:
@@ -110,8 +126,9 @@ class Csv:
             def lines() -> Iterator[str]:
                 nonlocal at
                 while line := file.readline(LONGEST + 1):
+                    marked = at == 0 and line.startswith(codecs.BOM_UTF8)
                     at += len(line)
-                    yield line.decode("utf-8", "surrogateescape")
+                    yield line.removeprefix(codecs.BOM_UTF8 * marked).decode("utf-8", "surrogateescape")
 
             try:
                 for cells in csv.reader(lines(), delimiter=self._delimiter, strict=True):

@@ -4,7 +4,7 @@ import fnmatch
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -175,35 +175,48 @@ def divide(
 
 
 def _by_kind(every: list[Part], shares: Shares) -> dict[SplitName, list[Part]]:
-    """Parts to splits, such that each has its share of every kind."""
+    """Parts to splits, such that each has its share of every kind; dev, where that would be nothing, of all kinds as
+    one, so that what is held out stays."""
     kinds = defaultdict[str, list[Part]](list)
-    for part in sorted(every, key=lambda part: (part.share, part.name)):
+    for part in _in_order(every):
         kinds[part.kind].append(part)
-    least = RARE * sum(part.size for part in every)
-    rare = [kind for kind, parts in kinds.items() if sum(part.size for part in parts) < least]
-    pooled = sorted((part for kind in rare for part in kinds.pop(kind)), key=lambda p: (p.share, p.name))
-    splits: dict[SplitName, list[Part]] = {split: [] for split in shares.splits}
-    for parts in (*kinds.values(), pooled):
-        whole, low = float(sum(part.size for part in parts)), 0.0
-        held: tuple[tuple[SplitName, float], ...] = (("heldout", shares.heldout), ("dev", shares.dev))
-        for split, share in held:
-            if share:
-                taken, parts = _portion(parts, whole, low, share)
-                splits[split] += taken
-            low += share
-        splits["train"] += parts
-    return {split: sorted(parts, key=lambda part: part.name) for split, parts in splits.items()}
+    least = RARE * _bytes(every)
+    rare = [kind for kind, parts in kinds.items() if _bytes(parts) < least]
+    pooled = _in_order(part for kind in rare for part in kinds.pop(kind))
+    groups = [(_bytes(parts), parts) for parts in (*kinds.values(), pooled)]
+    splits, low = dict[SplitName, list[Part]](), 0.0
+    held: list[tuple[SplitName, float]] = [("heldout", shares.heldout), ("dev", shares.dev)]
+    for split, share in held[: len(shares.splits) - 1]:
+        found = [_portion(parts, whole, low, share) for whole, parts in groups]
+        if split == "dev" and not any(part.known().end for taken, _ in found for part in taken):
+            groups = [(_bytes(every), _in_order(part for _, parts in groups for part in parts))]
+            found = [_portion(groups[0][1], groups[0][0], low, share, least=1)]
+        splits[split] = [part for taken, _ in found for part in taken]
+        groups = [(whole, left) for (whole, _), (_, left) in zip(groups, found, strict=True)]
+        low += share
+    splits["train"] = [part for _, parts in groups for part in parts]
+    return {split: sorted(splits[split], key=lambda part: part.name) for split in shares.splits}
 
 
-def _portion(parts: list[Part], whole: float, low: float, share: float) -> tuple[list[Part], list[Part]]:
+def _in_order(parts: Iterable[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: (part.share, part.name))
+
+
+def _bytes(parts: Iterable[Part]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _portion(
+    parts: list[Part], whole: float, low: float, share: float, least: int = LEAST
+) -> tuple[list[Part], list[Part]]:
     """(parts taken, parts left), both in the order of their hashes. Those are taken whose hash is in [low, low + share)
-    where they have from half to twice as many bytes as that share of the `whole`; else as many as have it, in the
-    order of the hashes, the last of them cut, so that its end is taken."""
+    where they have from half to twice as many bytes as that share of the `whole`, or that is below `least`; else as
+    many as have it, in the order of the hashes, the last of them cut, so that its end is taken."""
     chosen, rest = list[Part](), list[Part]()
     for part in parts:
         (chosen if low <= part.share < low + share and part.end is None else rest).append(part)
     wanted = share * whole
-    if wanted < LEAST or wanted / 2 <= sum(part.size for part in chosen) <= 2 * wanted:
+    if wanted < least or wanted / 2 <= _bytes(chosen) <= 2 * wanted:
         return chosen, rest
     known = [part.known() for part in parts]
     wanted *= sum(text.size for text in known if text.end) / max(1, sum(part.size for part in parts))
@@ -211,7 +224,7 @@ def _portion(parts: list[Part], whole: float, low: float, share: float) -> tuple
     for part, text in zip(parts, known, strict=True):
         if not text.end or wanted < 1:
             left.append(part)
-        elif text.size <= wanted:
+        elif text.size <= max(wanted, 4):  # one character cannot be cut
             taken.append(part)
             wanted -= text.size
         else:

@@ -221,8 +221,22 @@ def _check(schema: Any, where: str) -> None:
         if key in ("exclusiveMinimum", "exclusiveMaximum"):
             number = not isinstance(value, bool)
             require(number, f"{where}.{key}", value, "a number, as drafts since 6 have it")
+            _check_bound(schema, key, where)
     for place, part in _parts(schema):
         _check(part, f"{where}.{place}")
+
+
+def _check_bound(schema: dict[str, Any], key: str, where: str) -> None:
+    """ConfigError for a whole exclusive bound less than 1 from the other one: the library lets it be drawn itself."""
+    bound, end = schema[key], "aximum" if key.endswith("inimum") else "inimum"
+    others = [schema.get(f"m{end}"), schema.get(f"exclusiveM{end}")]
+    near = [
+        x
+        for x in others
+        if isinstance(x, int | float) and isinstance(bound, int | float) and abs(x - bound) < 1
+    ]
+    if near and bound == bound // 1 and schema.get("type") != "integer":
+        raise ConfigError(f"{where}.{key} = {bound}, must be at least 1 from the other bound, {near[0]}")
 
 
 def _known() -> str:

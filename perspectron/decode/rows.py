@@ -10,6 +10,7 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,13 +176,16 @@ class Rows:
         all of them when None; of two that begin alike, the one that is further on reads for both where they share a
         store. In which order prompts are read changes no bit of any.
 
-        A row whose logits are not finite finishes with "error"; the others go on. After an exception the session
-        cannot go on.
+        A row whose logits are not finite finishes with "error"; the others go on. StateError, before anything is done:
+        a row that has read its prompt, or that is not there. After another exception the session cannot go on.
         """
         watch = self._watch
         reading = self._reading
         if read is not None:
-            reading = list(dict.fromkeys(self._ahead(self._own(handle)) for handle in read))
+            asked = [self._own(handle) for handle in read]
+            if over := [row.handle for row in asked if row not in self._reading]:
+                raise StateError(f"row {over[0]} has read its prompt: step reads those of `unread`")
+            reading = list(dict.fromkeys(map(self._ahead, asked)))
         ends = [*self._drawing.advance(keep=watch is not None and watch.keeps), *self._read(reading)]
         logits = [self._logits(one) for one in ends] if watch is None else watch.heads(ends)
         # A model may have more ids than its tokenizer knows.
@@ -214,9 +218,10 @@ class Rows:
         self, max_tokens: int, constraint: Constraint | None, min_tokens: int, stop_ids: Sequence[int]
     ) -> None:
         V, views = self.tokenizer.vocab_size, self._watch is not None and self._watch.perspectives is not None
-        require(0 <= min_tokens <= max_tokens, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
+        whole = isinstance(min_tokens, Integral) and 0 <= min_tokens <= max_tokens
+        require(whole, "min_tokens", min_tokens, f"≥ 0, ≤ max_tokens = {max_tokens}")
         for id in stop_ids:
-            require(0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
+            require(isinstance(id, Integral) and 0 <= id < V, "stop_ids", id, f"≥ 0 and < {V}")
         require(not (views and min_tokens), "min_tokens", min_tokens, "0 with perspectives")
         if constraint is not None:
             same = constraint.tokenizer is self.tokenizer
@@ -297,39 +302,44 @@ class Rows:
             self.store.put(row.keys, -(-row.start // self.chunk), row.state, last_1D, row.seconds)
         return last_1D
 
-    def _kept(self, logits_BV: Tensor, bad: dict[int, str]) -> Tensor:
-        """The logits of what may be drawn, −inf for the others. Rows of which nothing is left become bad."""
-        if all(row.matcher is None and row.early == 0 for row in self._drawing.rows):
-            return logits_BV
-        kept_BV = logits_BV.to(torch.float64, copy=True)
-        for at, (row, kept_V) in enumerate(zip(self._drawing.rows, kept_BV.numpy(), strict=True)):
-            if at in bad or (allowed_V := row.allowed(len(kept_V))) is None:
-                continue
-            kept_V[~allowed_V] = -math.inf
-            if row.matcher is not None and row.matcher.error:
-                bad[at] = f"constraint: {row.matcher.error}"
-            elif kept_V.max() == -math.inf:  # the model or a safe set leaves none of them
-                bad[at] = f"logits of row {row.handle}: none is finite of the tokens that are allowed"
-        return kept_BV
+    def _sampled(self, logits_BV: Tensor, bad: dict[int, str]) -> dict[int, int]:
+        """The token drawn for each row, by its place. Rows that cannot be drawn from are bad, or become so."""
+        rows, kept_BV, ids = self._drawing.rows, logits_BV, dict[int, int]()
+        if any(row.matcher is not None or row.early > 0 for row in rows):
+            kept_BV = logits_BV.to(torch.float64, copy=True)
+            for at, (row, kept_V) in enumerate(zip(rows, kept_BV.numpy(), strict=True)):
+                if at in bad or (allowed_V := row.allowed(len(kept_V))) is None:
+                    continue
+                kept_V[~allowed_V] = -math.inf
+                if row.matcher is not None and row.matcher.error:
+                    bad[at] = f"constraint: {row.matcher.error}"
+                elif kept_V.max() == -math.inf:  # the model or a safe set leaves none of them
+                    bad[at] = f"logits of row {row.handle}: none is finite of the tokens that are allowed"
+                elif np.count_nonzero(allowed_V) == 1:  # no draw gives another
+                    ids[at] = int(allowed_V.argmax())
+        free = [at for at in range(len(rows)) if at not in bad and at not in ids]
+        if free:
+            drawn = [rows[at] for at in free]
+            found = sample(
+                kept_BV if len(free) == len(rows) else kept_BV[free],
+                [row.recent for row in drawn],
+                [row.drawn for row in drawn],
+                [row.sampling for row in drawn],
+                [row.stream for row in drawn],
+            )
+            ids |= zip(free, found.tolist(), strict=True)
+        return dict(sorted(ids.items()))
 
     def _draw(self, logits_BV: Tensor) -> list[Piece]:
         """One token for each row that is drawn from."""
         rows, bad = self._drawing.rows, dict.fromkeys(non_finite(logits_BV), "")
-        kept_BV = self._kept(logits_BV, bad)
+        ids = self._sampled(logits_BV, bad)
         pieces = [replace(rows[at].fail(), error=why) for at, why in bad.items()]
-        good = [at for at in range(len(rows)) if at not in bad]
-        drawn = [rows[at] for at in good]
-        ids = sample(
-            kept_BV[good] if bad else kept_BV,
-            [row.recent for row in drawn],
-            [row.drawn for row in drawn],
-            [row.sampling for row in drawn],
-            [row.stream for row in drawn],
-        )
-        marks = [Mark()] * len(drawn)
+        marks = [Mark()] * len(ids)
         if self._watch is not None:
-            marks = self._watch.marks(self._drawing, good, ids.tolist(), logits_BV)
-        for row, at, id, mark in zip(drawn, good, ids.tolist(), marks, strict=True):
+            marks = self._watch.marks(self._drawing, [*ids], [*ids.values()], logits_BV)
+        for (at, id), mark in zip(ids.items(), marks, strict=True):
+            row = rows[at]
             if mark.failed:
                 pieces.append(replace(row.fail(), error=mark.failed))
                 continue

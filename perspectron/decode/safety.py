@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,20 +20,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.config import one_of, require
+from perspectron.config import load, one_of, require
 from perspectron.decode.projection import Faces, Report, faces, project
 from perspectron.decode.reading import END_OF_TEXT_ID, read
 from perspectron.errors import ConfigError
 from perspectron.files import atomic, parse_json
 from perspectron.model import LanguageModel
 from perspectron.state import Stateful
-from perspectron.tensors import load_tensors, save_tensors
+from perspectron.tensors import JSON_ROOM, load_tensors, save_tensors
 
 FORMAT = "perspectron-safety-1"
 WEIGHT = 1.0  # of a probe's L2 term, in terms of the mean loss's, over the number of states
 ROOM = 0.05  # of the mean deviation, by which the inner point is inside
 Action = Literal["project", "flag", "stop", "mask"]
 ACTIONS: tuple[Action, ...] = ("project", "flag", "stop", "mask")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a file tells of its polytope beside the tensors; the fields are the polytope's."""
+
+    labels: tuple[str, ...]
+    epsilon: float
+    alpha: float
+    model: str
+
+    def __post_init__(self) -> None:
+        require(0 <= self.alpha < 1, "alpha", self.alpha, "in [0, 1)")
+        for label in self.labels:
+            short = len(label) <= 200 and label.isprintable()
+            require(short, "labels", repr(label[:80]), "of at most 200 printable characters each")
 
 
 @dataclass(frozen=True)
@@ -54,16 +70,20 @@ class Polytope:
     model: str
 
     def __post_init__(self) -> None:
-        for name in ("normals", "offsets", "inside"):
-            require(
-                bool(getattr(self, name).isfinite().all()), f"polytope.{name}", "not finite", "finite numbers"
-            )
-        H, D = self.normals.shape
-        shapes = tuple(self.offsets.shape), tuple(self.inside.shape), len(self.labels)
+        for name, kind in (("normals", torch.float32), ("offsets", torch.float64), ("inside", torch.float64)):
+            part = getattr(self, name)
+            require(part.dtype == kind, f"polytope.{name}", part.dtype, str(kind))
+            require(bool(part.isfinite().all()), f"polytope.{name}", "not finite", "finite numbers")
+        H, *rest = self.normals.shape or (0,)
+        shapes = tuple(self.offsets.shape), tuple(self.inside.shape), len(self.labels), len(rest)
         require(
-            shapes == ((H,), (D,), H), "polytope", shapes, f"offsets, point and labels of {H} × {D} normals"
+            shapes == ((H,), (*rest,), H, 1), "polytope", shapes, f"offsets, point and labels of {H} rows"
         )
-        norms_H = self.normals.double().norm(dim=1)
+        for label in self.labels:
+            number = label.removeprefix("token:")
+            right = number == label or (number.isdecimal() and number.isascii() and len(number) < 19)
+            require(right, "polytope.labels", repr(label[:80]), "token:ID with a number")
+        norms_H = self.normals.norm(dim=1)
         require(bool(((norms_H - 1).abs() < 1e-5).all()), "polytope.normals", "of other lengths", "unit rows")
 
     @cached_property
@@ -112,20 +132,26 @@ class Polytope:
         known = header.get("format") == FORMAT and set(tensors) == {"normals", "offsets", "inside"}
         if not known or header.get("digest") != _digest(about, tensors):
             raise ConfigError(f"{path}: not a polytope, or damaged; safety fit RUN --out {path} writes one")
-        fields = parse_json(about)
-        if fields["model"] != (own := model.fingerprint()):
-            raise ConfigError(
-                f"{path}: fitted to model {fields['model'][:12]}, this one is {own[:12]}; fit it anew"
-            )
-        made = (tensors["normals"], tensors["offsets"], tensors["inside"])
-        return cls(*made, tuple(fields["labels"]), fields["epsilon"], fields["alpha"], own)
+        own, size = model.fingerprint(), model.config.vocab_size
+        try:
+            fields = load(About, parse_json(about, room=JSON_ROOM), "about")
+            if fields.model != own:
+                raise ConfigError(f"fitted to model {fields.model[:12]!r}, this is {own[:12]!r}; fit it anew")
+            made = cls(tensors["normals"], tensors["offsets"], tensors["inside"], *astuple(fields))
+            width = made.inside.shape[0]
+            require(width == model.config.d_model, "width", width, f"{model.config.d_model}, the model's")
+            most = max(made.tokens, default=0)
+            require(most < size, "labels", f"token:{most}", f"below {size} tokens of the model")
+            return made
+        except (ValueError, ConfigError) as error:
+            raise ConfigError(f"{path}: no polytope for this model ({error})") from None
 
 
 def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

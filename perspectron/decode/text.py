@@ -38,7 +38,7 @@ class TextStream:
         return self._release(len(self._open) - (0 if final else self._possible_stop()))
 
     def _find(self, stop: str) -> int:
-        """Where the first of these begins that ends after what is past."""
+        """The place of the first of these that ends after what is past; −1 without one."""
         return self._open.find(stop, max(0, self._past - len(stop) + 1))
 
     def _release(self, length: int) -> str:

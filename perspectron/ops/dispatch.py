@@ -125,9 +125,9 @@ def owned(state: Tensor, consume_state: bool) -> Tensor:
 
 
 def affine(layer: nn.Module) -> tuple[Tensor, Any]:
-    """The matrix and bias (or None) of a linear layer, for code that reads them and calls no layer. Of one that an
-    adapter wraps, they are those of the linear function that it computes."""
-    if type(layer).forward is nn.Linear.forward:
+    """The matrix and bias (or None) of a linear layer, packed or not, for code that reads them and calls no layer. Of
+    one that an adapter wraps, they are those of the linear function that it computes."""
+    if type(layer).forward is nn.Linear.forward or hasattr(type(layer), "packed"):
         return layer.weight, layer.bias  # type: ignore[return-value]
     weight: Any = layer.weight
     K = weight.shape[1]

@@ -1,21 +1,31 @@
 """The tensors of a checkpoint that several ranks wrote: one safetensors file a rank, by torch.distributed.checkpoint.
 A file holds parts of tensors, and in its header where they belong; any number of ranks, and one process alone, can
 read them.
+
+Headers are checked as those of other files of tensors are (perspectron.tensors) before torch reads them. It maps the
+files, and reads a part at a time: beside what is filled that takes the files' pages, which the system may drop, and the
+largest part.
 """
 
+import math
+import os
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from perspectron.errors import CheckpointError
+from perspectron.files import opened, parse_json
 from perspectron.machine import memory
+from perspectron.tensors import JSON_ROOM, parse_header, read_header
 
 
 def shard_of(rank: int) -> str:
@@ -29,10 +39,33 @@ def write(state: dict[str, Any], folder: Path, group: Any) -> None:
     save(state, storage_writer=writer, process_group=group)
 
 
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    """Torch's reader of a folder whose headers are right. CheckpointError or ValueError: one is not, or parts of a
+    tensor leave room between them."""
+    parts, rooms = Counter[str](), dict[str, tuple[int, ...]]()
+    for path in sorted(folder.glob("*.safetensors")):
+        with opened(path, CheckpointError) as file:
+            text = read_header(file)
+            metadata, places = parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+        starts = parse_json(metadata.get(CUSTOM_METADATA_KEY, "{}"), room=JSON_ROOM)
+        for name, place in places.items():
+            start = starts[name][SAVED_OFFSETS_KEY] if starts else [0] * len(place.shape)
+            if len(start) != len(place.shape) or not all(type(at) is int and at >= 0 for at in start):
+                raise ValueError(f"{path.name}: {name[:80]!r} starts at {str(start)[:80]}")
+            ends = tuple(at + size for at, size in zip(start, place.shape, strict=True))
+            room = rooms.setdefault(name, ends)
+            rooms[name] = tuple(map(max, room, ends)) if len(room) == len(ends) else room
+            parts[name] += math.prod(place.shape)
+    for name, room in rooms.items():
+        if math.prod(room) > parts[name]:
+            raise ValueError(f"{name[:80]!r}: {parts[name]} numbers of {list(room)}")
+    return HuggingFaceStorageReader(str(folder))
+
+
 def shapes(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder, on the meta device. CheckpointError for files that do not belong together."""
     try:
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        metadata = _reader(folder).read_metadata()
         return {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
             for name, tensor in metadata.state_dict_metadata.items()
@@ -45,8 +78,8 @@ def shapes(folder: Path) -> dict[str, Tensor]:
 def fill(state: dict[str, Any], folder: Path, group: Any = None) -> None:
     """Read these tensors, or this rank's parts of them, in place. CheckpointError where one is missing or of another
     shape."""
-    reader = HuggingFaceStorageReader(str(folder))
     try:
+        reader = _reader(folder)
         with warnings.catch_warnings(action="ignore"):  # that it reads alone
             load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except Exception as error:

@@ -15,27 +15,29 @@ from perspectron.errors import escaped
 from perspectron.train.config import RunConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS = {name: [name, "--help"] for name in COMMANDS} | {
-    "overview": ["--help"],
-    "nothing": [],
-    "version": ["--version"],
-    "list": ["list"],
-    "inspect": ["inspect", "perspective-tiny"],
-    "inspect as JSON": ["inspect", "perspective-tiny", "--json"],
-    "plan": ["plan", "perspective-1t", "--ram", "24G", "--bandwidth", "9G/s", "--disk", "1G/s"],
-    "completion": ["completion", "bash"],
-    "an error": ["inspect", "nosuch-é"],
-    "a missing run": ["generate", "nosuch", "a"],
-    "chat": ["chat", "nosuch"],
-    "lm-eval": ["lm-eval"],
-}
+ARGUMENTS = (
+    {f"{name} helps": [name, "--help"] for name in COMMANDS}
+    | {f"{name} refuses": [name, "--nosuch"] for name in COMMANDS if name != "lm-eval"}
+    | {
+        "overview": ["--help"],
+        "nothing": [],
+        "version": ["--version"],
+        "list": ["list"],
+        "inspect": ["inspect", "perspective-tiny"],
+        "inspect as JSON": ["inspect", "perspective-tiny", "--json"],
+        "plan": ["plan", "perspective-1t", "--ram", "24G", "--bandwidth", "9G/s", "--disk", "1G/s"],
+        "completion": ["completion", "bash"],
+        "an error": ["inspect", "nosuch-é"],
+        "a missing run": ["generate", "nosuch", "a"],
+        "chat": ["chat", "nosuch"],
+    }
+)
 DRIVER = """
-import io, json, os, sys
-arguments = json.load(open(sys.argv[1]))
-from importlib import import_module
+import contextlib, io, json, os, sys
 from perspectron.cli.main import COMMANDS, command_of, console
-for name in COMMANDS:
-    command_of(name)
+arguments, results = json.load(open(sys.argv[1])), open(sys.argv[2], "w")
+fresh = sys.stdin, sys.stdout, sys.stderr
+saved = [os.dup(number) for number in range(3)]
 
 def closed(*numbers):
     for number in numbers:
@@ -43,7 +45,9 @@ def closed(*numbers):
         setattr(sys, ("stdin", "stdout", "stderr")[number], None)
 
 def onto(path, number):
-    os.dup2(os.open(path, os.O_WRONLY), number)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, number)
+    os.close(file)
 
 def ascii():
     for stream in (sys.stdout, sys.stderr):
@@ -53,6 +57,7 @@ def gone():
     end, write = os.pipe()
     os.close(end)
     os.dup2(write, 1)
+    os.close(write)
 
 WAYS = {
     "as they are": lambda: None,
@@ -65,40 +70,72 @@ WAYS = {
     "ASCII": ascii,
     "nobody reads": gone,
 }
-for way, set_up in WAYS.items():
-    for name, words in arguments.items():
-        if words[-1:] == ["--help"] and way != "full output":
-            continue  # they all print alike
-        out, err = (f"{way}-{name}.{end}" for end in ("out", "err"))
-        sys.stdout.flush()
-        if not (child := os.fork()):
-            for path, number in ((out, 1), (err, 2)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
-            set_up()
-            sys.argv[1:] = words
-            sys.exit(console())  # and the end of the interpreter, which writes what is left
+
+def called(words):
+    sys.argv[1:] = words
+    try:
+        return console()
+    except SystemExit as stop:
+        return stop.code
+
+def tell(way, name, ends):
+    # ends: the interpreter, too, which writes what is left
+    words = arguments[name]
+    onto("out", 1)
+    onto("err", 2)
+    if not ends:
+        WAYS[way]()
+        code = called(words)
+        sys.stdout = sys.stderr = None  # what is left in them is written
+    elif not (child := os.fork()):
+        WAYS[way]()
+        sys.exit(called(words))
+    else:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = [open(path, "rb").read().decode("latin-1") for path in (out, err)]
-        print(json.dumps([way, name, code, *said]), flush=True)
+    for number, own in enumerate(saved):
+        os.dup2(own, number)
+    sys.stdin, sys.stdout, sys.stderr = fresh
+    for stream in fresh[1:]:
+        stream.reconfigure(encoding="utf-8")
+    said = [open(path, "rb").read().decode("latin-1") for path in ("out", "err")]
+    print(json.dumps([way, name, code, *said]), file=results, flush=True)
+
+for way in WAYS:
+    tell(way, "overview", True)  # before torch is loaded, without which a fork is quick
+for name in COMMANDS:
+    command_of(name)
+with contextlib.suppress(ImportError):
+    import lm_eval.__main__
+for way in WAYS:
+    for name in arguments:
+        if name == "lm-eval helps" and way in ("as they are", "full output"):
+            tell(way, name, True)  # slow, and once a process
+        elif name not in ("lm-eval helps", "overview"):
+            tell(way, name, False)
 """
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[tuple[str, str], tuple[int, str, str]]:
-    """(exit code, output, errors) of every command with every kind of streams."""
+    """(exit code, output, errors) of every command with every kind of streams, in one process: one import of torch."""
     folder = tmp_path_factory.mktemp("streams")
     (folder / "arguments.json").write_text(json.dumps(ARGUMENTS))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    command = [sys.executable, "-c", DRIVER, "arguments.json"]
+    environment.pop("PYTHONUNBUFFERED", None)
+    command = [sys.executable, "-c", DRIVER, "arguments.json", "results"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {(way, name): tuple(rest) for way, name, *rest in map(json.loads, done.stdout.splitlines())}
+    assert done.stdout == done.stderr == ""
+    lines = (folder / "results").read_text().splitlines()
+    return {(way, name): tuple(rest) for way, name, *rest in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_streams_that_cannot_be_written_or_read_give_no_traceback(ended, name):
-    usual, out, _ = ended.get(("as they are", name), (0, "help", ""))
-    for way in [way for way, other in ended if other == name]:
+    usual, out, _ = ended["as they are", name]
+    ways = [way for way, other in ended if other == name]
+    assert len(ways) == (2 if name == "lm-eval helps" else 9)
+    for way in ways:
         code, _, err = ended[way, name]
         assert "Traceback" not in err and "ignored" not in err, (way, err)
         if not out or way in ("as they are", "closed input", "closed error", "full error", "ASCII"):
@@ -110,6 +147,18 @@ def test_streams_that_cannot_be_written_or_read_give_no_traceback(ended, name):
             assert way == "all closed" or err.splitlines()[-1].startswith(
                 "perspectron: error: standard output: not written ("
             ), (way, err)
+
+
+@pytest.mark.parametrize("way", ["0", "1"])
+def test_errors_are_written_when_they_are_told(way, tmp_path):
+    """Not when the program ends: a server's would stay unread. The same for output where Python does not buffer."""
+    program = (
+        "import os, sys; from perspectron.cli.main import _open_streams; _open_streams();"
+        "print('a', file=sys.stderr); print('b'); os._exit(0)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": way if way == "1" else ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("b\n" if way == "1" else "", "a\n")
 
 
 @pytest.mark.parametrize("name", ["inspect", "list", "an error"])

@@ -12,6 +12,7 @@ from backports import zstd
 
 from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
+from perspectron.data.template import Template
 from perspectron.errors import DataError
 
 TEXTS = [f"Row {i} says {'well, ' * (i % 4)}ünïcode {i * 7919}.\n" for i in range(300)]
@@ -301,11 +302,42 @@ def test_a_row_of_another_width_is_left_out_with_the_reason(tmp_path: Path) -> N
     assert corpus.notes() == ["left out 1 record of a.csv (3 cells where the first line has 2)"]
 
 
+def test_a_text_table_as_spreadsheets_write_it_is_read(tmp_path: Path) -> None:
+    """A mark, quoted names, an empty line above them, a name in capitals or with another extension inside."""
+    body = "".join(f'"{text}",{i}\n' for i, text in enumerate(TEXTS))
+    for name, head in (
+        ("a.csv", '\ufeff"text","say ""id"""\n'),
+        ("b.csv", "\ufeff\n\ntext,id\n"),
+        ("C.CSV", "text,id\n"),
+        ("d.json.csv", "text,id\n"),
+        ("e.tsv.csv", "text,id\n"),
+    ):
+        (tmp_path / name).write_text(head + body)
+        corpus = open_corpus(str(tmp_path / name))
+        assert everything(corpus) == sorted(TEXTS) and not corpus.notes()
+    (tmp_path / "f.csv").write_text("\n\n")
+    with pytest.raises(DataError, match="its columns are none; to train"):
+        open_corpus(str(tmp_path / "f.csv"))
+    (tmp_path / "g.csv").write_text("text,text\na,b\nc,d\n")
+    with pytest.raises(DataError, match="2 columns are called 'text', must be one"):
+        open_corpus(str(tmp_path / "g.csv"))
+
+
+def test_a_field_beside_a_template_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "completion": text}) + "\n" for text in TEXTS))
+    template = Template.named("plain")
+    with pytest.raises(DataError, match=r"#body must be left out: .* under 'prompt' and 'completion'"):
+        open_corpus(f"{path}#body", template=template)
+    assert open_corpus(f"{path}#body", template=template, rule=1).completions  # an old run goes on
+
+
 def test_a_field_of_a_text_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line\n" * 50)
     for source in (tmp_path / "a.txt", tmp_path):
         with pytest.raises(DataError, match=f"{source}#body: 'body' names a field of records.*leave #body"):
             open_corpus(f"{source}#body")
+        assert "line" in everything(open_corpus(f"{source}#body", rule=1))[0]  # an old run goes on
     lines(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"no record with text under 'body' \(no 'body', they have text\)"):
         open_corpus(f"{tmp_path}#body")
@@ -362,6 +394,21 @@ def test_each_kind_of_a_folder_is_held_out_in_proportion(tmp_path: Path, dev: fl
     assert all("@" not in d.name for d in old.documents("heldout"))  # whole files, as before
 
 
+@pytest.mark.parametrize("dev", [0.01, 0.05, 0.1])
+def test_what_is_held_out_of_a_small_folder_is_the_same_with_a_dev_part(tmp_path: Path, dev: float) -> None:
+    """None of its kinds is large enough for a dev part of its own."""
+    for name, count in {"a.py": 60, "b.md": 3000, "c.txt": 60, "d.txt": 2400, "e.rst": 1, "f.py": 60}.items():
+        (tmp_path / name).write_text("".join(f"{name} line {i}\n" for i in range(count)))
+    (tmp_path / "g.txt").write_text("é")
+    plain, parted = (read(open_corpus(str(tmp_path), 0.05, dev=part)) for part in (0.0, dev))
+    assert plain["heldout"] == parted["heldout"]
+    sizes = {split: len("".join(texts).encode()) for split, texts in parted.items()}
+    whole = sum(sizes.values())
+    assert whole == sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert sizes["heldout"] / whole == pytest.approx(0.05, rel=0.5)
+    assert sizes["dev"] / whole == pytest.approx(dev, rel=0.5)
+
+
 # Encodings
 
 WORDS = "".join(f"Zeile {i}: Straße, Übermut, façade\n" for i in range(300))
@@ -399,6 +446,27 @@ def test_records_of_another_encoding_are_the_same_records(tmp_path: Path) -> Non
                         if source == "a.jsonl" else f"{tmp_path}/{source}#encoding=latin-1")  # fmt: skip
 
 
+def test_records_that_are_not_of_the_encoding_say_so(tmp_path: Path) -> None:
+    rows = "".join(f'"{i}","schön {i}"\n' if i % 9 == 0 else f'"{i}","schon {i}"\n' for i in range(90))
+    for name, data in (
+        ("a.csv", ('"id","text"\n' + rows).encode("latin-1")),
+        (
+            "b.jsonl",
+            "".join(f'{{"text": {row.split(",")[1]}}}\n' for row in rows.splitlines()).encode("latin-1"),
+        ),
+    ):
+        (tmp_path / name).write_bytes(data)
+        corpus = open_corpus(str(tmp_path / name))
+        assert len(everything(corpus)) == 80
+        assert corpus.notes() == [f"left out 10 records of {name} (not UTF-8; --encoding reads others)"]
+    for name in ("c.csv", "d.tsv", "e.jsonl", "f.json"):
+        (tmp_path / name).write_bytes((data.decode("latin-1")).encode("utf-16"))
+        with pytest.raises(
+            DataError, match=f"{name}: not UTF-8 text, it looks like utf-16, at byte 0: --enc"
+        ):
+            open_corpus(str(tmp_path / name))
+
+
 def test_a_fault_is_named_with_its_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     for data, encoding, words in (
@@ -406,6 +474,7 @@ def test_a_fault_is_named_with_its_byte(tmp_path: Path) -> None:
         (b"ab\0c", "", "a NUL byte, not UTF-8 text, at byte 2"),
         (b"caf\xe9", "", "looks like latin-1, at byte 3"),
         (b"caf\x81 e\n", "cp1252", "not cp1252, at byte 3"),
+        (b"ab\0c", "cp1252", "a NUL byte, not cp1252 text, at byte 2"),
         (b"x\n", "klingon", "encoding = 'klingon', must be one that Python has"),
         (b"x\n", "rot13", "encoding = 'rot13', must be one that Python has"),
     ):

@@ -162,12 +162,8 @@ class Without:
     """A vocabulary whose tokens with a letter spell another."""
 
     def __init__(self, inner: Tokenizer, letter: bytes) -> None:
-        self.vocab_size, self.encode, self._inner, self._letter = (
-            inner.vocab_size,
-            inner.encode,
-            inner,
-            letter,
-        )
+        self.vocab_size, self.stops, self.encode = inner.vocab_size, inner.stops, inner.encode
+        self._inner, self._letter = inner, letter
 
     def token_bytes(self, id: int) -> bytes:
         return self._inner.token_bytes(id).replace(self._letter, b"~")
@@ -216,6 +212,14 @@ def test_a_safe_set_that_masks_what_the_grammar_asks_for_ends_the_text_by_name(
         ({"$defs": {"x": {"allOf": [{"not": {}}]}}}, r"schema.\$defs.x.allOf\[0\]: the keyword 'not'"),
         ({"type": "array", "items": {"nullable": True}}, r"schema.items: the keyword 'nullable'"),
         ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "schema.exclusiveMinimum = True"),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+            "schema.exclusiveMinimum = 0, must be at least 1",
+        ),
+        (
+            {"items": {"minimum": -1.5, "exclusiveMaximum": -1.0}},
+            "schema.items.exclusiveMaximum = -1.0, must be",
+        ),
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "keyword"),
         ({"type": "colour"}, "Invalid type: colour"),
         ({"type": "string", "format": "colour"}, "Unknown format: colour"),
@@ -284,6 +288,8 @@ def test_settings_that_do_not_go_together_are_refused(perspective, tokenizer, co
         ({"constraint": constraint, "min_tokens": 2}, "min_tokens = 2, must be 0 with a constraint"),
         ({"min_tokens": 10}, "min_tokens = 10, must be ≥ 0, ≤ max_tokens = 9"),
         ({"min_tokens": -1}, "min_tokens = -1"),
+        ({"min_tokens": 1.5}, "min_tokens = 1.5"),
+        ({"stop_ids": [1.5]}, "stop_ids = 1.5, must be ≥ 0 and < 300"),
         ({"stop_ids": [3, VOCAB]}, "stop_ids = 300, must be ≥ 0 and < 300"),
     ]:
         with pytest.raises(ConfigError, match=words):

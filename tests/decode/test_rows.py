@@ -241,3 +241,15 @@ def test_errors(perspective: LanguageModel, tokenizer: Tokenizer) -> None:
         session.add("x", max_tokens=1, conversation=other)
     row = session.add("x", max_tokens=1)
     assert row == 0 and session.active == [0], "what was refused left nothing behind"
+
+
+def test_a_row_that_has_read_its_prompt_reads_no_more_and_is_unharmed(model, tokenizer) -> None:
+    rows = Rows(model, tokenizer)
+    row, pieces = rows.add("the", max_tokens=5), []
+    pieces += rows.step([row])
+    with pytest.raises(StateError, match=f"row {row} has read its prompt"):
+        rows.step([row])
+    pieces += drain(rows)
+    alone = Rows(model, tokenizer)
+    alone.add("the", max_tokens=5)
+    assert ids(pieces, row) == ids(drain(alone), 0)

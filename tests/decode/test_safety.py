@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import math
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 from perspectron.decode.generate import generate
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.projection import SLACK, faces, hildreth, project
-from perspectron.decode.safety import Polytope, Safety, fit, given, of_tokens, states
+from perspectron.decode.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError
+from perspectron.tensors import load_tensors, save_tensors
 from tests.decode.conftest import VOCAB, make
 
 GREEDY = SamplingConfig(temperature=0)
@@ -173,6 +175,46 @@ def test_a_file_is_the_set_again_and_of_its_model_alone(made, perspective, tmp_p
         Polytope.load(path, perspective)
     with pytest.raises(ConfigError, match="label = 'cats', must be one of mats"):
         made.remove("cats")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": None},
+        {"labels": "mats"},
+        {"labels": [1, 2]},
+        {"labels": ["mats"]},
+        {"labels": ["token:x", "mats"]},
+        {"labels": ["token:" + "9" * 5000, "mats"]},
+        {"labels": ["token:99999", "mats"]},
+        {"labels": ["a\x1b[2J", "mats"]},
+        {"epsilon": "much"},
+        {"alpha": 1.5},
+        {"alpha": None},
+        {"model": 7},
+        {"more": 1},
+        "[]",
+        "no JSON",
+        torch.float64,
+        torch.bfloat16,
+        torch.bool,
+    ],
+    ids=str,
+)
+def test_a_forged_file_is_refused_in_a_line(made, perspective, tmp_path, change):
+    path = tmp_path / "set.safe"
+    made.save(path)
+    header, tensors = load_tensors(path, ConfigError, "a polytope")
+    if isinstance(change, torch.dtype):
+        tensors["normals"] = tensors["normals"].to(change)
+    else:
+        told = json.loads(header["about"])
+        header["about"] = change if isinstance(change, str) else json.dumps(told | change)
+    header["digest"] = _digest(header["about"], tensors)
+    save_tensors(path, tensors, header)
+    with pytest.raises(ConfigError, match="no polytope for this model") as refused:
+        Polytope.load(path, perspective)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
 
 
 def test_tokens_stay_under_their_reference_for_every_state(perspective):

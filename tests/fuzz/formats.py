@@ -21,11 +21,13 @@ from xxhash import xxh3_64
 
 import perspectron
 from perspectron import opening, presets
+from perspectron.adapt.adapter import Adapter, AdapterConfig
 from perspectron.cli.main import main
 from perspectron.compare.report import figures
 from perspectron.compare.results import write_page_of
 from perspectron.config import BlockConfig, ModelConfig, dump
 from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
+from perspectron.decode import safety
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
@@ -241,6 +243,57 @@ class Samples:
         base = self.state(folder.parent / "unused")
         return Format("session", folder, folder / "s.state", {"s.state": "session"}, True, read, base.reseal)
 
+    def adapter(self, folder: Path) -> Format:
+        """With traces, of the trained run."""
+        folder.mkdir(parents=True)
+        model = perspectron.build(
+            presets.get("perspective-tiny-dense", d_model=16, layers=2, hidden=16, rank=4, vocab_size=270)
+        )
+        adapter = Adapter(model, AdapterConfig(rank=2))
+        adapter.detach(adapter.attach(model.init_state(1), traces=True))
+        adapter.save(folder / "a.adapter")
+
+        def read(path: Path) -> str:
+            found = Adapter.load(path, model)
+            kept = digest(found.up, found.first, found.second, found.trace, found.config, found.counters)
+            with torch.inference_mode():
+                model(torch.ones(1, 3, dtype=torch.int64), found.attach(model.init_state(1), traces=True))
+            return kept
+
+        base = self.state(folder.parent / "unused")
+        return Format(
+            "adapter", folder, folder / "a.adapter", {"a.adapter": "session"}, True, read, base.reseal
+        )
+
+    def polytope(self, folder: Path) -> Format:
+        folder.mkdir(parents=True)
+        path, draw = folder / "set.safe", torch.Generator().manual_seed(0)
+        rows_HD = torch.randn(6, SIZES["d_model"], generator=draw)
+        inside_D = torch.zeros(SIZES["d_model"], dtype=torch.float64)
+        made = safety.given(rows_HD, torch.ones(6), inside_D, self.model)
+        dataclasses.replace(made, labels=("token:5", *made.labels[1:])).save(path)
+
+        def read(path: Path) -> str:
+            found = safety.Polytope.load(path, self.model)
+            kept = digest(
+                found.normals, found.offsets, found.inside, found.labels, found.epsilon, found.alpha
+            )
+            action: safety.Action = "mask" if found.tokens else "project"
+            with contextlib.suppress(PerspectronError):
+                safe = safety.Safety(found, action)
+                safe.read(torch.ones(2, SIZES["d_model"])), found.scores(torch.ones(2, SIZES["d_model"]))
+                safe.masked(torch.zeros(1, self.config.vocab_size))
+            return kept
+
+        def reseal(path: Path) -> None:
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            fields, rest = header_of(path.read_bytes())
+            fields["__metadata__"]["digest"] = safety._digest(fields["__metadata__"]["about"], tensors)
+            path.write_bytes(with_header(fields, rest))
+
+        return Format("polytope", folder, path, {"set.safe": "session"}, True, read, reseal)
+
     def packed_state(self, folder: Path) -> Format:
         """A state that the native step takes."""
         folder.mkdir(parents=True)
@@ -447,7 +500,7 @@ class Samples:
 
 NAMES = {"run-config": "run_config", "packed-state": "packed_state", "tokenizer": "tokenizer_"}
 FORMATS = (
-    *("state", "session", "packed-state", "checkpoint", "run-config", "metrics"),
+    *("state", "session", "packed-state", "adapter", "polytope", "checkpoint", "run-config", "metrics"),
     *("tokenizer", "shards", "artifact", "experts", "trace", "results", "template"),
     *("hf-perspectron", "hf-gpt2", "hf-llama", "hf-mamba2", "hf-bamba"),
 )

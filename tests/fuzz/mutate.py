@@ -126,6 +126,8 @@ def with_header(header: bytes | dict[str, Any], rest: bytes, length: int | None 
 def of_safetensors(data: bytes, draw: Random) -> bytes:
     """Its header as JSON, its length, the type, shape or place of a tensor, a tensor of its own, or its metadata."""
     header, rest = header_of(data)
+    if draw.randrange(4) == 0:
+        return with_header(*of_sizes(header, rest, draw))
     names = [name for name in header if name != "__metadata__"]
     entry = header[draw.choice(names)]
     match draw.randrange(9):
@@ -157,6 +159,64 @@ def of_safetensors(data: bytes, draw: Random) -> bytes:
             size = max(0, min(end - start, len(rest) - start, len(rest))) // 8 * 8
             rest = rest[:start] + numbers * (size // 8) + rest[start + size :]
     return with_header(header, rest)
+
+
+def of_sizes(header: dict[str, Any], rest: bytes, draw: Random) -> tuple[bytes | dict[str, Any], bytes]:
+    """Many tensors, names twice, huge or empty shapes, places that overlap, leave gaps or change order, and large
+    metadata: (header, what follows it)."""
+    metadata, end = header.get("__metadata__", {}), len(rest)
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    entry = tensors[draw.choice(list(tensors))]
+    length = draw.choice((100, 70_000, 3 << 20))
+    match draw.randrange(10):
+        case 0:  # without a number in them
+            empty = {"dtype": draw.choice(("F32", "I8")), "shape": [0], "data_offsets": [end, end]}
+            header |= {f"t{i}": empty for i in range(draw.choice((1, 3000, 33_000)))}
+        case 1:  # small ones, one after another
+            count = draw.choice((10, 3000))
+            for i in range(count):
+                header[f"t{i}"] = {"dtype": "U8", "shape": [1], "data_offsets": [end + i, end + i + 1]}
+            rest += bytes(count)
+        case 2:
+            again = json.dumps(draw.choice(list(header.items())))[1:-1].replace(", ", ": ", 1)
+            return (
+                f"{json.dumps(header)[:-1]}, {', '.join([again] * draw.choice((1, 2000)))}}}".encode(),
+                rest,
+            )
+        case 3:
+            entry["shape"] = draw.choice(
+                ([2**31, 2**31], [2**40], [2**63], [0, 2**62], [2**32, 2**32, 0], [1] * 100, [1] * 9, [0] * 9)
+            )
+        case 4:  # of no bytes, and the rest moved up or left
+            start, stop = entry["data_offsets"]
+            entry |= {"shape": [0, *entry["shape"]], "data_offsets": [start, start]}
+            if draw.randrange(2):
+                rest = rest[:start] + rest[stop:]
+                for other in tensors.values():
+                    other["data_offsets"] = [
+                        at - (stop - start) if at >= stop else at for at in other["data_offsets"]
+                    ]
+        case 5:  # each from the start of another, or from the end backwards
+            places = [other["data_offsets"] for other in tensors.values()]
+            draw.shuffle(places) if draw.randrange(2) else places.reverse()
+            for other, place in zip(tensors.values(), places, strict=True):
+                other["data_offsets"] = place
+        case 6:  # a gap, of which the file has bytes or not
+            gap, start = draw.choice((1, 8, 4096, length, 2**40)), entry["data_offsets"][0]
+            for other in tensors.values():
+                if other["data_offsets"][0] >= start:
+                    other["data_offsets"] = [at + gap for at in other["data_offsets"]]
+            if gap < 2**40 and draw.randrange(2):
+                rest = rest[:start] + bytes(gap) + rest[start:]
+        case 7:  # a large tensor that nobody asked for
+            header["large"] = {"dtype": "U8", "shape": [length], "data_offsets": [end, end + length]}
+            rest += bytes(length)
+        case 8:
+            header["__metadata__"] = metadata | {f"m{i}": "" for i in range(draw.choice((1, 1000, 200_000)))}
+        case _:
+            name = draw.choice([*metadata, "x"])
+            header["__metadata__"] = metadata | {name: draw.choice(("a", "[]", "9", '"')) * length}
+    return header, rest
 
 
 def of_metadata(data: bytes, draw: Random) -> bytes:
@@ -258,5 +318,5 @@ KINDS: dict[str, tuple[Mutator, ...]] = {
     "json": (of_json, of_json, of_json, of_bytes),
     "lines": (of_lines,),
     "safetensors": (of_safetensors, of_safetensors, of_safetensors, of_bytes),
-    "session": (of_metadata, of_metadata, of_metadata, of_safetensors),
+    "session": (of_metadata, of_metadata, of_safetensors),
 }

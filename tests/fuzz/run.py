@@ -183,12 +183,13 @@ def _child(made: Format, indices: range, seed: int, scratch: Path, shared: mmap.
         if sealed:
             with contextlib.suppress(Exception):
                 made.reseal(path)
+        size = made.bytes + (work / name).stat().st_size - len(good[name])
         Path("/proc/self/clear_refs").write_text("5")
         standing = _resident()
         kind, text = _one(made, path, wanted, sealed, hang)
         grown = _peak() - standing
         most = max(most, grown)
-        if not text and grown > made.bytes + ROOM:
+        if not text and grown > size + ROOM:
             kind, text = "memory", f"took {grown / 2**20:.0f} MiB"
         if not text and index % EVERY == 0 and made.command is not None:
             kind, text = _program(made.command(path), kind)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from perspectron.errors import ConfigError
+from perspectron.ops.dispatch import affine
 from perspectron.ops.packing import LAYOUTS, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
@@ -43,6 +44,14 @@ def test_linear(format, bias):
     assert (y - expected).norm() < 0.02 * expected.norm()
     assert not any(parameter.requires_grad for parameter in own.parameters())
     assert set(own.state_dict()) == {"codes", "scales"} | ({"bias"} if bias else set())
+
+
+@every_format
+def test_code_that_calls_no_layer_reads_the_matrix_as_it_is(format):
+    whole = linear()
+    own = QuantLinear.of(quantise(whole.weight, format), whole.bias)
+    weight, bias = affine(own)
+    assert torch.equal(weight, own.weight) and bias is own.bias
 
 
 @every_format

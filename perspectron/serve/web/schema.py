@@ -26,7 +26,8 @@ STOPS, STOP_LENGTH, CHOICES, PROMPTS, LOGPROBS = 16, 256, 16, 64, 20
 Name = Annotated[str, Field(max_length=200)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(fail_fast=True)]
+FAST = Field(fail_fast=True)
+Tokens = Annotated[list[Token], FAST]
 """Long lists are checked up to their first fault: a million faults would take ten seconds and 2 GB to tell."""
 Object = dict[str, Any]
 
@@ -235,8 +236,7 @@ class Tool(Strict):
     function: Function
 
 
-_PARTS = TypeAdapter(Annotated[list[Part], Field(fail_fast=True)])
-_TOOLS = TypeAdapter(Annotated[list[Tool], Field(fail_fast=True)])
+_PARTS, _TOOLS = TypeAdapter(Annotated[list[Part], FAST]), TypeAdapter(Annotated[list[Tool], FAST])
 
 
 def _joined(content: Any) -> Any:
@@ -261,7 +261,7 @@ class Message(Strict):
         str | None, BeforeValidator(_joined, json_schema_input_type=str | list[Part] | None)
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], FAST] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -288,7 +288,7 @@ class Chat(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS)
-    tools: Annotated[list[Object], Field(fail_fast=True), AfterValidator(_tools)] = []
+    tools: Annotated[list[Object], FAST, AfterValidator(_tools)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
