@@ -1,6 +1,7 @@
 """What clients of OpenAI and llama.cpp get, and what is said to those who ask for what cannot be."""
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from perspectron.decode.session import Session
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
+from perspectron.tensors import read_header
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -442,6 +444,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         monkeypatch.setattr("perspectron.state.save_tensors", full)
     else:
         monkeypatch.setattr("perspectron.state.MAX_JSON", 300)
+        monkeypatch.setattr("perspectron.tensors.read_header", functools.partial(read_header, most=300))
     failed = complete(client, save="a")
     assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12
     assert failed["state_error"].startswith("a.state: ") and words in failed["state_error"]
