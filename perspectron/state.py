@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from torch import Tensor
 from perspectron import narrow
 from perspectron.config import ModelConfig, dump
 from perspectron.errors import StateError
-from perspectron.files import MAX_JSON, atomic, opened, parse_json
-from perspectron.tensors import JSON_ROOM, load_tensors, save_tensors
+from perspectron.files import atomic, parse_json
+from perspectron.tensors import JSON_ROOM, check_header, load_tensors, save_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -228,7 +227,7 @@ def save_state(
             save_tensors(temporary, tensors, header)
         except OSError:
             if temporary.exists():  # it may be for its header, which says more
-                _check_header(Path(path), temporary)
+                check_header(Path(path), temporary, StateError)
             raise
 
 
@@ -366,17 +365,8 @@ def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
     return value
 
 
-def _check_header(path: Path, file: Path) -> None:
-    """StateError, which names `path`: a file's header is over the bound, the same for those who write and who read."""
-    with opened(file, StateError) as content:
-        size = int.from_bytes(content.read(8), "little")
-        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
-            why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
-            raise StateError(f"{path}: a header of {size:,} bytes, {why}")
-
-
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    _check_header(path, path)
+    check_header(path, path, StateError)
     header, tensors = load_tensors(path, StateError, "a saved state")
     if header.get("format") != FORMAT or "model" not in header:
         raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")

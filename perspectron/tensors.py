@@ -126,6 +126,15 @@ def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
     return file.read(length)
 
 
+def check_header(path: Path, file: Path, error: type[PerspectronError]) -> None:
+    """`error`, which names `path`: a file's header is over the bound, the same for those who write and who read."""
+    with opened(file, error) as content:
+        size = int.from_bytes(content.read(8), "little")
+        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
+            why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
+            raise error(f"{path}: a header of {size:,} bytes, {why}")
+
+
 def load_tensors(
     path: Path, error: type[PerspectronError], what: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
