@@ -27,6 +27,10 @@ KEY = "PERSPECTRON_API_KEY"
 KEEP_ALIVE = 75  # seconds that an idle connection stays: longer than clients keep one, so that they close it
 DRAIN = 60  # seconds for texts under way when the server is stopped
 
+SWITCH = 5e-4
+"""Seconds after which a thread that computes lets another go on. The event loop may wait so long at each of its turns:
+with Python's 5e-3 signs of life took 0.57 s beside 200 mixed requests, now 0.2 s."""
+
 
 @dataclass(frozen=True)
 class Serve:
@@ -105,6 +109,7 @@ class Serve:
             shown = f"[{self.host}]" if ":" in self.host else self.host
             say(f"http://{shown}:{listening.getsockname()[1]}")
             signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, and then raises it again
+            sys.setswitchinterval(SWITCH)
             uvicorn.Server(config).run(sockets=[listening])
         return 0
 
