@@ -5,10 +5,12 @@
 writes the table of OpenAI's fields into the guide.
 """
 
+import asyncio
 import collections.abc
 import json
 import re
 import tempfile
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +28,11 @@ from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.serve.web import schema
+from perspectron.serve.web import asked, schema
 from perspectron.serve.web.app import create
 from tests.decode.conftest import VOCAB
 from tests.serve.conftest import served
+from tests.waiting import PATIENCE
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/serve.md"
 READS = "{% if tools or enable_thinking or reasoning_effort or verbosity %}{% endif %}"
@@ -321,6 +324,30 @@ def test_what_limits_an_answer_is_kept_to(client, tiny) -> None:
     two = {"json_schema": wanted, "guided_json": wanted}
     assert "one of them alone" in refused(client, "/v1/completions", {"prompt": "x"} | two)[1]
     assert said(response_format={"type": "text"}) == said()
+
+
+def test_grammars_are_made_one_at_a_time_and_hold_up_no_other_request(monkeypatch) -> None:
+    """Eight slow ones at once would take every thread that there is for other work."""
+    inside, most, go_on = [], [], threading.Event()
+
+    def slow(wanted: object, tokenizer: object) -> str:
+        inside.append(wanted)
+        most.append(len(inside))
+        go_on.wait(PATIENCE)
+        inside.pop()
+        return "made"
+
+    async def ask() -> list[object]:
+        turn, one = asyncio.Lock(), schema.Completion(json_schema={"type": "object"})
+        waiting = [asyncio.ensure_future(asked.constraint_of(one, None, turn)) for _ in range(8)]
+        while not most:
+            await asyncio.sleep(0.001)
+        assert await asked.constraint_of(schema.Completion(), None, turn) is None
+        go_on.set()
+        return await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(asked, "json_schema", slow)
+    assert asyncio.run(ask()) == ["made"] * 8 and set(most) == {1}
 
 
 @settings(

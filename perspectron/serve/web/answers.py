@@ -137,7 +137,7 @@ class Answers:
         served, engine = self.served, self.served.engine
         check(body, prompts, tokens, served)
         single = body.n == 1 and len(prompts) == 1
-        constraint = await asyncio.to_thread(constraint_of, body, served.tokenizer)
+        constraint = await constraint_of(body, served.tokenizer, served.compiling)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:

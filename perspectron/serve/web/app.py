@@ -57,6 +57,7 @@ class Served:
     encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Turns of long texts that are encoded."""
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def slot(self, id: int) -> int:
         """ConfigError: there are not so many slots."""

@@ -1,6 +1,7 @@
 """Requests as the engine takes them: prompts, settings, grammars. ConfigError, naming the field, for what
 cannot be."""
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.template import RESERVED, Template
-from perspectron.decode.constrain import Constraint, json_object, json_schema
+from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.errors import ConfigError
 from perspectron.serve.web import schema
@@ -91,8 +92,9 @@ def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int,
         served.states.path(body.save)
 
 
-def constraint_of(body: schema.Sampled, tokenizer: Tokenizer) -> Constraint | None:
-    """The grammar that the answer keeps to, if it is asked for. ConfigError, naming the field: there is none such."""
+async def constraint_of(body: schema.Sampled, tokenizer: Tokenizer, turn: asyncio.Lock) -> Constraint | None:
+    """The grammar that the answer keeps to, if it is asked for, made off the event loop by one request at a time: slow
+    ones hold one thread. ConfigError, naming the field: there is none such."""
     form = body.response_format
     asked: dict[str, dict[str, Any] | None] = {
         "json_schema": body.json_schema,
@@ -103,8 +105,10 @@ def constraint_of(body: schema.Sampled, tokenizer: Tokenizer) -> Constraint | No
         asked["response_format"] = form.schema_ if form.json_schema is None else form.json_schema.schema_
     require(len(asked) < 2, " and ".join(asked), "given", "one of them alone")
     for name, wanted in asked.items():
+        schema_of = {"type": "object"} if wanted is None else wanted
         try:
-            return json_object(tokenizer) if wanted is None else json_schema(wanted, tokenizer)
+            async with turn:
+                return await asyncio.to_thread(json_schema, schema_of, tokenizer)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
     return None
