@@ -38,7 +38,7 @@ ACTIONS: tuple[Action, ...] = ("project", "flag", "stop", "mask")
 
 @dataclass(frozen=True)
 class About:
-    """What a file tells of its polytope beside the tensors; the fields are the polytope's."""
+    """Words of a file about its polytope, beside the tensors; the fields are the polytope's."""
 
     labels: tuple[str, ...]
     epsilon: float

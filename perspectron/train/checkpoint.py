@@ -331,17 +331,21 @@ def fill(model: LanguageModel, tensors: dict[str, Tensor], path: Path) -> None:
     own = model.state_dict()
     if model.device.type == "meta":
         require_memory(model)
-        model.load_state_dict({name: _alone(tensors.pop(name)) for name in own}, assign=True)
+        taken = set[int]()
+        model.load_state_dict({name: _alone(tensors.pop(name), taken) for name in own}, assign=True)
         return
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors.pop(name))  # let go one by one: all of them are never there twice
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and with memory of its own; no copy of one that is."""
+def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
+    """The tensor, contiguous and with memory of its own; no copy of one that is. taken: memory that others have."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
+    if not whole or tensor.data_ptr() in taken:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    taken.add(tensor.data_ptr())
+    return tensor.detach()
 
 
 def same_tensors(own: dict[str, Tensor], tensors: dict[str, Tensor], path: Path) -> None:

@@ -443,7 +443,7 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
     if wrong == "disk":
         monkeypatch.setattr("perspectron.state.save_tensors", full)
     else:
-        monkeypatch.setattr("perspectron.state.MAX_JSON", 300)
+        monkeypatch.setattr("perspectron.tensors.MAX_JSON", 300)
         monkeypatch.setattr("perspectron.tensors.read_header", functools.partial(read_header, most=300))
     failed = complete(client, save="a")
     assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12

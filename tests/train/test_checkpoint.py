@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError
 
 import perspectron
-from perspectron import tensors
+from perspectron import presets, tensors
 from perspectron.data import Tokenizer
 from perspectron.errors import CheckpointError, ConfigError, StorageError
+from perspectron.model import LanguageModel, build
 from perspectron.train import checkpoint, loop
 from perspectron.train.heldout import Heldout
 
@@ -43,6 +44,19 @@ def scripted(monkeypatch):
         monkeypatch.setattr(loop, "heldout", lambda *_, **__: Heldout(next(left), 2.0, 10, 10))
 
     return scripted
+
+
+def test_weights_that_share_memory_are_parted_when_a_model_takes_them(tmp_path):
+    config = presets.get("transformer-tiny", vocab_size=300)
+    tensors = {name: x.clone() for name, x in build(config).state_dict().items()}
+    first, second = (f"blocks.{i}.mixer_norm.weight" for i in range(2))
+    assert tensors[first].shape == tensors[second].shape
+    tensors[first] = tensors[second]
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    checkpoint.fill(model, tensors, tmp_path)
+    own = model.state_dict()
+    assert own[first].data_ptr() != own[second].data_ptr() and torch.equal(own[first], own[second])
 
 
 @pytest.fixture(scope="module")
