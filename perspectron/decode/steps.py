@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from ctypes import Array, c_int64
 from typing import Any
@@ -36,6 +37,8 @@ ROWS = 8
 row has the same bits in batches of any size."""
 MOST_BYTES = 1 << 30
 """Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
+MOST_UNSETTLED = 8
+"""Steps that may change the shape of a kind of state before it is taken for one that never settles."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
@@ -84,6 +87,10 @@ def stepped(
     return hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), state
 
 
+class Unsettled(Unrecordable):
+    """A state whose next one has another shape, as an empty one may: that one may be recorded."""
+
+
 class Steps:
     """Recordings of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model
     that should have had them, as was said."""
@@ -96,7 +103,7 @@ class Steps:
         fetched = not all(isinstance(module, RoutedSwiGLU) for module in routed)
         self.plain = on_cpu and not fetched and not self.witness.patched and model.dtype is torch.float32
         self._ids = model.config.vocab_size
-        self._refused = set[Any]()
+        self._refused, self._unsettled = set[Any](), Counter[Any]()
         self._made = dict[Any, _Recording | None]()
         self._latest: _Recording | None = None
         self._lock = threading.Lock()
@@ -164,6 +171,9 @@ class Steps:
         try:
             return _Recording(model, state)
         except Exception as reason:  # whatever it was, the modules can do it
+            self._unsettled[kind] += isinstance(reason, Unsettled)
+            if isinstance(reason, Unsettled) and self._unsettled[kind] <= MOST_UNSETTLED:
+                return None
             if not any(made is not None and key[0] == kind for key, made in self._made.items()):
                 self._refused.add(kind)
             said = log.info if self.told == str(reason) else log.warning
@@ -199,7 +209,7 @@ class _Recording:
         own = {memory(x) for x in bases}
         for base, end in zip(bases, _tensors(after), strict=True):
             if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
-                raise Unrecordable("a state that changes its shape, or parts that change places")
+                raise Unsettled("a state that changes its shape, or parts that change places")
             if memory(end) != memory(base):
                 tape.each(self._tape, "copy", base, end)
             elif base.data_ptr() != end.data_ptr() or base.stride() != end.stride():

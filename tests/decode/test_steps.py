@@ -240,6 +240,18 @@ def test_what_cannot_be_recorded_is_stepped_by_the_modules_and_said_once(caplog,
     assert levels == ["WARNING", "INFO"], "the same reason, of the same model"
 
 
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_text_that_begins_with_single_tokens_is_recorded_and_nothing_is_said(design, caplog):
+    """An empty state may have another shape than those that follow: that refuses the kind of state no recording."""
+    model = small(design)
+    with caplog.at_level(logging.WARNING, "perspectron"), torch.inference_mode():
+        state = model.init_state(1)
+        for _ in range(3):
+            steps = recorded(model)
+            _, _, state = stepped(model, steps, torch.tensor([[3]]), state)
+    assert any(made is not None for made in steps._made.values()) and not caplog.records
+
+
 def test_a_shape_that_is_refused_after_others_were_recorded_is_refused_alone(monkeypatch):
     model = small("transformer")
     steps = recorded(model)
