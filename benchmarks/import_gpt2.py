@@ -27,12 +27,14 @@ def main() -> None:
     report = common.Report(args, TESTS, dtype="float32", shapes="one row of 64 tokens")
     ids, found = torch.randint(1, 50256, (1, 64)), {}
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        theirs.save_pretrained(folder)
         inner = ByteLevelBPETokenizer()
         inner.train_from_iterator(["the quick brown fox"] * 9, vocab_size=300, show_progress=False)
         inner.add_special_tokens(["<|endoftext|>"])
         inner.save(f"{folder}/tokenizer.json")
         at, expected = inner.token_to_id("<|endoftext|>"), theirs(ids).logits
+        for config in (theirs.config, theirs.generation_config):  # the ends that this tokenizer has
+            config.bos_token_id = config.eos_token_id = at
+        theirs.save_pretrained(folder)
         expected[..., [0, at]] = expected[..., [at, 0]]
         swapped = torch.where(ids == at, 0, ids)
         for lens in (False, True):
