@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -34,6 +34,8 @@ THERE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}
 """What every machine must have; the wheels are the rest."""
 GRACE = 20
 """Seconds that a stage may go on after its time before it is stopped."""
+TORCH, TRITON = (2, 11), (3, 6)
+"""The least versions."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     start, codes = time.time(), {}
     end = start + 60 * args.minutes
     for name, what in missing():
-        print(f"{name} is not installed: {what}; `--wheels` prints how to get it", flush=True)
+        print(f"{name} is not installed: {what}", flush=True)
     for name in [stage for stage in STAGES if stage in args.stages]:
         codes[name] = _stage(args, name, end, lock)
     whole = not any(codes.values())
@@ -94,8 +96,8 @@ def _refuse(line: str) -> NoReturn:
 
 def _device(rehearse: bool) -> "torch.device":  # noqa: F821
     """The GPU, or the CPU in a rehearsal. Exit code 2 without torch or a GPU."""
-    if find_spec("torch") is None:
-        _refuse("torch is not installed; install torch ≥ 2.11")
+    if find_spec("torch") is None or _release("torch") < TORCH:
+        _refuse("torch ≥ 2.11 is not installed")
     import torch
 
     if rehearse:
@@ -103,9 +105,11 @@ def _device(rehearse: bool) -> "torch.device":  # noqa: F821
         return torch.device("cpu")
     if not torch.cuda.is_available():
         _refuse("no GPU: torch sees none; `--rehearse` runs every line of this on a CPU")
-    if find_spec("triton") is None:
-        _refuse("triton is not installed; install triton ≥ 3.6, or rehearse on a CPU with `--rehearse`")
     return torch.device("cuda")
+
+
+def _release(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in metadata.version(name).split("+")[0].split(".")[:2])
 
 
 def _locked(folder: Path) -> IO[str]:
@@ -198,7 +202,10 @@ MODULES = {"fla-core": "fla", "flash-linear-attention": "fla.models", "pytest-xd
 def missing() -> list[tuple[str, str]]:
     """What is not installed, and what is then left out."""
     found = []
+    if find_spec("triton") is None or _release("triton") < TRITON:
+        found.append(("triton ≥ 3.6", "kernels in Triton, fla-core's and torch.compile are left out or fail"))
     for group, lines in needed().items():
+        left = "what needs it fails" if group == "perspectron" else "what is compared with it is left out"
         for name in map(_name, lines):
             module = MODULES.get(name, name)
             try:
@@ -206,12 +213,7 @@ def missing() -> list[tuple[str, str]]:
             except ModuleNotFoundError:
                 there = False
             if not there:
-                left = (
-                    "what needs it fails"
-                    if group == "perspectron"
-                    else "what is compared with it is left out"
-                )
-                found.append((name, left))
+                found.append((name, f"{left}; `--wheels` prints how to get it"))
     return found
 
 
