@@ -17,12 +17,17 @@ from torch import Tensor
 
 from on_gpu import frame, recurrences, tuning
 from on_gpu.frame import Place, Unit
+from perspectron.ops.triton import record
 
-ABOUT = "Recurrences beside fla-core's: forward, backward, one token; with the copy bandwidth and bf16 products"
+ABOUT = (
+    "Recurrences beside fla-core's: forward, backward, one token; with the copy bandwidth and bf16 products"
+)
 LIMIT = 240
 
 TOKENS = 32768
 NAMES = ("gla", "ssd", "gdn", "kda", "rwkv7", "pdr")
+FORMS = {"rwkv7": 5, "gla": 4, "gla64": 4, "ssd": 2, "kda": 2, "gdn": 1, "pdr": 1}
+"""Processes that compile each recurrence, about as its kernels have forms."""
 CHECKED = 256
 """Tokens that are compared with float64."""
 SLOW = 0.4
@@ -38,29 +43,34 @@ def units(place: Place) -> Iterable[Unit]:
     """In order of worth."""
     tuning.load(place.folder)
     yield Unit("ceilings", partial(ceilings, place), 4 << 30, 5)
-    yield Unit("compile d 1024", partial(compiled, place, [1024], 3), 8 << 30, 60)
-    for T in (2048, 8192):
-        for name in NAMES:
-            yield _sequence(place, name, 1024, T)
-        if T == 2048:
-            for name in NAMES:
-                yield Unit(f"{name} one token d 1024", partial(one_token, place, name, (1024,)), 1 << 30, 5)
+    yield Unit("compile d 1024", partial(compiled, place, (1024,), FORMS), 16 << 30, 60)
+    for name in NAMES:
+        yield _sequence(place, name, 1024, 2048)
+    for name in NAMES:
+        yield Unit(f"{name} one token d 1024", partial(one_token, place, name, (1024,)), 1 << 30, 5)
     if place.rehearsed:
-        yield Unit("gla float32", partial(sequence, place, "gla", 1024, 2048, torch.float32), 0, 20)
         yield Unit("ssd one token in a graph", partial(one_token, place, "ssd", (1024,), graph=True), 0, 5)
         yield Unit("gla torch.compile one token", partial(compiled_step, place, "gla"), 0, 60)
         return
     for name in NAMES:
+        yield _sequence(place, name, 1024, 8192)
+    for name in NAMES:
         yield Unit(
-            f"{name} one token in a graph d 1024", partial(one_token, place, name, (1024,), graph=True), 1 << 30, 5
+            f"{name} one token in a graph d 1024",
+            partial(one_token, place, name, (1024,), graph=True),
+            1 << 30,
+            5,
         )
-    yield Unit("compile d 512, 4096", partial(compiled, place, [4096, 512], 1), 8 << 30, 40)
-    for d, T in ((4096, 2048), (1024, 32768), (512, 2048), (1024, 512), (4096, 32768)):
+    once = dict.fromkeys(FORMS, 1)
+    yield Unit("compile d 512, 4096", partial(compiled, place, (4096, 512), once), 16 << 30, 40)
+    for d, T in ((4096, 2048), (1024, 32768), (512, 2048), (1024, 512)):
         for name in NAMES:
             yield _sequence(place, name, d, T)
-    for name in NAMES:
-        yield Unit(f"{name} one token d 512, 4096", partial(one_token, place, name, (512, 4096)), 2 << 30, 8)
     for name in ("gla", "ssd", "gdn"):
+        yield Unit(f"{name} one token d 512, 4096", partial(one_token, place, name, (512, 4096)), 2 << 30, 8)
+    forms = {"gla": 6, "ssd": 4, "gdn": 4}
+    yield Unit("compile float32", partial(compiled, place, (1024,), forms, "float32"), 16 << 30, 60)
+    for name in forms:
         run = partial(sequence, place, name, 1024, 2048, torch.float32)
         yield Unit(f"{name} d 1024 T 2048, fla in float32", run, _needs(1024), 30)
     for name in ("gla", "gdn"):
@@ -134,18 +144,26 @@ def shares(place: Place, seconds: float, least: float, flops: float) -> dict[str
 # ---------------------------------------------------------------- compiling
 
 
-def compiled(place: Place, widths: list[int], shards: int) -> dict[str, Any]:
-    """All kernels for these widths, by several processes: without this each unit would compile for minutes."""
+def compiled(
+    place: Place, widths: tuple[int, ...], shards: Mapping[str, int], dtype: str = "bfloat16"
+) -> dict[str, Any]:
+    """All kernels for these widths, each recurrence's by so many processes: without this each unit would compile for
+    minutes."""
     tuning.ready(place)
     tuning.keep(place)
-    names = [recurrences.BESIDE.get(name, name) for name in NAMES]
     jobs = [
-        {"name": name, "d": _width(place, d), "B": _rows(place, 2048), "dtype": "bfloat16",
-         "shard": shard, "shards": shards}
-        for d in widths for name in names for shard in range(shards)
-    ] + [
-        {"name": "pdr", "d": _width(place, d), "B": 1, "dtype": "float32", "shard": 0, "shards": 1} for d in widths
-    ]  # fmt: skip
+        {
+            "name": name,
+            "d": _width(place, d),
+            "B": _rows(place, 2048),
+            "dtype": dtype,
+            "shard": i,
+            "shards": n,
+        }
+        for d in widths
+        for name, n in shards.items()
+        for i in range(n)
+    ]
     return tuning.compile_all(place, jobs, min(100.0, place.left / 2))
 
 
@@ -158,31 +176,37 @@ def _rows(place: Place, T: int) -> int:
 
 
 def _length(place: Place, T: int) -> int:
-    return 5 if place.rehearsed else T
+    return 3 if place.rehearsed else T
 
 
 # ---------------------------------------------------------------- sequences
 
 
+def _same(key: str, x: Tensor) -> Tensor:
+    return x
+
+
 class Side:
     """One implementation with its inputs: run gives the outputs of leaves, do is the gradient of outputs, all as the
-    side has them; ours converts to our layout. size, gate: bytes of a number and of a gate."""
+    side has them; ours converts to our layout. precision: of float32's products. sizes: bytes of a number and of a
+    gate."""
 
     def __init__(
-        self, name: str, leaves: Values, run: Callable[[Values], Tensor], do: Tensor, sizes: tuple[int, int],
-        ours: Callable[[str, Tensor], Tensor],
+        self, name: str, leaves: Values, run: Callable[[Values], Tensor], do: Tensor, precision: str = "highest",
+        sizes: tuple[int, int] = (4, 4), ours: Callable[[str, Tensor], Tensor] = _same,
     ) -> None:  # fmt: skip
         self.name, self.leaves, self.run, self.do, self.ours = name, leaves, run, do, ours
-        self.size, self.gate = sizes
+        self.precision, (self.size, self.gate) = precision, sizes
 
     def forward(self) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), precise(self.precision):
             return self.run(self.leaves)
 
     def both(self, do: Tensor | None = None) -> tuple[Tensor, ...]:
         """The gradients of all leaves."""
         leaves = {key: x.detach().requires_grad_() for key, x in self.leaves.items()}
-        return torch.autograd.grad(self.run(leaves), list(leaves.values()), self.do if do is None else do)
+        with precise(self.precision):
+            return torch.autograd.grad(self.run(leaves), list(leaves.values()), self.do if do is None else do)
 
     def errors(self, exact: Values, tokens: int) -> tuple[dict[str, float], Tensor]:
         """Against float64 over the first tokens of the first row, gradients those of these tokens' outputs; and all
@@ -196,10 +220,6 @@ class Side:
         return recurrences.error(found, {key: x for key, x in exact.items() if key in found}), o
 
 
-def _same(key: str, x: Tensor) -> Tensor:
-    return x
-
-
 def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dict[str, Any]:
     """Forward, and forward with backward, of our backends and of fla's chunks, from no state."""
     d, B, T, other = _width(place, d), _rows(place, T), _length(place, T), recurrences.BESIDE.get(name, name)
@@ -207,8 +227,9 @@ def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dic
     values, exact, do = _case(place, name, B, T, d, tokens)
     sides, leaves = {}, recurrences.ours(name, values)
     for backend in kind.backends:
-        sides[backend] = Side(name, leaves, partial(_run, name, backend, "highest"), do, (4, 4), _same)
-    sides["torch, tf32"] = Side(name, leaves, partial(_run, name, "torch", "high"), do, (4, 4), _same)
+        sides[backend] = Side(name, leaves, partial(_run, name, backend), do)
+    if (d, T) == (_width(place, 1024), _length(place, 2048)):
+        sides["torch, tf32"] = Side(name, leaves, partial(_run, name, "torch"), do, "high")
     found, outputs = _checked(sides, exact, tokens)
     if other != name:
         values, exact, do = _case(place, other, B, T, d, tokens)
@@ -217,6 +238,7 @@ def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dic
         checked, more = _checked({"fla": fla}, exact, tokens)
         found |= {"fla": checked["fla"] | stands_in}
         sides["fla"] = fla
+        tuning.keep(place)
         if other == name and outputs and more:
             mine = next(iter(outputs.values()))
             found["fla"]["apart"] = recurrences.error({"o": more["fla"]}, {"o": mine})["o"]
@@ -253,9 +275,8 @@ def _case(place: Place, name: str, B: int, T: int, d: int, tokens: int) -> tuple
     return values, exact | {"log": exact["gate"] * gate}, do
 
 
-def _run(name: str, backend: str, precision: str, leaves: Values) -> Tensor:
-    with precise(precision):
-        return recurrences.run_ours(name, leaves, None, backend)[0]
+def _run(name: str, backend: str, leaves: Values) -> Tensor:
+    return recurrences.run_ours(name, leaves, None, backend)[0]
 
 
 def _theirs(
@@ -267,7 +288,7 @@ def _theirs(
     size = leaves["q"].element_size()
     side = Side(
         name, leaves, lambda given: recurrences.run_theirs(name, given, None, steps=False, last=False)[0],
-        do.transpose(1, 2).to(dtype).contiguous(), (size, leaves["log"].element_size()),
+        do.transpose(1, 2).to(dtype).contiguous(), "highest", (size, leaves["log"].element_size()),
         partial(recurrences.of_theirs, name),
     )  # fmt: skip
     try:
@@ -278,7 +299,7 @@ def _theirs(
             raise
         stands_in = f"our reference: fla's kernels do not run interpreted ({type(why).__name__})"
         own = recurrences.ours(name, values)
-        return Side(name, own, partial(_run, name, "reference", "highest"), do, (4, 4), _same), {"is": stands_in}
+        return Side(name, own, partial(_run, name, "reference"), do), {"is": stands_in}
 
 
 def _checked(sides: Mapping[str, Side], exact: Values, tokens: int) -> tuple[dict[str, Any], Values]:
@@ -345,17 +366,23 @@ def one_token(place: Place, name: str, widths: tuple[int, ...], graph: bool = Fa
 
 def _one_token(place: Place, name: str, d: int, B: int, graph: bool) -> dict[str, Any]:
     other = recurrences.BESIDE.get(name, name)
-    values, first = recurrences.drawn(name, B, 1, d, place.device), recurrences.state(name, B, d, place.device)
+    values, first = (
+        recurrences.drawn(name, B, 1, d, place.device),
+        recurrences.state(name, B, d, place.device),
+    )
     leaves, found, calls = recurrences.ours(name, values), {}, {}
     backends = ("auto", *(x for x in recurrences.KINDS[name].backends if x == "triton"))
     with torch.no_grad():
         exact = _exact_step(name, leaves, first)
         for backend in backends:
-            found[backend] = _attempt(partial(recurrences.run_ours, name, leaves, first, backend), exact, _same)
+            found[backend] = _attempt(
+                partial(recurrences.run_ours, name, leaves, first, backend), exact, _same
+            )
             calls[backend] = recurrences.step(name, backend, leaves, first.clone())
         if other != name:
-            values, first = recurrences.drawn(other, B, 1, d, place.device), recurrences.state(
-                other, B, d, place.device
+            values, first = (
+                recurrences.drawn(other, B, 1, d, place.device),
+                recurrences.state(other, B, d, place.device),
             )
             exact = _exact_step(other, recurrences.ours(other, values), first)
         try:
@@ -379,7 +406,13 @@ def _one_token(place: Place, name: str, d: int, B: int, graph: bool) -> dict[str
         flops = recurrences.flops(at, d, B, backward=False)
         found[side] |= {"seconds": spread, "tokens/s": B / spread["median"], "least_bytes": least}
         found[side] |= shares(place, spread["median"], least, flops)
-    return {"state_bytes": first.numel() * 4, "sides": found, "fla_seconds_by_ours": _ratios(times)}
+    auto = "triton" if place.device.type == "cuda" and record.passed(place.device) else "step"
+    return {
+        "auto_is": auto if name in ("pdr", "gla", "ssd") else "step",
+        "state_bytes": first.numel() * 4,
+        "sides": found,
+        "fla_seconds_by_ours": _ratios(times),
+    }
 
 
 def _exact_step(name: str, leaves: Values, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,7 +421,9 @@ def _exact_step(name: str, leaves: Values, first: Tensor) -> tuple[Tensor, Tenso
 
 
 def _attempt(
-    call: Callable[[], tuple[Tensor, Tensor]], exact: tuple[Tensor, Tensor], ours: Callable[[str, Tensor], Tensor]
+    call: Callable[[], tuple[Tensor, Tensor]],
+    exact: tuple[Tensor, Tensor],
+    ours: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
     """Errors of the outputs and of the state after, or how it failed."""
     try:

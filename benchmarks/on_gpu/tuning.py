@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -118,24 +118,27 @@ def compile_all(place: frame.Place, jobs: list[dict[str, Any]], seconds: float) 
         return {"jobs": len(jobs), "run": 1, "seconds": time.time() - start}
     ends = []
     code = "import json, sys; from on_gpu import tuning; tuning.job(json.loads(sys.argv[1]))"
-    path = os.pathsep.join([str(frame.ROOT), str(frame.ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(frame.ROOT), str(frame.ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    )
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FLA_CACHE_RESULTS": "0"}
-    running = []
-    for one in jobs:
-        said = tempfile.TemporaryFile()
-        command = [sys.executable, "-c", code, json.dumps(one)]
-        running.append((subprocess.Popen(command, env=environment, stderr=said), said))
-    for one, (process, said) in zip(jobs, running, strict=True):
-        label = f"{one['name']} {one['d']} {one['shard']}"
-        try:
-            code_of_end = process.wait(timeout=max(0.1, seconds - (time.time() - start)))
-            said.seek(0)
-            end = "done" if code_of_end == 0 else said.read().decode(errors="replace")[-300:]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            end = "cut off"
-        ends.append({"job": label, "end": end, "after": round(time.time() - start, 1)})
+    with ExitStack() as files:
+        running = []
+        for one in jobs:
+            said = files.enter_context(tempfile.TemporaryFile())
+            command = [sys.executable, "-c", code, json.dumps(one)]
+            running.append((subprocess.Popen(command, env=environment, stderr=said), said))
+        for one, (process, said) in zip(jobs, running, strict=True):
+            try:
+                process.wait(timeout=max(0.1, seconds - (time.time() - start)))
+                said.seek(0)
+                end = "done" if process.returncode == 0 else said.read().decode(errors="replace")[-500:]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                end = "cut off"
+            label = f"{one['name']} {one['d']} {one['shard']}"
+            ends.append({"job": label, "end": end, "after": round(time.time() - start, 1)})
     return {"jobs": ends, "seconds": time.time() - start}
 
 
@@ -146,10 +149,15 @@ def job(given: dict[str, Any]) -> None:
     place = frame.Place(torch.device("cuda" if cuda else "cpu"), not cuda, 0.0, Path(given["folder"]))
     ready(place)
     load(place.folder)
+    fla, failed = given["name"] not in recurrences.BESIDE, []
     with _only_compiled(given["shard"], given["shards"]):
-        for part in (_compile_chunks, _compile_step, _compile_ours):
-            with suppress(Exception):
+        for part in (_compile_chunks, _compile_step, _compile_ours) if fla else (_compile_ours,):
+            try:
                 part(given, place)
+            except Exception as why:  # the other parts are compiled
+                failed.append(f"{part.__name__}: {type(why).__name__}: {str(why)[:300]}")
+    if failed and cuda:
+        raise SystemExit("; ".join(failed))
 
 
 @contextmanager
@@ -175,7 +183,9 @@ def _only_compiled(shard: int, shards: int) -> Iterator[None]:
 
 def _compile_chunks(given: dict[str, Any], place: frame.Place) -> None:
     name, dtype = given["name"], getattr(torch, given["dtype"])
-    leaves = recurrences.theirs(name, recurrences.drawn(name, given["B"], 128, given["d"], place.device), dtype)
+    leaves = recurrences.theirs(
+        name, recurrences.drawn(name, given["B"], 128, given["d"], place.device), dtype
+    )
     with torch.no_grad():
         recurrences.run_theirs(name, leaves, None, steps=False, last=False)
     o, _ = recurrences.run_theirs(
@@ -199,7 +209,5 @@ def _compile_ours(given: dict[str, Any], place: frame.Place) -> None:
     leaves = recurrences.ours(name, recurrences.drawn(name, 1, 20, d, place.device))
     with torch.no_grad():
         recurrences.run_ours(name, leaves, None, "triton")
-    o, _ = recurrences.run_ours(
-        name, {key: x.requires_grad_() for key, x in leaves.items()}, None, "triton"
-    )
+    o, _ = recurrences.run_ours(name, {key: x.requires_grad_() for key, x in leaves.items()}, None, "triton")
     torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
