@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from on_gpu.frame import ROOT, Place, Result, Skip, Unit, ratio, read, spread, version
-
+from on_gpu.frame import ROOT, Place, Result, Skip, Unit, ratio, read, say, spread, version
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.model import LanguageModel, build
@@ -103,11 +103,34 @@ def size_of(name: str) -> Size:
     return SIZES.get(name, TINY)
 
 
+HEADS: dict[str, Callable[[int], str]] = {
+    "perspective2": lambda H: f"heads={H},kv_heads={H // 3 if H == 6 else 3}",
+    "perspective": lambda H: f"heads={H},kv_heads={H // 3 if H == 6 else 3}",
+    "transformer": lambda H: f"heads={H}",
+    "gla": lambda H: f"heads={H}",
+    "gdn": lambda H: f"heads={H}",
+    "rwkv7": lambda H: "head_dim=64",
+}
+"""The sizes that make heads 64 wide, as those that a GPU's kernels are made for, of H heads in the model's width."""
+EVEN = 64  # what the width of a network is a multiple of, for the GPU's products
+
+
 def config_of(design: str, size: Size) -> ModelConfig:
-    """The design at this size, or as small as the rehearsal has it."""
-    if size.params:
-        return presets.solve(design, size.params, vocab_size=size.vocab, seq_len=size.T)
-    return presets.small(design, vocab_size=size.vocab, d_model=64, layers=2, seq_len=size.T)
+    """The design at this size, within 2%, in widths for a GPU; or as small as the rehearsal has it."""
+    if not size.params:
+        return presets.small(design, vocab_size=size.vocab, d_model=64, layers=2, seq_len=size.T)
+    if design == "ssd":
+        return presets.get("ssd-20m" if size.params < 60e6 else "ssd-125m")
+    name, _, given = design.removesuffix("]").partition("[")
+    sizes = ",".join(filter(None, [given, HEADS[name](6 if size.params < 60e6 else 12)]))
+    config = presets.solve(f"{name}[{sizes}]", size.params, vocab_size=size.vocab, seq_len=size.T)
+
+    def even(part: Any) -> Any:
+        hidden = round(getattr(part, "hidden", 0) / EVEN) * EVEN
+        return replace(part, hidden=hidden) if hidden else part
+
+    blocks = (replace(block, mixer=even(block.mixer), ffn=even(block.ffn)) for block in config.blocks)
+    return replace(config, blocks=tuple(blocks))
 
 
 def made(name: str, size: Size, device: torch.device) -> Trained:
@@ -127,7 +150,9 @@ def our_loss(model: Callable[..., Any], ids: Tensor, targets: Tensor, reset: Ten
 
 def of_others(model: nn.Module) -> Trained:
     options = {"lr": OPTIM.lr, "betas": (OPTIM.beta1, OPTIM.beta2), "weight_decay": OPTIM.weight_decay}
-    return Trained(partial(their_loss, model), model, torch.optim.AdamW(model.parameters(), fused=True, **options))
+    return Trained(
+        partial(their_loss, model), model, torch.optim.AdamW(model.parameters(), fused=True, **options)
+    )
 
 
 def their_loss(model: Callable[..., Any], ids: Tensor, targets: Tensor, reset: None) -> Tensor:
@@ -181,14 +206,16 @@ def of_fla(kind: str, size: Size, device: torch.device) -> nn.Module:
     turns = round((wanted - few) / (count(high) - few) * (high - low) / step)
     value = max(low, low + turns * step)
     if size.params and abs(count(value) - wanted) > WITHIN * wanted:
-        raise ValueError(f"fla's {kind} has {count(value):,} parameters with {knob} = {value}, ours has {wanted:,}")
+        raise ValueError(
+            f"fla's {kind} has {count(value):,} parameters with {knob} = {value}, ours has {wanted:,}"
+        )
     if device.type != "cuda":
         raise Skip("fla's kernels need a GPU; its model was built without weights")
     return whole(value, device).train()
 
 
 OURS = {"GLA": "gla", "GatedDeltaNet": "gdn", "RWKV7": "rwkv7", "Mamba2": "ssd"}
-LEAST = {"intermediate_size": (64, 128, 32), "num_hidden_layers": (2, 4, 1)}
+LEAST = {"intermediate_size": (64, 128, EVEN), "num_hidden_layers": (2, 4, 1)}
 
 
 def sizes_of_fla(kind: str, size: Size) -> tuple[dict[str, Any], str]:
@@ -272,6 +299,23 @@ def fitting(place: Place, trained: Trained, size: Size) -> Batch:
         place.free()
 
 
+def started(place: Place, name: str, trained: Trained, size: Size) -> tuple[Trained, Batch, str]:
+    """The model after its first update, its batch, and its weights' dtype: bfloat16 of those of fla's models that do
+    not run under autocast."""
+    try:
+        return trained, fitting(place, trained, size), "float32"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as why:
+        if not name.startswith("fla's"):
+            raise
+        say(
+            f"training: {name} under autocast: {type(why).__name__}: {str(why)[:200]}; with weights in bfloat16"
+        )
+    trained = of_others(trained.model.bfloat16())
+    return trained, fitting(place, trained, size), "bfloat16"
+
+
 def eager(place: Place, name: str, size_name: str, kept: dict[str, Trained]) -> Result:
     """A model's updates, in turns with those of our transformer, which is kept from unit to unit."""
     size, cuda = size_of(size_name), place.device.type == "cuda"
@@ -285,8 +329,10 @@ def eager(place: Place, name: str, size_name: str, kept: dict[str, Trained]) -> 
     begun = time.perf_counter()
     trained = made(name, size, place.device)
     built = time.perf_counter() - begun
-    first = timed(place, lambda: fitting(place, trained, size))
-    batch = fitting(place, trained, size)
+    begun = time.perf_counter()
+    trained, batch, weights = started(place, name, trained, size)
+    first = time.perf_counter() - begun
+    update(trained, batch)
     for _ in range(1 if place.rehearsed else WARM - 2):
         loss = update(trained, batch)
     peak = torch.cuda.max_memory_allocated(place.device) - before if cuda else 0
@@ -298,7 +344,13 @@ def eager(place: Place, name: str, size_name: str, kept: dict[str, Trained]) -> 
         if other is not trained:
             reference.append(timed(place, lambda: update(other, theirs)) * len(batch.ids) / size.rows)
     result = told(place, trained, times, batch)
-    result |= {"peak_bytes": peak, "loss": round(loss, 4), "first_seconds": round(first, 3), "built": round(built, 3)}
+    result |= {
+        "peak_bytes": peak,
+        "loss": round(loss, 4),
+        "first_seconds": round(first, 3),
+        "built": round(built, 3),
+        "weights": weights,
+    }
     if reference:
         result |= {f"speed_of_{REFERENCE}": ratio(reference, times)}
     if name in DESIGNS[:2]:
@@ -308,7 +360,9 @@ def eager(place: Place, name: str, size_name: str, kept: dict[str, Trained]) -> 
     if name == "fla's Mamba2":
         from fla.layers import mamba2
 
-        result["kernels"] = "mamba_ssm" if mamba2.is_fast_path_available else "torch: mamba_ssm is not installed"
+        result["kernels"] = (
+            "mamba_ssm" if mamba2.is_fast_path_available else "torch: mamba_ssm is not installed"
+        )
     return result
 
 
@@ -364,7 +418,13 @@ def in_child(place: Place, name: str, size_name: str, kept: dict[str, Trained]) 
     place.free()
     path = place.folder / ".compiled.json"
     path.unlink(missing_ok=True)
-    asked = {"name": name, "size": size_name, "device": str(place.device), "folder": str(place.folder), "out": str(path)}
+    asked = {
+        "name": name,
+        "size": size_name,
+        "device": str(place.device),
+        "folder": str(place.folder),
+        "out": str(path),
+    }
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
         f"from on_gpu import training; training.child({json.dumps(asked)!r}, {place.rehearsed})"
