@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,6 +71,28 @@ def test_query_heads_may_share_a_key_head(kind, V, T):
     expected = explicit(q, *each, mask, kind == "causal", 8**-0.5)
     o = attention.attend(q, k, v, mask, causal=kind == "causal")
     torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_on_a_gpu_a_mask_meets_as_many_key_heads_as_query_heads(monkeypatch):
+    """Where there are groups and a mask, no fused kernel is left there."""
+    fused, grouped = F.scaled_dot_product_attention, []
+
+    def watch(q, k, v, mask, *, enable_gqa, **more):
+        grouped.append(enable_gqa)
+        return fused(q, k, v, mask, enable_gqa=enable_gqa, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    q, k, v = inputs(20, 20, 8, 8, H=6)
+    k, v, mask = k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_(), some(2, 20, 20)
+    found = []
+    for there in (False, True):
+        monkeypatch.setattr(attention, "_takes_no_groups", lambda _, there=there: there)
+        o = attention.attend(q, k, v, mask)
+        found.append([o, *torch.autograd.grad(o.square().sum(), (k, v))])
+        attention.attend(q, k, v, causal=True)
+    assert grouped == [True, True, False, True]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
