@@ -39,7 +39,7 @@ LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
 MOST_UNSETTLED = 8
 """Captures of a kind of state that may change its shape before it is taken for one that never settles."""
-COPIES = ("_to_copy", "copy_", "copy")
+COPIES = ("to", "_to_copy", "copy_", "copy")
 log = logging.getLogger("perspectron")
 
 
@@ -280,8 +280,6 @@ class _Unasked(Mode):
         name = func.overloadpacket.__name__
         if name in ASKED:
             raise Unrecordable(f"{name}, for which the host waits")
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unrecordable(f"{name}, which draws")
         out = func(*args, **(kwargs or {}))
         met = [x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         places = {x.device.type for x in met if x.ndim > 0 or x.device.type != "cpu" or name in COPIES}
