@@ -1,0 +1,69 @@
+"""The parts of a state that steps are recorded or captured for.
+
+Shapes: B batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.mixers.cache import Cache
+from perspectron.native.tape import Unrecordable, memory
+from perspectron.state import LMState
+
+
+class Unsettled(Unrecordable):
+    """A state whose next one has another shape, as an empty one may: that one may be recorded."""
+
+
+def tensors(state: LMState) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
+
+
+def caches(state: Any) -> list[Cache]:
+    """The growing caches among its parts."""
+    parts = pytree.tree_leaves(state, is_leaf=_is_cache)
+    return [part for part in parts if isinstance(part, Cache)]
+
+
+def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
+    """The state with other caches."""
+    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=_is_cache)
+
+
+def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:
+    """A state of the same shapes for so many rows, whose numbers are the same whatever was read: whether a step can be
+    recorded must not depend on the text. Caches have one slot filled. slots: that they get."""
+
+    def made(part: Any) -> Any:
+        if isinstance(part, Cache):
+            k, v = (
+                x.new_zeros(rows, x.shape[1], slots(part), x.shape[3]) for x in (part.k_BHSK, part.v_BHSV)
+            )
+            for x in (k, v):
+                x[:, :, :1] = noise(x[:, :, :1])
+            return Cache(k, v, part.length_B.new_ones(rows), 1)
+        return noise(part[:rows]) if isinstance(part, Tensor) else part
+
+    def noise(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return torch.ones_like(x)
+        same = torch.Generator(x.device).manual_seed(0)
+        return torch.rand(x.shape, generator=same, dtype=x.dtype, device=x.device) - 0.5
+
+    return state._map(made, is_leaf=_is_cache)
+
+
+def settled(before: list[Tensor], after: list[Tensor]) -> None:
+    """Unsettled unless each tensor of a state has the shape of the one before, and none is in the place of another."""
+    own = {memory(x) for x in before}
+    for base, end in zip(before, after, strict=True):
+        if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
+            raise Unsettled("a state that changes its shape, or parts that change places")
+
+
+def _is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
