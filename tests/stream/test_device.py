@@ -264,6 +264,7 @@ def test_a_copy_that_failed_leaves_the_waits_to_the_next_one(files):
         with cache_holds(cache):
             copies._slots[0].hinted = False
             copies.hint(1, 1)
+        assert isinstance(copies._slots[0].copied.exception(10), ShardError)
         cache.get = inner
         with copies.get(2, 1):
             pass
