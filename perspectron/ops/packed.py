@@ -192,16 +192,19 @@ def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tens
     q = F.pad(q_TS, room).view(-1, G, 2, LANES, 4)
     codes_GL8N = codes.permute(1, 3, 2, 4, 0).flatten(2, 3)
     q_GLT8 = q.permute(1, 3, 0, 2, 4).flatten(3, 4)
-    scale_NG, offset_NG = (values.float() for values in parameters(part))
-    lanes_LTN = q.new_zeros(LANES, len(q), len(codes))
+    # Fused multiply-adds as in `_fma`; what need not be made for each group is made before, for a GPU's sake.
+    scale_NG, offset_NG = (values.double() for values in parameters(part))
+    sums_TG = q.sum((2, 3, 4)).double()
+    lanes_LTN = scale_NG.new_zeros(LANES, len(q), len(codes))
     offset_TN = torch.zeros_like(lanes_LTN[0])
     for g in range(G):
-        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g])
-        lanes_LTN = _fma(sum_LTN, scale_NG[:, g], lanes_LTN)
-        offset_TN = _fma(q[:, g].sum((1, 2, 3))[:, None], offset_NG[:, g], offset_TN)
+        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g]).double()
+        lanes_LTN = torch.addcmul(lanes_LTN, sum_LTN, scale_NG[:, g]).float().double()
+        offset_TN = torch.addcmul(offset_TN, sums_TG[:, g, None], offset_NG[:, g]).float().double()
+    lanes_LTN = lanes_LTN.float()
     while len(lanes_LTN) > 1:
         lanes_LTN = torch.add(*lanes_LTN.chunk(2))
-    return (lanes_LTN[0] - offset_TN) * step_T[:, None]
+    return (lanes_LTN[0] - offset_TN.float()) * step_T[:, None]
 
 
 def _silu(x: Tensor) -> Tensor:
