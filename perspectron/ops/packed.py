@@ -8,6 +8,7 @@ Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a blo
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,37 +114,72 @@ def _reference(x_TK: Tensor, packed: Packed) -> Tensor:
 
 
 def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
-    """The product some rows at a time, so that memory stays bounded."""
+    """The product some rows at a time, so that memory stays bounded. A GPU takes more, since each of its many short
+    operations has a price."""
     (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
     q_TK, step_T = quantise(x_TK)
     q_TS = F.pad(q_TK, (0, S - K))
     y_TN = x_TK.new_empty(len(x_TK), blocks * R)
-    run = _rows if LAYOUTS[packed.format].zero is not None else _groups
-    count = max(1, DECODED // (R * S))
+    by_row, room = LAYOUTS[packed.format].zero is not None, 16 if x_TK.is_cuda else 1
+    count = max(1, room * DECODED // (R * S))
     for start in range(0, blocks, count):
-        here = slice(start * R, (start + count) * R)
-        for tokens in _parts(len(x_TK), min(count, blocks - start) * R):
+        here, rows = slice(start * R, (start + count) * R), min(count, blocks - start) * R
+        for tokens in [slice(None)] if by_row else _parts(len(x_TK), rows, room):
+            run = _rows if by_row else _groups
             y_TN[tokens, here] = run(q_TS[tokens], step_T[tokens], packed, slice(start, start + count))
     return y_TN[:, :N].contiguous()
 
 
-def _parts(T: int, rows: int) -> Iterator[slice]:
-    step = max(1, PARTS // (LANES * rows))
+def _parts(T: int, rows: int, room: int) -> Iterator[slice]:
+    step = max(1, room * PARTS // (LANES * rows))
     return (slice(start, start + step) for start in range(0, T, step))
 
 
 def _rows(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
     """y = (step · s) · float(Σ w q), the sum as a whole number."""
-    layout = LAYOUTS[packed.format]
-    w_NS = digits(packed.codes[blocks], packed.format).float() - layout.padding
-    if packed.format == "ternary":
-        sum_TN = q_TS @ w_NS.T  # 127 · K < 2²⁴
+    layout, codes = LAYOUTS[packed.format], packed.codes[blocks]
+    if _integers(q_TS.device):
+        sum_TN = _product(
+            q_TS, digits(F.pad(codes, (0, 0, 0, -len(codes) % 8)), packed.format), layout.padding
+        )
+        sum_TN = sum_TN[:, : len(codes) * layout.rows]
     else:
-        pieces = zip(q_TS.split(EXACT, 1), w_NS.split(EXACT, 1), strict=True)
-        sum_TN = sum((q @ w.T).double() for q, w in pieces).float()
+        w_NS = digits(codes, packed.format).float() - layout.padding
+        if packed.format == "ternary":
+            sum_TN = q_TS @ w_NS.T  # 127 · K < 2²⁴
+        else:
+            pieces = zip(q_TS.split(EXACT, 1), w_NS.split(EXACT, 1), strict=True)
+            sum_TN = sum((q @ w.T).double() for q, w in pieces).float()
     scale = packed.scales[blocks.start * layout.rows : blocks.stop * layout.rows]
-    scale_N = F.pad(scale, (0, len(w_NS) - len(scale)))
+    scale_N = F.pad(scale, (0, sum_TN.shape[1] - len(scale)))
     return sum_TN * (step_T[:, None] * scale_N)
+
+
+def _product(q_TS: Tensor, code_NS: Tensor, zero: int) -> Tensor:
+    """The sums of q times (code − zero), as whole numbers of 32 bits, whose product wants more than 16 tokens, and
+    multiples of 8 else; rounded to float32 once."""
+    T = len(q_TS)
+    q = F.pad(q_TS, (0, 0, 0, max(0, 32 - T))).to(torch.int8)
+    w_NS = (code_NS - zero).view(torch.int8)  # modulo 256
+    return torch._int_mm(q, w_NS.T)[:T].float()
+
+
+@cache
+def _integers(device: torch.device) -> bool:
+    """True if `_product` runs on a GPU and gives what it must, where sums are greatest, too; tried once."""
+    if device.type != "cuda":
+        return False
+    draw = torch.Generator().manual_seed(0)
+    for T, N, K in ((1, 40, 64), (19, 24, 192), (32, 16, 4096)):
+        q, code = (torch.randint(*ends, generator=draw) for ends in ((-127, 128, (T, K)), (1, 256, (N, K))))
+        q[0], code[0] = 127, 255
+        try:
+            found = _product(q.float().to(device), code.to(torch.uint8).to(device), 128)
+        except RuntimeError:
+            return False
+        if not torch.equal(found.cpu(), (q @ (code - 128).T).float()):
+            return False
+    return True
 
 
 def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
@@ -156,16 +192,19 @@ def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tens
     q = F.pad(q_TS, room).view(-1, G, 2, LANES, 4)
     codes_GL8N = codes.permute(1, 3, 2, 4, 0).flatten(2, 3)
     q_GLT8 = q.permute(1, 3, 0, 2, 4).flatten(3, 4)
-    scale_NG, offset_NG = (values.float() for values in parameters(part))
-    lanes_LTN = q.new_zeros(LANES, len(q), len(codes))
+    # Fused multiply-adds as in `_fma`; what need not be made for each group is made before, for a GPU's sake.
+    scale_NG, offset_NG = (values.double() for values in parameters(part))
+    sums_TG = q.sum((2, 3, 4)).double()
+    lanes_LTN = scale_NG.new_zeros(LANES, len(q), len(codes))
     offset_TN = torch.zeros_like(lanes_LTN[0])
     for g in range(G):
-        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g])
-        lanes_LTN = _fma(sum_LTN, scale_NG[:, g], lanes_LTN)
-        offset_TN = _fma(q[:, g].sum((1, 2, 3))[:, None], offset_NG[:, g], offset_TN)
+        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g]).double()
+        lanes_LTN = torch.addcmul(lanes_LTN, sum_LTN, scale_NG[:, g]).float().double()
+        offset_TN = torch.addcmul(offset_TN, sums_TG[:, g, None], offset_NG[:, g]).float().double()
+    lanes_LTN = lanes_LTN.float()
     while len(lanes_LTN) > 1:
         lanes_LTN = torch.add(*lanes_LTN.chunk(2))
-    return (lanes_LTN[0] - offset_TN) * step_T[:, None]
+    return (lanes_LTN[0] - offset_TN.float()) * step_T[:, None]
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -184,11 +223,15 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
 
 
 def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a·b + c in float32, rounded once; by way of float64, which is the same but for about one sum in 2²⁹."""
-    a64, b64, c64 = (
-        torch.as_tensor(part, dtype=torch.float32, device=a.device).double() for part in (a, b, c)
-    )
-    return torch.addcmul(c64, a64, b64).float()
+    """a·b + c in float32, rounded once; by way of float64, where products are exact: the same but for about one sum in
+    2²⁹. A number is no tensor: to bring one to a GPU would wait for the GPU."""
+    b64, c64 = (part.double() if isinstance(part, Tensor) else _single(part) for part in (b, c))
+    return (a.double() * b64 + c64).float()
+
+
+@cache
+def _single(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 # ---------------------------------------------------------------- dispatch

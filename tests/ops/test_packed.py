@@ -200,6 +200,20 @@ def test_a_token_does_not_depend_on_its_company(format, monkeypatch):
         assert torch.equal(linear(x[rows], whole, backend="torch"), every[rows])
 
 
+@pytest.mark.parametrize("format", ["ternary", "int8"])
+@pytest.mark.parametrize("shape", [*SHAPES, (1003, 600), (2, 8256)], ids=str)
+def test_products_of_integers_as_on_a_gpu_give_the_same_bits(format, shape, monkeypatch):
+    whole = matrix(format, *shape)
+    for T in (1, 5, 16, 17, 33):
+        x = tokens(T, shape[1])
+        x[0] = 3.0
+        expected = linear(x, whole, backend="torch")
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "_integers", lambda device: True)
+            patch.setattr(packed, "DECODED", 64 * 1024)
+            assert torch.equal(linear(x, whole, backend="torch"), expected)
+
+
 def test_sums_are_exact_where_they_are_greatest():
     K = packing.MAX_COLUMNS
     for format, top in (("ternary", 1), ("int8", 127)):
