@@ -51,11 +51,13 @@ NETWORKS = pytest.mark.parametrize("ffn", [None, *FFNS], ids=str)
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int = 0) -> None:
     draw = torch.Generator().manual_seed(seed)
+    module.cpu()  # where its own initialisation draws
     for part in module.modules():
         if hasattr(part, "init_weights"):
             part.init_weights(draw)
     for parameter in module.parameters():
         parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1, generator=draw)
+    module.to(torch.get_default_device())
 
 
 def block(config: BlockConfig, norm: str = "layer") -> Block:

@@ -55,14 +55,16 @@ stateless = pytest.mark.parametrize(
 def randomise(module: nn.Module, seed: int) -> None:
     """Wide weights: gates go from almost 0 to almost 1, attention from flat to sharp."""
     draw = torch.Generator().manual_seed(seed)
+    module.cpu()  # where its own initialisation draws
     for parameter in module.parameters():
         parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
     for part in module.modules():
         if hasattr(part, "init_weights"):
             part.init_weights(draw)
     for parameter in module.parameters():
-        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter)
         parameter += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 3.0)
+    module.to(torch.get_default_device())
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -76,7 +78,7 @@ def tokens(B: int, T: int, seed: int = 1, dtype: torch.dtype = torch.float64) ->
 
 
 def empty(module: nn.Module, B: int, dtype: torch.dtype = torch.float64, capacity: int = 0):
-    return module.init_state(B, torch.device("cpu"), dtype, capacity)
+    return module.init_state(B, torch.get_default_device(), dtype, capacity)
 
 
 def fork(state):

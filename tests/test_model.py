@@ -499,7 +499,7 @@ def test_prefill_equals_steps_with_experts(pieces):
 
 
 def mixer(seed: int = 0, size: float = 3.0, **options) -> PDR:
-    module = PDR(D, 1e-6, PDRConfig(4, **options)).double()
+    module = PDR(D, 1e-6, PDRConfig(4, **options)).to(torch.get_default_device(), torch.float64)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -510,7 +510,7 @@ def mixer(seed: int = 0, size: float = 3.0, **options) -> PDR:
 
 
 def start(module: PDR, B: int):
-    return module.init_state(B, torch.device("cpu"), torch.float64)
+    return module.init_state(B, torch.get_default_device(), torch.float64)
 
 
 def renormed_loop(module: PDR, x_TD: Tensor, every: int) -> tuple[Tensor, Tensor, int]:
