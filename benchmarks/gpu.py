@@ -14,6 +14,7 @@ exit code is 0 if all is there, 1 if something failed or is left, 2 for what can
 import argparse
 import fcntl
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -192,7 +193,7 @@ def needed() -> dict[str, list[str]]:
 
 
 def _name(requirement: str) -> str:
-    return requirement.split(";")[0].split("[")[0].rstrip("0123456789.,<>=!~ ").strip()
+    return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
 
 
 MODULES = {"fla-core": "fla", "flash-linear-attention": "fla.models", "pytest-xdist": "xdist"}

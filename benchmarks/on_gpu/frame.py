@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,12 +87,19 @@ def measure(stage: str, units: Iterable[Unit], place: Place) -> bool:
     path = place.folder / f"{stage}.json"
     kept = read(path).get("units", {})
     whole: dict[str, Any] = {"stage": stage, "conditions": conditions(place), "done": False, "units": kept}
+    failed: list[Unit] = []
 
-    def open_still(unit: Unit) -> bool:
-        before = kept.get(unit.name, {})
-        return "result" not in before and before.get("at", 0.0) < place.since
+    def in_order() -> Iterator[Unit]:
+        """Units that are open; a stage may make the next one by what the last one gave."""
+        for unit in units:
+            before = kept.get(unit.name, {})
+            if "failed" in before and before["at"] < place.since:
+                failed.append(unit)
+            elif not {"result", "failed"} & set(before):
+                yield unit
+        yield from failed
 
-    for unit in sorted(filter(open_still, units), key=lambda unit: unit.name in kept):
+    for unit in in_order():
         if unit.seconds > place.left and not place.rehearsed:
             found = {"left": f"it takes about {unit.seconds:.0f} s, and {max(0, place.left):.0f} s were left"}
         elif unit.needs > (free := place.free()):
