@@ -12,7 +12,8 @@ from typing import Any
 from on_gpu import frame
 from on_gpu.frame import Place, Result, Unit
 from perspectron.ops import selftest
-from perspectron.ops.cases import Case, cases
+from perspectron.ops.case import Case
+from perspectron.ops.cases import cases
 from perspectron.ops.triton import record
 
 ABOUT = "every operation and backend against float64"
