@@ -24,10 +24,14 @@ LIMIT = 150
 
 
 def units(place: Place) -> Iterator[Unit]:
-    """Those with Triton's kernels first, each of which is compiled on first use. A rehearsal tries one of each op."""
-    tried = sorted(cases(place.device), key=lambda case: "triton" not in case.backends)
-    if place.rehearsed:
-        tried = list({case.op: case for case in tried}.values())
+    """One of each operation first; a rehearsal tries only these."""
+    tried = cases(place.device)
+    first = {case.op: case for case in reversed(tried)}
+    tried = (
+        list(first.values())
+        if place.rehearsed
+        else sorted(tried, key=lambda case: case is not first[case.op])
+    )
     names = [f"{case.op} ({case.shape})" for case in tried]
     for name, case in zip(names, tried, strict=True):
         yield Unit(name, partial(_compared, case, place), seconds=4.0 if "triton" in case.backends else 1.0)
