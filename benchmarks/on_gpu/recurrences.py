@@ -24,7 +24,8 @@ Result = tuple[Tensor, Tensor]
 
 
 class Kind(NamedTuple):
-    """A recurrence with heads of K × V. backends: ours, but for the reference. fla: its module and its two functions,
+    """A recurrence with heads of K × V. backends: ours, but for the reference; those
+    by chunks are of `perspectron.ops.triton.chunk`. fla: its module and its two functions,
     of chunks and of steps. narrow: one gate a head. products: of a token with each number of the state. more: its
     inputs beside q, k, v and the gate. half: fla's layers have the logarithms of gates in bfloat16, not float32."""
 
@@ -41,8 +42,8 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = {
     "gla": Kind(64, 128, ("torch", "triton"), ("gla", "chunk_gla", "fused_recurrent_gla")),
     "ssd": Kind(
-        128, 64, ("torch", "triton"), ("simple_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"),
-        narrow=True, half=False,
+        128, 64, ("torch", "triton", "chunks tf32x3", "chunks tf32"),
+        ("simple_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"), narrow=True, half=False,
     ),
     "gdn": Kind(
         128, 128, ("torch",),
@@ -121,6 +122,11 @@ def run_ours(name: str, leaves: Values, first: Tensor | None, backend: str, **op
     options = {"backend": backend, "checked": False, **options}
     if name == "pdr":
         return pdr.scan(q, k, v, gate, first, **options)
+    if backend.startswith("chunks"):
+        from perspectron.ops.triton import chunk
+
+        first = v.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if first is None else first
+        return chunk.ssd(q * q.shape[-1] ** -0.5, k, v, gate, first, backend.split()[1])
     if name in ("gla", "gla64", "ssd"):
         return gla.scan(q, k, v, gate, first, **options)
     if name == "rwkv7":

@@ -14,8 +14,8 @@ D⁻_lj = Π_{j<m<l} a_m for j < l, E the adjoint of the state after the chunk, 
     da_l = Σ_j (Dᵀ dD)_lj D⁻_lj + P_{l-1} (Dᵀ dP)_l + X_l (D⁻ dX)_l + P_{l-1} X_l ⟨S, E⟩.
 
 Kernels: the states before each chunk, one after the other; all outputs at once. Backwards the adjoints after each chunk
-come from the first kernel and the gradients of values from the second, with what they take exchanged; a third gives all
-other gradients. Nothing chooses this path yet: `auto` waits for measurements on a GPU.
+come from the first kernel and the gradients of values from the second, with what they take exchanged; two more give
+those of queries and keys, and of gates. Nothing chooses this path yet: `auto` waits for measurements on a GPU.
 
 Shapes: N memories, T time, K rows of a memory, V columns, C tokens of a chunk, n chunks.
 """
@@ -125,14 +125,14 @@ def outputs(
 
 @triton.jit(do_not_specialize=["T"])
 def gradients(
-    q_NTK, k_NTK, v_NTV, gate_NT, do_NTV, border_NnKV, adjoint_NnKV, dq_NTK, dk_NTK, dgate_bNT, T, K, V,
+    q_NTK, k_NTK, v_NTV, gate_NT, do_NTV, border_NnKV, adjoint_NnKV, dq_NTK, dk_NTK, dP_bNT, dX_bNT, both_bNn, T, K, V,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and keys of one chunk, a block b of rows, and what it adds to that of the gates."""
+    """The gradients of queries and keys of one chunk, a block b of rows; and of its sums dP, dX and ⟨S, E⟩."""
     chunks = tl.cdiv(T, C)
     at, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    n, i = at // chunks, tl.arange(0, C)
-    t, k = (at % chunks) * C + i, block * BK + tl.arange(0, BK)
+    n, memories = at // chunks, tl.num_programs(0) // chunks
+    t, k = (at % chunks) * C + tl.arange(0, C), block * BK + tl.arange(0, BK)
     dA, both = tl.zeros([C, C], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
     read, written = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     for column in tl.range(0, V, BV):
@@ -146,27 +146,47 @@ def gradients(
         read += tl.dot(do, tl.trans(S), input_precision=PRECISION)
         written += tl.dot(w, tl.trans(E), input_precision=PRECISION)
     stored, row = (t < T)[:, None] & (k < K)[None, :], (n * T + t)[:, None] * K + k[None, :]
-    D = _decays(gate_NT, n * T, t, T, C)
-    faded = dA * D
-    X, P = _suffixes(gate_NT, n * T, t, T, C), tl.cumprod(_gates(gate_NT, n * T, t, t < T), 0)
-    x, q = _tile(k_NTK, n * T, t, k, T, K), _tile(q_NTK, n * T, t, k, T, K)
-    dP, dX = tl.sum(q * read, 1), tl.sum(x * written, 1)
-    tl.store(dq_NTK + row, P[:, None] * read + tl.dot(faded, x, input_precision=PRECISION), mask=stored)
-    tl.store(
-        dk_NTK + row,
-        X[:, None] * written + tl.dot(tl.trans(faded), q, input_precision=PRECISION),
-        mask=stored,
-    )
+    dA = dA * _decays(gate_NT, n * T, t, T, C)
+    q, x = _tile(q_NTK, n * T, t, k, T, K), _tile(k_NTK, n * T, t, k, T, K)
+    place = (block * memories + n) * T + t
+    tl.store(dP_bNT + place, tl.sum(q * read, 1), mask=t < T)
+    tl.store(dX_bNT + place, tl.sum(x * written, 1), mask=t < T)
+    tl.store(both_bNn + block * tl.num_programs(0) + at, tl.sum(both, 0))
+    dq = tl.cumprod(_gates(gate_NT, n * T, t, t < T), 0)[:, None] * read
+    tl.store(dq_NTK + row, dq + tl.dot(dA, x, input_precision=PRECISION), mask=stored)
+    dk = _suffixes(gate_NT, n * T, t, T, C)[:, None] * written
+    tl.store(dk_NTK + row, dk + tl.dot(tl.trans(dA), q, input_precision=PRECISION), mask=stored)
 
+
+@triton.jit(do_not_specialize=["T"])
+def gates(
+    q_NTK, k_NTK, v_NTV, gate_NT, do_NTV, dP_NT, dX_NT, both_Nn, dgate_NT, T, K, V,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the gates of one chunk."""
+    chunks = tl.cdiv(T, C)
+    at, i = tl.program_id(0).to(tl.int64), tl.arange(0, C)
+    n, t = at // chunks, (at % chunks) * C + i
+    A, dA = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for row in tl.range(0, K, BK):
+        k = row + tl.arange(0, BK)
+        x = _tile(k_NTK, n * T, t, k, T, K)
+        A += tl.dot(_tile(q_NTK, n * T, t, k, T, K), tl.trans(x), input_precision=PRECISION)
+    for column in tl.range(0, V, BV):
+        v = column + tl.arange(0, BV)
+        w = _tile(v_NTV, n * T, t, v, T, V)
+        dA += tl.dot(_tile(do_NTV, n * T, t, v, T, V), tl.trans(w), input_precision=PRECISION)
+    D = _decays(gate_NT, n * T, t, T, C)
+    M = tl.dot(tl.trans(D), A * dA, input_precision=PRECISION)
+    dP = tl.load(dP_NT + n * T + t, mask=t < T, other=0.0)
+    dX = tl.load(dX_NT + n * T + t, mask=t < T, other=0.0)
     before = _gates(gate_NT, n * T, t - 1, (i > 0) & (t - 1 < T))
     less = tl.cumprod(tl.where(i[:, None] > i[None, :] + 1, before[:, None], 1.0), 0)
     less = tl.where(i[:, None] > i[None, :], less, 0.0)
-    dD = tl.dot(q, tl.trans(x), input_precision=PRECISION) * dA
-    dgate = tl.sum(tl.dot(tl.trans(D), dD, input_precision=PRECISION) * less, 1)
-    start = tl.cumprod(before, 0)
-    dgate += start * tl.sum(D * dP[:, None], 0) + X * tl.sum(less * dX[None, :], 1)
-    dgate += start * X * tl.sum(both, 0)
-    tl.store(dgate_bNT + (block * tl.num_programs(0) // chunks + n) * T + t, dgate, mask=t < T)
+    start, X = tl.cumprod(before, 0), _suffixes(gate_NT, n * T, t, T, C)
+    dgate = tl.sum(M * less, 1) + start * tl.sum(D * dP[:, None], 0)
+    dgate += X * (tl.sum(less * dX[None, :], 1) + start * tl.load(both_Nn + at))
+    tl.store(dgate_NT + n * T + t, dgate, mask=t < T)
 
 
 # ---------------------------------------------------------------- calls
@@ -210,9 +230,9 @@ class _Chunks(torch.autograd.Function):
     jvp = dispatch.refuse("the chunks on Triton have no forward-mode derivative; use backend='torch'")
 
 
-def _block(width: int) -> int:
-    """A side of a product: a power of two from 16 to 64."""
-    return min(64, max(16, triton.next_power_of_2(width)))
+def _block(width: int, most: int = 64) -> int:
+    """A side of a product: a power of two of 16 at least, with which no register spills."""
+    return min(most, max(16, triton.next_power_of_2(width)))
 
 
 def _on(x: Tensor) -> AbstractContextManager[Any]:
@@ -238,10 +258,10 @@ def _outputs(
 ) -> Tensor:
     """`outputs` [N,T,V]."""
     (N, T, K), V = q.shape, v.shape[2]
-    o, BK, BV = torch.empty_like(v), _block(K), _block(V)
+    o, BK, BV = torch.empty_like(v), _block(K, 32), _block(V)
     with _on(q):
         outputs[(N * -(-T // TOKENS), -(-V // BV))](
-            q, k, v, gate, borders, o, T, K, V, back, TOKENS, BK, BV, precision, num_warps=8
+            q, k, v, gate, borders, o, T, K, V, back, TOKENS, BK, BV, precision, num_warps=8, num_stages=1
         )
     return o
 
@@ -251,29 +271,20 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, the gate and the first state."""
     (N, T, K), V = q.shape, v.shape[2]
-    BK, BV = _block(K), min(32, _block(V))
+    fixed = (TOKENS, _block(K, 32), _block(V, 32), precision)
+    chunks, blocks = -(-T // TOKENS), -(-K // fixed[1])
     adjoints, dfirst = _walk(q, do, gate, dlast, True, precision)
     dv = _outputs(k, q, do, gate, adjoints, True, precision)
-    dq, dk, dgate = torch.empty_like(q), torch.empty_like(k), gate.new_empty(-(-K // BK), N, T)
+    dq, dk, dgate = (torch.empty_like(x) for x in (q, k, gate))
+    dP, dX, both = (
+        gate.new_empty(blocks, N, T),
+        gate.new_empty(blocks, N, T),
+        gate.new_empty(blocks, N, chunks),
+    )
     with _on(q):
-        gradients[(N * -(-T // TOKENS), -(-K // BK))](
-            q,
-            k,
-            v,
-            gate,
-            do,
-            borders,
-            adjoints,
-            dq,
-            dk,
-            dgate,
-            T,
-            K,
-            V,
-            TOKENS,
-            BK,
-            BV,
-            precision,
-            num_warps=8,
-        )
-    return dq, dk, dv, dgate.sum(0), dfirst
+        gradients[(N * chunks, blocks)](
+            q, k, v, gate, do, borders, adjoints, dq, dk, dP, dX, both, T, K, V, *fixed, num_warps=8, num_stages=1
+        )  # fmt: skip
+        sums = (x.sum(0) for x in (dP, dX, both))
+        gates[(N * chunks,)](q, k, v, gate, do, *sums, dgate, T, K, V, *fixed, num_warps=8, num_stages=1)
+    return dq, dk, dv, dgate, dfirst
