@@ -46,7 +46,7 @@ KINDS: Mapping[str, Kind] = {
         ("simple_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"), narrow=True, half=False,
     ),
     "gdn": Kind(
-        128, 128, ("torch",),
+        128, 128, ("torch", "chunks tf32x3", "chunks tf32"),
         ("gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
         narrow=True, products=3, more=("beta",), half=False,
     ),
@@ -123,16 +123,26 @@ def run_ours(name: str, leaves: Values, first: Tensor | None, backend: str, **op
     if name == "pdr":
         return pdr.scan(q, k, v, gate, first, **options)
     if backend.startswith("chunks"):
-        from perspectron.ops.triton import chunk
-
-        first = v.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if first is None else first
-        return chunk.ssd(q * q.shape[-1] ** -0.5, k, v, gate, first, backend.split()[1])
+        return _chunks(name, leaves, first, backend.split()[1])
     if name in ("gla", "gla64", "ssd"):
         return gla.scan(q, k, v, gate, first, **options)
     if name == "rwkv7":
         return delta.scan_rwkv7(q, k, v, leaves["a"], leaves["b"], gate, first, scale=1.0, **options)
     beta = leaves["beta"]
     return delta.scan(q, k, beta * k, beta * v, gate, first, scale=q.shape[-1] ** -0.5, **options)
+
+
+def _chunks(name: str, leaves: Values, first: Tensor | None, precision: str) -> Result:
+    """Those of `perspectron.ops.triton.chunk` and `chunk_delta`, with products in this precision."""
+    from perspectron.ops.triton import chunk, chunk_delta
+
+    q, k, v, gate = (leaves[key] for key in ("q", "k", "v", "gate"))
+    q = q * q.shape[-1] ** -0.5
+    first = v.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if first is None else first
+    if name == "ssd":
+        return chunk.ssd(q, k, v, gate, first, precision)
+    beta = leaves["beta"]
+    return chunk_delta.gdn(q, k, beta * k, beta * v, gate, first, precision)
 
 
 # ---------------------------------------------------------------- theirs

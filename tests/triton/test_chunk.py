@@ -1,5 +1,5 @@
-"""The state-space dual by chunks on Triton, in its interpreter, against the plain loop in float64, by the largest
-difference over the largest value.
+"""The state-space dual and the gated delta rule by chunks on Triton, in its interpreter, against the plain loops in
+float64, by the largest difference over the largest value.
 
 Shapes: B batch, H heads, T time, K rows and V columns of a memory.
 """
@@ -8,14 +8,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.ops import gla
+from perspectron.ops import delta, gla
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)
 
-from perspectron.ops.triton import chunk
+from perspectron.ops.triton import chunk, chunk_delta
 
 FORWARD, GRADIENTS = 2e-6, 1e-5
 SIZES = {  # tokens, rows and columns
@@ -51,10 +52,18 @@ def results(function, tensors: list[Tensor]) -> list[Tensor]:
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, tensors, weights)]
 
 
+def of_delta(tensors: list[Tensor]) -> list[Tensor]:
+    """q, k, e, v, gates and a state for the delta rule: keys of length 1, e = β k with β up to 2."""
+    q, k, v, gate, state = tensors
+    k, beta = F.normalize(k, dim=-1), 2 * torch.rand(gate.shape, generator=torch.Generator().manual_seed(3))
+    return [q, k, beta * k, v, gate, state]
+
+
 def check(tensors: list[Tensor]) -> None:
-    found = results(chunk.ssd, tensors)
-    exact = results(gla.reference, [x.double() for x in tensors])
-    for name, a, b in zip(("o", "state", "q", "k", "v", "gate", "first"), found, exact, strict=True):
+    names = ("o", "state", "q", "k", *(["e"] if len(tensors) == 6 else []), "v", "gate", "first")
+    function, loop = (chunk.ssd, gla.reference) if len(tensors) == 5 else (chunk_delta.gdn, delta.reference)
+    found, exact = results(function, tensors), results(loop, [x.double() for x in tensors])
+    for name, a, b in zip(names, found, exact, strict=True):
         error = float((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-30))
         assert error <= (FORWARD if name in ("o", "state") else GRADIENTS), f"{name}: {error:.1e}"
 
@@ -62,6 +71,16 @@ def check(tensors: list[Tensor]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_outputs_states_and_gradients_are_those_of_the_loop(size: str) -> None:
     check(inputs(*SIZES[size]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_delta_rule_is_that_of_the_loop(size: str) -> None:
+    check(of_delta(inputs(*SIZES[size])))
+
+
+@pytest.mark.parametrize("gate", ["0", "1", "1e-30"])
+def test_the_delta_rule_is_exact_for_a_gate_at_the_end_of_its_range(gate: str) -> None:
+    check(of_delta(inputs(67, 8, 16, gate)))
 
 
 @pytest.mark.parametrize("gate", ["0", "1", "1e-30"])

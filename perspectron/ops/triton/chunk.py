@@ -98,10 +98,11 @@ def states(
 @triton.jit(do_not_specialize=["T"])
 def outputs(
     q_NTK, k_NTK, v_NTV, gate_NT, border_NnKV, o_NTV, T, K, V,
-    BACK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    BACK: tl.constexpr, ENDS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The outputs of one chunk, some columns; or, BACK, the gradients of values, with keys in the place of queries,
-    queries of keys, outputs' gradients of values, and adjoints of states."""
+    queries of keys, outputs' gradients of values, and adjoints of states. ENDS: with what the states add."""
     chunks = tl.cdiv(T, C)
     at = tl.program_id(0).to(tl.int64)
     n, t = at // chunks, (at % chunks) * C + tl.arange(0, C)
@@ -112,8 +113,9 @@ def outputs(
         place, inside = _memory(k, v, K, V)
         q = _tile(q_NTK, n * T, t, k, T, K)
         A += tl.dot(q, tl.trans(_tile(k_NTK, n * T, t, k, T, K)), input_precision=PRECISION)
-        S = tl.load(border_NnKV + at * K * V + place, mask=inside, other=0.0)
-        o += tl.dot(q, S, input_precision=PRECISION)
+        if ENDS:
+            S = tl.load(border_NnKV + at * K * V + place, mask=inside, other=0.0)
+            o += tl.dot(q, S, input_precision=PRECISION)
     D = _decays(gate_NT, n * T, t, T, C)
     if BACK:
         D, faded = tl.trans(D), _suffixes(gate_NT, n * T, t, T, C)
@@ -126,9 +128,10 @@ def outputs(
 @triton.jit(do_not_specialize=["T"])
 def gradients(
     q_NTK, k_NTK, v_NTV, gate_NT, do_NTV, border_NnKV, adjoint_NnKV, dq_NTK, dk_NTK, dP_bNT, dX_bNT, both_bNn, T, K, V,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    STRICT: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and keys of one chunk, a block b of rows; and of its sums dP, dX and ⟨S, E⟩."""
+    """The gradients of queries and keys of one chunk, a block b of rows; and of its sums dP, dX and ⟨S, E⟩. STRICT: a
+    query does not see its own key, and keys are not in the next state."""
     chunks = tl.cdiv(T, C)
     at, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     n, memories = at // chunks, tl.num_programs(0) // chunks
@@ -139,14 +142,17 @@ def gradients(
         v = column + tl.arange(0, BV)
         place, inside = _memory(k, v, K, V)
         S = tl.load(border_NnKV + at * K * V + place, mask=inside, other=0.0)
-        E = tl.load(adjoint_NnKV + at * K * V + place, mask=inside, other=0.0)
-        both += tl.sum(S * E, 1)
         do, w = _tile(do_NTV, n * T, t, v, T, V), _tile(v_NTV, n * T, t, v, T, V)
         dA += tl.dot(do, tl.trans(w), input_precision=PRECISION)
         read += tl.dot(do, tl.trans(S), input_precision=PRECISION)
-        written += tl.dot(w, tl.trans(E), input_precision=PRECISION)
+        if not STRICT:
+            E = tl.load(adjoint_NnKV + at * K * V + place, mask=inside, other=0.0)
+            both += tl.sum(S * E, 1)
+            written += tl.dot(w, tl.trans(E), input_precision=PRECISION)
     stored, row = (t < T)[:, None] & (k < K)[None, :], (n * T + t)[:, None] * K + k[None, :]
     dA = dA * _decays(gate_NT, n * T, t, T, C)
+    if STRICT:
+        dA = tl.where(t[:, None] > t[None, :], dA, 0.0)
     q, x = _tile(q_NTK, n * T, t, k, T, K), _tile(k_NTK, n * T, t, k, T, K)
     place = (block * memories + n) * T + t
     tl.store(dP_bNT + place, tl.sum(q * read, 1), mask=t < T)
@@ -217,7 +223,7 @@ class _Chunks(torch.autograd.Function):
         ctx: Any, precision: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         borders, last = _walk(k, v, gate, state, False, precision)
-        o = _outputs(q, k, v, gate, borders, False, precision)
+        o = read(q, k, v, gate, borders, False, precision)
         ctx.save_for_backward(q, k, v, gate, borders)
         ctx.precision = precision
         return o, last
@@ -253,15 +259,31 @@ def _walk(
     return borders, last
 
 
-def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, back: bool, precision: str
+def read(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor | None, back: bool, precision: str
 ) -> Tensor:
     """`outputs` [N,T,V]."""
     (N, T, K), V = q.shape, v.shape[2]
     o, BK, BV = torch.empty_like(v), _block(K, 32), _block(V)
     with _on(q):
         outputs[(N * -(-T // TOKENS), -(-V // BV))](
-            q, k, v, gate, borders, o, T, K, V, back, TOKENS, BK, BV, precision, num_warps=8, num_stages=1
+            q,
+            k,
+            v,
+            gate,
+            v if borders is None else borders,
+            o,
+            T,
+            K,
+            V,
+            back,
+            borders is not None,
+            TOKENS,
+            BK,
+            BV,
+            precision,
+            num_warps=8,
+            num_stages=1,
         )
     return o
 
@@ -270,11 +292,26 @@ def _backward(
     precision: str, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, borders: Tensor, do: Tensor, dlast: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, the gate and the first state."""
+    adjoints, dfirst = _walk(q, do, gate, dlast, True, precision)
+    dv = read(k, q, do, gate, adjoints, True, precision)
+    dq, dk, dgate = differentiated(q, k, v, gate, do, borders, adjoints, precision)
+    return dq, dk, dv, dgate, dfirst
+
+
+def differentiated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    do: Tensor,
+    borders: Tensor,
+    adjoints: Tensor | None,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and the gate. Without adjoints: of a reader that does not see its own key."""
     (N, T, K), V = q.shape, v.shape[2]
     fixed = (TOKENS, _block(K, 32), _block(V, 32), precision)
     chunks, blocks = -(-T // TOKENS), -(-K // fixed[1])
-    adjoints, dfirst = _walk(q, do, gate, dlast, True, precision)
-    dv = _outputs(k, q, do, gate, adjoints, True, precision)
     dq, dk, dgate = (torch.empty_like(x) for x in (q, k, gate))
     dP, dX, both = (
         gate.new_empty(blocks, N, T),
@@ -283,8 +320,9 @@ def _backward(
     )
     with _on(q):
         gradients[(N * chunks, blocks)](
-            q, k, v, gate, do, borders, adjoints, dq, dk, dP, dX, both, T, K, V, *fixed, num_warps=8, num_stages=1
+            q, k, v, gate, do, borders, borders if adjoints is None else adjoints, dq, dk, dP, dX, both, T, K, V,
+            adjoints is None, *fixed, num_warps=8, num_stages=1,
         )  # fmt: skip
         sums = (x.sum(0) for x in (dP, dX, both))
         gates[(N * chunks,)](q, k, v, gate, do, *sums, dgate, T, K, V, *fixed, num_warps=8, num_stages=1)
-    return dq, dk, dv, dgate, dfirst
+    return dq, dk, dgate
