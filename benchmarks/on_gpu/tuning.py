@@ -204,10 +204,14 @@ def _compile_step(given: dict[str, Any], place: frame.Place) -> None:
 
 def _compile_ours(given: dict[str, Any], place: frame.Place) -> None:
     name, d = given["name"], given["d"]
-    if given["shard"] or "triton" not in recurrences.KINDS[name].backends:
+    if given["shard"]:
         return
     leaves = recurrences.ours(name, recurrences.drawn(name, 1, 20, d, place.device))
-    with torch.no_grad():
-        recurrences.run_ours(name, leaves, None, "triton")
-    o, _ = recurrences.run_ours(name, {key: x.requires_grad_() for key, x in leaves.items()}, None, "triton")
-    torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o))
+    for backend in recurrences.KINDS[name].backends:
+        if backend == "torch":
+            continue
+        with torch.no_grad():
+            recurrences.run_ours(name, leaves, None, backend)
+        wanted = {key: x.detach().requires_grad_() for key, x in leaves.items()}
+        o, _ = recurrences.run_ours(name, wanted, None, backend)
+        torch.autograd.grad(o, list(wanted.values()), torch.ones_like(o))
