@@ -12,13 +12,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode.held import Unsettled, caches, like, settled, tensors, with_caches
+from perspectron.decode.held import Unsettled, caches, fill, like, settled, tensors, with_caches
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -39,18 +39,22 @@ LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
 MOST_UNSETTLED = 8
 """Captures of a kind of state that may change its shape before it is taken for one that never settles."""
+MOST_COMPARED = 1 << 30
+"""Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
 COMPILER = "inductor"
+Compiled = Literal["between", "all"]
+"""What stands between products with weights; of one row, these products too."""
 COPIES = ("to", "_to_copy", "copy_", "copy")
 log = logging.getLogger("perspectron")
 
 
 class Graphs:
     """Graphs of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model that
-    should have had them, as was said. compiled: options of the compiler, which then makes the kernels; None: the
-    modules' own."""
+    should have had them, as was said. compiled: what the compiler makes kernels of; None: nothing, the
+    modules' own run."""
 
     def __init__(
-        self, model: LanguageModel, told: str | None = None, *, compiled: dict[str, Any] | None = None
+        self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
     ) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
         self._compiled = compiled
@@ -145,7 +149,7 @@ class _Step:
     """The step of a batch whose state has these shapes. The state of the text that took it last stands in its memory;
     when another takes it, that one gets memory elsewhere. left: tokens that it has room for."""
 
-    def __init__(self, model: LanguageModel, state: LMState, compiled: dict[str, Any] | None) -> None:
+    def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
         self.batch_size, self.left = state.batch_size, 0
         self._positions, self._number = model.config.positions, model.number
         self._near = near if compiled is None else _nearly
@@ -157,34 +161,36 @@ class _Step:
             torch.zeros(self.batch_size, n, dtype=model.dtype, device=model.device)
             for n in (model.config.d_model, model.config.vocab_size)
         ]
-        step = _body(model, self._static)
+        step = body = _body(model, self._static)
         if compiled is not None:
-            step = _compiled(step, (ids_B1, *bases), compiled)
+            step = _compiled(body, (ids_B1, *bases), compiled)
 
         @torch.inference_mode(False)
         @torch.no_grad()
-        def run() -> None:
+        def run(step: Callable[..., tuple[Tensor, Tensor]] = step) -> None:
             for into, x in zip((hidden_BD, logits_BV), step(ids_B1, *bases), strict=True):
                 into.copy_(x)
 
         self._graph = Graph(run, model.device, asks=compiled is None)
         self._handed, self._leaves, self._caches = _gone, list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
-        self._check(model, with_caches(like(state, self.batch_size, _room), _open))
+        self._check(model.config.vocab_size, lambda: run(body))
 
-    def _check(self, model: LanguageModel, given: LMState) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give."""
-        for base, x in zip(self._bases, tensors(given), strict=True):
-            base.copy_(x)
-        for id in (0, model.config.vocab_size - 1):
-            self._ids_B1.fill_(id)
-            self._graph.replay()
-            hidden_B1D, after, _ = model.hidden(self._ids_B1.clone(), given, consume_state=True)
-            wanted = [hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), *tensors(after)]
-            found = [self._hidden_BD, self._logits_BV, *self._bases]
-            if not all(torch.equal(*both) or self._near(*both) for both in zip(found, wanted, strict=True)):
-                raise Unrecordable("it does not give what the modules give")
-            given = with_caches(after, _open)
+    def _check(self, V: int, modules: Callable[[], None]) -> None:
+        """Unrecordable unless some steps, of several tokens, give what the modules give."""
+
+        def said(step: Callable[[], None]) -> list[Tensor]:
+            found = list[Tensor]()
+            fill(self._static)
+            for id in (0, V - 1, V // 2):
+                self._ids_B1.fill_(id)
+                step()
+                found += [self._hidden_BD.clone(), self._logits_BV.clone()]
+            return found + [x.clone() for x in self._bases if self.nbytes <= MOST_COMPARED]
+
+        both = zip(said(self._graph.replay), said(modules), strict=True)
+        if not all(torch.equal(*pair) or self._near(*pair) for pair in both):
+            raise Unrecordable("it does not give what the modules give")
 
     def at(self, state: LMState) -> bool:
         """True if it goes on from this state, and can."""
@@ -253,16 +259,21 @@ def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, 
 
 
 def _compiled(
-    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], options: dict[str, Any]
+    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], compiled: Compiled
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step with kernels that the compiler fuses, of what it does to tensors of these shapes."""
+    """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced = make_fx(step)(*(x.clone() for x in given))
-    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(
-        traced, dynamic=False, fullgraph=True, backend=COMPILER, options=options or None
-    )
-    return made
+    aten = torch.ops.aten
+    sums = {aten.mm.default: _product, aten.addmm.default: lambda bias, x, w: bias + _product(x, w)}
+    table = sums if compiled == "all" and len(given[0]) == 1 else {}
+    traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
+    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)  # type: ignore[return-value]
+
+
+def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
+    return (x_1K.mT * w_KN).sum(0, keepdim=True)
 
 
 def _nearly(found: Tensor, wanted: Tensor) -> bool:

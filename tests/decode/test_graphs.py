@@ -308,13 +308,13 @@ def test_a_graph_that_is_wrong_is_not_used(monkeypatch):
         assert Graphs(model).step(torch.tensor([[3]], device=DEVICE), read(model, 1)) is None
 
 
-@pytest.mark.parametrize("design", ["gdn"])
-def test_a_compiled_step_gives_what_the_modules_give(design, monkeypatch):
+@pytest.mark.parametrize("compiled", ["between", "all"])
+def test_a_compiled_step_gives_what_the_modules_give(compiled, monkeypatch):
     if DEVICE.type == "cpu":  # its front is the compiler's, its kernels are PyTorch's
         monkeypatch.setattr(graphs_module, "COMPILER", "aot_eager")
         monkeypatch.setattr(attention, "stepped", masked)
-    model, ids = here(design), tokens(1, 6)
-    found, after = go_on(Graphs(model, compiled={}), model, ids, read(model, 1), 6)
+    model, ids = here("gdn"), tokens(1, 6)
+    found, after = go_on(Graphs(model, compiled=compiled), model, ids, read(model, 1), 6)
     wanted, modules = go_on(None, model, ids, read(model, 1))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
