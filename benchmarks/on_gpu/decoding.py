@@ -1,9 +1,9 @@
 """Stage (e): decoding, in tokens/s, with the modules, with graphs and with compiled graphs; sessions, in ms.
 
-A step is the forward of one token in each row, head included, drawing not. Weights are random: times do not depend on
-them. A state after 64k tokens is, but for caches, the one after 1k with its length set: it has the same shapes. Caches
-hold random numbers. The share of the bandwidth is bytes that a token must move (each weight once for all rows, memories
-read and written, keys and values read) over time, over what a copy reaches.
+A step is the forward of one token in each row, head included, drawing not. Weights and states are random numbers, on
+which times do not depend: a state has the shapes and the length that it has after so many tokens. The share of the
+bandwidth is bytes that a token must move (each weight once for all rows, memories read and written, keys and values
+read) over time, over what a copy reaches.
 Bars: one row ≥ 0.6 of the bandwidth at 125 M; 512 rows ≥ 100 times the tokens/s of one.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from on_gpu.frame import Place, Result, Skip, Unit, in_turns, ratio, spread
 from perspectron import presets
 from perspectron.decode import graphs as graphs_module
 from perspectron.decode.graphs import Compiled, Graphs
 from perspectron.decode.held import caches
+from perspectron.decode.recorder import Mode
 from perspectron.decode.steps import stepped
 from perspectron.mixers.cache import Cache
 from perspectron.mixers.window_gqa import WindowGQAState
@@ -71,6 +71,8 @@ def units(place: Place) -> Iterable[Unit]:
     more += [(design, "20M", "bfloat16", 1024) for design in ("perspective2", "transformer", "rwkv7", "gdn")]
     more += [(design, "125M", "float32", 1024) for design in ("transformer", "rwkv7", "gdn")]
     yield from (_unit(place, *each) for each in (more[:1] if place.rehearsed else more))
+    if place.rehearsed:
+        return
     name = "compiled between products, perspective2 125M bfloat16"
     yield Unit(name, partial(compiled, place, "between", "bfloat16"), 8 << 30, 40)
 
@@ -211,9 +213,8 @@ def build(place: Place, design: str, size: str, dtype: torch.dtype) -> LanguageM
     else:
         config = presets.solve(design, params, vocab_size=vocab, seq_len=READ)
     with torch.inference_mode(False), torch.no_grad():
-        with torch.device("meta"):
-            model = LanguageModel(config)
-        model = model.to(dtype).to_empty(device=place.device).eval()
+        with place.device:
+            model = LanguageModel(config).to(dtype).eval()
         draw = torch.Generator(place.device).manual_seed(0)
         for parameter in model.parameters():
             parameter.uniform_(-0.05, 0.05, generator=draw)
@@ -315,7 +316,7 @@ class _Again:
         self.replay = run
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(Mode):
     """Counts operations by name, but for those that make views or empty tensors."""
 
     def __init__(self) -> None:

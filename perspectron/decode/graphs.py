@@ -45,6 +45,7 @@ COMPILER = "inductor"
 Compiled = Literal["between", "all"]
 """What stands between products with weights; of one row, these products too."""
 COPIES = ("to", "_to_copy", "copy_", "copy")
+aten = torch.ops.aten
 log = logging.getLogger("perspectron")
 
 
@@ -172,7 +173,8 @@ class _Step:
                 into.copy_(x)
 
         self._graph = Graph(run, model.device, asks=compiled is None)
-        self._handed, self._leaves, self._caches = _gone, list[Any](), list[Any]()
+        self._handed: Callable[[], LMState | None] = _gone
+        self._leaves, self._caches = list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
         self._check(model.config.vocab_size, lambda: run(body))
 
@@ -264,16 +266,19 @@ def _compiled(
     """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    aten = torch.ops.aten
-    sums = {aten.mm.default: _product, aten.addmm.default: lambda bias, x, w: bias + _product(x, w)}
+    sums: dict[Any, Callable[..., Tensor]] = {aten.mm.default: _product, aten.addmm.default: _biased}
     table = sums if compiled == "all" and len(given[0]) == 1 else {}
     traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
-    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)  # type: ignore[return-value]
+    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)
 
 
 def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
     """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
-    return (x_1K.mT * w_KN).sum(0, keepdim=True)
+    return (x_1K.mT * w_KN).sum(0, keepdim=True) if len(x_1K) == 1 else NotImplemented
+
+
+def _biased(bias_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    return bias_N + _product(x_1K, w_KN) if len(x_1K) == 1 else NotImplemented
 
 
 def _nearly(found: Tensor, wanted: Tensor) -> bool:
