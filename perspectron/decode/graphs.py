@@ -12,13 +12,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode.held import Unsettled, caches, like, settled, tensors, with_caches
+from perspectron.decode.held import Unsettled, caches, fill, like, settled, tensors, with_caches
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -39,16 +39,26 @@ LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
 MOST_UNSETTLED = 8
 """Captures of a kind of state that may change its shape before it is taken for one that never settles."""
+MOST_COMPARED = 1 << 30
+"""Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
+COMPILER = "inductor"
+Compiled = Literal["between", "all"]
+"""What stands between products with weights; of one row, these products too."""
 COPIES = ("to", "_to_copy", "copy_", "copy")
+aten = torch.ops.aten
 log = logging.getLogger("perspectron")
 
 
 class Graphs:
     """Graphs of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model that
-    should have had them, as was said."""
+    should have had them, as was said. compiled: what the compiler makes kernels of; None: nothing, the
+    modules' own run."""
 
-    def __init__(self, model: LanguageModel, told: str | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
+    ) -> None:
         self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
+        self._compiled = compiled
         self.device = model.device
         held = [*model.parameters(), *model.buffers()]
         fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in model.modules())
@@ -77,7 +87,8 @@ class Graphs:
             now = self._latest
             return None if now is None or len(ids_B1) != now.batch_size else now.step(ids_B1, state)
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)  # a compiler knows no tensors of inference mode
+    @torch.no_grad()
     def _taken(self, state: LMState) -> "tuple[_Step | None, LMState]":
         """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
         if (there := next((one for one in self._made.values() if one and one.at(state)), None)) is not None:
@@ -110,7 +121,7 @@ class Graphs:
         """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
         once of a model; not so for want of memory."""
         try:
-            return _Step(model, state)
+            return _Step(model, state, self._compiled)
         except torch.OutOfMemoryError:
             reason: Exception = Unrecordable("too little memory for another state of this size")
         except Exception as why:  # whatever it was, the modules can do it
@@ -139,55 +150,49 @@ class _Step:
     """The step of a batch whose state has these shapes. The state of the text that took it last stands in its memory;
     when another takes it, that one gets memory elsewhere. left: tokens that it has room for."""
 
-    def __init__(self, model: LanguageModel, state: LMState) -> None:
+    def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
         self.batch_size, self.left = state.batch_size, 0
         self._positions, self._number = model.config.positions, model.number
-        self._static = static = with_caches(like(state, self.batch_size, _room), _open)
-        self._bases = bases = tensors(static)
+        self._near = near if compiled is None else _nearly
+        self._static = with_caches(like(state, self.batch_size, _room), _open)
+        self._bases = bases = tensors(self._static)
         self.nbytes = sum(x.nbytes for x in bases)
-        with torch.inference_mode(False):
-            self._ids_B1 = ids_B1 = torch.ones(self.batch_size, 1, dtype=torch.int64, device=model.device)
-            hidden_BD, logits_BV = (
-                torch.zeros(self.batch_size, n, dtype=model.dtype, device=model.device)
-                for n in (model.config.d_model, model.config.vocab_size)
-            )
-        self._hidden_BD, self._logits_BV = hidden_BD, logits_BV
-        known = weakref.ref(model)
+        self._ids_B1 = ids_B1 = torch.ones(self.batch_size, 1, dtype=torch.int64, device=model.device)
+        self._hidden_BD, self._logits_BV = hidden_BD, logits_BV = [
+            torch.zeros(self.batch_size, n, dtype=model.dtype, device=model.device)
+            for n in (model.config.d_model, model.config.vocab_size)
+        ]
+        step = body = _body(model, self._static)
+        if compiled is not None:
+            step = _compiled(body, (ids_B1, *bases), compiled)
 
-        @torch.inference_mode()
-        def run() -> None:
-            now = known()
-            assert now is not None
-            with capturing():
-                hidden_B1D, after, _ = now.hidden(ids_B1, static, consume_state=True)
-                hidden_BD.copy_(hidden_B1D[:, 0])
-                logits_BV.copy_(now.head(hidden_B1D[:, 0]))
-                ends = tensors(after)
-                settled(bases, ends)
-                for base, end in zip(bases, ends, strict=True):
-                    if memory(end) != memory(base):
-                        base.copy_(end)
-                    elif (base.storage_offset(), base.stride()) != (end.storage_offset(), end.stride()):
-                        raise Unrecordable("a state that moves in its memory")
+        @torch.inference_mode(False)
+        @torch.no_grad()
+        def run(step: Callable[..., tuple[Tensor, Tensor]] = step) -> None:
+            for into, x in zip((hidden_BD, logits_BV), step(ids_B1, *bases), strict=True):
+                into.copy_(x)
 
-        self._graph = Graph(run, model.device)
-        self._handed, self._leaves, self._caches = _gone, list[Any](), list[Any]()
+        self._graph = Graph(run, model.device, asks=compiled is None)
+        self._handed: Callable[[], LMState | None] = _gone
+        self._leaves, self._caches = list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
-        self._check(model, with_caches(like(state, self.batch_size, _room), _open))
+        self._check(model.config.vocab_size, lambda: run(body))
 
-    def _check(self, model: LanguageModel, given: LMState) -> None:
-        """Unrecordable unless two steps, of other tokens, give what the modules give."""
-        for base, x in zip(self._bases, tensors(given), strict=True):
-            base.copy_(x)
-        for id in (0, model.config.vocab_size - 1):
-            self._ids_B1.fill_(id)
-            self._graph.replay()
-            hidden_B1D, after, _ = model.hidden(self._ids_B1.clone(), given, consume_state=True)
-            wanted = [hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), *tensors(after)]
-            found = [self._hidden_BD, self._logits_BV, *self._bases]
-            if not all(torch.equal(*both) or near(*both) for both in zip(found, wanted, strict=True)):
-                raise Unrecordable("it does not give what the modules give")
-            given = with_caches(after, _open)
+    def _check(self, V: int, modules: Callable[[], None]) -> None:
+        """Unrecordable unless some steps, of several tokens, give what the modules give."""
+
+        def said(step: Callable[[], None]) -> list[Tensor]:
+            found = list[Tensor]()
+            fill(self._static)
+            for id in (0, V - 1, V // 2):
+                self._ids_B1.fill_(id)
+                step()
+                found += [self._hidden_BD.clone(), self._logits_BV.clone()]
+            return found + [x.clone() for x in self._bases if self.nbytes <= MOST_COMPARED]
+
+        both = zip(said(self._graph.replay), said(modules), strict=True)
+        if not all(torch.equal(*pair) or self._near(*pair) for pair in both):
+            raise Unrecordable("it does not give what the modules give")
 
     def at(self, state: LMState) -> bool:
         """True if it goes on from this state, and can."""
@@ -231,15 +236,70 @@ class _Step:
         return self._hidden_BD.clone(), self._logits_BV.clone(), state
 
 
+def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step as a function of the ids [B,1] and the tensors of the state, which it writes into: (what the head reads
+    [B,D], logits [B,V])."""
+    known, (leaves, spec) = weakref.ref(model), pytree.tree_flatten(static)
+
+    def step(ids_B1: Tensor, *bases: Tensor) -> tuple[Tensor, Tensor]:
+        now, each = known(), iter(bases)
+        assert now is not None
+        state: LMState = pytree.tree_unflatten([next(each) if _is_tensor(x) else x for x in leaves], spec)
+        with capturing():
+            hidden_B1D, after, _ = now.hidden(ids_B1, state, consume_state=True)
+            logits_BV = now.head(hidden_B1D[:, 0])
+        ends = tensors(after)
+        settled([*bases], ends)
+        for base, end in zip(bases, ends, strict=True):
+            if memory(end) != memory(base):
+                base.copy_(end)
+            elif (base.storage_offset(), base.stride()) != (end.storage_offset(), end.stride()):
+                raise Unrecordable("a state that moves in its memory")
+        return hidden_B1D[:, 0], logits_BV
+
+    return step
+
+
+def _compiled(
+    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], compiled: Compiled
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    sums: dict[Any, Callable[..., Tensor]] = {aten.mm.default: _product, aten.addmm.default: _biased}
+    table = sums if compiled == "all" and len(given[0]) == 1 else {}
+    traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
+    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)
+
+
+def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
+    return (x_1K.mT * w_KN).sum(0, keepdim=True) if len(x_1K) == 1 else NotImplemented
+
+
+def _biased(bias_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    return bias_N + _product(x_1K, w_KN) if len(x_1K) == 1 else NotImplemented
+
+
+def _nearly(found: Tensor, wanted: Tensor) -> bool:
+    """True if numbers that were rounded at other places are near."""
+    if wanted.numel() == 0:
+        return True
+    share = 2e-3 if found.dtype in (torch.float32, torch.float64) else 5e-2
+    found, wanted = found.double(), wanted.double()
+    return bool((found - wanted).abs().max() <= share * wanted.abs().max())
+
+
 class Graph:
     """A function without arguments, captured: `replay` does to the device's memory what it does. It must ask the device
-    for nothing and copy nothing to it. Unrecordable: it does."""
+    for nothing and copy nothing to it; with `asks`, what does is looked for first. Unrecordable: it does."""
 
-    def __init__(self, run: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, run: Callable[[], None], device: torch.device, *, asks: bool = True) -> None:
         self._device, stream = device, _side(device)
         with torch.cuda.device(device):
-            with _Unasked():
-                run()
+            if asks:
+                with _Unasked():
+                    run()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):  # libraries and compilers do at their first call what a capture must not
@@ -321,6 +381,10 @@ def _copied(own: Any, part: Any) -> Any:
 def _holders(x: Tensor) -> int:
     """How many hold the memory of a tensor: its other views, too."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def _is_tensor(part: object) -> bool:
+    return isinstance(part, Tensor)
 
 
 def _is_cache(part: object) -> bool:

@@ -35,26 +35,38 @@ def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
 
 
 def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:
-    """A state of the same shapes for so many rows, whose numbers are the same whatever was read: whether a step can be
-    recorded must not depend on the text. Caches have one slot filled. slots: that they get."""
+    """A state of the same shapes for so many rows, with the numbers of `fill`. slots: those that a cache gets."""
 
     def made(part: Any) -> Any:
         if isinstance(part, Cache):
             k, v = (
                 x.new_zeros(rows, x.shape[1], slots(part), x.shape[3]) for x in (part.k_BHSK, part.v_BHSV)
             )
-            for x in (k, v):
-                x[:, :, :1] = noise(x[:, :, :1])
             return Cache(k, v, part.length_B.new_ones(rows), 1)
-        return noise(part[:rows]) if isinstance(part, Tensor) else part
+        return part.new_zeros(rows, *part.shape[1:]) if isinstance(part, Tensor) else part
 
-    def noise(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return torch.ones_like(x)
-        same = torch.Generator(x.device).manual_seed(0)
-        return torch.rand(x.shape, generator=same, dtype=x.dtype, device=x.device) - 0.5
+    return fill(state._map(made, is_leaf=_is_cache))
 
-    return state._map(made, is_leaf=_is_cache)
+
+def fill(state: LMState) -> LMState:
+    """The state, filled with numbers that are the same whatever was read: whether a step can be recorded must not
+    depend on the text. Caches have one slot filled."""
+    for part in pytree.tree_leaves(state, is_leaf=_is_cache):
+        if isinstance(part, Cache):
+            for x in (part.k_BHSK, part.v_BHSV):
+                x.zero_()
+                _fill(x[:, :, :1])
+            part.length_B.fill_(1)
+        elif isinstance(part, Tensor):
+            _fill(part)
+    return state
+
+
+def _fill(x: Tensor) -> None:
+    if x.is_floating_point():
+        x.uniform_(-0.5, 0.5, generator=torch.Generator(x.device).manual_seed(0))
+    else:
+        x.fill_(1)
 
 
 def settled(before: list[Tensor], after: list[Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""A step that is captured gives what the modules give. Without CUDA a graph is a function that is called again, on the same
-memory, and what a device must not be asked for is looked for on tensors without numbers."""
+"""A step that is captured gives what the modules give. Without CUDA a graph is a function that is called again, on the
+same memory, and what a device must not be asked for is looked for on tensors without numbers."""
 
 import gc
 import logging
@@ -22,6 +22,7 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.model import LanguageModel
 from perspectron.native.tape import Unrecordable
+from perspectron.ops import attention
 from perspectron.state import LMState, load_state, save_state
 from tests.decode.conftest import drain
 from tests.decode.test_rows import prompt_of
@@ -40,7 +41,7 @@ ASK = {
 class Again:
     """A graph without CUDA."""
 
-    def __init__(self, run, device):
+    def __init__(self, run, device, asks=True):
         run()
         self.replay = run
 
@@ -95,7 +96,7 @@ def test_a_graph_gives_what_the_modules_give(design, rows):
 class Seen:
     """A graph that is run once, where nothing may be asked."""
 
-    def __init__(self, run, device):
+    def __init__(self, run, device, asks=True):
         with graphs_module._Unasked():
             run()
 
@@ -154,15 +155,15 @@ def test_a_step_on_cuda_asks_the_device_for_nothing(design, monkeypatch):
     monkeypatch.setattr(graphs_module._Step, "_check", lambda *_: None)
     with torch.device("meta"):
         model = LanguageModel(small(design).config).eval()
-    with FakeTensorMode(allow_non_fake_inputs=True), NoBuild(), torch.inference_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True), NoBuild(), torch.no_grad():
         model.to_empty(device="cuda")
         state = model.init_state(3, capacity=64)
         assert all(x.device.type == "cuda" for x in tensors(state))
         if design not in ASK:
-            graphs_module._Step(model, state)
+            graphs_module._Step(model, state, None)
             return
-        with pytest.raises(Unrecordable, match="waits|between devices"):
-            graphs_module._Step(model, state)
+        with pytest.raises(Unrecordable, match=r"waits|between devices"):
+            graphs_module._Step(model, state, None)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_weights_that_change_are_seen():
 
 
 def test_what_cannot_be_captured_is_stepped_by_the_modules_and_said_once(caplog, monkeypatch):
-    def refused(*_):
+    def refused(*_, **__):
         raise Unrecordable("item, for which the host waits")
 
     monkeypatch.setattr(graphs_module, "Graph", refused)
@@ -296,8 +297,8 @@ def test_what_cannot_be_captured_is_stepped_by_the_modules_and_said_once(caplog,
 
 def test_a_graph_that_is_wrong_is_not_used(monkeypatch):
     class Wrong(graphs_module.Graph):
-        def __init__(self, run, device):
-            super().__init__(run, device)
+        def __init__(self, run, device, asks=True):
+            super().__init__(run, device, asks=asks)
             right = self.replay
             self.replay = lambda: (right(), model.norm.weight.data.add_(1), right())
 
@@ -305,6 +306,27 @@ def test_a_graph_that_is_wrong_is_not_used(monkeypatch):
     model = here("gla")
     with torch.inference_mode():
         assert Graphs(model).step(torch.tensor([[3]], device=DEVICE), read(model, 1)) is None
+
+
+@pytest.mark.parametrize("compiled", ["between", "all"])
+def test_a_compiled_step_gives_what_the_modules_give(compiled, monkeypatch):
+    if DEVICE.type == "cpu":  # its front is the compiler's, its kernels are PyTorch's
+        monkeypatch.setattr(graphs_module, "COMPILER", "aot_eager")
+        monkeypatch.setattr(attention, "stepped", masked)
+    model, ids = here("gdn"), tokens(1, 6)
+    found, after = go_on(Graphs(model, compiled=compiled), model, ids, read(model, 1), 6)
+    wanted, modules = go_on(None, model, ids, read(model, 1))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    rows = pytree.tree_leaves(after.take(0)), pytree.tree_leaves(modules.take(0))
+    for one, other in zip(*rows, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def masked(q, ring, at, *, scale=None):
+    """`attention.stepped` as a GPU has it."""
+    S = ring[0].shape[2]
+    return attention.attend(q, *ring, attention.slots(at.length_B.clamp_min(1), S)[:, None] >= 0, scale=scale)
 
 
 def test_few_graphs_are_kept_and_little_memory_of_idle_ones(monkeypatch):
