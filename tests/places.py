@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
 
 TESTS = str(Path(__file__).parent)
@@ -96,6 +97,9 @@ class Away(Tensor):
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
+    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        return Away(self.inner.new_tensor(*args, **kwargs))
+
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {AWAY} device type tensor to numpy. Use Tensor.cpu() first.")
 
@@ -107,7 +111,8 @@ class Away(Tensor):
         parts = [*args, *kwargs.values()]
         parts += [x for part in parts if isinstance(part, list | tuple) for x in part]
         for x in parts:
-            if isinstance(x, Tensor) and not isinstance(x, Away) and x.ndim and func.overloadpacket not in MEETS:
+            here = isinstance(x, Tensor) and not isinstance(x, Away) and x.ndim > 0
+            if here and func.overloadpacket not in MEETS and not _of_the_engine(x):
                 raise RuntimeError(f"{func}: Expected all tensors on the same device, found {AWAY} and cpu")
             if isinstance(x, torch.Generator):
                 raise RuntimeError(f"{func}: Expected a '{AWAY.type}' device type for generator, found 'cpu'")
@@ -126,6 +131,11 @@ def _kind(func: Any) -> tuple[bool, bool]:
     aliases = [x.alias_info for x in func._schema.arguments if x.alias_info is not None]
     returned = [x.alias_info for x in func._schema.returns if x.alias_info is not None]
     return any(not x.is_write for x in aliases), any(x.is_write for x in returned)
+
+
+def _of_the_engine(x: Tensor) -> bool:
+    """True for the zeros that PyTorch makes in a backward pass as the gradient of an output that nothing reads."""
+    return torch._C._current_graph_task_id() != -1 and not x.any()
 
 
 def _inner(x: Any) -> Any:
@@ -163,8 +173,36 @@ def move(x: Tensor, away: bool) -> Tensor:
     return _Move.apply(x, away) if x.requires_grad and torch.is_grad_enabled() else _placed(x, away)
 
 
+RUN_BACKWARD = torch.autograd._engine_run_backward
+
+
+class _Again(TorchFunctionMode):
+    def __init__(self, mode: "OfAway") -> None:
+        self.mode = mode
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.mode.run(func, args, dict(kwargs or {}))
+
+
 class OfAway(OfTheRun):
     """The mode of `--device away`: it answers the requests for that device."""
+
+    def __enter__(self) -> Any:
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's kind changes with its device
+        torch.autograd._engine_run_backward = self.backward
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.autograd._engine_run_backward = RUN_BACKWARD
+        return super().__exit__(*error)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's, which is called while no mode is on, with this one."""
+        with _Again(self):
+            return RUN_BACKWARD(*args, **kwargs)
 
     def moved(self, made: Tensor) -> Tensor:
         return move(made, True)
