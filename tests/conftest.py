@@ -19,6 +19,10 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own
 
 
+# On CUDA some operations have no deterministic way, and say so; a thread's first product says that it starts CUDA.
+WARNED = ("deterministic", "no current CUDA context")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--vectors: a folder of conformance vectors for tests/test_conformance.py. --device: see tests/places.py."""
     parser.addoption("--vectors", type=Path, default=Path(__file__).parent / "vectors", metavar="DIR")
@@ -33,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    if name == "cuda":
+        for said in WARNED:
+            config.addinivalue_line("filterwarnings", f"ignore:.*{said}.*")
     if name != "cpu":
         from tests import places
 
@@ -56,9 +63,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(device: torch.device) -> Iterator[None]:
     """`torch.empty` gives NaN, so that reading what nothing wrote shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
