@@ -4,11 +4,12 @@ import atexit
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; deterministic products need it
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read when CUDA starts; deterministic products need it
 
 import pytest
 import torch

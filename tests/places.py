@@ -147,7 +147,7 @@ def _inner(x: Any) -> Any:
 def _outer(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return type(x)(map(_outer, x))
-    return Away(x) if isinstance(x, Tensor) else x
+    return Away(x.resolve_conj().resolve_neg()) if isinstance(x, Tensor) else x
 
 
 class _Move(torch.autograd.Function):
@@ -190,7 +190,9 @@ class OfAway(OfTheRun):
     """The mode of `--device away`: it answers the requests for that device."""
 
     def __enter__(self) -> Any:
-        torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter's kind changes with its device
+        torch.__future__.set_swap_module_params_on_conversion(
+            True
+        )  # a parameter's kind changes with its device
         torch.autograd._engine_run_backward = self.backward
         return super().__enter__()
 

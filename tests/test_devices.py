@@ -32,7 +32,9 @@ ONE_MIXER = {
     for name, entry in MIXERS.items()
 }
 DESIGNS = {design: small(design, vocab_size=V, seq_len=32) for design in presets.DESIGNS}
-every_model = pytest.mark.parametrize("config", [*ONE_MIXER.values(), *DESIGNS.values()], ids=[*ONE_MIXER, *DESIGNS])
+every_model = pytest.mark.parametrize(
+    "config", [*ONE_MIXER.values(), *DESIGNS.values()], ids=[*ONE_MIXER, *DESIGNS]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,9 @@ def test_the_device_that_is_none_refuses_what_a_gpu_refuses():
         torch.nn.init.normal_(x, generator=torch.Generator())
     with pytest.raises(TypeError, match="numpy"):
         x.numpy()
-    assert (x + here.sum()).sum() == 12 and x[here.long()].shape == (3,)  # a number, and an index, may be there
+    assert (x + here.sum()).sum() == 12 and x[here.long()].shape == (
+        3,
+    )  # a number, and an index, may be there
     assert type(x.cpu()) is Tensor and (x.to("cpu") + here).tolist() == [2, 2, 2]
     assert torch.zeros_like(x, requires_grad=True).to("cpu").requires_grad
 
@@ -124,7 +128,11 @@ def test_a_state_saved_on_one_device_goes_on_on_the_other(design, tmp_path):
             wanted = model(ids(model.device), state.fork()).logits
             perspectron.save_state(tmp_path / "a.state", state, model)
             loaded = perspectron.load_state(tmp_path / "a.state", other)
-            assert all(leaf.device.type == "cpu" for leaf in torch.utils._pytree.tree_leaves(loaded) if isinstance(leaf, Tensor))
+            assert all(
+                leaf.device.type == "cpu"
+                for leaf in torch.utils._pytree.tree_leaves(loaded)
+                if isinstance(leaf, Tensor)
+            )
             found = other(ids(other.device), loaded.to(other.device)).logits
         torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=1e-9, atol=1e-9)
 
@@ -173,7 +181,11 @@ def test_a_safe_set_holds_states_on_a_device_as_on_the_cpu():
     normal_HD, h_ND = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (20, 30))
     found = []
     for where in ("cpu", AWAY):
-        made = faces(normal_HD.to(where), torch.full((20,), 0.5, dtype=torch.float64).to(where), torch.zeros(8).to(where))
+        made = faces(
+            normal_HD.to(where),
+            torch.full((20,), 0.5, dtype=torch.float64).to(where),
+            torch.zeros(8).to(where),
+        )
         found.append(project(2 * h_ND.to(where), made)[0])
     equal(found[1], found[0])
 
