@@ -1,4 +1,4 @@
-"""No tensor is made on the wrong device: models on a device that is none (tests/places.py) say what they say on the CPU.
+"""No tensor is made on the wrong device: models on one that is none (tests/places.py) say what they say on the CPU.
 
 Shapes: B batch, T time, D model width.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 import perspectron
@@ -181,11 +182,8 @@ def test_a_safe_set_holds_states_on_a_device_as_on_the_cpu():
     normal_HD, h_ND = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (20, 30))
     found = []
     for where in ("cpu", AWAY):
-        made = faces(
-            normal_HD.to(where),
-            torch.full((20,), 0.5, dtype=torch.float64).to(where),
-            torch.zeros(8).to(where),
-        )
+        offset_H, at_D = torch.full((20,), 0.5, dtype=torch.float64), torch.zeros(8)
+        made = faces(normal_HD.to(where), offset_H.to(where), at_D.to(where))
         found.append(project(2 * h_ND.to(where), made)[0])
     equal(found[1], found[0])
 
