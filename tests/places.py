@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._mode_utils import no_dispatch
 
 TESTS = str(Path(__file__).parent)
 AWAY = torch.device("xpu", 0)  # a kind that the library has no branch for
@@ -118,6 +119,9 @@ class Away(Tensor):
                 raise RuntimeError(f"{func}: Expected a '{AWAY.type}' device type for generator, found 'cpu'")
         out = func(*_inner(args), **{name: _inner(x) for name, x in kwargs.items()})
         view, writes = _kind(func)
+        if torch.Tag.inplace_view in func.tags:  # the shape of the outer one changes too
+            with no_dispatch():
+                func(*args, **kwargs)
         if writes:
             return kwargs.get("out", args[0])
         normal = view and not args[0].is_inference()  # then its views are, in inference mode too

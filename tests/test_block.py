@@ -317,7 +317,7 @@ def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer,
         assert state.nbytes == kept + (3 * 8 if positions else 0) and (kept > 0) == (mixer is not None)
         assert state.batch_size == 3
         perspectron.save_state(tmp_path / "state", state, model)
-        loaded = perspectron.load_state(tmp_path / "state", model)
+        loaded = perspectron.load_state(tmp_path / "state", model).to(model.device)
         for other in (state.fork(), state.select(torch.arange(3)), loaded):
             rest = model(text[:, 11:], other).logits
             torch.testing.assert_close(rest, whole[:, 11:], rtol=1e-9, atol=1e-9)
