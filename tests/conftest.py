@@ -4,11 +4,12 @@ import atexit
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; deterministic products need it
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read when CUDA starts; deterministic products need it
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ torch.set_num_threads(1)
 CACHE = tempfile.mkdtemp(prefix="perspectron-cache-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own
+
+
+# On CUDA some operations have no deterministic way, and say so; a thread's first product says that it starts CUDA.
+WARNED = ("deterministic", "no current CUDA context")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("--device")
     if name == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    if name == "cuda":
+        for said in WARNED:
+            config.addinivalue_line("filterwarnings", f"ignore:.*{said}.*")
     if name != "cpu":
         from tests import places
 
@@ -56,9 +64,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(device: torch.device) -> Iterator[None]:
     """`torch.empty` gives NaN, so that reading what nothing wrote shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._mode_utils import no_dispatch
 
 TESTS = str(Path(__file__).parent)
 AWAY = torch.device("xpu", 0)  # a kind that the library has no branch for
@@ -96,6 +98,9 @@ class Away(Tensor):
     def untyped_storage(self) -> Any:
         return self.inner.untyped_storage()
 
+    def new_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        return Away(self.inner.new_tensor(*args, **kwargs))
+
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {AWAY} device type tensor to numpy. Use Tensor.cpu() first.")
 
@@ -107,12 +112,16 @@ class Away(Tensor):
         parts = [*args, *kwargs.values()]
         parts += [x for part in parts if isinstance(part, list | tuple) for x in part]
         for x in parts:
-            if isinstance(x, Tensor) and not isinstance(x, Away) and x.ndim and func.overloadpacket not in MEETS:
+            here = isinstance(x, Tensor) and not isinstance(x, Away) and x.ndim > 0
+            if here and func.overloadpacket not in MEETS and not _of_the_engine(x):
                 raise RuntimeError(f"{func}: Expected all tensors on the same device, found {AWAY} and cpu")
             if isinstance(x, torch.Generator):
                 raise RuntimeError(f"{func}: Expected a '{AWAY.type}' device type for generator, found 'cpu'")
         out = func(*_inner(args), **{name: _inner(x) for name, x in kwargs.items()})
         view, writes = _kind(func)
+        if torch.Tag.inplace_view in func.tags:  # the shape of the outer one changes too
+            with no_dispatch():
+                func(*args, **kwargs)
         if writes:
             return kwargs.get("out", args[0])
         normal = view and not args[0].is_inference()  # then its views are, in inference mode too
@@ -128,6 +137,11 @@ def _kind(func: Any) -> tuple[bool, bool]:
     return any(not x.is_write for x in aliases), any(x.is_write for x in returned)
 
 
+def _of_the_engine(x: Tensor) -> bool:
+    """True for the zeros that PyTorch makes in a backward pass as the gradient of an output that nothing reads."""
+    return torch._C._current_graph_task_id() != -1 and not x.any()
+
+
 def _inner(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return type(x)(map(_inner, x))
@@ -137,7 +151,7 @@ def _inner(x: Any) -> Any:
 def _outer(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return type(x)(map(_outer, x))
-    return Away(x) if isinstance(x, Tensor) else x
+    return Away(x.resolve_conj().resolve_neg()) if isinstance(x, Tensor) else x
 
 
 class _Move(torch.autograd.Function):
@@ -163,8 +177,38 @@ def move(x: Tensor, away: bool) -> Tensor:
     return _Move.apply(x, away) if x.requires_grad and torch.is_grad_enabled() else _placed(x, away)
 
 
+RUN_BACKWARD = torch.autograd._engine_run_backward
+
+
+class _Again(TorchFunctionMode):
+    def __init__(self, mode: "OfAway") -> None:
+        self.mode = mode
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.mode.run(func, args, dict(kwargs or {}))
+
+
 class OfAway(OfTheRun):
     """The mode of `--device away`: it answers the requests for that device."""
+
+    def __enter__(self) -> Any:
+        torch.__future__.set_swap_module_params_on_conversion(
+            True
+        )  # a parameter's kind changes with its device
+        torch.autograd._engine_run_backward = self.backward
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.autograd._engine_run_backward = RUN_BACKWARD
+        return super().__exit__(*error)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's, which is called while no mode is on, with this one."""
+        with _Again(self):
+            return RUN_BACKWARD(*args, **kwargs)
 
     def moved(self, made: Tensor) -> Tensor:
         return move(made, True)

@@ -530,7 +530,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
     with torch.inference_mode():
         state = model(ids[:, :T]).state if T else model.init_state(2)
         perspectron.save_state(tmp_path / "state", state, model)
-        loaded = perspectron.load_state(tmp_path / "state", model)
+        loaded = perspectron.load_state(tmp_path / "state", model).to(model.device)
         assert loaded.nbytes == state.nbytes
         for part in pieces(100 - T, [1, 2, 20]):
             here = slice(T + part.start, T + part.stop)

@@ -126,5 +126,7 @@ def test_mistakes_are_named(fields, message):
 
 
 def test_without_rotation_a_head_may_have_an_odd_width():
-    module = Attention(D, 1e-6, AttentionConfig(16, rope_base=None)).to(torch.get_default_device(), torch.float64)
+    module = Attention(D, 1e-6, AttentionConfig(16, rope_base=None)).to(
+        torch.get_default_device(), torch.float64
+    )
     assert module(tokens(1, 4), empty(module, 1))[0].shape == (1, 4, D)

@@ -212,7 +212,9 @@ def test_it_starts_with_bounds_that_rise_evenly():
     assert names == ["blocks.0.mixer.gamma_ND"] and not built.get_parameter(names[0]).any()
     shared = {}
     mixer = built.blocks[0].mixer
-    mixer(torch.zeros(1, 1, 128), mixer.init_state(1, torch.get_default_device(), torch.float32), shared=shared)
+    mixer(
+        torch.zeros(1, 1, 128), mixer.init_state(1, torch.get_default_device(), torch.float32), shared=shared
+    )
     (bounds,) = shared.values()
     torch.testing.assert_close(bounds, torch.tensor([0, 0.25, 0.5, 0.75])[:, None].expand(4, 128))
 

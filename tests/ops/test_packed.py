@@ -16,6 +16,7 @@ from perspectron.ops.packed import linear, swiglu
 from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, unpack
 from tests.native.isa import forced_isa
 
+pytestmark = pytest.mark.cpu_only("packed matrices are the CPU's; on a device PyTorch unpacks them")
 FORMATS = list(LAYOUTS)
 SHAPES = [(1, 1), (5, 64), (7, 65), (37, 200), (130, 448), (4, 1100)]
 every_format = pytest.mark.parametrize("format", FORMATS)

@@ -123,6 +123,7 @@ def test_forward_mode_under_no_grad_keeps_its_tangents(T):
         assert torch.equal(a, b) and a.abs().max() > 0
 
 
+@pytest.mark.cpu_only("native kernels")
 @pytest.mark.skipif(not native.available(), reason="no native library")
 def test_native_gives_the_same_bits_however_the_sequence_is_cut():
     q, k, v, gamma, state = inputs(70, dtype=torch.float32)

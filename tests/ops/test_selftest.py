@@ -13,6 +13,9 @@ from perspectron.ops import case, cases, conv, dispatch, gla, layer_cases, pdr, 
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
 
+pytestmark = pytest.mark.cpu_only(
+    "the test that runs on a device is `perspectron selftest`, a stage of its own"
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

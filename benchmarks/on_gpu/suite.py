@@ -1,0 +1,119 @@
+"""The suite's tests that take a device, run on it: `pytest --device cuda`, a unit for each of the paths.
+
+A test that fails is a result: its name and the first line of its error are written.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from on_gpu.frame import ROOT, Place, Result, Skip, Unit
+
+ABOUT = "the suite's tests of mixers, models, states and decoding, on the device"
+LIMIT = 240
+PATHS = {  # in order of worth, each with the seconds it may take
+    "tests/test_state.py": 40, "tests/test_mixers.py": 75, "tests/test_model.py": 40, "tests/test_block.py": 30,
+    "tests/decode": 60, "tests/mixers": 60, "tests/ops": 60,
+}  # fmt: skip
+REHEARSED = {"tests/test_state.py": "round_trip or extra_is_empty"}
+WORKERS, TEST_SECONDS = 8, 40
+MOST = 80  # failures that are named
+
+
+def units(place: Place) -> Iterator[Unit]:
+    paths = dict.fromkeys(REHEARSED, 60) if place.rehearsed else PATHS
+    for path, seconds in paths.items():
+        yield Unit(path, partial(tests, place, path, seconds), seconds=min(seconds, 20))
+
+
+def tests(place: Place, path: str, seconds: float) -> Result:
+    """Run the tests of a path, for so many seconds at most; those that ended by then count."""
+    for needed in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(needed) is None:
+            raise Skip(f"{needed} is not installed")
+    found = place.folder / f"suite-{Path(path).stem}.xml"
+    found.unlink(missing_ok=True)
+    begun = time.time()
+    command = command_of(path, place.device.type, found, REHEARSED[path] if place.rehearsed else "")
+    code, cut, tail = _run(command, max(5.0, min(seconds, place.left - 10)))
+    said = {"command": command[1:], "exit": code, "cut_off": cut, "seconds": round(time.time() - begun, 1)}
+    return said | counts(found) | ({} if code in (0, 1) else {"tail": tail})
+
+
+def command_of(path: str, device: str, found: Path, only: str = "") -> list[str]:
+    """pytest, on several processes where there is xdist, with a limit for each test where there is pytest-timeout."""
+    command = [sys.executable, "-m", "pytest", path, f"--device={device}", f"--junitxml={found}"]
+    command += ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--continue-on-collection-errors"]
+    if only:
+        return [*command, "-k", only]
+    if importlib.util.find_spec("xdist"):
+        command += ["-n", str(WORKERS), "--dist=worksteal"]
+    if importlib.util.find_spec("pytest_timeout"):
+        command += [f"--timeout={TEST_SECONDS}"]
+    return command
+
+
+def _run(command: list[str], seconds: float) -> tuple[int, bool, str]:
+    """(exit status, whether it was interrupted, the end of what it said)."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", start_new_session=True,
+    )  # fmt: skip
+    cut = False
+    try:
+        said, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        cut = True
+        process.send_signal(signal.SIGINT)  # then it writes what it has
+        try:
+            said, _ = process.communicate(timeout=8)
+        except subprocess.TimeoutExpired:
+            said = ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return process.returncode, cut, said[-2000:]
+
+
+def counts(found: Path) -> dict[str, Any]:
+    """Tests that passed, failed and were skipped; the failures by name with the first line of their error; the
+    slowest."""
+    try:
+        cases = list(ElementTree.parse(found).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return {"passed": 0, "failed": 0, "skipped": 0, "unread": "no report was written"}
+    failed, skipped, slow = [], 0, []
+    for case in cases:
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        slow.append((float(case.get("time", "0")), name))
+        fault = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if fault is not None:
+            failed.append(f"{name}: {_line(fault)}")
+        skipped += fault is None and case.find("skipped") is not None
+    return {
+        "passed": len(cases) - len(failed) - skipped,
+        "failed": len(failed),
+        "skipped": skipped,
+        "failures": failed[:MOST],
+        "slowest": [f"{seconds:.1f} s {name}" for seconds, name in sorted(slow, reverse=True)[:5]],
+    }
+
+
+def _line(fault: ElementTree.Element) -> str:
+    """The first line of an error, and the last place in the project's own files."""
+    places = [line for line in (fault.text or "").splitlines() if line.startswith(("perspectron/", "tests/"))]
+    said = (fault.get("message") or "").split("\n")[0]
+    return f"{said[:300]}{' at ' + places[-1][:100] if places else ''}"
