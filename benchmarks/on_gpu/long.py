@@ -230,7 +230,7 @@ def slice_of(place: Place, design: str, number: int, trainers: dict[str, Trainer
     trainer.save()
     done = trainer.progress
     return {
-        "steps": [first.step, done.step],
+        "step": done.step,
         "tokens": done.tokens,
         "seconds_of_training": done.seconds,
         "tokens_per_second": round((done.tokens - first.tokens) / max(1e-9, done.seconds - first.seconds)),

@@ -75,6 +75,8 @@ class Batch(NamedTuple):
 def units(place: Place) -> Iterable[Unit]:
     """20 M eager first, ours and then the others'; then what compiling gives; then 125 M."""
     size = "tiny" if place.rehearsed else "20M"
+    if place.rehearsed:
+        torch.set_num_threads(1)  # tiny products, maybe on a busy machine
     yield Unit(PRODUCT, partial(product, place), seconds=3)
     kept: dict[str, Trained] = {}
     for design in DESIGNS:
