@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from on_gpu.frame import ROOT, Place, Result, Skip, Unit, read
 from on_gpu.training import SIZES, Size, config_of
 from perspectron import presets
@@ -36,7 +38,9 @@ DESIGNS = ("perspective2", "transformer", "transformer[shift=true,first_values=t
 TOKENS = 400_000_000
 TINY = Size(0, 512, 2, 32)  # of the rehearsal
 SOURCES = ("code=0.98:sources prose=0.02:prose", "sources")
-"""Prose is read about as often as code: there is some 2% of it. A machine without any has sources alone."""
+"""Prose is read about as often as code: there is some 2% of it. A machine without any has sources alone; where torch is
+not among the packages of the running Python, the code beside it."""
+LEAST = 20_000_000  # bytes of text: of fewer, 400 M tokens are more than 60 passes
 SAMPLE = 16_000_000  # bytes of text that the tokenizer is learned from: of all it would take minutes
 HELDOUT = 0.05
 WARMUP = 200  # updates
@@ -76,6 +80,16 @@ def _kept(place: Place, unit: str) -> Result | None:
     """The result of a unit, if it has one."""
     found: Result | None = _units(place).get(unit, {}).get("result")
     return found
+
+
+def _results(place: Place, design: str) -> list[Result]:
+    """The results of a design's slices."""
+    units = _units(place)
+    return [
+        unit["result"]
+        for name, unit in units.items()
+        if name.rpartition(" ")[0] == design and "result" in unit
+    ]
 
 
 def _units(place: Place) -> dict[str, Any]:
@@ -131,12 +145,17 @@ def _corpus(place: Place) -> tuple[str, Corpus]:
         path = place.folder / "long" / "numbers.txt"
         path.write_text("".join(f"{n} times {n + 1} is {n * (n + 1)}.\n" for n in range(2000)))
         return str(path), open_corpus(str(path), HELDOUT)
-    for source in SOURCES:
+    least = ""
+    for source in (*SOURCES, f"{Path(torch.__file__).parents[1]}/**/*.py"):
         try:
-            return source, open_corpus(source, HELDOUT)
+            corpus = open_corpus(source, HELDOUT)
         except DataError as why:
-            missing = why
-    raise Skip(f"no text: {missing}")
+            least += f"; {source}: {why}"
+            continue
+        if (size := size_of(corpus)) >= LEAST:
+            return source, corpus
+        least += f"; {source}: {size:,.0f} bytes, fewer than {LEAST:,}"
+    raise Skip(f"no text to train on{least}")
 
 
 def _sample(corpus: Corpus, size: float) -> Iterator[str]:
@@ -203,7 +222,14 @@ def trainer_of(place: Place, design: str) -> Trainer:
     run = run_of(place, design)
     run.mkdir(parents=True, exist_ok=True)
     tokenizer.save(run / "tokenizer.json")
-    return Trainer(run, config(place, design), tokenizer, shards, allow_changed=True)
+    trainer = Trainer(run, config(place, design), tokenizer, shards, allow_changed=True)
+    known = max((result["tokens"] for result in _results(place, design)), default=0)
+    if trainer.progress.tokens < known:
+        raise RuntimeError(
+            f"{run}: at {trainer.progress.tokens:,} tokens, and results go to {known:,}; bring the folder long that "
+            "belongs to them, or take another --out"
+        )
+    return trainer
 
 
 def slice_of(place: Place, design: str, number: int, trainers: dict[str, Trainer]) -> Result:
@@ -230,7 +256,7 @@ def slice_of(place: Place, design: str, number: int, trainers: dict[str, Trainer
     trainer.save()
     done = trainer.progress
     return {
-        "steps": [first.step, done.step],
+        "step": done.step,
         "tokens": done.tokens,
         "seconds_of_training": done.seconds,
         "tokens_per_second": round((done.tokens - first.tokens) / max(1e-9, done.seconds - first.seconds)),
@@ -245,13 +271,9 @@ def slice_of(place: Place, design: str, number: int, trainers: dict[str, Trainer
 def _points(place: Place, design: str, run: Path) -> list[dict[str, float]]:
     """The points of the learning curve that no slice of the design has kept: tokens, held-out bits per byte, and the
     training loss, the mean of the updates since the point before."""
-    units = _units(place)
-    kept = [
-        unit["result"]
-        for name, unit in units.items()
-        if name.rpartition(" ")[0] == design and "result" in unit
-    ]
-    known = max((point["tokens"] for result in kept for point in result["curve"]), default=0)
+    known = max(
+        (point["tokens"] for result in _results(place, design) for point in result["curve"]), default=0
+    )
     points, losses, tokens = list[dict[str, float]](), list[float](), 0
     for line in read_metrics(run):
         if "loss" in line:

@@ -75,6 +75,8 @@ class Batch(NamedTuple):
 def units(place: Place) -> Iterable[Unit]:
     """20 M eager first, ours and then the others'; then what compiling gives; then 125 M."""
     size = "tiny" if place.rehearsed else "20M"
+    if place.rehearsed:
+        torch.set_num_threads(1)  # tiny products, maybe on a busy machine
     yield Unit(PRODUCT, partial(product, place), seconds=3)
     kept: dict[str, Trained] = {}
     for design in DESIGNS:
@@ -165,8 +167,8 @@ def llama(size: Size, device: torch.device) -> nn.Module:
     """transformers' Llama with the sizes of our transformer, on torch's fused attention."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        raise Skip("transformers is not installed") from None
+    except ImportError as why:
+        raise Skip(f"transformers is not installed ({why})") from None
     ours: Any = config_of(REFERENCE, size)
     block = ours.blocks[0]
     config = LlamaConfig(
@@ -184,8 +186,8 @@ def of_fla(kind: str, size: Size, device: torch.device) -> nn.Module:
     those of ours."""
     try:
         from fla import models
-    except ImportError:
-        raise Skip("flash-linear-attention is not installed") from None
+    except ImportError as why:
+        raise Skip(f"flash-linear-attention is not installed ({why})") from None
     own, knob = sizes_of_fla(kind, size)
     if not hasattr(models, f"{kind}ForCausalLM"):
         raise Skip(f"fla {version('fla-core')} has no {kind}ForCausalLM")
@@ -295,6 +297,8 @@ def fitting(place: Place, trained: Trained, size: Size) -> Batch:
             if rows == 1:
                 raise
         trained.optimizer.zero_grad(set_to_none=True)
+        if place.device.type == "cuda":  # the peak is that of the batch that fits
+            torch.cuda.reset_peak_memory_stats(place.device)
         rows = 1 << (rows - 1).bit_length() - 1
         place.free()
 
