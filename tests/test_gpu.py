@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, Any]:
     """What the files of a run have, without its figures: the units of each stage, and how each ended."""
     files = {path.name: frame.read(path) for path in folder.glob("*.json")}
     return {
-        name: (found["done"], {unit: min(set(how) - {"seconds"}) for unit, how in found["units"].items()})
+        name: (found["done"], {unit: min(set(how) - {"seconds", "commit"}) for unit, how in found["units"].items()})
         for name, found in files.items()
     }
 

@@ -175,7 +175,7 @@ def _run(unit: Unit) -> dict[str, Any]:
     except Exception as why:  # a unit's fault leaves the others
         traceback.print_exc()
         return {"failed": f"{type(why).__name__}: {str(why)[:2000]}", "at": time.time()}
-    return {"result": result, "seconds": round(time.time() - start, 2)}
+    return {"result": result, "seconds": round(time.time() - start, 2), "commit": machine.commit()}
 
 
 def _line(found: Mapping[str, Any]) -> str:

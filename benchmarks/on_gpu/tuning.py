@@ -1,6 +1,7 @@
 """fla-core's kernels choose among up to dozens of forms of themselves when first called. This makes that affordable:
 
 - All forms are compiled beforehand by several processes at once, which fill Triton's cache; each takes its share.
+- Of more than six forms of a kernel, six from all over their list are tried.
 - The choice is by a few milliseconds of each form, not a hundred.
 - A kernel that has chosen for one number of heads and rows keeps the form for others.
 
@@ -23,6 +24,8 @@ import torch
 
 from on_gpu import frame, recurrences
 
+FORMS = 6
+"""Forms of a kernel that are tried at most: to compile all of them for five recurrences takes minutes."""
 MADE: list[Any] = []
 """All tuners, as they are made."""
 KEPT: dict[str, list[tuple[list[str], dict[str, Any]]]] = {}
@@ -50,6 +53,7 @@ def ready(place: frame.Place) -> None:
         forms = pruned(self, kwargs)
         if place.rehearsed:
             return forms[:1]
+        forms = forms[:: -(-len(forms) // FORMS)] if forms else forms
         return [kept] if (kept := _kept(self, kwargs)) is not None else forms
 
     Autotuner.__init__, Autotuner.prune_configs = make, prune
