@@ -117,9 +117,9 @@ def compile_all(place: frame.Place, jobs: list[dict[str, Any]], seconds: float) 
     """Run `job` for each in processes of its own, all at once, for so many seconds at most."""
     start, jobs = time.time(), [job | {"folder": str(place.folder)} for job in jobs]
     if place.rehearsed:
-        for one in jobs[:1]:
+        for one in (jobs[0], next(one for one in jobs if one["name"] == "pdr")):
             job(one)
-        return {"jobs": len(jobs), "run": 1, "seconds": time.time() - start}
+        return {"jobs": len(jobs), "run": 2, "seconds": time.time() - start}
     ends = []
     code = "import json, sys; from on_gpu import tuning; tuning.job(json.loads(sys.argv[1]))"
     path = os.pathsep.join(
@@ -147,15 +147,16 @@ def compile_all(place: frame.Place, jobs: list[dict[str, Any]], seconds: float) 
 
 
 def job(given: dict[str, Any]) -> None:
-    """Compile one recurrence of fla and of ours, forward, backward and the step; of forms to choose from, the share
-    `shard` of `shards`. Nothing that a kernel computes is used."""
+    """Compile one recurrence of fla, forward, backward and the step; of forms to choose from, the share `shard` of
+    `shards`; or, past the last share, ours. Nothing that a kernel computes is used."""
     cuda = torch.cuda.is_available()
     place = frame.Place(torch.device("cuda" if cuda else "cpu"), not cuda, 0.0, Path(given["folder"]))
     ready(place)
     load(place.folder)
-    fla, failed = given["name"] not in recurrences.BESIDE, []
+    parts: tuple[Callable[..., None], ...] = (_compile_chunks, _compile_step)
+    parts, failed = (_compile_ours,) if given["shard"] == given["shards"] else parts, []
     with _only_compiled(given["shard"], given["shards"]):
-        for part in (_compile_chunks, _compile_step, _compile_ours) if fla else (_compile_ours,):
+        for part in parts:
             try:
                 part(given, place)
             except Exception as why:  # the other parts are compiled
@@ -208,8 +209,6 @@ def _compile_step(given: dict[str, Any], place: frame.Place) -> None:
 
 def _compile_ours(given: dict[str, Any], place: frame.Place) -> None:
     name, d = given["name"], given["d"]
-    if given["shard"]:
-        return
     leaves = recurrences.ours(name, recurrences.drawn(name, 1, 20, d, place.device))
     for backend in recurrences.KINDS[name].backends:
         if backend == "torch":
