@@ -6,7 +6,8 @@ the library puts it: a tensor that it makes on the wrong device meets one of the
 
 "away" is memory of the CPU whose tensors say that they lie on `AWAY`. They refuse to meet a tensor of the CPU where
 those of a GPU do, and a generator of the CPU. So the tests find what lies on the wrong device where there is no GPU.
-It has no kernels of its own and none of the library's: not its speed, its bits or its memory are another device's.
+It has no kernels of its own and none of the library's: not its speed, its bits or its memory are another device's. It
+knows no autocast, and where code of PyTorch itself makes tensors on it, the error says "not compiled with XPU".
 """
 
 import functools

@@ -567,7 +567,7 @@ def test_under_autocast_the_state_is_not_rounded(name, T):
     x = tokens(2, T, dtype=torch.float32)
     state = warm(module, 2, dtype=torch.float32)
     exact, _ = read(module, x, state)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y, after = read(module, x, state)
     assert y.dtype == torch.bfloat16
     assert all(leaf.dtype == torch.float32 for leaf in leaves(after) if leaf.is_floating_point())

@@ -328,7 +328,9 @@ def test_a_part_of_a_model_is_that_part_of_the_whole():
         part.to_empty(device="cpu")
         init(model, 5)
         expected = whole.get_submodule(name).state_dict()
-        assert expected and all(torch.equal(own, expected[key].cpu()) for key, own in part.state_dict().items())
+        assert expected and all(
+            torch.equal(own, expected[key].cpu()) for key, own in part.state_dict().items()
+        )
         assert all(w.is_meta for key, w in model.state_dict().items() if not key.startswith(name + "."))
 
 

@@ -183,7 +183,7 @@ def test_terms_are_computed_in_float32_under_autocast():
     module = build().float()
     x = tokens().float()
     exact = values(module(x, empty(module, dtype=torch.float32))[2])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y, _, aux = module(x, empty(module, dtype=torch.float32))
     assert y.dtype == torch.bfloat16 and values(aux) == exact
 
