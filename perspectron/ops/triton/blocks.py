@@ -123,17 +123,12 @@ def _pairs(A, b: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _other(P, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """The product of the other block of each token's pair, of which P has all blocks'."""
-    return _sibling(tl.where((tl.arange(0, C) % b == 0)[:, None], P, 0.0), b, C, W)
-
-
-@triton.jit
 def _up(r, x, P, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """From blocks of b to blocks of 2b: readers r times the gates from their block's start, x times those to its end,
-    the product P of all; and that of the sibling."""
-    right, other = _right(b, C), _other(P, b, C, W)
-    return tl.where(right, r * other, r), tl.where(right, x, x * other), P * other, other
+    and the product P of all."""
+    right, i = _right(b, C), tl.arange(0, C)[:, None]
+    other = _sibling(tl.where(i % b == 0, P, 0.0), b, C, W)
+    return tl.where(right, r * other, r), tl.where(right, x, x * other), P * other
 
 
 @triton.jit
@@ -143,15 +138,32 @@ def _between(r, x, b: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _down_r(dr, M, x, other, b: tl.constexpr, C: tl.constexpr):
-    """The gradient of the readers of blocks of b from that of 2b."""
-    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x)
+def _reach(g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The products of gates from the start of each token's block, those to its end, and that of the sibling; `later`
+    are the gates of the next tokens. Made again at each level: what `_up` makes would not stay in registers."""
+    i = tl.arange(0, C)[:, None]
+    before, after = g, tl.zeros([C, W], dtype=tl.float32) + 1.0
+    if b > 1:
+        before = tl.reshape(tl.cumprod(tl.reshape(g, [C // b, b, W]), 1), [C, W])
+        after = tl.reshape(tl.where((i + 1) % b == 0, 1.0, later), [C // b, b, W])
+        after = tl.reshape(tl.cumprod(after, 1, reverse=True), [C, W])
+    return before, after, _sibling(tl.where((i + 1) % b == 0, before, 0.0), b, C, W)
 
 
 @triton.jit
-def _down(dr, dx, dP, M, r, x, other, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _down_r(dr, M, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The gradient of the readers of blocks of b from that of 2b."""
+    _, after, other = _reach(g, later, b, C, W)
+    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x * after)
+
+
+@triton.jit
+def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The gradients of readers, tokens and products of blocks of b from those of 2b."""
     right, M = _right(b, C), _pairs(M, b, C)
+    before, after, other = _reach(g, later, b, C, W)
+    r *= before
+    x *= after
     dP = dP * other + _sibling(tl.where(right, dr * r, dx * x), b, C, W)
     dr = tl.where(right, dr * other, dr) + _dot(M, x)
     dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r)
@@ -225,32 +237,28 @@ def rows(
     r = _load(r_NTD, at, place, inside, D) if GRAD else x
     if WIDE:
         g = _gates(gate_NTA, at, i, d[None, :], inside, D, True)
-        r1 = g * r
-        r2, x2, P, n1 = _up(r1, x, g, 1, C, BD)
-        r4, x4, P, n2 = _up(r2, x2, P, 2, C, BD)
-        r8, x8, P, n4 = _up(r4, x4, P, 4, C, BD)
-        if C >= 32:
-            r16, x16, P, n8 = _up(r8, x8, P, 8, C, BD)
-            n16 = _other(P, 16, C, BD)
-        else:
-            n8 = _other(P, 8, C, BD)
+        later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
         if GRAD:
             dP = tl.broadcast_to(both[None, :], [C, BD])
+            if C >= 64:
+                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 32, C, BD)
             if C >= 32:
-                dr, dx, dP = _down(dr, dx, dP, M, r16, x16, n16, 16, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r8, x8, n8, 8, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r4, x4, n4, 4, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r2, x2, n2, 2, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r1, x, n1, 1, C, BD)
+                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 16, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 8, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 4, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 2, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 1, C, BD)
             tl.store(dgate + at * D + place, dr * r + dP, mask=inside)
             dx += own * r
         else:
+            if C >= 64:
+                dr = _down_r(dr, M, x, g, later, 32, C, BD)
             if C >= 32:
-                dr = _down_r(dr, M, x16, n16, 16, C)
-            dr = _down_r(dr, M, x8, n8, 8, C)
-            dr = _down_r(dr, M, x4, n4, 4, C)
-            dr = _down_r(dr, M, x2, n2, 2, C)
-            dr = _down_r(dr, M, x, n1, 1, C)
+                dr = _down_r(dr, M, x, g, later, 16, C, BD)
+            dr = _down_r(dr, M, x, g, later, 8, C, BD)
+            dr = _down_r(dr, M, x, g, later, 4, C, BD)
+            dr = _down_r(dr, M, x, g, later, 2, C, BD)
+            dr = _down_r(dr, M, x, g, later, 1, C, BD)
         dr = g * dr + own * x
     else:
         t = tl.arange(0, C)
@@ -301,16 +309,19 @@ def columns(
             A += tl.where(i == j, tl.sum(r * x, 1)[:, None], 0.0)
             r *= g
             A += _between(r, x, 1, C)
-            r, x, g, _ = _up(r, x, g, 1, C, BD)
+            r, x, g = _up(r, x, g, 1, C, BD)
             A += _between(r, x, 2, C)
-            r, x, g, _ = _up(r, x, g, 2, C, BD)
+            r, x, g = _up(r, x, g, 2, C, BD)
             A += _between(r, x, 4, C)
-            r, x, g, _ = _up(r, x, g, 4, C, BD)
+            r, x, g = _up(r, x, g, 4, C, BD)
             A += _between(r, x, 8, C)
-            r, x, g, _ = _up(r, x, g, 8, C, BD)
+            r, x, g = _up(r, x, g, 8, C, BD)
             if C >= 32:
                 A += _between(r, x, 16, C)
-                r, x, g, _ = _up(r, x, g, 16, C, BD)
+                r, x, g = _up(r, x, g, 16, C, BD)
+            if C >= 64:
+                A += _between(r, x, 32, C)
+                r, x, g = _up(r, x, g, 32, C, BD)
         else:
             A += _dot(r, tl.trans(x))
             r *= before[:, None]
