@@ -203,11 +203,14 @@ def _dgates(L, dL, dbefore, dafter, dwhole, after, earlier, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def rows(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, T, start, chunks, D, R,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB, T, start, chunks, D, R,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, some of its rows. GRAD: with r, the adjoints after the chunk and the gradients of x and of the gates,
-    [N,T,D] or parts [p,N,T] of a sum over rows. READ: Σ S_t c_t, the outputs or the gradient of r."""
+    """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
+    the chunk and the gradients of x and of the gate, the latter in parts [p,N,T] of a sum over rows.
+
+    WIDE: what `inner` needs instead: S c_t with the state before t's block of 16 tokens; E w_t with the adjoint after
+    it; rowsum(S ⊙ E), at the first token of each; and M [N,T,16] of the tokens of a block, readers last."""
     parts = tl.cdiv(D, BD)
     program = tl.program_id(0).to(tl.int64) // parts
     part = tl.program_id(0) % parts
@@ -217,7 +220,7 @@ def rows(
     d = part * BD + tl.arange(0, BD)
     in_D = (d < D)[:, None]
     place, inside = i * D + d[None, :], (i < left) & (d < D)[None, :]
-    M, own = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, 1], dtype=tl.float32)
+    M = tl.zeros([C, C], dtype=tl.float32)
     dr = tl.zeros([C, BD], dtype=tl.float32)
     if GRAD:
         dx, both = tl.zeros([C, BD], dtype=tl.float32), tl.zeros([BD], dtype=tl.float32)
@@ -227,7 +230,6 @@ def rows(
         w = _load(w_NTR, at, i * R + k, (i < left) & (k < R), R)
         S = _load(border_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
         M += _dot(c, tl.trans(w))
-        own += tl.sum(c * w, 1)[:, None]
         dr += _dot(c, tl.trans(S))
         if GRAD:
             E = _load(after_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
@@ -244,22 +246,13 @@ def rows(
                 dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 32, C, BD)
             if C >= 32:
                 dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 16, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 8, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 4, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 2, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 1, C, BD)
-            tl.store(dgate + at * D + place, dr * r + dP, mask=inside)
-            dx += own * r
+            tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
         else:
             if C >= 64:
                 dr = _down_r(dr, M, x, g, later, 32, C, BD)
             if C >= 32:
                 dr = _down_r(dr, M, x, g, later, 16, C, BD)
-            dr = _down_r(dr, M, x, g, later, 8, C, BD)
-            dr = _down_r(dr, M, x, g, later, 4, C, BD)
-            dr = _down_r(dr, M, x, g, later, 2, C, BD)
-            dr = _down_r(dr, M, x, g, later, 1, C, BD)
-        dr = g * dr + own * x
+        tl.store(M_NTB + at * 16 + j * 16 + i % 16, M, mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)))
     else:
         t = tl.arange(0, C)
         gates = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
@@ -274,8 +267,47 @@ def rows(
         dr = before[:, None] * dr + _dot(L * M, x)
     if GRAD:
         tl.store(dx_NTD + at * D + place, dx, mask=inside)
-    if READ:
+    if READ or WIDE:
         tl.store(read_NTD + at * D + place, dr, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "one"])
+def inner(
+    x_NTD, gate_NTD, r_NTD, s_NTD, e_NTD, both_NTD, M_NTB, dx_NTD, dgate_NTD, read_NTD, T, D, one,
+    GRAD: tl.constexpr, READ: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a block of 16 tokens, from what `rows` left: the outputs or the gradients. Each thread has a row and
+    all tokens: `one`, which is 1, hides from the compiler that there are neighbours, which it would give to a thread.
+
+    y_i is S_l c_i, with the state after token l, while l goes from the first to i; adding -0.0 costs nothing."""
+    parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
+    program = tl.program_id(0).to(tl.int64) // parts
+    start = (program % blocks).to(tl.int32) * 16
+    at, left = (program // blocks) * T + start, T - start
+    i, d = tl.arange(0, 16)[None, :], ((tl.program_id(0) % parts) * W + tl.arange(0, W)[:, None]) * one
+    in_D, place = d < D, i * D + d
+    inside = (i < left) & in_D
+    y = _load(s_NTD, at, place, inside, D)
+    if GRAD:
+        gates = tl.load(gate_NTD + at * D + place, mask=inside, other=1.0)
+        r = _load(r_NTD, at, place, inside, D)
+        last = _load(both_NTD, at, d, in_D, D)  # y of a reader after the block, for the adjoint there
+    for l in tl.static_range(16):
+        here = d < tl.where(left > l, D, 0)
+        x, m = _load(x_NTD, at + l, d, here, D), _load(M_NTB, at + l, i * one + d * 0, here & (i >= l), 16)
+        g = tl.load(gate_NTD + (at + l) * D + d, mask=here, other=1.0)
+        if GRAD:
+            reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
+            end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
+            e = _load(e_NTD, at + l, d, here, D)
+            dgate = tl.sum(tl.where(i >= l, reach * r * y, -0.0), 1)[:, None] + end * last
+            dx = tl.sum(tl.where(i >= l, reach * r * m, -0.0), 1)[:, None] + end * e
+            tl.store(dgate_NTD + (at + l) * D + d, dgate, mask=here)
+            tl.store(dx_NTD + (at + l) * D + d, dx, mask=here)
+            last = g * last + x * e
+        y = tl.where(i >= l, g * y + m * x, y)
+    if READ:
+        tl.store(read_NTD + at * D + place, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])

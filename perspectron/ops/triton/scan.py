@@ -141,14 +141,15 @@ def _forward(
         chunk = blocks.tile("states", R, wide).chunk
         o, count = torch.empty_like(x if columns else w), -(-T // chunk)
         most = count if keep else min(count, SEGMENT // chunk)
-        borders = first.new_empty(N, most, D, R)
+        borders, pairs = first.new_empty(N, most, D, R), x.new_empty(N, T, 16) if columns else o
         for start in range(0, count, most):
             chunks = min(most, count - start)
             _states(False, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
-            kind = "rows" if columns else "columns"
-            outputs = (o, o, o) if columns else (o, o)
+            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (o, o))
             span = (start, chunks)
             _chunks(kind, False, True, x, w, gate, reader, reader, borders, borders, outputs, span)
+        if columns:
+            _inner(False, True, x, gate, x, o, o, o, pairs, o, o, o)
         return o, borders if keep else None
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
@@ -195,6 +196,15 @@ def _chunks(
         )  # fmt: skip
 
 
+def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
+    """Run the kernel on the blocks of 16 tokens."""
+    from perspectron.ops.triton import blocks
+
+    N, T, D = x.shape
+    with _on(x):
+        blocks.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
+
+
 def _backward(
     columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, borders: Tensor, do: Tensor, dlast: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -210,8 +220,13 @@ def _backward(
         dw, dreader = torch.empty_like(w), torch.empty_like(reader)
         parts = 1 if wide else -(-D // blocks.tile("rows", R, wide).rows)
         dgate = gate.new_empty(parts, *gate.shape)
-        given = (x, w, gate, r, c, borders, after)
-        _chunks("rows", True, not columns, *given, (dx, dgate, dx if columns else dreader), (0, chunks))
+        given, dr = (x, w, gate, r, c, borders, after), torch.empty_like(x) if columns else dreader
+        if wide:
+            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate[0]  # written over
+            _chunks("rows", True, True, *given, (e, both, s, pairs), (0, chunks))
+            _inner(True, not columns, x, gate, r, s, e, both, pairs, dx, dgate, dr)
+        else:
+            _chunks("rows", True, True, *given, (dx, dgate, dr, dr), (0, chunks))
         _chunks("columns", True, columns, *given, (dw, dreader if columns else dw), (0, chunks))
         return dx, dw, dgate[0] if parts == 1 else dgate.sum(0), dreader, dfirst
     tile = kernels.tile(R)
