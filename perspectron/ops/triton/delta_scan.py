@@ -110,8 +110,8 @@ class _Call:
         self.M, self.A = q.numel() // self.K, gate.shape[-1]
         self.T, self.fixed, self.like = self.M // self.N, fixed, q
         self.wide = self.A > 1
-        self.tile = delta.tile(self.K, self.wide)
-        self.chunks = -(-self.T // self.tile.chunk)
+        self.tile = delta.tile(self.K)
+        self.chunks = -(-self.T // delta.C.value)
         self.sizes = (self.T, fixed.heads, self.K, self.V)
         self.walkers = (self.N, -(-self.V // self.tile.columns))
         self.precision = "ieee" if torch.version.hip else "tf32x3"
@@ -121,7 +121,7 @@ class _Call:
 
     def pairs(self, count: int) -> list[Tensor]:
         """Matrices [M,C], of which those that only the order needs that reads first are there for it alone."""
-        return [self.new(self.M, self.tile.chunk) for _ in range(count)]
+        return [self.new(self.M, 16) for _ in range(count)]
 
     def prepared(self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> dict[str, Tensor]:
         """The outputs of `prepare`, by its names."""
@@ -135,8 +135,8 @@ class _Call:
         U, P = self.new(M, self.V), self.new(self.N, self.chunks, self.A)
         delta.prepare[(self.N * self.chunks,)](
             q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, self.fixed.scale, self.fixed.sign,
-            *self.sizes, self.wide, first, self.tile.chunk, self.tile.rows, self.tile.some, 32,
-            self.precision, num_warps=self.tile.alone,
+            *self.sizes, self.wide, first, self.tile.rows, self.tile.some, self.tile.some, self.precision,
+            num_warps=self.tile.alone,
         )  # fmt: skip
         return dict(inverse=inverse, A_qu=A_qu, A_qv=A_qv, A_ev=A_ev, Z=Z, Y=Y, Xu=Xu, Xv=Xv, U=U, P=P)
 
@@ -146,7 +146,7 @@ class _Call:
         delta.forward[self.walkers](
             made["Z"], made["Y"], made["Xu"], made["Xv"], made["U"], v, made["A_qu"], made["A_qv"], made["P"], first,
             o, last, last if border is None else border, *self.sizes, self.wide, self.fixed.first, border is not None,
-            self.tile.chunk, self.tile.rows, self.tile.columns, self.precision, num_warps=self.tile.walk,
+            self.tile.rows, self.tile.columns, self.precision, num_warps=self.tile.walk,
         )  # fmt: skip
 
 
@@ -158,3 +158,35 @@ def _forward(
     with _on(q):
         call.walk(call.prepared(q, e, w, k, v, gate), v, state, o, last, None)
     return o
+
+
+def _backward(
+    fixed: Fixed, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of the inputs and of the first state; all else is computed again."""
+    from perspectron.ops.triton import delta
+
+    call, first = _Call(fixed, q, v, gate, state), fixed.first
+    dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))
+    dk, dU = torch.empty_like(k) if first else dw, torch.empty_like(v) if first else dv
+    S, E = (call.new(call.N, call.chunks, call.K, call.V) for _ in range(2))
+    dA_qu, dA_eu = call.pairs(2)
+    dA_qv, dA_ev = call.pairs(2) if first else (dA_qu, dA_eu)
+    tile, some, alone = call.tile, (call.tile.some, call.tile.some, call.precision), (call.N * call.chunks,)
+    with _on(q):
+        made = call.prepared(q, e, w, k, v, gate)
+        call.walk(made, v, state, do, dlast, S)
+        delta.backward[call.walkers](
+            made["Z"], made["Y"], made["Xu"], made["A_qu"], made["P"], do, dlast, dU, E, dfirst,
+            *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.walk,
+        )  # fmt: skip
+        delta.pairs[alone](
+            made["inverse"], made["A_qv"], made["A_ev"], made["Xv"], v, made["U"], dU, E, do, dU, dv,
+            dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.alone,
+        )  # fmt: skip
+        delta.inputs[alone](
+            q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
+            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.alone,
+        )  # fmt: skip
+    return dq, de, dw, dk if first else None, dv, dgate, dfirst
