@@ -27,9 +27,10 @@ from perspectron.ops import dispatch, memory
 from perspectron.ops.fused import fits
 from perspectron.ops.products import Saved, within, within_backward, within_tangent
 from perspectron.ops.tree import Recurrence
+from perspectron.ops.triton import delta_scan as on_gpu
 
 CHUNK = 32  # on a CPU, in training, a fifth faster than 64
-BACKENDS = ("auto", "reference", "torch")
+BACKENDS = ("auto", "reference", "torch", "triton")
 Result = tuple[Tensor, Tensor]
 
 
@@ -63,7 +64,10 @@ def scan(
     while gradients are on.
     """
     _check(backend, consume_state, checked, "e", (q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
-    q, k, v, e, alpha, state = _prepared((q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV, scale)
+    q, k, v, e, alpha, state = _prepared((q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
+    if not _one(backend, v) and v.numel() > 0 and on_gpu.wanted(backend, q, k, v, e, alpha, state):
+        return on_gpu.run(q, e, k, None, v, alpha, _given(state, consume_state), scale, 1.0)
+    q = q * scale
     if backend == "reference":
         return reference(q, k, e, v, alpha, state)
     if _one(backend, v):
@@ -92,7 +96,10 @@ def scan_rwkv7(
     b = κ ⊙ η with κ of length 1 and η in [0, 1]."""
     inputs = (q_BHTK, k_BHTK, v_BHTV, a_BHTK, b_BHTK, alpha_BHTA)
     _check(backend, consume_state, checked, "a, b", inputs, state_BHKV)
-    q, k, v, a, b, alpha, state = _prepared(inputs, state_BHKV, scale)
+    q, k, v, a, b, alpha, state = _prepared(inputs, state_BHKV)
+    if not _one(backend, v) and v.numel() > 0 and on_gpu.wanted(backend, q, k, v, a, b, alpha, state):
+        return on_gpu.run(q, a, b, k, v, alpha, _given(state, consume_state), scale, -1.0)
+    q = q * scale
     if backend == "reference":
         return reference_rwkv7(q, k, v, a, b, alpha, state)
     if _one(backend, v):
@@ -126,13 +133,18 @@ def _check(
         raise ValueError(f"state has shape {tuple(state.shape)}, want {(B, H, K, V)}")
 
 
-def _prepared(inputs: tuple[Tensor, ...], state: Tensor | None, scale: float) -> list[Tensor]:
-    """The inputs, q scaled, and the state, zeros if there is none, in the dtype to compute in."""
+def _prepared(inputs: tuple[Tensor, ...], state: Tensor | None) -> list[Tensor]:
+    """The inputs, and the state, zeros if there is none, in the dtype to compute in."""
     q, _, v, *_ = inputs
     dtype = dispatch.widest(*inputs, *([] if state is None else [state]))
     q, *others = (x.to(dtype) for x in inputs)
     state = q.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if state is None else state.to(dtype)
-    return [q * scale, *others, state]
+    return [q, *others, state]
+
+
+def _given(state: Tensor, consume_state: bool) -> Tensor:
+    """The state for kernels that write into it where gradients are off."""
+    return dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
 
 
 def _one(backend: str, v: Tensor) -> bool:

@@ -1,0 +1,464 @@
+"""The delta rules with gates, in Triton: what `perspectron.ops.delta` computes by chunks, with the same formulas.
+
+    u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + w_t u_tᵀ [+ k_t v_tᵀ],  o_t = S_tᵀ q_t
+
+Decay first: z = v, w = k, and e reads after the gate. FIRST, which reads first: z = 0, and the last term is there.
+With G_ij the product of the gates after j up to i, a chunk of C tokens is
+
+    A_q = q wᵀ ⊙ G,  A_e = e wᵀ ⊙ G below the diagonal,  Y the rows of q and e times the gates from the chunk's start,
+    X the keys times the gates to its end,  U = (I + A_e)⁻¹ (z − Y_e S),  O = Y_q S + A_q U,  S' = P S + Xᵀ U.
+
+What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
+`forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
+the adjoint E; `pairs` and `inputs` then take all chunks at once. Only products of gates are formed, no logarithm or
+quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel where keys repeat. The gradient of a gate l is a sum over the pairs of what is written before it and read
+after it, with the gates between them but l's own.
+
+Shapes: N memories, T time, C tokens of one chunk, K rows of a memory (at most 128), V columns, A gate width (K or 1), n
+chunks; KP, BK and BV rows and columns of a program. Row t of memory n is at (n // h · T + t) h + n mod h: h is 1, or
+the number of heads where those of a token stand side by side. DOT is the precision of products.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+WIDEST = 128
+"""Rows of a memory that fit in registers."""
+
+
+C = tl.constexpr(16)
+"""Tokens of a chunk: more would not leave the operands of exact products in registers."""
+
+
+class Tile(NamedTuple):
+    """Rows in registers, rows and columns of one step, and warps: of a walk and of a chunk alone."""
+
+    rows: int
+    some: int
+    columns: int
+    walk: int
+    alone: int
+
+
+def tile(K: int) -> Tile:
+    """The tile for memories of K rows (`benchmarks/triton_kernels.py` compiles them)."""
+    rows = max(16, triton.next_power_of_2(K))
+    return Tile(rows, min(rows, 32), 32, 4, 2)
+
+
+@triton.jit
+def _dot(a, b, DOT: tl.constexpr):
+    return tl.dot(a, b, input_precision=DOT)
+
+
+@triton.jit
+def _tile(x, at, column, live, width):
+    """Rows `at` of x, 0 outside."""
+    inside = live[:, None] & (column < width)[None, :]
+    return tl.load(x + at[:, None] * width + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _keep(x, value, at, column, live, width):
+    inside = live[:, None] & (column < width)[None, :]
+    tl.store(x + at[:, None] * width + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def _row(x, at, column, inside, other):
+    return tl.load(x + at + column, mask=inside, other=other)
+
+
+@triton.jit
+def _gates(gate, at, column, live, width):
+    """Gates of rows `at`, 1 outside."""
+    inside = live[:, None] & (column < width)[None, :]
+    return tl.load(gate + at[:, None] * width + column[None, :], mask=inside, other=1.0)
+
+
+@triton.jit
+def _between(gate, at, i, live, h, SKIP: tl.constexpr):
+    """The products of one gate a token, after j up to i [C,C]; SKIP: without i's own, below the diagonal."""
+    g = tl.load(gate + at - SKIP * h, mask=live & (i >= SKIP), other=1.0)
+    factors = tl.where(i[:, None] > i[None, :] + SKIP, g[:, None], 1.0)
+    return tl.where(i[:, None] >= i[None, :] + SKIP, tl.cumprod(factors, 0), 0.0)
+
+
+@triton.jit
+def _ends(gate, at, i, column, live, there, h, width):
+    """The products of gates from the chunk's start, without and with each token's own, and to its end, without it."""
+    before = _gates(gate, at - h, column, live & (i > 0), width)
+    after = _gates(gate, at + h, column, there, width)
+    own = _gates(gate, at, column, live, width)
+    return tl.cumprod(before, 0), tl.cumprod(own, 0), tl.cumprod(after, 0, reverse=True)
+
+
+@triton.jit
+def _inverse(A, i):
+    """(I + A)⁻¹ of what is below the diagonal."""
+    row = i[:, None]
+    one = tl.where(row == i[None, :], 1.0, 0.0)
+    X = one
+    for s in tl.static_range(1, C):
+        a = tl.sum(tl.where(row == s, A, 0.0), 0)
+        X = tl.where(row == s, one - tl.sum(a[:, None] * X, 0)[None, :], X)
+    return X
+
+
+@triton.jit(do_not_specialize=["T"])
+def prepare(
+    q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, scale, sign,
+    T, h, K, V,
+    WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """What does not depend on the state, of one chunk: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q, the X
+    [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
+    chunks = tl.cdiv(T, C)
+    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    i = tl.arange(0, C)
+    t = chunk * C + i
+    live, there, first = t < T, (t + 1 < T) & (i + 1 < C), n // h * T * h + n % h
+    at = first + t * h
+    qu, qv = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    eu, ev = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for start in tl.range(0, KP, BK):
+        c = start + tl.arange(0, BK)
+        if WIDE:  # A, transposed
+            u, z = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+            for s in tl.range(0, C):
+                one, inside = (first + (chunk * C + s) * h) * K, (c < K) & (c * 0 + chunk * C + s < T)
+                here, place = i[None, :] == s, i[:, None] == s
+                q_, e_ = _row(q, one, c, inside, 0.0)[None, :], _row(e, one, c, inside, 0.0)[None, :]
+                g = _row(gate, one, c, inside, 1.0)[None, :]
+                if FIRST:
+                    eu = tl.where(here, eu + tl.sum(u * e_, 1)[:, None], eu)
+                    ev = tl.where(here, ev + tl.sum(z * e_, 1)[:, None], ev)
+                    z = tl.where(place, _row(k, one, c, inside, 0.0)[None, :], g * z)
+                    qv = tl.where(here, qv + tl.sum(z * q_, 1)[:, None], qv)
+                    u *= g
+                else:
+                    u *= g
+                    eu = tl.where(here, eu + tl.sum(u * e_, 1)[:, None], eu)
+                u = tl.where(place, _row(w, one, c, inside, 0.0)[None, :], u)
+                qu = tl.where(here, qu + tl.sum(u * q_, 1)[:, None], qu)
+        else:
+            q_, e_ = _tile(q, at, c, live, K), _tile(e, at, c, live, K)
+            w_ = tl.trans(_tile(w, at, c, live, K))
+            qu += _dot(q_, w_, DOT)
+            eu += _dot(e_, w_, DOT)
+            if FIRST:
+                k_ = tl.trans(_tile(k, at, c, live, K))
+                qv += _dot(q_, k_, DOT)
+                ev += _dot(e_, k_, DOT)
+    if WIDE:
+        qu, qv, eu, ev = tl.trans(qu), tl.trans(qv), tl.trans(eu), tl.trans(ev)
+    else:
+        G = _between(gate, at, i, live, h, 0)
+        qu, qv = qu * G, qv * G
+        if FIRST:
+            G = _between(gate, at, i, live, h, 1)
+            eu, ev = eu * G, ev * G
+        else:
+            eu = tl.where(i[:, None] > i[None, :], eu * G, 0.0)
+    X = _inverse(eu * sign, i)
+    _keep(inverse, X, at, i, live, C)
+    _keep(A_qu, qu * scale, at, i, live, C)
+    if FIRST:
+        ev *= sign
+        _keep(A_qv, qv * scale, at, i, live, C)
+        _keep(A_ev, ev, at, i, live, C)
+        ev = _dot(X, ev, DOT)
+    for start in tl.range(0, V, BV):
+        d = start + tl.arange(0, BV)
+        v_ = _tile(v, at, d, live, V)
+        if FIRST:
+            u = -_dot(ev, v_, DOT)
+        else:
+            u = _dot(X, v_, DOT)
+        _keep(U, u, at, d, live, V)
+    for start in tl.range(0, KP, BK):
+        c = start + tl.arange(0, BK)
+        if WIDE:
+            skip, full, rest = _ends(gate, at, i, c, live, there, h, K)
+            tl.store(P + (n * chunks + chunk) * K + c, tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0), mask=c < K)
+        else:
+            one = tl.arange(0, 1)
+            skip, full, rest = _ends(gate, at, i, one, live, there, h, 1)
+            tl.store(P + n * chunks + chunk + one, tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0))
+        y = _tile(e, at, c, live, K) * sign
+        if FIRST:
+            y *= skip
+        else:
+            y *= full
+        _keep(Z, _dot(X, y, DOT), at, c, live, K)
+        _keep(Y, _tile(q, at, c, live, K) * full * scale, at, c, live, K)
+        _keep(Xu, _tile(w, at, c, live, K) * rest, at, c, live, K)
+        if FIRST:
+            _keep(Xv, _tile(k, at, c, live, K) * rest, at, c, live, K)
+
+
+@triton.jit
+def _whole(P, place, r, K, WIDE: tl.constexpr):
+    """The product of a chunk's gates, for each row."""
+    if WIDE:
+        return tl.load(P + place * K + r, mask=r < K, other=0.0)[:, None]
+    else:
+        return tl.load(P + place)
+
+
+@triton.jit(do_not_specialize=["T"])
+def forward(
+    Z, Y, Xu, Xv, U, v, A_qu, A_qv, P, first_NKV, o, last_NKV, border_NnKV,
+    T, h, K, V,
+    WIDE: tl.constexpr, FIRST: tl.constexpr, KEEP: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """The chunks of one memory, a block of columns. KEEP: the state before each chunk is kept, and U becomes whole; o
+    is not written. `last` may be `first`."""
+    n, i, r = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
+    inside, place = (r < K)[:, None] & (d < V)[None, :], r[:, None] * V + d[None, :]
+    chunks = tl.cdiv(T, C)
+    S = tl.load(first_NKV + n * K * V + place, mask=inside, other=0.0)
+    for chunk in tl.range(0, chunks, num_stages=2):
+        t = chunk * C + i
+        live, at = t < T, n // h * T * h + n % h + t * h
+        u = _tile(U, at, d, live, V) - _dot(_tile(Z, at, r, live, K), S, DOT)
+        if KEEP:
+            tl.store(border_NnKV + (n * chunks + chunk) * K * V + place, S, mask=inside)
+            _keep(U, u, at, d, live, V)
+        else:
+            y = _dot(_tile(Y, at, r, live, K), S, DOT) + _dot(_tile(A_qu, at, i, live, C), u, DOT)
+            if FIRST:
+                y += _dot(_tile(A_qv, at, i, live, C), _tile(v, at, d, live, V), DOT)
+            _keep(o, y, at, d, live, V)
+        S = _whole(P, n * chunks + chunk, r, K, WIDE) * S + _dot(tl.trans(_tile(Xu, at, r, live, K)), u, DOT)
+        if FIRST:
+            S += _dot(tl.trans(_tile(Xv, at, r, live, K)), _tile(v, at, d, live, V), DOT)
+    if not KEEP:
+        tl.store(last_NKV + n * K * V + place, S, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def backward(
+    Z, Y, Xu, A_qu, P, do, dlast_NKV, dU, border_NnKV, dfirst_NKV,
+    T, h, K, V,
+    WIDE: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The adjoint of a block of columns, chunks from the last to the first: what it is after each, and the gradient of
+    U."""
+    n, i, r = tl.program_id(0).to(tl.int64), tl.arange(0, C), tl.arange(0, KP)
+    d = tl.program_id(1) * BV + tl.arange(0, BV)
+    inside, place = (r < K)[:, None] & (d < V)[None, :], r[:, None] * V + d[None, :]
+    chunks = tl.cdiv(T, C)
+    E = tl.load(dlast_NKV + n * K * V + place, mask=inside, other=0.0)
+    for back in tl.range(0, chunks, num_stages=2):
+        chunk = chunks - 1 - back
+        t = chunk * C + i
+        live, at = t < T, n // h * T * h + n % h + t * h
+        tl.store(border_NnKV + (n * chunks + chunk) * K * V + place, E, mask=inside)
+        do_ = _tile(do, at, d, live, V)
+        du = _dot(tl.trans(_tile(A_qu, at, i, live, C)), do_, DOT) + _dot(_tile(Xu, at, r, live, K), E, DOT)
+        _keep(dU, du, at, d, live, V)
+        E = _whole(P, n * chunks + chunk, r, K, WIDE) * E + _dot(tl.trans(_tile(Y, at, r, live, K)), do_, DOT)
+        E -= _dot(tl.trans(_tile(Z, at, r, live, K)), du, DOT)
+    tl.store(dfirst_NKV + n * K * V + place, E, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def pairs(
+    inverse, A_qv, A_ev, Xv, v, U, dU, E_NnKV, do, dR, dv, dA_qu, dA_qv, dA_eu, dA_ev,
+    T, h, K, V,
+    FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the A and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may be dU or, unless FIRST, dv."""
+    chunks = tl.cdiv(T, C)
+    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    i = tl.arange(0, C)
+    t = chunk * C + i
+    live, at = t < T, n // h * T * h + n % h + t * h
+    X = tl.trans(_tile(inverse, at, i, live, C))
+    qu, qv = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    eu, ev = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for start in tl.range(0, V, BV):
+        d = start + tl.arange(0, BV)
+        dr, do_ = _dot(X, _tile(dU, at, d, live, V), DOT), _tile(do, at, d, live, V)
+        u = tl.trans(_tile(U, at, d, live, V))
+        _keep(dR, dr, at, d, live, V)
+        qu += _dot(do_, u, DOT)
+        eu -= _dot(dr, u, DOT)
+        if FIRST:
+            z = tl.trans(_tile(v, at, d, live, V))
+            qv += _dot(do_, z, DOT)
+            ev -= _dot(dr, z, DOT)
+            dz = _dot(tl.trans(_tile(A_qv, at, i, live, C)), do_, DOT)
+            dz -= _dot(tl.trans(_tile(A_ev, at, i, live, C)), dr, DOT)
+            for some in tl.range(0, KP, BK):
+                r = some + tl.arange(0, BK)
+                dz += _dot(_tile(Xv, at, r, live, K), _part(E_NnKV, n * chunks + chunk, r, d, K, V), DOT)
+            _keep(dv, dz, at, d, live, V)
+    seen = i[:, None] >= i[None, :]
+    _keep(dA_qu, tl.where(seen, qu, 0.0), at, i, live, C)
+    if FIRST:
+        _keep(dA_qv, tl.where(seen, qv, 0.0), at, i, live, C)
+    seen = i[:, None] > i[None, :]
+    _keep(dA_eu, tl.where(seen, eu, 0.0), at, i, live, C)
+    if FIRST:
+        _keep(dA_ev, tl.where(seen, ev, 0.0), at, i, live, C)
+
+
+@triton.jit
+def _part(x, place, r, d, K, V):
+    """Rows r and columns d of a state; 0 outside."""
+    return tl.load(
+        x + place * K * V + r[:, None] * V + d[None, :], mask=(r < K)[:, None] & (d < V)[None, :], other=0.0
+    )
+
+
+@triton.jit(do_not_specialize=["T"])
+def inputs(
+    q, e, w, k, v, gate, S_NnKV, E_NnKV, do, dR, U, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, scale, sign,
+    T, h, K, V,
+    WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The gradients of q, e, the keys and the gates, of one chunk."""
+    chunks = tl.cdiv(T, C)
+    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    place, i = n * chunks + chunk, tl.arange(0, C)
+    t = chunk * C + i
+    live, there, first = t < T, (t + 1 < T) & (i + 1 < C), n // h * T * h + n % h
+    at, row, column = first + t * h, i[:, None], i[None, :]
+    hq, he = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    sq, se, sx = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
+    sp = 0.0
+    if not WIDE:
+        G, skipped = _between(gate, at, i, live, h, 0), _between(gate, at, i, live, h, 1)
+        if FIRST:
+            Ge = skipped
+        else:
+            Ge = tl.where(row > column, G, 0.0)
+        qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)
+        if FIRST:
+            qv, ev = _tile(dA_qv, at, i, live, C), _tile(dA_ev, at, i, live, C)
+    for start in tl.range(0, KP, BK):
+        c = start + tl.arange(0, BK)
+        y, z = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        xu, xv = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+        p = tl.zeros([BK], dtype=tl.float32)
+        for some in tl.range(0, V, BV):
+            d = some + tl.arange(0, BV)
+            S, E = _part(S_NnKV, place, c, d, K, V), _part(E_NnKV, place, c, d, K, V)
+            p += tl.sum(S * E, 1)
+            S, E = tl.trans(S), tl.trans(E)
+            y += _dot(_tile(do, at, d, live, V), S, DOT)
+            z -= _dot(_tile(dR, at, d, live, V), S, DOT)
+            xu += _dot(_tile(U, at, d, live, V), E, DOT)
+            if FIRST:
+                xv += _dot(_tile(v, at, d, live, V), E, DOT)
+        q_, e_, w_ = _tile(q, at, c, live, K) * scale, _tile(e, at, c, live, K) * sign, _tile(w, at, c, live, K)
+        if WIDE:
+            _channels(
+                q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
+                scale, sign, first, chunk, at, i, c, live, T, h, K, FIRST, BK,
+            )  # fmt: skip
+        else:
+            skip, full, rest = _ends(gate, at, i, tl.arange(0, 1), live, there, h, 1)
+            if FIRST:
+                early = skip
+            else:
+                early = full
+            sq += tl.sum(y * q_, 1)
+            se += tl.sum(z * e_, 1)
+            sx += tl.sum(xu * w_, 1)
+            sp += tl.sum(p, 0)
+            hq += qu * _dot(q_, tl.trans(w_), DOT)
+            he += eu * _dot(e_, tl.trans(w_), DOT)
+            y, z = y * full + _dot(qu * G, w_, DOT), z * early + _dot(eu * Ge, w_, DOT)
+            xu = xu * rest + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * Ge), e_, DOT)
+            if FIRST:
+                k_ = _tile(k, at, c, live, K)
+                sx += tl.sum(xv * k_, 1)
+                hq += qv * _dot(q_, tl.trans(k_), DOT)
+                he += ev * _dot(e_, tl.trans(k_), DOT)
+                y += _dot(qv * G, k_, DOT)
+                z += _dot(ev * Ge, k_, DOT)
+                xv = xv * rest + _dot(tl.trans(qv * G), q_, DOT) + _dot(tl.trans(ev * Ge), e_, DOT)
+                _keep(dk, xv, at, c, live, K)
+            _keep(dq, y * scale, at, c, live, K)
+            _keep(de, z * sign, at, c, live, K)
+            _keep(dw, xu, at, c, live, K)
+    if not WIDE:
+        before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
+        after = tl.load(gate + at + h, mask=there, other=1.0)
+        skip, rest = tl.cumprod(before, 0), tl.cumprod(after, 0, reverse=True)
+        if not FIRST:
+            hq, sq = hq + he, sq + se
+        dg = tl.sum(G * (_dot(hq, tl.trans(skipped), DOT) + sq[:, None] * skip[None, :]), 0)
+        if FIRST:
+            dg += tl.sum(Ge * (_dot(he, tl.trans(skipped), DOT) + se[:, None] * skip[None, :]), 0)
+        dg += rest * (tl.sum(skipped * sx[None, :], 1) + skip * sp)
+        tl.store(dgate + at, dg, mask=live)
+
+
+@triton.jit
+def _channels(
+    q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
+    scale, sign, first, chunk, at, i, c, live, T, h, K,
+    FIRST: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The gradients where each key channel has a gate, of channels c. Forwards, y and z become what q and e would read
+    of all that was written until then; backwards, xu and xv what all that comes after reads of the keys."""
+    row, own = i[:, None], _gates(gate, at, c, live, K)
+    before = _gates(gate, at - h, c, live & (i > 0), K)
+    yq, ze = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    for s in tl.range(0, C):
+        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
+        g = _row(gate, one * K, c, inside, 1.0)
+        reach = tl.cumprod(tl.where(row > s, own, 1.0), 0)
+        dg = tl.sum(tl.where(row >= s, reach * q_ * y, 0.0), 0)
+        if FIRST:
+            ze = tl.where(place, z, ze)
+            short = tl.cumprod(tl.where(row > s + 1, before, 1.0), 0)
+            dg += tl.sum(tl.where(row > s, short * e_ * z, 0.0), 0)
+        else:
+            dg += tl.sum(tl.where(row >= s, reach * e_ * z, 0.0), 0)
+        dg += tl.sum(tl.where(row == C - 1, reach, 0.0), 0) * p
+        tl.store(dgate + one * K + c, dg, mask=inside)
+        w_ = _row(w, one * K, c, inside, 0.0)[None, :]
+        y = g[None, :] * y + tl.load(dA_qu + at * C + s, mask=live, other=0.0)[:, None] * w_
+        z = g[None, :] * z + tl.load(dA_eu + at * C + s, mask=live, other=0.0)[:, None] * w_
+        p = g * p + tl.sum(tl.where(place, xu * w_, 0.0), 0)
+        if FIRST:
+            w_ = _row(k, one * K, c, inside, 0.0)[None, :]
+            y += tl.load(dA_qv + at * C + s, mask=live, other=0.0)[:, None] * w_
+            z += tl.load(dA_ev + at * C + s, mask=live, other=0.0)[:, None] * w_
+            p += tl.sum(tl.where(place, xv * w_, 0.0), 0)
+        else:
+            ze = tl.where(place, z, ze)
+        yq = tl.where(place, y, yq)
+    _keep(dq, yq * scale, at, c, live, K)
+    _keep(de, ze * sign, at, c, live, K)
+    yq, ze = xu, xv
+    for back in tl.range(0, C):
+        s = C - 1 - back
+        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
+        seen = i * 0 + chunk * C + s < T
+        g = _row(gate, one * K, c, inside, 1.0)[None, :]
+        r = _row(q, one * K, c, inside, 0.0)[None, :] * scale
+        xu += tl.load(dA_qu + one * C + i, mask=seen, other=0.0)[:, None] * r
+        if FIRST:
+            xv += tl.load(dA_qv + one * C + i, mask=seen, other=0.0)[:, None] * r
+        r = _row(e, one * K, c, inside, 0.0)[None, :] * sign
+        if not FIRST:
+            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
+        yq, xu = tl.where(place, xu, yq), g * xu
+        if FIRST:
+            ze, xv = tl.where(place, xv, ze), g * xv
+            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
+            xv += tl.load(dA_ev + one * C + i, mask=seen, other=0.0)[:, None] * r
+    _keep(dw, yq, at, c, live, K)
+    if FIRST:
+        _keep(dk, ze, at, c, live, K)

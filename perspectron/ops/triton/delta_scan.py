@@ -1,0 +1,192 @@
+"""The delta rules with gates on a GPU: what `delta.scan` and `delta.scan_rwkv7` run by the kernels of
+`perspectron.ops.triton.delta`, whose docstring says how.
+
+Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value width; N memories, M rows of them all, C
+tokens of a chunk, n chunks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import BackendError
+from perspectron.ops import dispatch
+from perspectron.ops.triton import record
+from perspectron.ops.triton.scan import _on, _written
+from perspectron.ops.triton.scan import obstacle as general_obstacle
+
+
+def obstacle(*tensors: Tensor) -> str | None:
+    """The reason why the kernels cannot run on these, of which the first are queries, and what would work; None if they
+    can."""
+    if (why := general_obstacle(1, *tensors)) is not None:
+        return why
+    from perspectron.ops.triton.delta import WIDEST
+
+    if tensors[0].shape[-1] > WIDEST:
+        return f"keys of {tensors[0].shape[-1]} channels, must be ≤ {WIDEST}; use backend='torch'"
+    return None
+
+
+def wanted(backend: str, *tensors: Tensor) -> bool:
+    """True if the kernels are to run: they are asked for, or `auto` takes them, as `perspectron.ops.triton.scan` says.
+    BackendError: they are asked for and cannot run."""
+    if backend == "triton":
+        if (why := obstacle(*tensors)) is not None:
+            raise BackendError(f"backend = 'triton': {why}")
+        return True
+    device = tensors[0].device
+    if backend != "auto" or device.type != "cuda" or obstacle(*tensors) is not None:
+        return False
+    taken = record.passed(device)
+    if taken:
+        dispatch.say("auto runs Triton's kernels for the delta rules on %s", str(device))
+    else:
+        dispatch.say(
+            "auto runs PyTorch's operations for the delta rules on %s; to have Triton's kernels, test them once on "
+            "this machine: perspectron selftest --device cuda",
+            str(device),
+        )
+    return taken
+
+
+def run(
+    q: Tensor, e: Tensor, w: Tensor, k: Tensor | None, v: Tensor, gate: Tensor, state: Tensor, scale: float, sign: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(outputs [B,H,T,V], the last state); writes into the state where gradients are off. With k, u reads first and is
+    written by w. q counts `scale` times, e `sign` times."""
+    beside = q.stride(1) < q.stride(2)  # the heads of a token, as mixers have them
+    rows = [x.transpose(1, 2) if beside else x for x in (q, e, w, w if k is None else k, v, gate)]
+    tensors = [x.contiguous() for x in rows]
+    given = (Fixed(k is not None, q.shape[1] if beside else 1, scale, sign), *tensors)
+    flat = state.flatten(0, 1).contiguous()
+    if not dispatch.gradients_off():
+        o, last = _Scan.apply(*given, flat)
+        return o.transpose(1, 2) if beside else o, last.view(state.shape)
+    o = _forward(*given, flat, flat)
+    if not flat.is_inference():  # autograd must see that what it saved is no more
+        torch.autograd.graph.increment_version(flat)
+    return o.transpose(1, 2) if beside else o, _written(flat.view(state.shape), state)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The choice of an order, the heads side by side, and the factors of q and e."""
+
+    first: bool
+    heads: int
+    scale: float
+    sign: float
+
+
+class _Scan(torch.autograd.Function):
+    """The kernels with their gradients; keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, fixed: Fixed, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        ctx.fixed = fixed
+        last = torch.empty_like(inputs[-1])
+        return _forward(fixed, *inputs, last), last
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        given = (*ctx.saved_tensors, do.contiguous(), dlast.contiguous())
+        dq, de, dw, dk, *others = dispatch.once("the delta rule on Triton", _backward, ctx.fixed, *given)
+        return None, dq, de, dw, dk, *others
+
+    jvp = dispatch.refuse("the delta rule on Triton has no forward-mode derivative; use backend='torch'")
+
+
+class _Call:
+    """The sizes of one call, and what its kernels share."""
+
+    def __init__(self, fixed: Fixed, q: Tensor, v: Tensor, gate: Tensor, state: Tensor):
+        from perspectron.ops.triton import delta
+
+        self.N, self.K, self.V = state.shape
+        self.M, self.A = q.numel() // self.K, gate.shape[-1]
+        self.T, self.fixed, self.like = self.M // self.N, fixed, q
+        self.wide = self.A > 1
+        self.tile = delta.tile(self.K)
+        self.chunks = -(-self.T // delta.C.value)
+        self.sizes = (self.T, fixed.heads, self.K, self.V)
+        self.walkers = (self.N, -(-self.V // self.tile.columns))
+        self.precision = "ieee" if torch.version.hip else "tf32x3"
+
+    def new(self, *shape: int) -> Tensor:
+        return self.like.new_empty(*shape)
+
+    def pairs(self, count: int) -> list[Tensor]:
+        """Matrices [M,C], of which those that only the order needs that reads first are there for it alone."""
+        return [self.new(self.M, 16) for _ in range(count)]
+
+    def prepared(self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> dict[str, Tensor]:
+        """The outputs of `prepare`, by its names."""
+        from perspectron.ops.triton import delta
+
+        M, K, first = self.M, self.K, self.fixed.first
+        inverse, A_qu = self.pairs(2)
+        A_qv, A_ev = self.pairs(2) if first else (A_qu, A_qu)
+        Z, Y, Xu = (self.new(M, K) for _ in range(3))
+        Xv = self.new(M, K) if first else Xu
+        U, P = self.new(M, self.V), self.new(self.N, self.chunks, self.A)
+        delta.prepare[(self.N * self.chunks,)](
+            q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, self.fixed.scale, self.fixed.sign,
+            *self.sizes, self.wide, first, self.tile.rows, self.tile.some, self.tile.some, self.precision,
+            num_warps=self.tile.alone,
+        )  # fmt: skip
+        return dict(inverse=inverse, A_qu=A_qu, A_qv=A_qv, A_ev=A_ev, Z=Z, Y=Y, Xu=Xu, Xv=Xv, U=U, P=P)
+
+    def walk(self, made: dict[str, Tensor], v: Tensor, first: Tensor, o: Tensor, last: Tensor, border: Tensor | None):
+        from perspectron.ops.triton import delta
+
+        delta.forward[self.walkers](
+            made["Z"], made["Y"], made["Xu"], made["Xv"], made["U"], v, made["A_qu"], made["A_qv"], made["P"], first,
+            o, last, last if border is None else border, *self.sizes, self.wide, self.fixed.first, border is not None,
+            self.tile.rows, self.tile.columns, self.precision, num_warps=self.tile.walk,
+        )  # fmt: skip
+
+
+def _forward(
+    fixed: Fixed, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, last: Tensor
+) -> Tensor:  # fmt: skip
+    """The outputs, as v; writes the last state."""
+    call, o = _Call(fixed, q, v, gate, state), torch.empty_like(v)
+    with _on(q):
+        call.walk(call.prepared(q, e, w, k, v, gate), v, state, o, last, None)
+    return o
+
+
+def _backward(
+    fixed: Fixed, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, do: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of the inputs and of the first state; all else is computed again."""
+    from perspectron.ops.triton import delta
+
+    call, first = _Call(fixed, q, v, gate, state), fixed.first
+    dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))
+    dk, dU = torch.empty_like(k) if first else dw, torch.empty_like(v) if first else dv
+    S, E = (call.new(call.N, call.chunks, call.K, call.V) for _ in range(2))
+    dA_qu, dA_eu = call.pairs(2)
+    dA_qv, dA_ev = call.pairs(2) if first else (dA_qu, dA_eu)
+    tile, some, alone = call.tile, (call.tile.some, call.tile.some, call.precision), (call.N * call.chunks,)
+    with _on(q):
+        made = call.prepared(q, e, w, k, v, gate)
+        call.walk(made, v, state, do, dlast, S)
+        delta.backward[call.walkers](
+            made["Z"], made["Y"], made["Xu"], made["A_qu"], made["P"], do, dlast, dU, E, dfirst,
+            *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.walk,
+        )  # fmt: skip
+        delta.pairs[alone](
+            made["inverse"], made["A_qv"], made["A_ev"], made["Xv"], v, made["U"], dU, E, do, dU, dv,
+            dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.alone,
+        )  # fmt: skip
+        delta.inputs[alone](
+            q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
+            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.alone,
+        )  # fmt: skip
+    return dq, de, dw, dk if first else None, dv, dgate, dfirst
