@@ -46,15 +46,16 @@ KINDS: Mapping[str, Kind] = {
         ("simple_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"), narrow=True, half=False,
     ),
     "gdn": Kind(
-        128, 128, ("torch", "chunks tf32x3", "chunks tf32"),
+        128, 128, ("torch", "triton", "chunks tf32x3", "chunks tf32"),
         ("gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
         narrow=True, products=3, more=("beta",), half=False,
     ),
     "kda": Kind(
-        128, 128, ("torch",), ("kda", "chunk_kda", "fused_recurrent_kda"), products=3, more=("beta",), half=False
+        128, 128, ("torch", "triton"), ("kda", "chunk_kda", "fused_recurrent_kda"), products=3, more=("beta",),
+        half=False,
     ),
     "rwkv7": Kind(
-        64, 64, ("torch",), ("rwkv7", "chunk_rwkv7", "fused_recurrent_rwkv7"), products=4, more=("a", "b")
+        64, 64, ("torch", "triton"), ("rwkv7", "chunk_rwkv7", "fused_recurrent_rwkv7"), products=4, more=("a", "b")
     ),
     "pdr": Kind(64, 64, ("torch", "triton"), ("", "", "")),
     "gla64": Kind(64, 64, (), ("gla", "chunk_gla", "fused_recurrent_gla")),

@@ -66,16 +66,16 @@ def _memories(device: torch.device) -> Iterator[Case]:
 
 
 def _deltas(device: torch.device) -> Iterator[Case]:
-    B, K, V = 2, 16, 24
+    B, K, V, backends = 2, 16, 24, ("torch", "auto", *_kernels(device))
     for T in (7,) if _interpreted(device) else (130, 1, 5, 31, 33, 65):
         q, k, v, state = drawn((B, 2, T, K), (B, 2, T, K), (B, 2, T, V), (B, 2, K, V))
         k, shape = F.normalize(k, dim=-1), f"B {B}, T {T}, H 2, K {K}, V {V}"
         made = []
         for op, width in (("delta", K), ("gated delta", 1)):
             inputs = (q, k, 1.5 * k, v, gates(B, 2, T, width), state)
-            made.append(Case(op, shape, _delta, ("torch", "auto"), inputs, *LOOSE))
+            made.append(Case(op, shape, _delta, backends, inputs, *LOOSE))
         rwkv7 = (q, 0.5 * k, v, -k, 0.5 * k, gates(B, 2, T, K), state)
-        made.append(Case("rwkv7", shape, _rwkv7, ("torch", "auto"), rwkv7, *LOOSE))
+        made.append(Case("rwkv7", shape, _rwkv7, backends, rwkv7, *LOOSE))
         for case in made:
             yield case
             if T == 1:
