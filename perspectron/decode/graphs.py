@@ -308,9 +308,7 @@ class Graph:
                     run()
             torch.cuda.current_stream().wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                self._graph, pool=_pool(device), stream=stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 run()
 
     def replay(self) -> None:
@@ -323,13 +321,6 @@ class Graph:
 def _side(device: torch.device) -> Any:
     """The stream of all captures on a device: each stream has working memory of its own."""
     return torch.cuda.Stream(device)
-
-
-@cache
-def _pool(device: torch.device) -> Any:
-    """The memory of what graphs on a device have only while they run, one after the other."""
-    with torch.cuda.device(device):
-        return torch.cuda.graph_pool_handle()
 
 
 class _Unasked(Mode):
@@ -352,7 +343,7 @@ class _Unasked(Mode):
 
 def _room(cache: Cache) -> int:
     """Slots of a cache in a graph, at least one of them free."""
-    step = max(LEAST_SLOTS, (1 << cache.used.bit_length()) // 4)
+    step = max(LEAST_SLOTS, (1 << cache.used.bit_length()) // 8)
     return (cache.used // step + 1) * step
 
 
