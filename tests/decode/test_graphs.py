@@ -226,6 +226,22 @@ def test_views_of_a_state_that_others_have_are_left_to_them():
     assert all(torch.equal(one, other) for one, other in zip(said, wanted[2:], strict=True))
 
 
+@pytest.mark.parametrize("design", ["perspective2", "rwkv7", "transformer"])
+def test_a_text_that_the_modules_go_on_with_in_its_memory_comes_back(design):
+    model, more = here(design), tokens(1, 7, 3)[:, :, 0].T.to(DEVICE)
+    ids, said = tokens(1, 12), []
+    for graphs in (Graphs(model), None):
+        first, state = go_on(graphs, model, ids[:5], read(model, 1))
+        with torch.inference_mode():
+            state = model.hidden(more, state, consume_state=True)[1]
+        kept = graphs and next(iter(graphs._made.values()))
+        second, _ = go_on(graphs, model, ids[5:], state)
+        said.append(first + second)
+        assert graphs is None or list(graphs._made.values()) == [kept]
+    for one, other in zip(*said, strict=True):
+        same(one, other)
+
+
 def test_a_cache_grows_and_the_state_says_so(monkeypatch):
     monkeypatch.setattr(graphs_module, "LEAST_SLOTS", 16)
     model = here("transformer")
