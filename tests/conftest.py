@@ -45,8 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests import places
 
         mode = places.OfAway(places.AWAY) if name == "away" else places.OfTheRun(torch.device(name))
-        mode.__enter__()
-        config.add_cleanup(lambda: mode.__exit__(None, None, None))
+        mode.__enter__()  # for as long as the process lasts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

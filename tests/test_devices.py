@@ -131,7 +131,7 @@ def test_a_state_saved_on_one_device_goes_on_on_the_other(design, tmp_path):
             loaded = perspectron.load_state(tmp_path / "a.state", other)
             assert all(
                 leaf.device.type == "cpu"
-                for leaf in torch.utils._pytree.tree_leaves(loaded)
+                for leaf in pytree.tree_leaves(loaded)
                 if isinstance(leaf, Tensor)
             )
             found = other(ids(other.device), loaded.to(other.device)).logits

@@ -20,45 +20,51 @@ from on_gpu.frame import ROOT, Place, Result, Skip, Unit
 
 ABOUT = "the suite's tests of mixers, models, states and decoding, on the device"
 LIMIT = 240
-PATHS = {  # in order of worth, each with the seconds it may take
-    "tests/test_state.py": 40, "tests/test_mixers.py": 75, "tests/test_model.py": 40, "tests/test_block.py": 30,
-    "tests/decode": 60, "tests/mixers": 60, "tests/ops": 60,
-}  # fmt: skip
-REHEARSED = {"tests/test_state.py": "round_trip or extra_is_empty"}
+FIRST = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64 or autocast or bytes_are"
+"""Of the contract's 2,600 tests of mixers, those that come first."""
+UNITS = {  # in order of worth: the path, which of its tests, and the seconds that they may take
+    "state": ("tests/test_state.py", "", 30),
+    "mixers by the contract": ("tests/test_mixers.py", FIRST, 50),
+    "model": ("tests/test_model.py", "", 40),
+    "decode": ("tests/decode", "", 50),
+    "block": ("tests/test_block.py", "", 20),
+    "mixers": ("tests/mixers", "", 45),
+    "operations": ("tests/ops", "", 45),
+    "mixers by the contract, the rest": ("tests/test_mixers.py", f"not ({FIRST})", 60),
+}
+REHEARSED = {"state": ("tests/test_state.py", "extra_is_empty", 60)}
 WORKERS, TEST_SECONDS = 8, 40
 MOST = 80  # failures that are named
 
 
 def units(place: Place) -> Iterator[Unit]:
-    paths = dict.fromkeys(REHEARSED, 60) if place.rehearsed else PATHS
-    for path, seconds in paths.items():
-        yield Unit(path, partial(tests, place, path, seconds), seconds=min(seconds, 20))
+    for name, (path, only, seconds) in (REHEARSED if place.rehearsed else UNITS).items():
+        yield Unit(name, partial(tests, place, name, path, only, seconds), seconds=20)
 
 
-def tests(place: Place, path: str, seconds: float) -> Result:
+def tests(place: Place, name: str, path: str, only: str, seconds: float) -> Result:
     """Run the tests of a path, for so many seconds at most; those that ended by then count."""
     for needed in ("pytest", "hypothesis"):
         if importlib.util.find_spec(needed) is None:
             raise Skip(f"{needed} is not installed")
-    found = place.folder / f"suite-{Path(path).stem}.xml"
+    found = place.folder / f"suite-{name.replace(' ', '-').replace(',', '')}.xml"
     found.unlink(missing_ok=True)
     begun = time.time()
-    command = command_of(path, place.device.type, found, REHEARSED[path] if place.rehearsed else "")
-    code, cut, tail = _run(command, max(5.0, min(seconds, place.left - 10)))
+    command = command_of(path, only, place, found)
+    code, cut, tail = _run(command, max(5.0, min(seconds, place.left - 18)))
     said = {"command": command[1:], "exit": code, "cut_off": cut, "seconds": round(time.time() - begun, 1)}
     return said | counts(found) | ({} if code in (0, 1) else {"tail": tail})
 
 
-def command_of(path: str, device: str, found: Path, only: str = "") -> list[str]:
+def command_of(path: str, only: str, place: Place, found: Path) -> list[str]:
     """pytest, on several processes where there is xdist, with a limit for each test where there is pytest-timeout."""
-    command = [sys.executable, "-m", "pytest", path, f"--device={device}", f"--junitxml={found}"]
+    command = [sys.executable, "-m", "pytest", path, f"--device={place.device.type}", f"--junitxml={found}"]
     command += ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
     command += ["--continue-on-collection-errors"]
-    if only:
-        return [*command, "-k", only]
-    if importlib.util.find_spec("xdist"):
+    command += ["-k", only] if only else []
+    if importlib.util.find_spec("xdist") and not place.rehearsed:
         command += ["-n", str(WORKERS), "--dist=worksteal"]
-    if importlib.util.find_spec("pytest_timeout"):
+    if importlib.util.find_spec("pytest_timeout") and not place.rehearsed:
         command += [f"--timeout={TEST_SECONDS}"]
     return command
 
@@ -78,7 +84,7 @@ def _run(command: list[str], seconds: float) -> tuple[int, bool, str]:
         cut = True
         process.send_signal(signal.SIGINT)  # then it writes what it has
         try:
-            said, _ = process.communicate(timeout=8)
+            said, _ = process.communicate(timeout=15)
         except subprocess.TimeoutExpired:
             said = ""
     finally:
