@@ -171,9 +171,9 @@ def _memories(device: torch.device) -> Iterator[Case]:
         q, k, v, state = _drawn((B, 2, T, K), (B, 2, T, K), (B, 2, T, 24), (B, 2, K, 24))
         k, shape = F.normalize(k, dim=-1), f"B {B}, T {T}, H 2, K {K}, V 24"
         inputs = (q, k, 1.5 * k, v, _gates(B, 2, T, width), state)
-        yield Case(op, shape, _delta, ("torch", "auto"), inputs, 1e-5, 1e-4)
+        yield Case(op, shape, _delta, ("torch", "auto", *gpu), inputs, 1e-5, 1e-4)
     rwkv7 = (q, 0.5 * k, v, -k, 0.5 * k, _gates(B, 2, T, K), state)
-    yield Case("rwkv7", shape, _rwkv7, ("torch", "auto"), rwkv7, 1e-5, 1e-4)
+    yield Case("rwkv7", shape, _rwkv7, ("torch", "auto", *gpu), rwkv7, 1e-5, 1e-4)
 
 
 def _pdr(backend: str, *inputs: Tensor) -> Tensors:
