@@ -1,10 +1,11 @@
 """Registers, spills and shared memory of Triton's kernels, compiled for GPUs that need not be there.
 
-Every kernel, in each of its forms, for memories of 16 to 256 columns, with the tiles of
-`perspectron.ops.triton.kernels`, is compiled for NVIDIA's sm_80 and sm_90 by the ptxas that Triton brings, and for
-AMD's gfx942. Spills are bytes of a thread: for NVIDIA the largest of the stack, what is stored and what is loaded; for
-AMD the private segment. Bars: at most 64 bytes, and no more shared memory than a block can have. The exit code is 1
-where one is not met. Speed is not measured: that needs a GPU.
+Every kernel, in each of its forms, for memories of 16 to 256 columns (the delta rules: 16 to 128 rows and as many
+columns), with the tiles of `perspectron.ops.triton.kernels` and `perspectron.ops.triton.delta`, is compiled for
+NVIDIA's sm_80 and sm_90 by the ptxas that Triton brings, and for AMD's gfx942. Spills are bytes of a thread: for
+NVIDIA the largest of the stack, what is stored and what is loaded; for AMD the private segment. Bars: at most 64 bytes,
+and no more shared memory than a block can have. The exit code is 1 where one is not met. Speed is not measured: that
+needs a GPU.
 """
 
 import os
@@ -24,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import kernels
+from perspectron.ops.triton import delta, kernels
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
@@ -45,6 +46,21 @@ class Form:
     name: str
     kernel: Any
     fixed: dict[str, bool]
+    delta: bool = False
+
+    def shaped(self, R: int, target: GPUTarget) -> tuple[dict[str, Any], dict[str, int]]:
+        """All that is fixed for memories of R columns, and the tile."""
+        if not self.delta:
+            tile = kernels.tile(R)
+            fixed = self.fixed | {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
+            return fixed, tile._asdict()
+        at = delta.tile(R)
+        walks = self.kernel in (delta.forward, delta.backward)
+        sizes = {"KP": at.rows, "BV": at.columns if walks else at.some, "BK": at.some}
+        fixed = self.fixed | sizes | {"DOT": "tf32x3" if target.backend == "cuda" else "ieee"}
+        warps = at.warps // 2 if self.kernel in (delta.prepare, delta.pairs) else at.warps
+        tile = {"rows": at.rows, "columns": sizes["BV"], "chunk": delta.C.value, "warps": warps}
+        return {n: value for n, value in fixed.items() if n in self.kernel.arg_names}, tile
 
 
 FORMS = tuple(
@@ -58,6 +74,26 @@ FORMS = tuple(
         (kernels.forward, {"KEEP": False}),
         (kernels.forward, {"KEEP": True}),
         (kernels.backward, {}),
+    )
+) + tuple(
+    Form(
+        f"{use}, {kernel.fn.__name__}{', states kept' if more.get('KEEP') else ''}",
+        kernel,
+        sides | more,
+        True,
+    )
+    for use, sides in {
+        "gated delta": {"WIDE": False, "FIRST": False},
+        "delta": {"WIDE": True, "FIRST": False},
+        "rwkv7": {"WIDE": True, "FIRST": True},
+    }.items()
+    for kernel, more in (
+        (delta.prepare, {}),
+        (delta.forward, {"KEEP": False}),
+        (delta.forward, {"KEEP": True}),
+        (delta.backward, {}),
+        (delta.pairs, {}),
+        (delta.inputs, {}),
     )
 )
 
@@ -79,23 +115,22 @@ class Compiled:
 def compiled(form: Form, R: int, name: str) -> Compiled:
     """The kernel for R columns, with pointers and sizes that 16 divides as far as they do."""
     target, most = TARGETS[name]
-    tile, names = kernels.tile(R), form.kernel.arg_names
-    fixed = form.fixed | {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
-    integers = ("T", "D", "R")
-    types = {n: "constexpr" if n in fixed else "i32" if n in integers else "*fp32" for n in names}
-    even = [n for n in names if n not in (*fixed, "T") and not (n == "R" and R % 16)]
+    names = form.kernel.arg_names
+    fixed, tile = form.shaped(R, target)
+    kinds = dict.fromkeys(fixed, "constexpr") | dict.fromkeys(("scale", "sign"), "fp32")
+    kinds |= dict.fromkeys(("T", "D", "R", "h", "K", "V"), "i32")
+    types = {n: kinds.get(n, "*fp32") for n in names}
+    even = [n for n in names if n not in (*fixed, "T", "h", "scale", "sign") and not (n in "RKV" and R % 16)]
     source = ASTSource(
         form.kernel,
         types,
         {(names.index(n),): value for n, value in fixed.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in even},
     )
-    made = triton.compile(source, target=target, options={"num_warps": tile.warps})
+    made = triton.compile(source, target=target, options={"num_warps": tile["warps"]})
     registers, spills = of_ptx(made.asm["ptx"]) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
     shared = made.metadata.shared
-    return Compiled(
-        form.name, R, name, tile._asdict(), registers, spills, shared, spills <= SPILLS and shared <= most
-    )
+    return Compiled(form.name, R, name, tile, registers, spills, shared, spills <= SPILLS and shared <= most)
 
 
 def of_ptx(ptx: str) -> tuple[int, int]:
@@ -125,7 +160,8 @@ def main() -> None:
     shapes = f"states of {', '.join(map(str, columns))} columns"
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     report.say(f"   triton: {triton.__version__}", "")
-    found = [compiled(form, R, target) for form in FORMS for R in columns for target in TARGETS]
+    pairs = [(form, R) for form in FORMS for R in columns if not form.delta or R <= delta.WIDEST]
+    found = [compiled(form, R, target) for form, R in pairs for target in TARGETS]
     rows = [
         [one.form, str(one.R), one.target, f"{one.tile['rows']} x {one.tile['columns']}", str(one.tile["chunk"]),
          str(one.tile["warps"]), str(one.registers), str(one.spills), str(one.shared), "yes" if one.holds else "NO"]

@@ -53,19 +53,20 @@ def scan(
     Any T, also 0 and 1; gates in [0, 1]. I − k eᵀ must not expand: keys of length 1 and e = β k with β in [0, 2].
     Computes and returns in float32 or, if any input is, in float64; autocast does not reach inside. Differentiable once
     in every input, in reverse and in forward mode. `backend`: "reference" is the plain step loop, "torch" the chunks,
-    "auto" the chunks, the native kernel (`perspectron.ops.memory`) in trainings on a CPU in float32, or, for one token
-    where gradients are off, the step.
+    "triton" the kernels for float32 on a GPU, for K ≤ 128 and in reverse mode alone; "auto" the chunks, those kernels
+    (once `perspectron selftest --device cuda` has passed there), the native kernel (`perspectron.ops.memory`) in
+    trainings on a CPU in float32, or, for one token where gradients are off, the step.
 
     `consume_state`: the caller gives `state_BHKV` up, and the step writes into it instead of into a copy; the numbers
     are the same. Only where gradients are off.
     `checked`: gates outside [0, 1], and NaN, are a ValueError. A mixer, whose gates are sigmoids, leaves the check out:
     it would cost every single token a pass over its gates.
-    Raises BackendError for an unknown backend, ValueError for shapes that do not fit and for a state to be consumed
-    while gradients are on.
+    Raises BackendError for an unknown backend or kernels that cannot run, ValueError for shapes that do not fit and for
+    a state to be consumed while gradients are on.
     """
     _check(backend, consume_state, checked, "e", (q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
     q, k, v, e, alpha, state = _prepared((q_BHTK, k_BHTK, v_BHTV, e_BHTK, alpha_BHTA), state_BHKV)
-    if not _one(backend, v) and v.numel() > 0 and on_gpu.wanted(backend, q, k, v, e, alpha, state):
+    if _on_gpu(backend, q, k, v, e, alpha, state):
         return on_gpu.run(q, e, k, None, v, alpha, _given(state, consume_state), scale, 1.0)
     q = q * scale
     if backend == "reference":
@@ -97,7 +98,7 @@ def scan_rwkv7(
     inputs = (q_BHTK, k_BHTK, v_BHTV, a_BHTK, b_BHTK, alpha_BHTA)
     _check(backend, consume_state, checked, "a, b", inputs, state_BHKV)
     q, k, v, a, b, alpha, state = _prepared(inputs, state_BHKV)
-    if not _one(backend, v) and v.numel() > 0 and on_gpu.wanted(backend, q, k, v, a, b, alpha, state):
+    if _on_gpu(backend, q, k, v, a, b, alpha, state):
         return on_gpu.run(q, a, b, k, v, alpha, _given(state, consume_state), scale, -1.0)
     q = q * scale
     if backend == "reference":
@@ -145,6 +146,12 @@ def _prepared(inputs: tuple[Tensor, ...], state: Tensor | None) -> list[Tensor]:
 def _given(state: Tensor, consume_state: bool) -> Tensor:
     """The state for kernels that write into it where gradients are off."""
     return dispatch.owned(state, consume_state) if dispatch.gradients_off() else state
+
+
+def _on_gpu(backend: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
+    """True if Triton's kernels are to run: not for nothing, nor, by `auto`, for one token without gradients."""
+    one = backend == "auto" and v.shape[2] == 1 and dispatch.gradients_off()
+    return q.numel() > 0 and v.numel() > 0 and not one and on_gpu.wanted(backend, q, k, v, *others)
 
 
 def _one(backend: str, v: Tensor) -> bool:

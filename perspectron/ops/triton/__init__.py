@@ -1,1 +1,2 @@
-"""Kernels for a GPU, in Triton, for `pdr.scan` and `gla.scan`. Only `kernels` imports triton, when one is chosen."""
+"""Kernels for a GPU, in Triton, for `pdr.scan`, `gla.scan` and `delta`. Only `kernels` and `delta` import triton, when
+one is chosen."""

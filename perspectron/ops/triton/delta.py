@@ -2,7 +2,8 @@
 
     u_t = z_t − S_{t-1}ᵀ e_t,  S_t = diag(α_t) S_{t-1} + w_t u_tᵀ [+ k_t v_tᵀ],  o_t = S_tᵀ q_t
 
-Decay first: z = v, w = k, and e reads after the gate. FIRST, which reads first: z = 0, and the last term is there.
+Decay first: z = v, w = k, and e reads after the gate. FIRST, which reads first: z = 0, the last term is
+there, and each row has a gate.
 With G_ij the product of the gates after j up to i, a chunk of C tokens is
 
     A_q = q wᵀ ⊙ G,  A_e = e wᵀ ⊙ G below the diagonal,  Y the rows of q and e times the gates from the chunk's start,
@@ -11,8 +12,9 @@ With G_ij the product of the gates after j up to i, a chunk of C tokens is
 What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
 `forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
 the adjoint E; `pairs` and `inputs` then take all chunks at once. Only products of gates are formed, no logarithm or
-quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel where keys repeat. The gradient of a gate l is a sum over the pairs of what is written before it and read
-after it, with the gates between them but l's own.
+quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel
+where keys repeat. The gradient of a gate is a sum over the pairs of what is written before it and read after it, with
+the gates between them but its own.
 
 Shapes: N memories, T time, C tokens of one chunk, K rows of a memory (at most 128), V columns, A gate width (K or 1), n
 chunks; KP, BK and BV rows and columns of a program. Row t of memory n is at (n // h · T + t) h + n mod h: h is 1, or
@@ -33,19 +35,18 @@ C = tl.constexpr(16)
 
 
 class Tile(NamedTuple):
-    """Rows in registers, rows and columns of one step, and warps: of a walk and of a chunk alone."""
+    """Rows in registers; columns of a walk; rows and columns at a time of a chunk alone; warps."""
 
     rows: int
-    some: int
     columns: int
-    walk: int
-    alone: int
+    some: int
+    warps: int
 
 
 def tile(K: int) -> Tile:
     """The tile for memories of K rows (`benchmarks/triton_kernels.py` compiles them)."""
     rows = max(16, triton.next_power_of_2(K))
-    return Tile(rows, min(rows, 32), 32, 4, 2)
+    return Tile(rows, 32, min(rows, 32), 4)
 
 
 @triton.jit
@@ -149,41 +150,33 @@ def prepare(
             w_ = tl.trans(_tile(w, at, c, live, K))
             qu += _dot(q_, w_, DOT)
             eu += _dot(e_, w_, DOT)
-            if FIRST:
-                k_ = tl.trans(_tile(k, at, c, live, K))
-                qv += _dot(q_, k_, DOT)
-                ev += _dot(e_, k_, DOT)
     if WIDE:
         qu, qv, eu, ev = tl.trans(qu), tl.trans(qv), tl.trans(eu), tl.trans(ev)
     else:
         G = _between(gate, at, i, live, h, 0)
-        qu, qv = qu * G, qv * G
-        if FIRST:
-            G = _between(gate, at, i, live, h, 1)
-            eu, ev = eu * G, ev * G
-        else:
-            eu = tl.where(i[:, None] > i[None, :], eu * G, 0.0)
+        qu, eu = qu * G, tl.where(i[:, None] > i[None, :], eu * G, 0.0)
     X = _inverse(eu * sign, i)
+    solved = X
     _keep(inverse, X, at, i, live, C)
     _keep(A_qu, qu * scale, at, i, live, C)
     if FIRST:
         ev *= sign
         _keep(A_qv, qv * scale, at, i, live, C)
         _keep(A_ev, ev, at, i, live, C)
-        ev = _dot(X, ev, DOT)
+        solved = -_dot(X, ev, DOT)
     for start in tl.range(0, V, BV):
         d = start + tl.arange(0, BV)
         v_ = _tile(v, at, d, live, V)
-        if FIRST:
-            u = -_dot(ev, v_, DOT)
-        else:
-            u = _dot(X, v_, DOT)
-        _keep(U, u, at, d, live, V)
+        _keep(U, _dot(solved, v_, DOT), at, d, live, V)
     for start in tl.range(0, KP, BK):
         c = start + tl.arange(0, BK)
         if WIDE:
             skip, full, rest = _ends(gate, at, i, c, live, there, h, K)
-            tl.store(P + (n * chunks + chunk) * K + c, tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0), mask=c < K)
+            tl.store(
+                P + (n * chunks + chunk) * K + c,
+                tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0),
+                mask=c < K,
+            )
         else:
             one = tl.arange(0, 1)
             skip, full, rest = _ends(gate, at, i, one, live, there, h, 1)
@@ -203,10 +196,7 @@ def prepare(
 @triton.jit
 def _whole(P, place, r, K, WIDE: tl.constexpr):
     """The product of a chunk's gates, for each row."""
-    if WIDE:
-        return tl.load(P + place * K + r, mask=r < K, other=0.0)[:, None]
-    else:
-        return tl.load(P + place)
+    return tl.load(P + place * K + r, mask=r < K, other=0.0)[:, None] if WIDE else tl.load(P + place)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -330,19 +320,11 @@ def inputs(
     place, i = n * chunks + chunk, tl.arange(0, C)
     t = chunk * C + i
     live, there, first = t < T, (t + 1 < T) & (i + 1 < C), n // h * T * h + n % h
-    at, row, column = first + t * h, i[:, None], i[None, :]
-    hq, he = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    sq, se, sx = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
-    sp = 0.0
+    at = first + t * h
     if not WIDE:
         G, skipped = _between(gate, at, i, live, h, 0), _between(gate, at, i, live, h, 1)
-        if FIRST:
-            Ge = skipped
-        else:
-            Ge = tl.where(row > column, G, 0.0)
-        qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)
-        if FIRST:
-            qv, ev = _tile(dA_qv, at, i, live, C), _tile(dA_ev, at, i, live, C)
+        between, read = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
+        written, kept = tl.zeros([C], dtype=tl.float32), 0.0
     for start in tl.range(0, KP, BK):
         c = start + tl.arange(0, BK)
         y, z = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
@@ -358,48 +340,33 @@ def inputs(
             xu += _dot(_tile(U, at, d, live, V), E, DOT)
             if FIRST:
                 xv += _dot(_tile(v, at, d, live, V), E, DOT)
-        q_, e_, w_ = _tile(q, at, c, live, K) * scale, _tile(e, at, c, live, K) * sign, _tile(w, at, c, live, K)
+        q_, e_, w_ = (
+            _tile(q, at, c, live, K) * scale,
+            _tile(e, at, c, live, K) * sign,
+            _tile(w, at, c, live, K),
+        )
         if WIDE:
             _channels(
                 q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
                 scale, sign, first, chunk, at, i, c, live, T, h, K, FIRST, BK,
             )  # fmt: skip
         else:
-            skip, full, rest = _ends(gate, at, i, tl.arange(0, 1), live, there, h, 1)
-            if FIRST:
-                early = skip
-            else:
-                early = full
-            sq += tl.sum(y * q_, 1)
-            se += tl.sum(z * e_, 1)
-            sx += tl.sum(xu * w_, 1)
-            sp += tl.sum(p, 0)
-            hq += qu * _dot(q_, tl.trans(w_), DOT)
-            he += eu * _dot(e_, tl.trans(w_), DOT)
-            y, z = y * full + _dot(qu * G, w_, DOT), z * early + _dot(eu * Ge, w_, DOT)
-            xu = xu * rest + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * Ge), e_, DOT)
-            if FIRST:
-                k_ = _tile(k, at, c, live, K)
-                sx += tl.sum(xv * k_, 1)
-                hq += qv * _dot(q_, tl.trans(k_), DOT)
-                he += ev * _dot(e_, tl.trans(k_), DOT)
-                y += _dot(qv * G, k_, DOT)
-                z += _dot(ev * Ge, k_, DOT)
-                xv = xv * rest + _dot(tl.trans(qv * G), q_, DOT) + _dot(tl.trans(ev * Ge), e_, DOT)
-                _keep(dk, xv, at, c, live, K)
-            _keep(dq, y * scale, at, c, live, K)
-            _keep(de, z * sign, at, c, live, K)
+            _, full, rest = _ends(gate, at, i, tl.arange(0, 1), live, there, h, 1)
+            read += tl.sum(y * q_ + z * e_, 1)
+            written += tl.sum(xu * w_, 1)
+            kept += tl.sum(p, 0)
+            qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)  # here, for fewer registers
+            between += qu * _dot(q_, tl.trans(w_), DOT) + eu * _dot(e_, tl.trans(w_), DOT)
+            _keep(dq, (y * full + _dot(qu * G, w_, DOT)) * scale, at, c, live, K)
+            _keep(de, (z * full + _dot(eu * G, w_, DOT)) * sign, at, c, live, K)
+            xu = xu * rest + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * G), e_, DOT)
             _keep(dw, xu, at, c, live, K)
     if not WIDE:
         before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
         after = tl.load(gate + at + h, mask=there, other=1.0)
         skip, rest = tl.cumprod(before, 0), tl.cumprod(after, 0, reverse=True)
-        if not FIRST:
-            hq, sq = hq + he, sq + se
-        dg = tl.sum(G * (_dot(hq, tl.trans(skipped), DOT) + sq[:, None] * skip[None, :]), 0)
-        if FIRST:
-            dg += tl.sum(Ge * (_dot(he, tl.trans(skipped), DOT) + se[:, None] * skip[None, :]), 0)
-        dg += rest * (tl.sum(skipped * sx[None, :], 1) + skip * sp)
+        dg = tl.sum(G * (_dot(between, tl.trans(skipped), DOT) + read[:, None] * skip[None, :]), 0)
+        dg += rest * (tl.sum(skipped * written[None, :], 1) + skip * kept)
         tl.store(dgate + at, dg, mask=live)
 
 

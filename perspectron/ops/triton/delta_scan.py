@@ -58,6 +58,7 @@ def run(
     """(outputs [B,H,T,V], the last state); writes into the state where gradients are off. With k, u reads first and is
     written by w. q counts `scale` times, e `sign` times."""
     beside = q.stride(1) < q.stride(2)  # the heads of a token, as mixers have them
+    gate = gate if k is None else gate.expand_as(q)
     rows = [x.transpose(1, 2) if beside else x for x in (q, e, w, w if k is None else k, v, gate)]
     tensors = [x.contiguous() for x in rows]
     given = (Fixed(k is not None, q.shape[1] if beside else 1, scale, sign), *tensors)
@@ -103,13 +104,13 @@ class _Scan(torch.autograd.Function):
 class _Call:
     """The sizes of one call, and what its kernels share."""
 
-    def __init__(self, fixed: Fixed, q: Tensor, v: Tensor, gate: Tensor, state: Tensor):
+    def __init__(self, fixed: Fixed, q: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> None:
         from perspectron.ops.triton import delta
 
         self.N, self.K, self.V = state.shape
         self.M, self.A = q.numel() // self.K, gate.shape[-1]
         self.T, self.fixed, self.like = self.M // self.N, fixed, q
-        self.wide = self.A > 1
+        self.wide = self.A > 1 or fixed.first
         self.tile = delta.tile(self.K)
         self.chunks = -(-self.T // delta.C.value)
         self.sizes = (self.T, fixed.heads, self.K, self.V)
@@ -123,7 +124,9 @@ class _Call:
         """Matrices [M,C], of which those that only the order needs that reads first are there for it alone."""
         return [self.new(self.M, 16) for _ in range(count)]
 
-    def prepared(self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> dict[str, Tensor]:
+    def prepared(
+        self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor
+    ) -> dict[str, Tensor]:
         """The outputs of `prepare`, by its names."""
         from perspectron.ops.triton import delta
 
@@ -136,17 +139,27 @@ class _Call:
         delta.prepare[(self.N * self.chunks,)](
             q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, self.fixed.scale, self.fixed.sign,
             *self.sizes, self.wide, first, self.tile.rows, self.tile.some, self.tile.some, self.precision,
-            num_warps=self.tile.alone,
+            num_warps=self.tile.warps // 2,
         )  # fmt: skip
-        return dict(inverse=inverse, A_qu=A_qu, A_qv=A_qv, A_ev=A_ev, Z=Z, Y=Y, Xu=Xu, Xv=Xv, U=U, P=P)
+        names = ("inverse", "A_qu", "A_qv", "A_ev", "Z", "Y", "Xu", "Xv", "U", "P")
+        return dict(zip(names, (inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P), strict=True))
 
-    def walk(self, made: dict[str, Tensor], v: Tensor, first: Tensor, o: Tensor, last: Tensor, border: Tensor | None):
+    def walk(
+        self,
+        made: dict[str, Tensor],
+        v: Tensor,
+        first: Tensor,
+        o: Tensor,
+        last: Tensor,
+        border: Tensor | None,
+    ) -> None:
+        """The chunks, one after the other; with borders, the states there and the whole U."""
         from perspectron.ops.triton import delta
 
         delta.forward[self.walkers](
             made["Z"], made["Y"], made["Xu"], made["Xv"], made["U"], v, made["A_qu"], made["A_qv"], made["P"], first,
             o, last, last if border is None else border, *self.sizes, self.wide, self.fixed.first, border is not None,
-            self.tile.rows, self.tile.columns, self.precision, num_warps=self.tile.walk,
+            self.tile.rows, self.tile.columns, self.precision, num_warps=self.tile.warps,
         )  # fmt: skip
 
 
@@ -179,14 +192,14 @@ def _backward(
         call.walk(made, v, state, do, dlast, S)
         delta.backward[call.walkers](
             made["Z"], made["Y"], made["Xu"], made["A_qu"], made["P"], do, dlast, dU, E, dfirst,
-            *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.walk,
+            *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.warps,
         )  # fmt: skip
         delta.pairs[alone](
             made["inverse"], made["A_qv"], made["A_ev"], made["Xv"], v, made["U"], dU, E, do, dU, dv,
-            dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.alone,
+            dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.warps // 2,
         )  # fmt: skip
         delta.inputs[alone](
             q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.alone,
+            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
         )  # fmt: skip
     return dq, de, dw, dk if first else None, dv, dgate, dfirst
