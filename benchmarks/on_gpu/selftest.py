@@ -4,6 +4,8 @@ One unit a case, so that what is slow to compile or breaks leaves the others. Th
 kernels is written once all cases have been tried and hold, as `perspectron selftest` does.
 """
 
+import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +14,9 @@ from typing import Any
 from on_gpu import frame
 from on_gpu.frame import Place, Result, Unit
 from perspectron.ops import selftest
-from perspectron.ops.cases import Case, cases
+from perspectron.ops.case import Case
+from perspectron.ops.cases import cases
+from perspectron.ops.selftest import Row
 from perspectron.ops.triton import record
 
 ABOUT = "every operation and backend against float64"
@@ -29,33 +33,36 @@ def units(place: Place) -> Iterator[Unit]:
         yield Unit(name, partial(_compared, case, place), seconds=4.0 if "triton" in case.backends else 1.0)
     # Of this machine and these versions: on another one it is written anew.
     now = record.conditions(place.device) | ({"rehearsed": "yes"} if place.rehearsed else {})
-    kept = record.path(now).stem
-    yield Unit(kept, partial(_record, now, names, place), seconds=0.5)
+    name = f"record {zlib.crc32(json.dumps(now).encode()):08x}"
+    yield Unit(name, partial(_record, now, names, place), seconds=0.5)
 
 
 def _compared(case: Case, place: Place) -> Result:
-    rows = [asdict(row) | {"holds": row.holds} for row in selftest.rows(case, place.device)]
-    return {"rows": rows, "holds": all(row["holds"] for row in rows)}
+    """The rows. RuntimeError, with their errors, if one does not hold: the case is tried again by `--resume`."""
+    rows = list(selftest.rows(case, place.device))
+    if broken := [row for row in rows if not row.holds]:
+        raise RuntimeError("does not hold: " + "; ".join(map(_told, broken)))
+    return {"rows": [asdict(row) | {"holds": row.holds} for row in rows]}
+
+
+def _told(row: Row) -> str:
+    if row.failed is not None:
+        return f"{row.backend} raised {row.failed}"
+    errors = f"outputs {row.forward} (bound {row.forward_bound})"
+    if row.gradients is not None:
+        errors += f", gradients {row.gradients} (bound {row.gradients_bound})"
+    return f"{row.backend}: {errors}"
 
 
 def _record(now: dict[str, str], names: list[str], place: Place) -> Result:
-    """RuntimeError, naming them, while cases are missing or do not hold: it is tried again by `--resume`."""
+    """The record, once all hold. RuntimeError, naming them, while some do not: it is tried again by `--resume`."""
     done = frame.read(place.folder / "selftest.json").get("units", {})
     found = {name: done.get(name, {}).get("result") for name in names}
-    missing = [name for name, result in found.items() if result is None]
-    rows: list[dict[str, Any]] = [
-        row for result in found.values() if result is not None for row in result["rows"]
-    ]
-    broken = [f"{row['op']} by {row['backend']} ({row['shape']})" for row in rows if not row["holds"]]
-    if missing:
-        raise RuntimeError(f"no record: {len(missing)} cases are missing: {', '.join(missing)}")
-    file = record.write(now, rows, not broken)
-    if broken:
-        raise RuntimeError(f"the record says that {len(broken)} do not hold: {', '.join(broken)}")
+    if missing := [name for name, result in found.items() if result is None]:
+        raise RuntimeError(
+            f"no record: {len(missing)} cases do not hold or are missing: {', '.join(missing)}"
+        )
+    rows: list[dict[str, Any]] = [row for result in found.values() for row in result["rows"]]
+    file = record.write(now, rows, True)
     record.passed.cache_clear()
-    return {
-        "record": file.name,
-        "rows": len(rows),
-        "holds": True,
-        "auto_takes_triton": record.passed(place.device),
-    }
+    return {"record": file.name, "rows": len(rows), "auto_takes_triton": record.passed(place.device)}

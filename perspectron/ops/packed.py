@@ -164,11 +164,14 @@ def _product(q_TS: Tensor, code_NS: Tensor, zero: int) -> Tensor:
     return torch._int_mm(q, w_NS.T)[:T].float()
 
 
-@cache
 def _integers(device: torch.device) -> bool:
-    """True if `_product` runs on a GPU and gives what it must, where sums are greatest, too; tried once."""
-    if device.type != "cuda":
-        return False
+    """True if `_product` is to be used: on a GPU where it gives what it must."""
+    return device.type == "cuda" and _tried(device)
+
+
+@cache
+def _tried(device: torch.device) -> bool:
+    """True if `_product` runs on a device and is right, where sums are greatest, too."""
     draw = torch.Generator().manual_seed(0)
     for T, N, K in ((1, 40, 64), (19, 24, 192), (32, 16, 4096)):
         q, code = (torch.randint(*ends, generator=draw) for ends in ((-127, 128, (T, K)), (1, 256, (N, K))))

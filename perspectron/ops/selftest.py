@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perspectron.ops.cases import Case, Tensors, cases
+from perspectron.ops.case import Case, Tensors
+from perspectron.ops.cases import cases
 
 REPEATS = 3
 

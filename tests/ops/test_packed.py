@@ -214,6 +214,20 @@ def test_products_of_integers_as_on_a_gpu_give_the_same_bits(format, shape, monk
             assert torch.equal(linear(x, whole, backend="torch"), expected)
 
 
+def test_integers_are_used_only_where_they_are_right(monkeypatch):
+    here, tried = torch.device("cpu"), packed._tried.__wrapped__
+    assert tried(here) and not packed._integers(here)
+    inner = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: inner(a, b).clamp(max=1 << 25))
+    assert not tried(here)
+
+    def refused(a, b):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_int_mm", refused)
+    assert not tried(here)
+
+
 def test_sums_are_exact_where_they_are_greatest():
     K = packing.MAX_COLUMNS
     for format, top in (("ternary", 1), ("int8", 127)):

@@ -9,7 +9,7 @@ import torch
 
 from perspectron.cli.main import main
 from perspectron.errors import StorageError
-from perspectron.ops import cases, conv, dispatch, gla, pdr, selftest
+from perspectron.ops import case, cases, conv, dispatch, gla, layer_cases, pdr, selftest
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
 
@@ -67,7 +67,7 @@ def test_a_wrong_operation_is_told_and_kept(folder, monkeypatch, capsys):
 
 
 def test_numbers_that_are_not_finite_do_not_hold(monkeypatch):
-    monkeypatch.setattr(cases, "_others", lambda _: [])
+    monkeypatch.setattr(cases, "_others", lambda: [])
 
     def wrong(q, k, v, gate, state):
         nan = (q.sum() + k.sum() + gate.sum()) * torch.nan
@@ -86,7 +86,7 @@ def test_an_operation_that_raises_fails_by_name_and_the_others_go_on(broken, mon
     if broken == "convolve":
         monkeypatch.setattr(conv, "convolve", raises)
     else:
-        monkeypatch.setattr(cases.experts, "reference", raises)
+        monkeypatch.setattr(layer_cases.experts, "reference", raises)
     op = "conv" if broken == "convolve" else "experts"
     assert main(["selftest", "--device", "cpu", "--json"]) == 1
     captured = capsys.readouterr()
@@ -105,7 +105,7 @@ def test_an_output_of_another_shape_or_not_finite_is_infinitely_wrong(found):
 
 
 def test_the_inputs_have_hard_gates():
-    gates = cases._gates(2, 50, 4)
+    gates = case.gates(2, 50, 4)
     for hard in (0.0, 1.0, 1e-30):
         assert 0.05 < (gates == torch.tensor(hard)).double().mean() < 0.15
 
