@@ -18,7 +18,8 @@ from perspectron.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
 TESTS = ("selftest.py", "case.py", "cases.py", "layer_cases.py")
-SOURCES = tuple(OPS / name for name in ("triton/kernels.py", "triton/scan.py", *TESTS))
+PACKED = ("triton/packed.py", "triton/packed_kernels.py")
+SOURCES = tuple(OPS / name for name in ("triton/kernels.py", "triton/scan.py", *PACKED, *TESTS))
 
 
 @functools.cache
