@@ -19,7 +19,7 @@ from perspectron.ops.triton import scan as on_gpu
 
 def cases(device: torch.device) -> list[Case]:
     """All cases for a device, their inputs on the CPU; small where Triton is interpreted."""
-    return [*_memories(device), *_deltas(device), *_others()]
+    return [*_memories(device), *_deltas(device), *_others(device)]
 
 
 # ---------------------------------------------------------------- memories with gates
@@ -103,10 +103,10 @@ def _rwkv7(backend: str, *inputs: Tensor) -> Tensors:
 # ---------------------------------------------------------------- others that recur
 
 
-def _others() -> Iterator[Case]:
+def _others(device: torch.device) -> Iterator[Case]:
     """The other operations that have a reference."""
     yield from _recurrent()
-    yield from layer_cases.cases()
+    yield from layer_cases.cases(_kernels(device))
 
 
 def _recurrent() -> Iterator[Case]:

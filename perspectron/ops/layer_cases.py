@@ -12,12 +12,12 @@ from perspectron.ops import attention, experts, fused, lens, packed, packing
 from perspectron.ops.case import LOOSE, Case, Tensors, U, drawn, half, steps
 
 
-def cases() -> Iterator[Case]:
-    """All of them, their inputs on the CPU."""
+def cases(gpu: tuple[str, ...] = ()) -> Iterator[Case]:
+    """All of them, their inputs on the CPU. gpu: backends of packed matrices beside PyTorch's."""
     yield from _attentions()
     yield from _pointwise()
     yield from _networks()
-    yield from _matrices()
+    yield from _matrices(("torch", "auto", *gpu))
 
 
 # ---------------------------------------------------------------- attention
@@ -183,22 +183,24 @@ def _experts(backend: str, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ex
     return (experts.swiglu(x, expert, gate, up, down)[0],)
 
 
-def _matrices() -> Iterator[Case]:
+def _matrices(backends: tuple[str, ...]) -> Iterator[Case]:
     """Packed matrices of each format, and a network of ternary ones: there a hidden unit may be rounded to the next of
     127 steps."""
     for format, (N, K), T in (
         ("ternary", (37, 200), 5), ("ternary", (1003, 600), 1), ("ternary", (37, 1030), 33),
-        ("2bit", (37, 200), 5), ("4bit", (37, 200), 5), ("int8", (37, 1100), 5),
+        ("2bit", (37, 200), 5), ("4bit", (37, 200), 5), ("int8", (37, 1100), 5), ("2bit", (37, 333), 1),
+        ("4bit", (37, 200), 1), ("int8", (37, 1100), 1), ("2bit", (37, 200), 70),
     ):  # fmt: skip
         x, scales = drawn((T, K), (N, 2 * (-(-K // packing.ALIGN) * packing.ALIGN // packing.GROUP + 1)))
         layout = packing.LAYOUTS[format]
         codes = layout.lowest + torch.arange(N * K).view(N, K) * 7 % (layout.highest - layout.lowest + 1)
         shape, inputs = f"{format}, T {T}, N {N}, K {K}", (x, scales.abs() + 0.1, codes)
-        yield Case("packed", shape, _linear(format), ("torch", "auto"), inputs, 1e-5, None)
-    x, scales = drawn((9, 200), (200,))
+        yield Case("packed", shape, _linear(format), backends, inputs, 1e-5, None)
     codes = torch.arange(200 * 200).view(200, 200) * 7 % 3
-    inputs = (x, scales.abs() + 0.1, codes)
-    yield Case("packed swiglu", "T 9, D 200, F 83", _swiglu, ("torch", "auto"), inputs, 1e-2, None)
+    for T in (9, 1):
+        x, scales = drawn((T, 200), (200,))
+        inputs = (x, scales.abs() + 0.1, codes)
+        yield Case("packed swiglu", f"T {T}, D 200, F 83", _swiglu, backends, inputs, 1e-2, None)
 
 
 def _linear(format: str) -> Callable[..., Tensors]:

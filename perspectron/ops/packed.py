@@ -20,8 +20,9 @@ from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops.dispatch import full_precision, known, refuse, say, watched
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
+from perspectron.ops.triton import packed as on_gpu
 
-BACKENDS = ("auto", "reference", "torch", "native")
+BACKENDS = ("auto", "reference", "torch", "native", "triton")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
 LANES = 16
 DECODED = 1 << 22  # weights at a time
@@ -32,8 +33,9 @@ NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mod
 def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     """The product x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
 
-    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "torch" runs
-    anywhere; "reference" computes in float64; "auto": native where it can. No derivatives: backward and forward mode
+    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "triton" is kernels for
+    a GPU; "torch" runs anywhere; "reference" computes in float64; "auto": native where it can, or, once a selftest has
+    passed on the GPU, triton. No derivatives: backward and forward mode
     raise RuntimeError. BackendError: unknown, or it cannot run here.
     """
     if x.shape[-1] != packed.shape[1]:
@@ -69,9 +71,12 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
 
 
 def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
-    x, backend = x_TK.to(torch.float32).contiguous(), _backend(x_TK, backend)
+    x = x_TK.to(torch.float32).contiguous()
+    backend = _backend(x, backend, packed)
     if backend == "native":
         y_TN = native.linear(x, *_pair(packed), packed.format, packed.shape[0])
+    elif backend == "triton":
+        y_TN = on_gpu.linear(x, packed)
     else:
         with full_precision(x):
             y_TN = (_reference if backend == "reference" else _torch)(x, packed)
@@ -79,8 +84,10 @@ def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
 
 
 def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) -> Tensor:
-    x, backend = x_TD.to(torch.float32).contiguous(), _backend(x_TD, backend)
-    gate, up, down = weights
+    x, (gate, up, down) = x_TD.to(torch.float32).contiguous(), weights
+    backend = _backend(x, backend, *weights)
+    if backend == "triton":
+        return on_gpu.swiglu(x, gate, up, down).to(x_TD.dtype)
     if backend == "native":
         return native.swiglu(x, _pair(gate), _pair(up), _pair(down), gate.format, gate.shape[0]).to(
             x_TD.dtype
@@ -240,8 +247,10 @@ def _single(number: float) -> float:
 # ---------------------------------------------------------------- dispatch
 
 
-def _backend(x: Tensor, backend: str) -> str:
+def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
     """The backend that runs."""
+    if on_gpu.wanted(backend, x, *matrices):
+        return "triton"
     if backend in ("reference", "torch"):
         return backend
     if backend == "native":
