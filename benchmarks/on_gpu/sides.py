@@ -144,7 +144,7 @@ def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dic
             found[side][way] = _figures(place, sides[side], d, B * T, seconds, way != "forward")
     return {
         "shape": {"d": d, "B": B, "T": T, "heads": recurrences.heads(kind, d), "K": kind.K, "V": kind.V},
-        "fla": {"recurrence": other, "dtype": str(dtype)},
+        "fla": {"recurrence": other, "dtype": str(dtype), "notes": tuning.NOTES},
         "checked_tokens": tokens,
         "sides": found,
         "fla_seconds_by_ours": {way: _ratios(taken) for way, taken in times.items()},

@@ -59,7 +59,16 @@ def tests(place: Place, name: str, path: str, only: str, seconds: float) -> Resu
 def command_of(path: str, only: str, place: Place, found: Path) -> list[str]:
     """pytest, on several processes where there is xdist, with a limit for each test where there is pytest-timeout."""
     command = [sys.executable, "-m", "pytest", path, f"--device={place.device.type}", f"--junitxml={found}"]
-    command += ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "--tb=short"]
+    command += [
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--tb=short",
+    ]
     command += ["--continue-on-collection-errors"]
     command += ["-k", only] if only else []
     if importlib.util.find_spec("xdist") and not place.rehearsed:

@@ -28,6 +28,8 @@ FORMS = 6
 """Forms of a kernel that are tried at most: to compile all of them for five recurrences takes minutes."""
 MADE: list[Any] = []
 """All tuners, as they are made."""
+NOTES: list[str] = []
+"""What was done to fla."""
 KEPT: dict[str, list[tuple[list[str], dict[str, Any]]]] = {}
 """What other processes chose: a kernel's keys, and the form of each."""
 
@@ -57,8 +59,22 @@ def ready(place: frame.Place) -> None:
         return [kept] if (kept := _kept(self, kwargs)) is not None else forms
 
     Autotuner.__init__, Autotuner.prune_configs = make, prune
+    _unchecked()
     Autotuner.do_bench = property(lambda self: _quick, lambda self, value: None)
     Autotuner.ready = True
+
+
+def _unchecked() -> None:
+    """Have fla run a kernel whose gradients are wrong by some versions of Triton, which it refuses: its time is as it
+    would be, and its errors are measured."""
+    with suppress(ImportError):
+        from fla.ops.common import chunk_o
+
+        if not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True):
+            chunk_o.TRITON_ABOVE_3_7_1 = True
+            NOTES.append(
+                "gradients by chunk_bwd_dqkwg, which fla refuses with this Triton, as they are wrong"
+            )
 
 
 def _quick(call: Callable[[], object], quantiles: object = None, **_: object) -> list[float]:
