@@ -46,7 +46,9 @@ def _conditions(stages: Sequence[Mapping[str, Any]]) -> str:
     first = stages[0]["conditions"]
     dates = sorted({stage["conditions"]["date"][:10] for stage in stages})
     names = sorted({stage["conditions"]["device"] for stage in stages})
-    versions = f"torch {first['torch']}, Triton {first['triton']}, CUDA {first.get('cuda')}, driver {first.get('driver')}"
+    versions = f"torch {first['torch']}, Triton {first['triton']}"
+    if "cuda" in first:
+        versions += f", CUDA {first['cuda']}, driver {first['driver']}"
     return (
         f"Measured on {' and '.join(names)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {versions}."
     )
@@ -70,7 +72,7 @@ def _count(number: float) -> str:
 
 
 def _selftest(units: Units) -> str:
-    rows = [row for unit in units.values() for row in unit.get("rows", []) if isinstance(row, dict)]
+    rows = [row for unit in units.values() if isinstance(unit["rows"], list) for row in unit["rows"]]
     worst: dict[str, list[float]] = {}
     for row in rows:
         gradients = row["gradients"] / row["gradients_bound"] if row["gradients"] is not None else 0.0
