@@ -165,7 +165,7 @@ def _streaming(units: Units) -> str:
     bus = units.get("bus", {}).get("pinned", {}).get("bytes_per_second")
     rows = [
         [name, _ms(unit["seconds_of_a_token"]), f"{unit['tokens_per_second']:.2f}",
-         f"{unit['tokens_per_second_of_the_bus']:.1f}", f"{unit['peak_device_memory'] / 1e9:.1f}"]
+         f"{unit['tokens_per_second_of_the_bus']:.1f}", f"{(unit['peak_device_memory'] or 0) / 1e9:.1f}"]
         for name, unit in units.items() if "seconds_of_a_token" in unit
     ]  # fmt: skip
     said = (
