@@ -72,7 +72,7 @@ def _count(number: float) -> str:
 
 
 def _selftest(units: Units) -> str:
-    rows = [row for unit in units.values() if isinstance(unit["rows"], list) for row in unit["rows"]]
+    rows = [row for unit in units.values() if isinstance(unit.get("rows"), list) for row in unit["rows"]]
     worst: dict[str, list[float]] = {}
     for row in rows:
         gradients = row["gradients"] / row["gradients_bound"] if row["gradients"] is not None else 0.0
@@ -144,7 +144,9 @@ def _decoding(units: Units) -> str:
     for name, unit in units.items():
         if steps := unit.get("steps"):
             speeds = [_count(steps[way]["tokens_per_second"]) if way in steps else "–" for way in ways]
-            best = max(step["share_of_bandwidth"] for way, step in steps.items() if way.endswith(" 1"))
+            best = max(
+                (step["share_of_bandwidth"] for way, step in steps.items() if way.endswith(" 1")), default=0.0
+            )
             others = ", ".join(way.removesuffix(" 1") for way in steps if way not in ways)
             rows.append([name + (f" ({others})" if others else ""), *speeds, f"{best:.3f}"])
     sessions = [

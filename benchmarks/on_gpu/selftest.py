@@ -5,11 +5,16 @@ kernels is written once all cases have been tried and hold, as `perspectron self
 """
 
 import json
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from on_gpu import frame
 from on_gpu.frame import Place, Result, Unit
@@ -33,12 +38,43 @@ def units(place: Place) -> Iterator[Unit]:
         else sorted(tried, key=lambda case: case is not first[case.op])
     )
     names = [f"{case.op} ({case.shape})" for case in tried]
+    if any("triton" in case.backends for case in tried):
+        yield Unit("kernels compiled beforehand", partial(compiled, place, tried), seconds=30)
     for name, case in zip(names, tried, strict=True):
         yield Unit(name, partial(_compared, case, place), seconds=4.0 if "triton" in case.backends else 1.0)
     # Of this machine and these versions: on another one it is written anew.
     now = record.conditions(place.device) | ({"rehearsed": "yes"} if place.rehearsed else {})
     name = f"record {zlib.crc32(json.dumps(now).encode()):08x}"
     yield Unit(name, partial(_record, now, names, place), seconds=0.5)
+
+
+SHARDS = 8
+"""Processes that compile kernels before they are tested: one process would compile them one after the other."""
+
+
+def compiled(place: Place, tried: list[Case]) -> Result:
+    """Run the cases of Triton by several processes, whose results are not used: Triton keeps what it compiles."""
+    if place.rehearsed:
+        shard(0, len(tried))
+        return {"processes": 1}
+    code = "import sys; from on_gpu import selftest; selftest.shard(int(sys.argv[1]), int(sys.argv[2]))"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    }
+    command = [sys.executable, "-c", code]
+    running = [
+        subprocess.Popen([*command, str(i), str(SHARDS)], env=environment, stderr=subprocess.DEVNULL)
+        for i in range(SHARDS)
+    ]
+    codes = [process.wait() for process in running]
+    return {"processes": SHARDS, "exit": codes}
+
+
+def shard(number: int, of: int) -> None:
+    """Run every so manieth case of Triton."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for case in [case for case in cases(device) if "triton" in case.backends][number::of]:
+        list(selftest.rows(replace(case, backends=("triton",)), device))
 
 
 def _compared(case: Case, place: Place) -> Result:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from on_gpu import tuning
 from on_gpu.frame import ROOT, Place, Result, Skip, Unit, ratio, read, say, spread, version
 from perspectron import presets
 from perspectron.config import ModelConfig
@@ -140,6 +141,7 @@ def made(name: str, size: Size, device: torch.device) -> Trained:
     if name == LLAMA:
         return of_others(llama(size, device))
     if name.startswith("fla's "):
+        tuning.ready(Place(device, device.type != "cuda", 0.0, Path()))  # else it tunes for minutes
         return of_others(of_fla(name.removeprefix("fla's "), size, device))
     model = build(config_of(name, size)).to(device)
     return Trained(partial(our_loss, model), model, optimizer_of(model, OPTIM))
