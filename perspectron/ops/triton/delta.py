@@ -88,11 +88,17 @@ def _between(gate, at, i, live, h, SKIP: tl.constexpr):
 
 
 @triton.jit
-def _ends(gate, at, i, column, live, there, h, width):
-    """The products of gates from the chunk's start, without and with each token's own, and to its end, without it."""
-    before = _gates(gate, at - h, column, live & (i > 0), width)
-    after = _gates(gate, at + h, column, there, width)
-    own = _gates(gate, at, column, live, width)
+def _ends(gate, at, i, column, live, there, h, K, WIDE: tl.constexpr):
+    """The products of gates from the chunk's start, without and with each token's own, and to its end, without it:
+    [C,K], or [C] of one gate a token (Triton 3.6 cannot compile them as [C,1])."""
+    if WIDE:
+        before = _gates(gate, at - h, column, live & (i > 0), K)
+        after = _gates(gate, at + h, column, there, K)
+        own = _gates(gate, at, column, live, K)
+    else:
+        before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
+        after = tl.load(gate + at + h, mask=there, other=1.0)
+        own = tl.load(gate + at, mask=live, other=1.0)
     return tl.cumprod(before, 0), tl.cumprod(own, 0), tl.cumprod(after, 0, reverse=True)
 
 
@@ -171,16 +177,16 @@ def prepare(
     for start in tl.range(0, KP, BK):
         c = start + tl.arange(0, BK)
         if WIDE:
-            skip, full, rest = _ends(gate, at, i, c, live, there, h, K)
+            skip, full, rest = _ends(gate, at, i, c, live, there, h, K, True)
             tl.store(
                 P + (n * chunks + chunk) * K + c,
                 tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0),
                 mask=c < K,
             )
         else:
-            one = tl.arange(0, 1)
-            skip, full, rest = _ends(gate, at, i, one, live, there, h, 1)
-            tl.store(P + n * chunks + chunk + one, tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0))
+            skip, full, rest = _ends(gate, at, i, c, live, there, h, K, False)
+            tl.store(P + n * chunks + chunk, tl.sum(tl.where(i == C - 1, full, 0.0), 0))
+            full, rest = full[:, None], rest[:, None]
         y = _tile(e, at, c, live, K) * sign
         if FIRST:
             y *= skip
@@ -323,6 +329,7 @@ def inputs(
     at = first + t * h
     if not WIDE:
         G, skipped = _between(gate, at, i, live, h, 0), _between(gate, at, i, live, h, 1)
+        skip, full, rest = _ends(gate, at, i, i, live, there, h, K, False)
         between, read = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
         written, kept = tl.zeros([C], dtype=tl.float32), 0.0
     for start in tl.range(0, KP, BK):
@@ -351,20 +358,16 @@ def inputs(
                 scale, sign, first, chunk, at, i, c, live, T, h, K, FIRST, BK,
             )  # fmt: skip
         else:
-            _, full, rest = _ends(gate, at, i, tl.arange(0, 1), live, there, h, 1)
             read += tl.sum(y * q_ + z * e_, 1)
             written += tl.sum(xu * w_, 1)
             kept += tl.sum(p, 0)
             qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)  # here, for fewer registers
             between += qu * _dot(q_, tl.trans(w_), DOT) + eu * _dot(e_, tl.trans(w_), DOT)
-            _keep(dq, (y * full + _dot(qu * G, w_, DOT)) * scale, at, c, live, K)
-            _keep(de, (z * full + _dot(eu * G, w_, DOT)) * sign, at, c, live, K)
-            xu = xu * rest + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * G), e_, DOT)
+            _keep(dq, (y * full[:, None] + _dot(qu * G, w_, DOT)) * scale, at, c, live, K)
+            _keep(de, (z * full[:, None] + _dot(eu * G, w_, DOT)) * sign, at, c, live, K)
+            xu = xu * rest[:, None] + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * G), e_, DOT)
             _keep(dw, xu, at, c, live, K)
     if not WIDE:
-        before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
-        after = tl.load(gate + at + h, mask=there, other=1.0)
-        skip, rest = tl.cumprod(before, 0), tl.cumprod(after, 0, reverse=True)
         dg = tl.sum(G * (_dot(between, tl.trans(skipped), DOT) + read[:, None] * skip[None, :]), 0)
         dg += rest * (tl.sum(skipped * written[None, :], 1) + skip * kept)
         tl.store(dgate + at, dg, mask=live)
