@@ -11,7 +11,7 @@ With G_ij the product of the gates after j up to i, a chunk of C tokens is
 
 What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
 `forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
-the adjoint E; `pairs` and `inputs` then take all chunks at once. Only products of gates are formed, no logarithm or
+the adjoint E; `pairs`, `inputs` and `channels` then take all chunks at once. Only products of gates are formed, no logarithm or
 quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel
 where keys repeat. The gradient of a gate is a sum over the pairs of what is written before it and read after it, with
 the gates between them but its own.
@@ -270,7 +270,8 @@ def pairs(
     T, h, K, V,
     FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the A and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may be dU or, unless FIRST, dv."""
+    """The gradients of the A [N,n,C,C] and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may be dU or, unless
+    FIRST, dv."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i = tl.arange(0, C)
@@ -296,14 +297,15 @@ def pairs(
                 r = some + tl.arange(0, BK)
                 dz += _dot(_tile(Xv, at, r, live, K), _part(E_NnKV, n * chunks + chunk, r, d, K, V), DOT)
             _keep(dv, dz, at, d, live, V)
+    square = (n * chunks + chunk) * C * C + i[:, None] * C + i[None, :]
     seen = i[:, None] >= i[None, :]
-    _keep(dA_qu, tl.where(seen, qu, 0.0), at, i, live, C)
+    tl.store(dA_qu + square, tl.where(seen, qu, 0.0))
     if FIRST:
-        _keep(dA_qv, tl.where(seen, qv, 0.0), at, i, live, C)
+        tl.store(dA_qv + square, tl.where(seen, qv, 0.0))
     seen = i[:, None] > i[None, :]
-    _keep(dA_eu, tl.where(seen, eu, 0.0), at, i, live, C)
+    tl.store(dA_eu + square, tl.where(seen, eu, 0.0))
     if FIRST:
-        _keep(dA_ev, tl.where(seen, ev, 0.0), at, i, live, C)
+        tl.store(dA_ev + square, tl.where(seen, ev, 0.0))
 
 
 @triton.jit
@@ -316,11 +318,11 @@ def _part(x, place, r, d, K, V):
 
 @triton.jit(do_not_specialize=["T"])
 def inputs(
-    q, e, w, k, v, gate, S_NnKV, E_NnKV, do, dR, U, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, scale, sign,
-    T, h, K, V,
+    q, e, w, k, v, gate, S_NnKV, E_NnKV, do, dR, U, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, dP, scale,
+    sign, T, h, K, V,
     WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q, e, the keys and the gates, of one chunk."""
+    """The gradients of q, e, the keys and the gates, of one chunk. WIDE: those of Y, the X and P, for `channels`."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     place, i = n * chunks + chunk, tl.arange(0, C)
@@ -347,21 +349,24 @@ def inputs(
             xu += _dot(_tile(U, at, d, live, V), E, DOT)
             if FIRST:
                 xv += _dot(_tile(v, at, d, live, V), E, DOT)
-        q_, e_, w_ = (
-            _tile(q, at, c, live, K) * scale,
-            _tile(e, at, c, live, K) * sign,
-            _tile(w, at, c, live, K),
-        )
         if WIDE:
-            _channels(
-                q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-                scale, sign, first, chunk, at, i, c, live, T, h, K, FIRST, BK,
-            )  # fmt: skip
+            tl.store(dP + place * K + c, p, mask=c < K)
+            _keep(dq, y, at, c, live, K)
+            _keep(de, z, at, c, live, K)
+            _keep(dw, xu, at, c, live, K)
+            if FIRST:
+                _keep(dk, xv, at, c, live, K)
         else:
+            q_, e_, w_ = (
+                _tile(q, at, c, live, K) * scale,
+                _tile(e, at, c, live, K) * sign,
+                _tile(w, at, c, live, K),
+            )
             read += tl.sum(y * q_ + z * e_, 1)
             written += tl.sum(xu * w_, 1)
             kept += tl.sum(p, 0)
-            qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)  # here, for fewer registers
+            square = place * C * C + i[:, None] * C + i[None, :]
+            qu, eu = tl.load(dA_qu + square), tl.load(dA_eu + square)  # here, for fewer registers
             between += qu * _dot(q_, tl.trans(w_), DOT) + eu * _dot(e_, tl.trans(w_), DOT)
             _keep(dq, (y * full[:, None] + _dot(qu * G, w_, DOT)) * scale, at, c, live, K)
             _keep(de, (z * full[:, None] + _dot(eu * G, w_, DOT)) * sign, at, c, live, K)
@@ -373,62 +378,79 @@ def inputs(
         tl.store(dgate + at, dg, mask=live)
 
 
-@triton.jit
-def _channels(
-    q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-    scale, sign, first, chunk, at, i, c, live, T, h, K,
+@triton.jit(do_not_specialize=["T", "K"])
+def channels(
+    q, e, w, k, gate, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, dP, scale, sign,
+    T, h, K,
     FIRST: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients where each key channel has a gate, of channels c. Forwards, y and z become what q and e would read
-    of all that was written until then; backwards, xu and xv what all that comes after reads of the keys."""
+    """The gradients where each key channel has a gate, of a block of channels; dq, de and those of the keys held those
+    of Y and the X. Forwards, y and z become what q and e would read of all that was written until then; backwards, xu
+    and xv what all that comes after reads of the keys. K is not specialized, so that no load takes several channels,
+    and each thread of its one warp has a channel."""
+    chunks = tl.cdiv(T, C)
+    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
+    i, c = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
+    live, first = chunk * C + i < T, n // h * T * h + n % h
+    at = first + (chunk * C + i) * h
+    square = (n * chunks + chunk) * C * C
+    q_, e_ = _tile(q, at, c, live, K) * scale, _tile(e, at, c, live, K) * sign
+    y, z = _tile(dq, at, c, live, K), _tile(de, at, c, live, K)
+    p = tl.load(dP + (n * chunks + chunk) * K + c, mask=c < K, other=0.0)
     row, own = i[:, None], _gates(gate, at, c, live, K)
     before = _gates(gate, at - h, c, live & (i > 0), K)
-    yq, ze = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     for s in tl.range(0, C):
-        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
-        g = _row(gate, one * K, c, inside, 1.0)
+        one, inside, place = (
+            (first + (chunk * C + s) * h) * K,
+            (c < K) & (c * 0 + chunk * C + s < T),
+            row == s,
+        )
+        column = square + i * C + s
+        g = _row(gate, one, c, inside, 1.0)
         reach = tl.cumprod(tl.where(row > s, own, 1.0), 0)
         dg = tl.sum(tl.where(row >= s, reach * q_ * y, 0.0), 0)
         if FIRST:
-            ze = tl.where(place, z, ze)
+            tl.store(de + one + c, tl.sum(tl.where(place, z, 0.0), 0) * sign, mask=inside)
             short = tl.cumprod(tl.where(row > s + 1, before, 1.0), 0)
             dg += tl.sum(tl.where(row > s, short * e_ * z, 0.0), 0)
         else:
             dg += tl.sum(tl.where(row >= s, reach * e_ * z, 0.0), 0)
         dg += tl.sum(tl.where(row == C - 1, reach, 0.0), 0) * p
-        tl.store(dgate + one * K + c, dg, mask=inside)
-        w_ = _row(w, one * K, c, inside, 0.0)[None, :]
-        y = g[None, :] * y + tl.load(dA_qu + at * C + s, mask=live, other=0.0)[:, None] * w_
-        z = g[None, :] * z + tl.load(dA_eu + at * C + s, mask=live, other=0.0)[:, None] * w_
-        p = g * p + tl.sum(tl.where(place, xu * w_, 0.0), 0)
+        tl.store(dgate + one + c, dg, mask=inside)
+        w_ = _row(w, one, c, inside, 0.0)
+        y = g[None, :] * y + tl.load(dA_qu + column)[:, None] * w_[None, :]
+        z = g[None, :] * z + tl.load(dA_eu + column)[:, None] * w_[None, :]
+        p = g * p + _row(dw, one, c, inside, 0.0) * w_
         if FIRST:
-            w_ = _row(k, one * K, c, inside, 0.0)[None, :]
-            y += tl.load(dA_qv + at * C + s, mask=live, other=0.0)[:, None] * w_
-            z += tl.load(dA_ev + at * C + s, mask=live, other=0.0)[:, None] * w_
-            p += tl.sum(tl.where(place, xv * w_, 0.0), 0)
+            w_ = _row(k, one, c, inside, 0.0)
+            y += tl.load(dA_qv + column)[:, None] * w_[None, :]
+            z += tl.load(dA_ev + column)[:, None] * w_[None, :]
+            p += _row(dk, one, c, inside, 0.0) * w_
         else:
-            ze = tl.where(place, z, ze)
-        yq = tl.where(place, y, yq)
-    _keep(dq, yq * scale, at, c, live, K)
-    _keep(de, ze * sign, at, c, live, K)
-    yq, ze = xu, xv
+            tl.store(de + one + c, tl.sum(tl.where(place, z, 0.0), 0) * sign, mask=inside)
+        tl.store(dq + one + c, tl.sum(tl.where(place, y, 0.0), 0) * scale, mask=inside)
+    xu = _tile(dw, at, c, live, K)
+    xv = _tile(dk, at, c, live, K) if FIRST else xu
     for back in tl.range(0, C):
         s = C - 1 - back
-        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
-        seen = i * 0 + chunk * C + s < T
-        g = _row(gate, one * K, c, inside, 1.0)[None, :]
-        r = _row(q, one * K, c, inside, 0.0)[None, :] * scale
-        xu += tl.load(dA_qu + one * C + i, mask=seen, other=0.0)[:, None] * r
+        one, inside, place = (
+            (first + (chunk * C + s) * h) * K,
+            (c < K) & (c * 0 + chunk * C + s < T),
+            row == s,
+        )
+        column = square + s * C + i
+        g = _row(gate, one, c, inside, 1.0)[None, :]
+        r = _row(q, one, c, inside, 0.0)[None, :] * scale
+        xu += tl.load(dA_qu + column)[:, None] * r
         if FIRST:
-            xv += tl.load(dA_qv + one * C + i, mask=seen, other=0.0)[:, None] * r
-        r = _row(e, one * K, c, inside, 0.0)[None, :] * sign
+            xv += tl.load(dA_qv + column)[:, None] * r
+        r = _row(e, one, c, inside, 0.0)[None, :] * sign
         if not FIRST:
-            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
-        yq, xu = tl.where(place, xu, yq), g * xu
+            xu += tl.load(dA_eu + column)[:, None] * r
+        tl.store(dw + one + c, tl.sum(tl.where(place, xu, 0.0), 0), mask=inside)
+        xu *= g
         if FIRST:
-            ze, xv = tl.where(place, xv, ze), g * xv
-            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
-            xv += tl.load(dA_ev + one * C + i, mask=seen, other=0.0)[:, None] * r
-    _keep(dw, yq, at, c, live, K)
-    if FIRST:
-        _keep(dk, ze, at, c, live, K)
+            tl.store(dk + one + c, tl.sum(tl.where(place, xv, 0.0), 0), mask=inside)
+            xv *= g
+            xu += tl.load(dA_eu + column)[:, None] * r
+            xv += tl.load(dA_ev + column)[:, None] * r

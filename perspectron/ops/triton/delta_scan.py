@@ -184,8 +184,8 @@ def _backward(
     dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))
     dk, dU = torch.empty_like(k) if first else dw, torch.empty_like(v) if first else dv
     S, E = (call.new(call.N, call.chunks, call.K, call.V) for _ in range(2))
-    dA_qu, dA_eu = call.pairs(2)
-    dA_qv, dA_ev = call.pairs(2) if first else (dA_qu, dA_eu)
+    dA_qu, dA_eu = (call.new(call.N, call.chunks, 16, 16) for _ in range(2))
+    dA_qv, dA_ev = (torch.empty_like(dA_qu) for _ in range(2)) if first else (dA_qu, dA_eu)
     tile, some, alone = call.tile, (call.tile.some, call.tile.some, call.precision), (call.N * call.chunks,)
     with _on(q):
         made = call.prepared(q, e, w, k, v, gate)
@@ -200,6 +200,11 @@ def _backward(
         )  # fmt: skip
         delta.inputs[alone](
             q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
+            made["P"], fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
         )  # fmt: skip
+        if call.wide:
+            delta.channels[*alone, -(-call.K // 32)](
+                q, e, w, k, gate, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, made["P"],
+                fixed.scale, fixed.sign, *call.sizes[:3], first, 32, num_warps=1,
+            )  # fmt: skip
     return dq, de, dw, dk if first else None, dv, dgate, dfirst
