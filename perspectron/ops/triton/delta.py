@@ -11,10 +11,10 @@ With G_ij the product of the gates after j up to i, a chunk of C tokens is
 
 What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
 `forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
-the adjoint E; `pairs`, `inputs` and `channels` then take all chunks at once. Only products of gates are formed, no logarithm or
-quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel
-where keys repeat. The gradient of a gate is a sum over the pairs of what is written before it and read after it, with
-the gates between them but its own.
+the adjoint E; `pairs`, `inputs` and `channels` then take all chunks at once. Only products of gates are formed, no
+logarithm or quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers
+would cancel where keys repeat. The gradient of a gate is a sum over the pairs of what is written before it and read
+after it, with the gates between them but its own.
 
 Shapes: N memories, T time, C tokens of one chunk, K rows of a memory (at most 128), V columns, A gate width (K or 1), n
 chunks; KP, BK and BV rows and columns of a program. Row t of memory n is at (n // h · T + t) h + n mod h: h is 1, or
@@ -114,7 +114,7 @@ def _inverse(A, i):
     return X
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def prepare(
     q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, scale, sign,
     T, h, K, V,
@@ -205,7 +205,7 @@ def _whole(P, place, r, K, WIDE: tl.constexpr):
     return tl.load(P + place * K + r, mask=r < K, other=0.0)[:, None] if WIDE else tl.load(P + place)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def forward(
     Z, Y, Xu, Xv, U, v, A_qu, A_qv, P, first_NKV, o, last_NKV, border_NnKV,
     T, h, K, V,
@@ -238,7 +238,7 @@ def forward(
         tl.store(last_NKV + n * K * V + place, S, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def backward(
     Z, Y, Xu, A_qu, P, do, dlast_NKV, dU, border_NnKV, dfirst_NKV,
     T, h, K, V,
@@ -264,7 +264,7 @@ def backward(
     tl.store(dfirst_NKV + n * K * V + place, E, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def pairs(
     inverse, A_qv, A_ev, Xv, v, U, dU, E_NnKV, do, dR, dv, dA_qu, dA_qv, dA_eu, dA_ev,
     T, h, K, V,
@@ -316,7 +316,7 @@ def _part(x, place, r, d, K, V):
     )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def inputs(
     q, e, w, k, v, gate, S_NnKV, E_NnKV, do, dR, U, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, dP, scale,
     sign, T, h, K, V,
@@ -378,7 +378,7 @@ def inputs(
         tl.store(dgate + at, dg, mask=live)
 
 
-@triton.jit(do_not_specialize=["T", "K"])
+@triton.jit(do_not_specialize=["T", "h", "K"])
 def channels(
     q, e, w, k, gate, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, dP, scale, sign,
     T, h, K,

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value wi
 tokens of a chunk, n chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,12 +62,12 @@ def run(
     gate = gate if k is None else gate.expand_as(q)
     rows = [x.transpose(1, 2) if beside else x for x in (q, e, w, w if k is None else k, v, gate)]
     tensors = [x.contiguous() for x in rows]
-    given = (Fixed(k is not None, q.shape[1] if beside else 1, scale, sign), *tensors)
+    fixed = Fixed(k is not None, q.shape[1] if beside else 1, scale, sign)
     flat = state.flatten(0, 1).contiguous()
     if not dispatch.gradients_off():
-        o, last = _Scan.apply(*given, flat)
+        o, last = _Scan.apply(fixed, *tensors, flat)
         return o.transpose(1, 2) if beside else o, last.view(state.shape)
-    o = _forward(*given, flat, flat)
+    o = _forward(fixed, tensors, flat, flat)
     if not flat.is_inference():  # autograd must see that what it saved is no more
         torch.autograd.graph.increment_version(flat)
     return o.transpose(1, 2) if beside else o, _written(flat.view(state.shape), state)
@@ -90,7 +91,7 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.fixed = fixed
         last = torch.empty_like(inputs[-1])
-        return _forward(fixed, *inputs, last), last
+        return _forward(fixed, inputs[:-1], inputs[-1], last), last
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,13 +164,12 @@ class _Call:
         )  # fmt: skip
 
 
-def _forward(
-    fixed: Fixed, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, last: Tensor
-) -> Tensor:  # fmt: skip
+def _forward(fixed: Fixed, inputs: Sequence[Tensor], state: Tensor, last: Tensor) -> Tensor:
     """The outputs, as v; writes the last state."""
+    q, _, _, _, v, gate = inputs
     call, o = _Call(fixed, q, v, gate, state), torch.empty_like(v)
     with _on(q):
-        call.walk(call.prepared(q, e, w, k, v, gate), v, state, o, last, None)
+        call.walk(call.prepared(*inputs), v, state, o, last, None)
     return o
 
 
