@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import delta, kernels
+from perspectron.ops.triton import delta, delta_gradients, kernels
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
@@ -60,7 +60,11 @@ class Form:
         walks = self.kernel in (delta.forward, delta.backward)
         sizes = {"KP": at.rows, "BV": at.columns if walks else at.some, "BK": at.some}
         fixed = self.fixed | sizes | {"DOT": "tf32x3" if target.backend == "cuda" else "ieee"}
-        few = {delta.prepare: at.warps // 2, delta.pairs: at.warps // 2, delta.channels: 1}
+        few = {
+            delta.prepare: at.warps // 2,
+            delta_gradients.pairs: at.warps // 2,
+            delta_gradients.channels: 1,
+        }
         warps = few.get(self.kernel, at.warps)
         tile = {"rows": at.rows, "columns": sizes["BV"], "chunk": delta.C.value, "warps": warps}
         return {n: value for n, value in fixed.items() if n in self.kernel.arg_names}, tile
@@ -95,11 +99,11 @@ FORMS = tuple(
         (delta.forward, {"KEEP": False}),
         (delta.forward, {"KEEP": True}),
         (delta.backward, {}),
-        (delta.pairs, {}),
-        (delta.inputs, {}),
-        (delta.channels, {}),
+        (delta_gradients.pairs, {}),
+        (delta_gradients.inputs, {}),
+        (delta_gradients.channels, {}),
     )
-    if use != "gated delta" or kernel is not delta.channels
+    if use != "gated delta" or kernel is not delta_gradients.channels
 )
 
 

@@ -1,5 +1,5 @@
 """The delta rules with gates on a GPU: what `delta.scan` and `delta.scan_rwkv7` run by the kernels of
-`perspectron.ops.triton.delta`, whose docstring says how.
+`perspectron.ops.triton.delta` and `delta_gradients`, whose docstrings say how.
 
 Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value width; N memories, M rows of them all, C
 tokens of a chunk, n chunks.
@@ -178,7 +178,7 @@ def _backward(
     dlast: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the inputs and of the first state; all else is computed again."""
-    from perspectron.ops.triton import delta
+    from perspectron.ops.triton import delta, delta_gradients
 
     call, first = _Call(fixed, q, v, gate, state), fixed.first
     dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))
@@ -194,16 +194,16 @@ def _backward(
             made["Z"], made["Y"], made["Xu"], made["A_qu"], made["P"], do, dlast, dU, E, dfirst,
             *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.warps,
         )  # fmt: skip
-        delta.pairs[alone](
+        delta_gradients.pairs[alone](
             made["inverse"], made["A_qv"], made["A_ev"], made["Xv"], v, made["U"], dU, E, do, dU, dv,
             dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.warps // 2,
         )  # fmt: skip
-        delta.inputs[alone](
+        delta_gradients.inputs[alone](
             q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
             made["P"], fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
         )  # fmt: skip
         if call.wide:
-            delta.channels[*alone, -(-call.K // 32)](
+            delta_gradients.channels[*alone, -(-call.K // 32)](
                 q, e, w, k, gate, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, made["P"],
                 fixed.scale, fixed.sign, *call.sizes[:3], first, 32, num_warps=1,
             )  # fmt: skip

@@ -23,6 +23,7 @@ SOURCES = tuple(
         "triton/kernels.py",
         "triton/scan.py",
         "triton/delta.py",
+        "triton/delta_gradients.py",
         "triton/delta_scan.py",
         "selftest.py",
     )
