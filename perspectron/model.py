@@ -25,7 +25,7 @@ from perspectron.machine import memory
 from perspectron.mixers.parts import Dropout, FirstValues, SameZeros, Shared
 from perspectron.ops import fused
 from perspectron.ops.attention import places
-from perspectron.ops.dispatch import check_consumed, gradients_off, recorder
+from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
 from perspectron.state import LMState, fingerprint
 from perspectron.streams import stream
 from perspectron.terms import Term
@@ -258,7 +258,8 @@ class LanguageModel(nn.Module):
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)
-        if not x_BTD.is_meta and not torch.compiler.is_exporting() and recorder() is None:
+        unseen = x_BTD.is_meta or torch.compiler.is_exporting() or recorder() is not None or captured()
+        if not unseen:
             last = int(at.position_BT.masked_fill(~at.valid_BT, 0).max())
             require(last < P, "position", last, f"< positions = {P}, the learned table of {self.config.name}")
         return x_BTD + self.positions(at.position_BT.clamp(0, P - 1)), at.length_B

@@ -1,4 +1,4 @@
-"""One thread (small matmuls stall on two), and scratch memory that starts as NaN."""
+"""One thread (small matmuls stall on two), scratch memory that starts as NaN, and the device of the run."""
 
 import atexit
 import os
@@ -6,6 +6,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read when CUDA starts; deterministic products need it
 
 import pytest
 import torch
@@ -16,15 +20,52 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = CACHE  # nothing in the user's own
 
 
+# On CUDA some operations have no deterministic way, and say so; a thread's first product says that it starts CUDA.
+WARNED = ("deterministic", "no current CUDA context")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--vectors: a folder of conformance vectors for tests/test_conformance.py."""
+    """--vectors: a folder of conformance vectors for tests/test_conformance.py. --device: see tests/places.py."""
     parser.addoption("--vectors", type=Path, default=Path(__file__).parent / "vectors", metavar="DIR")
+    parser.addoption(
+        "--device", choices=("cpu", "cuda", "away"), default="cpu", help="where the tests' tensors lie"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The device of the run is torch's default device from here on, for the session's fixtures too."""
+    config.addinivalue_line("markers", "cpu_only(reason): about the CPU alone; left out on another device")
+    name = config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: this machine has no CUDA device that PyTorch can use")
+    if name == "cuda":
+        for said in WARNED:
+            config.addinivalue_line("filterwarnings", f"ignore:.*{said}.*")
+    if name != "cpu":
+        from tests import places
+
+        mode = places.OfAway(places.AWAY) if name == "away" else places.OfTheRun(torch.device(name))
+        mode.__enter__()  # for as long as the process lasts
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cpu":
+        return
+    left = [item for item in items if item.get_closest_marker("cpu_only")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("cpu_only")]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Of the run; it is torch's default device, so a helper asks `torch.get_default_device()`."""
+    return torch.get_default_device()
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(device: torch.device) -> Iterator[None]:
     """`torch.empty` gives NaN, so that reading what nothing wrote shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)

@@ -51,11 +51,13 @@ NETWORKS = pytest.mark.parametrize("ffn", [None, *FFNS], ids=str)
 @torch.no_grad()
 def randomise(module: nn.Module, seed: int = 0) -> None:
     draw = torch.Generator().manual_seed(seed)
+    module.cpu()  # where its own initialisation draws
     for part in module.modules():
         if hasattr(part, "init_weights"):
             part.init_weights(draw)
     for parameter in module.parameters():
         parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1, generator=draw)
+    module.to(torch.get_default_device())
 
 
 def block(config: BlockConfig, norm: str = "layer") -> Block:
@@ -315,7 +317,7 @@ def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer,
         assert state.nbytes == kept + (3 * 8 if positions else 0) and (kept > 0) == (mixer is not None)
         assert state.batch_size == 3
         perspectron.save_state(tmp_path / "state", state, model)
-        loaded = perspectron.load_state(tmp_path / "state", model)
+        loaded = perspectron.load_state(tmp_path / "state", model).to(model.device)
         for other in (state.fork(), state.select(torch.arange(3)), loaded):
             rest = model(text[:, 11:], other).logits
             torch.testing.assert_close(rest, whole[:, 11:], rtol=1e-9, atol=1e-9)
@@ -323,6 +325,7 @@ def test_without_a_mixer_nothing_is_kept_and_the_state_goes_on(positions, mixer,
         model(text[:2], state)
 
 
+@pytest.mark.cpu_only("a training run on the CPU")
 def test_a_model_without_mixers_in_some_blocks_can_be_trained_compiled(runs, tmp_path):
     """torch.compile leaves mixers out, where there are any; building is enough to see."""
     blocks = (BlockConfig(None, FFNS[0]), BlockConfig(MIXERS[1], FFNS[0]))
@@ -522,6 +525,7 @@ def test_the_bias_is_kept_with_the_weights():
     assert model.fingerprint() != other.fingerprint()
 
 
+@pytest.mark.cpu_only("a training run on the CPU")
 def test_annealing_is_written_down_and_goes_on_where_it_stopped(runs, tmp_path):
     whole = runs.start(tmp_path / "whole")
     whole.fit()
@@ -544,6 +548,7 @@ def test_annealing_is_written_down_and_goes_on_where_it_stopped(runs, tmp_path):
     assert [made.route.bias_1.item() for made in loaded.blocks] == [-1.0] * 3
 
 
+@pytest.mark.cpu_only("a training run on the CPU")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_terms_are_in_the_metrics_and_by_their_weight_in_the_gradient(runs, tmp_path, accumulate, recompute):
@@ -566,6 +571,7 @@ def test_terms_are_in_the_metrics_and_by_their_weight_in_the_gradient(runs, tmp_
         torch.testing.assert_close(after[name], before[name] + by_hand, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.cpu_only("a training run on the CPU")
 def test_metrics_of_a_model_that_reports_nothing_have_no_terms(runs, tmp_path):
     runs.start(tmp_path, annealed(route=False, anneal=0.0, anneal_after=0), steps=2).fit()
     assert all("aux" not in line for line in read_metrics(tmp_path))

@@ -55,14 +55,16 @@ stateless = pytest.mark.parametrize(
 def randomise(module: nn.Module, seed: int) -> None:
     """Wide weights: gates go from almost 0 to almost 1, attention from flat to sharp."""
     draw = torch.Generator().manual_seed(seed)
+    module.cpu()  # where its own initialisation draws
     for parameter in module.parameters():
         parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
     for part in module.modules():
         if hasattr(part, "init_weights"):
             part.init_weights(draw)
     for parameter in module.parameters():
-        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter)
         parameter += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 3.0)
+    module.to(torch.get_default_device())
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
@@ -76,7 +78,7 @@ def tokens(B: int, T: int, seed: int = 1, dtype: torch.dtype = torch.float64) ->
 
 
 def empty(module: nn.Module, B: int, dtype: torch.dtype = torch.float64, capacity: int = 0):
-    return module.init_state(B, torch.device("cpu"), dtype, capacity)
+    return module.init_state(B, torch.get_default_device(), dtype, capacity)
 
 
 def fork(state):
@@ -528,7 +530,7 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
     with torch.inference_mode():
         state = model(ids[:, :T]).state if T else model.init_state(2)
         perspectron.save_state(tmp_path / "state", state, model)
-        loaded = perspectron.load_state(tmp_path / "state", model)
+        loaded = perspectron.load_state(tmp_path / "state", model).to(model.device)
         assert loaded.nbytes == state.nbytes
         for part in pieces(100 - T, [1, 2, 20]):
             here = slice(T + part.start, T + part.stop)
@@ -565,7 +567,7 @@ def test_under_autocast_the_state_is_not_rounded(name, T):
     x = tokens(2, T, dtype=torch.float32)
     state = warm(module, 2, dtype=torch.float32)
     exact, _ = read(module, x, state)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y, after = read(module, x, state)
     assert y.dtype == torch.bfloat16
     assert all(leaf.dtype == torch.float32 for leaf in leaves(after) if leaf.is_floating_point())

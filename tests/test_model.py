@@ -328,7 +328,9 @@ def test_a_part_of_a_model_is_that_part_of_the_whole():
         part.to_empty(device="cpu")
         init(model, 5)
         expected = whole.get_submodule(name).state_dict()
-        assert expected and all(torch.equal(own, expected[key]) for key, own in part.state_dict().items())
+        assert expected and all(
+            torch.equal(own, expected[key].cpu()) for key, own in part.state_dict().items()
+        )
         assert all(w.is_meta for key, w in model.state_dict().items() if not key.startswith(name + "."))
 
 
@@ -372,7 +374,7 @@ def test_a_model_from_the_meta_device_is_whole_once_its_weights_are_loaded():
     real = perspectron.build(everything(), 1)
     with torch.device("meta"):
         model = perspectron.build(everything())
-    model.to_empty(device="cpu").load_state_dict(real.state_dict())
+    model.to_empty(device=torch.get_default_device()).load_state_dict(real.state_dict())
     text = ids(2, 40)
     a, b = real(text, targets=text), model(text, targets=text)
     assert a.logits.isfinite().all() and torch.equal(a.logits, b.logits) and torch.equal(a.loss, b.loss)
@@ -409,7 +411,7 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32():
 
 
 def test_gates_near_1_are_not_rounded_to_1_in_bfloat16():
-    module = PDR(D, 1e-6, PDRConfig(4))
+    module = PDR(D, 1e-6, PDRConfig(4)).to(torch.get_default_device())
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(0.1)
@@ -499,7 +501,7 @@ def test_prefill_equals_steps_with_experts(pieces):
 
 
 def mixer(seed: int = 0, size: float = 3.0, **options) -> PDR:
-    module = PDR(D, 1e-6, PDRConfig(4, **options)).double()
+    module = PDR(D, 1e-6, PDRConfig(4, **options)).to(torch.get_default_device(), torch.float64)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -510,7 +512,7 @@ def mixer(seed: int = 0, size: float = 3.0, **options) -> PDR:
 
 
 def start(module: PDR, B: int):
-    return module.init_state(B, torch.device("cpu"), torch.float64)
+    return module.init_state(B, torch.get_default_device(), torch.float64)
 
 
 def renormed_loop(module: PDR, x_TD: Tensor, every: int) -> tuple[Tensor, Tensor, int]:

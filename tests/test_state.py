@@ -56,7 +56,7 @@ def path(model, state, tmp_path) -> Path:
 
 def continued(model, state) -> torch.Tensor:
     with torch.inference_mode():
-        return model(ids(9, seed=1), state.fork()).logits
+        return model(ids(9, seed=1), state.fork().to(model.device)).logits
 
 
 def refused(path: Path, model) -> None:

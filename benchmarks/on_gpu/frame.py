@@ -7,14 +7,17 @@ that is cut off at any moment keeps all units that ended, and `--resume` measure
 
 import gc
 import json
+import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +30,22 @@ sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path n
 from perspectron import machine  # noqa: E402
 
 Result = Mapping[str, Any]
+AGAIN = 3
+"""The exit code of a stage that has to go on in a new process."""
+LONGEST = 60.0
+"""Seconds that any unit may take."""
 
 
 class Place(NamedTuple):
-    """Where a stage runs. until: the time (`time.time`) at which it must have ended. rehearsed: on a CPU, with shapes so
-    small that every line runs and the figures say nothing. folder: of the run's files."""
+    """Where a stage runs. until: the time (`time.time`) at which it must have ended. rehearsed: on a CPU, with shapes
+    so small that every line runs and the figures say nothing. folder: of the run's files. since: the time at which the
+    run began; a unit that failed in it is not tried again."""
 
     device: torch.device
     rehearsed: bool
     until: float
     folder: Path
+    since: float = math.inf
 
     @property
     def left(self) -> float:
@@ -72,27 +81,87 @@ class Unit(NamedTuple):
 
 
 def measure(stage: str, units: Iterable[Unit], place: Place) -> bool:
-    """Run the units that have no result yet; True if all have one or cannot have one here."""
+    """Run the units that have no result yet, those that were tried before last; True if each has one or cannot have
+    one here. A unit that takes five times as long as it should, or leaves the GPU in error, ends this process with the
+    exit code AGAIN, for the stage to go on in another."""
     path = place.folder / f"{stage}.json"
-    kept = read(path)
-    whole: dict[str, Any] = {"stage": stage, "conditions": conditions(place), "units": kept.get("units", {})}
-    done = True
-    for unit in units:
-        if "result" in whole["units"].get(unit.name, {}):
-            continue
-        found: dict[str, Any]
+    kept = read(path).get("units", {})
+    whole: dict[str, Any] = {"stage": stage, "conditions": conditions(place), "done": False, "units": kept}
+    failed: list[Unit] = []
+
+    def in_order() -> Iterator[Unit]:
+        """Units that are open; a stage may make the next one by what the last one gave."""
+        for unit in units:
+            before = kept.get(unit.name, {})
+            if "failed" in before and before["at"] < place.since:
+                failed.append(unit)
+            elif not {"result", "failed"} & set(before):
+                yield unit
+        yield from failed
+
+    for unit in in_order():
         if unit.seconds > place.left and not place.rehearsed:
             found = {"left": f"it takes about {unit.seconds:.0f} s, and {max(0, place.left):.0f} s were left"}
         elif unit.needs > (free := place.free()):
             found = {"skipped": f"needs {unit.needs:,} bytes of memory, {free:,} are free"}
         else:
-            found = _run(unit)
-        done &= "result" in found or "skipped" in found
+            write(path, whole | {"running": unit.name})
+            found = _watched(unit, path)
         say(f"{stage}: {unit.name}: {_line(found)}")
-        whole["units"][unit.name] = found
-        write(path, whole | {"done": False})
+        kept[unit.name] = found
+        write(path, whole)
+        if _broken(place):
+            os._exit(AGAIN)
+    done = all("result" in found or "skipped" in found for found in kept.values())
     write(path, whole | {"done": done})
     return done
+
+
+def _watched(unit: Unit, path: Path) -> dict[str, Any]:
+    """What a unit gives; where it takes far too long the process ends, and the unit has failed."""
+    most = max(LONGEST, 5 * unit.seconds)
+
+    def end() -> None:
+        say(f"{path.stem}: {unit.name}: stopped after {most:g} s")
+        stopped(path, f"stopped after {most:g} s")
+        os._exit(AGAIN)
+
+    watch = threading.Timer(most, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        return _run(unit)
+    finally:
+        watch.cancel()
+
+
+def stopped(path: Path, why: str) -> None:
+    """Write that the unit which runs has failed."""
+    whole = read(path)
+    if (name := whole.pop("running", None)) is not None:
+        whole["units"][name] = {"failed": why, "at": time.time()}
+        write(path, whole)
+
+
+def _broken(place: Place) -> bool:
+    """True if the GPU answers no more, as after an access to memory that is not there."""
+    try:
+        place.wait()
+    except RuntimeError:
+        return True
+    return False
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os.killpg(os.getpid(), signal.SIGKILL)  # with what it started
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run(unit: Unit) -> dict[str, Any]:
@@ -103,12 +172,10 @@ def _run(unit: Unit) -> dict[str, Any]:
         return {"skipped": str(why)}
     except torch.OutOfMemoryError as why:
         return {"skipped": f"out of memory: {why}"}
-    except Exception as why:  # one unit's fault leaves the others
+    except Exception as why:  # a unit's fault leaves the others
         traceback.print_exc()
-        return {"failed": f"{type(why).__name__}: {str(why)[:2000]}"}
-    finally:
-        gc.collect()
-    return {"result": result, "seconds": round(time.time() - start, 2)}
+        return {"failed": f"{type(why).__name__}: {str(why)[:2000]}", "at": time.time()}
+    return {"result": result, "seconds": round(time.time() - start, 2), "commit": machine.commit()}
 
 
 def _line(found: Mapping[str, Any]) -> str:

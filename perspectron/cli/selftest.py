@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class Selftest:
     """Compare every operation with its reference on a device, in each way that it runs there, and print speeds.
 
-    Each is computed in float32, forward and with gradients, on fixed inputs with gates of 0, 1 and 1e-30 among them,
-    and compared with the reference in float64. The result is kept in the cache ($XDG_CACHE_HOME, else ~/.cache). Where
-    it holds on a GPU with Triton, PDR, GLA and SSD run Triton's kernels there from then on. The exit code is 1 if an
-    error is over its bound.
+    Each is computed from fixed inputs in float32 and bfloat16, forward and with gradients, with gates of 0, 1 and 1e-30
+    among them, and compared with the reference in float64. The result is kept in the cache ($XDG_CACHE_HOME, else
+    ~/.cache). Where it holds on a GPU with Triton, PDR, GLA and SSD run Triton's kernels there from then on. The exit
+    code is 1 if an error is over its bound or an operation fails.
 
     Example: perspectron selftest
     """
@@ -48,12 +48,14 @@ class Selftest:
             f"{len(rows) - len(broken)} of {len(rows)} within their bounds; kept in {kept}",
         )
         for row in broken:
-            said = f"{row.op} by {row.backend} ({row.shape}) is over its bound"
-            say(said)
+            how = "is over its bound" if row.failed is None else f"failed: {row.failed}"
+            say(f"{row.op} by {row.backend} ({row.shape}) {how}")
         return int(bool(broken))
 
 
 def _cells(row: "Row") -> tuple[str, ...]:
+    if row.failed is not None or row.forward is None or row.ms is None:
+        return row.op, row.shape, row.backend, "failed", "", ""
     gradients = "none"
     if row.gradients is not None:
         gradients = (

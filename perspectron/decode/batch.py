@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perspectron.decode.constrain import Matcher
+from perspectron.decode.graphs import Graphs
 from perspectron.decode.perspectives import Verdict
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
@@ -142,8 +143,8 @@ class Batch:
     state: LMState | None = None
     before: LMState | None = None
     """The state before the last token, where it is kept."""
-    steps: Steps | None = None
-    """Recordings of the model's step, where there are any."""
+    steps: Steps | Graphs | None = None
+    """Recordings or graphs of the model's step, where there are any."""
 
     def join(self, rows: list[Row]) -> None:
         """Let rows in, with their states."""

@@ -30,14 +30,14 @@ TOLERANCE = 1e-4
 """A recording must give the modules' numbers up to this share of the largest."""
 
 
-class _Mode(TorchDispatchMode):
+class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """No: telling the compiler to stay away would import it, which takes seconds."""
         return False
 
 
-class Recorder(_Mode):
+class Recorder(Mode):
     """While it is entered, operations on what depends on these tensors, the bases of the tape, are written on it.
 
     Unrecordable: an operation that no instruction does, that draws, that asks for a number which a run may change, or
@@ -161,7 +161,7 @@ class Recorder(_Mode):
         self._dynamic.add(memory(x))
 
 
-class Beside(_Mode):
+class Beside(Mode):
     """While it is entered, the modules take the step of a tape beside it: they have their own results of everything but
     packed products, of which they go on with the tape's. Leaving it ends the tape's run.
 

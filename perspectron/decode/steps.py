@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from perspectron import native
+from perspectron.decode.graphs import Graphs
+from perspectron.decode.held import Unsettled, caches, like, settled, tensors, with_caches
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -48,10 +50,10 @@ LEAST_SLOTS = 64
 log = logging.getLogger("perspectron")
 
 
-def steps_of(model: LanguageModel) -> "Steps | None":
-    """The model's recordings, to ask for where a text begins or goes on; None where there can be none: on another
-    device than a CPU, in another precision than float32 (packed matrices do not count), with experts that are fetched,
-    with hooks that look on or a module's own `forward`, or without native kernels.
+def steps_of(model: LanguageModel) -> "Steps | Graphs | None":
+    """The model's recordings, or on CUDA its graphs, to ask for where a text begins or goes on; None where there can be
+    none: on another device, on a CPU in another precision than float32 (packed matrices do not count) or without native
+    kernels, with experts that are fetched, with hooks that look on or a module's own `forward`, or under autocast.
 
     Numbers may change at any time, by whatever writes into them, with a version or without: what a recording has made
     constants of is compared with each token, byte for byte, and all else is read where it is. Seen by this call, not
@@ -62,33 +64,31 @@ def steps_of(model: LanguageModel) -> "Steps | None":
     """
     found = _known.get(model)
     if found is None or not found.witness.holds(model):
-        _known[model] = found = Steps(model, None if found is None else found.told)
+        kind = Graphs if model.device.type == "cuda" else Steps
+        _known[model] = found = kind(model, None if found is None else found.told)
     hooked = any(
         (found.witness.hooked, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
     )
-    unlike = hooked or torch.is_autocast_enabled("cpu") or not native.wanted()
-    if unlike or not found.plain:
+    on_gpu = isinstance(found, Graphs)
+    unlike = hooked or torch.is_autocast_enabled("cuda" if on_gpu else "cpu")
+    if unlike or not found.plain or not (on_gpu or native.wanted()):
         return None
     found.look()
     return found
 
 
 def stepped(
-    model: LanguageModel, steps: "Steps | None", ids_B1: Tensor, state: LMState
+    model: LanguageModel, steps: "Steps | Graphs | None", ids_B1: Tensor, state: LMState
 ) -> tuple[Tensor, Tensor, LMState]:
-    """Read a token in each row after `state`, which is used up, by a recording or by the modules: (what the head reads
-    [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
+    """Read a token in each row after `state`, which is used up, by a recording, a graph or the modules: (what the head
+    reads [B,D], logits [B,V], the new state, which may be the same object). ValueError: gradients are on. Otherwise as
     `LanguageModel.hidden`."""
     check_consumed(True)
-    quiet = not watched() and not torch.is_autocast_enabled("cpu")
+    quiet = not watched() and not torch.is_autocast_enabled(ids_B1.device.type)
     if steps is not None and quiet and (done := steps.step(ids_B1, state)) is not None:
         return done
     hidden_B1D, state, _ = model.hidden(ids_B1, state, consume_state=True)
     return hidden_B1D[:, 0], model.head(hidden_B1D[:, 0]), state
-
-
-class Unsettled(Unrecordable):
-    """A state whose next one has another shape, as an empty one may: that one may be recorded."""
 
 
 class Steps:
@@ -141,18 +141,18 @@ class Steps:
         model, B = self._model(), state.batch_size
         assert model is not None
         model.own(state)
-        if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in _tensors(state)):
+        if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in tensors(state)):
             return None
         if B > 1 and self._one_row:  # the modules read the weights of an expert once for all rows
             return None
-        if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in _caches(state)):
+        if (B > ROWS and B % ROWS) or any(cache.used == 0 for cache in caches(state)):
             return None
         leaves, spec = pytree.tree_flatten(_roomy(state))
         leaves = [owned(x, True).contiguous() if isinstance(x, Tensor) else x for x in leaves]
         taken: LMState = dataclasses.replace(pytree.tree_unflatten(leaves, spec), model=model.number)
-        tensors = _tensors(taken)
-        kind = spec, B > 1, *(x.dtype for x in tensors)
-        key = kind, min(B, ROWS), *(x.shape[1:] for x in tensors)
+        parts = tensors(taken)
+        kind = spec, B > 1, *(x.dtype for x in parts)
+        key = kind, min(B, ROWS), *(x.shape[1:] for x in parts)
         if key not in self._made:
             self._made[key] = None if kind in self._refused else self._recorded(model, taken, kind)
         recording = self._made[key] = self._made.pop(key)  # the latest is the last
@@ -182,7 +182,7 @@ class Steps:
             return None
 
 
-_known: "weakref.WeakKeyDictionary[LanguageModel, Steps]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[LanguageModel, Steps | Graphs]" = weakref.WeakKeyDictionary()
 
 
 class _Recording:
@@ -193,8 +193,8 @@ class _Recording:
         self.state: LMState | None = None
         self._rows = rows = min(ROWS, state.batch_size)
         self._positions = model.config.positions
-        traced = _like(state, rows)
-        bases, ids_B1 = _tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
+        traced = like(state, rows)
+        bases, ids_B1 = tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
         hidden_BD, logits_BV = (
             torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
         )
@@ -206,10 +206,8 @@ class _Recording:
         self._tape = recorder.tape
         self._hidden_BD, self._logits_BV = hidden_BD, logits_BV
         self._apart = [x.nbytes for x in (ids_B1, hidden_BD, logits_BV)]
-        own = {memory(x) for x in bases}
-        for base, end in zip(bases, _tensors(after), strict=True):
-            if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
-                raise Unsettled("a state that changes its shape, or parts that change places")
+        settled(bases, tensors(after))
+        for base, end in zip(bases, tensors(after), strict=True):
             if memory(end) != memory(base):
                 tape.each(self._tape, "copy", base, end)
             elif base.data_ptr() != end.data_ptr() or base.stride() != end.stride():
@@ -217,7 +215,7 @@ class _Recording:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         self._tape.done(recorder.read, max(weights // WITNESSED[0], WITNESSED[1]))
         self.same = self._tape.same
-        self._check(model, _like(state, rows), _like(state, rows))
+        self._check(model, like(state, rows), like(state, rows))
         self.leave()
 
     def _check(self, model: LanguageModel, recorded: LMState, given: LMState) -> None:
@@ -242,18 +240,18 @@ class _Recording:
                 modules()
             hidden_BD, logits_BV, recorded = self.step(ids_B1, beside if packed else self._tape.run)
             rows = range(self._rows)  # selected, a cache has no more slots than are filled
-            wanted += _tensors(given.select(rows))
-            found = [hidden_BD, logits_BV, *_tensors(recorded.select(rows))]
+            wanted += tensors(given.select(rows))
+            found = [hidden_BD, logits_BV, *tensors(recorded.select(rows))]
             if not all(map(near, found, wanted)):
                 raise Unrecordable("it does not give what the modules give")
 
     def take(self, state: LMState) -> None:
         """Go on from this state, whose memory is written into from now on."""
-        self.state, self.batch_size, self._caches = state, state.batch_size, _caches(state)
+        self.state, self.batch_size, self._caches = state, state.batch_size, caches(state)
         self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
         if state.length_B is not None:
             self.left = min(self.left, self._positions - int(state.length_B.max()))
-        leaves = _tensors(state)
+        leaves = tensors(state)
         self._places = [
             places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in leaves)])
             for first in range(0, self.batch_size, self._rows)
@@ -280,42 +278,12 @@ class _Recording:
         return hidden_BD, logits_BV, self.state
 
 
-def _like(state: LMState, rows: int) -> LMState:
-    """A state of the same shapes for so many rows, whose numbers are the same whatever was read: whether a step can be
-    recorded must not depend on the text. Caches have one slot filled."""
-
-    def made(part: Any) -> Any:
-        if isinstance(part, Cache):
-            k, v = (x.new_zeros(rows, *x.shape[1:]) for x in (part.k_BHSK, part.v_BHSV))
-            for x in (k, v):
-                x[:, :, :1] = noise(x[:, :, :1])
-            return Cache(k, v, part.length_B.new_ones(rows), 1)
-        return noise(part[:rows]) if isinstance(part, Tensor) else part
-
-    def noise(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return torch.ones_like(x)
-        return torch.rand(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype) - 0.5
-
-    return state._map(made, is_leaf=lambda part: isinstance(part, Cache))
-
-
-def _tensors(state: LMState) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
-
-
-def _caches(state: Any) -> list[Cache]:
-    """The growing caches among its parts."""
-    parts = pytree.tree_leaves(state, is_leaf=lambda part: isinstance(part, Cache))
-    return [part for part in parts if isinstance(part, Cache)]
-
-
 def _roomy(state: LMState) -> LMState:
     """The state with a free slot in each cache."""
 
-    def grown(part: Any) -> Any:
-        if not isinstance(part, Cache) or part.used < part.slots:
+    def grown(part: Cache) -> Cache:
+        if part.used < part.slots:
             return part
         return part.with_slots(1 << (max(LEAST_SLOTS, part.used + 1) - 1).bit_length())
 
-    return state._map(grown, is_leaf=lambda part: isinstance(part, Cache))
+    return with_caches(state, grown)

@@ -48,6 +48,12 @@ class Witness:
         """True if hooks look on."""
         return any(self._hooks)
 
+    @property
+    def stands(self) -> bool:
+        """True if the numbers are where they were; all else is left unasked."""
+        x = self._tensors
+        return [*map(Tensor.data_ptr, x)] == self._places[: len(x)]
+
     def _laid(self) -> list[Any]:
         x = self._tensors
         return [*map(Tensor.data_ptr, x), *map(Tensor.stride, x), *map(_LAID, x)]

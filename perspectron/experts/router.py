@@ -10,7 +10,7 @@ Shapes: B batch, T time, N tokens, D model width, E experts, A axes of the torus
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -23,7 +23,7 @@ from perspectron.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.errors import ConfigError
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
-from perspectron.ops.dispatch import affine, full_precision
+from perspectron.ops.dispatch import affine, full_precision, watched
 from perspectron.streams import gumbel
 
 SPREAD = (
@@ -153,10 +153,11 @@ class Router:
     def positions(self) -> Tensor:
         """The positions of the experts [E,A], each less than half a cell from the centre of its own; at least
         float32."""
-        place_EA = lattice(self.config.torus).to(self.weight_AD.device, wider(self.weight_AD.dtype))
+        made = _cells.__wrapped__ if watched(self.weight_AD.detach()) else _cells
+        place_EA, n_A = made(self.config.torus, self.weight_AD.device, wider(self.weight_AD.dtype))
         if self.offset_EA is None:
             return place_EA
-        return place_EA + OFFSET * self.offset_EA.to(place_EA).tanh() / place_EA.new_tensor(self.config.torus)
+        return place_EA + OFFSET * self.offset_EA.to(place_EA).tanh() / n_A
 
     def direction(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """W and b as they are used. On a torus the rows of W have one length, and learn a direction."""
@@ -330,6 +331,14 @@ class Routed(nn.Module):
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def _cells(torus: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Centres of a torus's cells [E,A] and how many there are along each axis [A], kept where they are read: on their
+    way to a GPU the host would wait, at every step. No tensors of inference mode, which could not be used outside."""
+    with torch.inference_mode(False):
+        return lattice(torus).to(device, dtype), torch.tensor(torus).to(device, dtype)
 
 
 def _drawn(seed: int, count: int, E: int) -> int:

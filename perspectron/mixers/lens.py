@@ -78,7 +78,7 @@ class Lens(nn.Module):
 
     def _start(self, like: Tensor) -> Tensor:
         values = [gate for gate, on in zip(GATES, self.config.enabled, strict=True) if on]
-        return torch.tensor(values, dtype=like.dtype, device=like.device).expand(self.config.heads, -1)
+        return torch.stack([like.new_full((), gate) for gate in values]).expand(self.config.heads, -1)
 
     def weights(self) -> Tensor:
         """The mixture of the lenses [H,3], at least in float32; 0 for a lens that is off."""

@@ -15,7 +15,7 @@ from perspectron.config import MixerConfig, at_least, require
 from perspectron.mixers.masks import Mask, masked
 from perspectron.ops import eligibility, pdr
 from perspectron.ops.attention import Places, places
-from perspectron.ops.dispatch import full_precision, gradients_off
+from perspectron.ops.dispatch import captured, full_precision, gradients_off
 from perspectron.ops.fused import RMSNorm, evenly
 from perspectron.state import register
 from perspectron.terms import Term
@@ -169,6 +169,9 @@ class PDR(nn.Module):
         if self.config.renorm_every == 0:
             return scan(*inputs, memory, consume_state=consume_state)
         due_BT = at.valid_BT & ((at.position_BT + 1) % self.config.renorm_every == 0)
+        if captured():  # one token: who is due is not asked
+            o, memory = scan(*inputs, memory, consume_state=consume_state)
+            return o, torch.where(due_BT[:, :, None], pdr.renormalise(memory), memory)
         outputs, start, T = [inputs[2][:, :0].to(memory.dtype)], 0, due_BT.shape[1]
         due = [] if due_BT.is_meta else (due_BT.any(0).nonzero()[:, 0] + 1).tolist()
         for stop in [*due, T]:

@@ -146,10 +146,18 @@ def attend(
         return (scores.softmax(-1) @ v).view(B, H, 1, V)
     if causal and _ours(q_BHTK, k, v, scale):
         return _attended(q_BHTK, k, v, torch.zeros(B, T, dtype=torch.int32, device=k.device), scale)
+    if k.shape[1] != H and mask is not None and _takes_no_groups(q_BHTK):
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     grouped = k.shape[1] != H
     v = F.pad(v, (0, K - V)) if V != K else v
     o = F.scaled_dot_product_attention(q_BHTK, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o[..., :V]
+
+
+def _takes_no_groups(q_BHTK: Tensor) -> bool:
+    """True on a GPU for a chunk of tokens: of PyTorch's fused kernels there, the one for any mask has no groups, and
+    what is left writes all scores in float32."""
+    return q_BHTK.is_cuda and q_BHTK.shape[2] > 1
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:

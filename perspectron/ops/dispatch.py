@@ -4,8 +4,9 @@ derivatives that are not there."""
 
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from perspectron.errors import BackendError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_captured = ContextVar("captured", default=False)
 
 
 def known(backend: str, backends: tuple[str, ...]) -> None:
@@ -54,6 +56,22 @@ def recorder() -> Any:
     step changes; what depends on them is done by `attended` or `aside`."""
     mode = _get_current_dispatch_mode()
     return mode if hasattr(mode, "attended") else None
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Context of a step that is captured for a device to repeat (`perspectron.decode.graphs`)."""
+    token = _captured.set(True)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
+
+
+def captured() -> bool:
+    """True where the host may neither ask the device for a number nor copy one to it. Only a step that is captured asks
+    for so much: what the host would look at there is done for all cases."""
+    return _captured.get()
 
 
 def widest(*tensors: Tensor) -> torch.dtype:

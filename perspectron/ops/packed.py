@@ -8,6 +8,7 @@ Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a blo
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from perspectron import native
 from perspectron.errors import BackendError
 from perspectron.ops.dispatch import full_precision, known, refuse, say, watched
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
+from perspectron.ops.triton import packed as on_gpu
 
-BACKENDS = ("auto", "reference", "torch", "native")
+BACKENDS = ("auto", "reference", "torch", "native", "triton")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴
 LANES = 16
 DECODED = 1 << 22  # weights at a time
@@ -31,8 +33,9 @@ NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mod
 def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     """The product x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
 
-    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "torch" runs
-    anywhere; "reference" computes in float64; "auto": native where it can. No derivatives: backward and forward mode
+    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "triton" is kernels for
+    a GPU; "torch" runs anywhere; "reference" computes in float64; "auto": native where it can, or, once a selftest has
+    passed on the GPU, triton. No derivatives: backward and forward mode
     raise RuntimeError. BackendError: unknown, or it cannot run here.
     """
     if x.shape[-1] != packed.shape[1]:
@@ -68,9 +71,12 @@ def swiglu(x: Tensor, gate: Packed, up: Packed, down: Packed, *, backend: str = 
 
 
 def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
-    x, backend = x_TK.to(torch.float32).contiguous(), _backend(x_TK, backend)
+    x = x_TK.to(torch.float32).contiguous()
+    backend = _backend(x, backend, packed)
     if backend == "native":
         y_TN = native.linear(x, *_pair(packed), packed.format, packed.shape[0])
+    elif backend == "triton":
+        y_TN = on_gpu.linear(x, packed)
     else:
         with full_precision(x):
             y_TN = (_reference if backend == "reference" else _torch)(x, packed)
@@ -78,8 +84,10 @@ def _linear(x_TK: Tensor, packed: Packed, backend: str) -> Tensor:
 
 
 def _swiglu(x_TD: Tensor, weights: tuple[Packed, Packed, Packed], backend: str) -> Tensor:
-    x, backend = x_TD.to(torch.float32).contiguous(), _backend(x_TD, backend)
-    gate, up, down = weights
+    x, (gate, up, down) = x_TD.to(torch.float32).contiguous(), weights
+    backend = _backend(x, backend, *weights)
+    if backend == "triton":
+        return on_gpu.swiglu(x, gate, up, down).to(x_TD.dtype)
     if backend == "native":
         return native.swiglu(x, _pair(gate), _pair(up), _pair(down), gate.format, gate.shape[0]).to(
             x_TD.dtype
@@ -113,37 +121,75 @@ def _reference(x_TK: Tensor, packed: Packed) -> Tensor:
 
 
 def _torch(x_TK: Tensor, packed: Packed) -> Tensor:
-    """The product some rows at a time, so that memory stays bounded."""
+    """The product some rows at a time, so that memory stays bounded. A GPU takes more, since each of its many short
+    operations has a price."""
     (N, K), (blocks, S), R = packed.shape, packed.codes.shape, LAYOUTS[packed.format].rows
     q_TK, step_T = quantise(x_TK)
     q_TS = F.pad(q_TK, (0, S - K))
     y_TN = x_TK.new_empty(len(x_TK), blocks * R)
-    run = _rows if LAYOUTS[packed.format].zero is not None else _groups
-    count = max(1, DECODED // (R * S))
+    by_row, room = LAYOUTS[packed.format].zero is not None, 16 if x_TK.is_cuda else 1
+    count = max(1, room * DECODED // (R * S))
     for start in range(0, blocks, count):
-        here = slice(start * R, (start + count) * R)
-        for tokens in _parts(len(x_TK), min(count, blocks - start) * R):
+        here, rows = slice(start * R, (start + count) * R), min(count, blocks - start) * R
+        for tokens in [slice(None)] if by_row else _parts(len(x_TK), rows, room):
+            run = _rows if by_row else _groups
             y_TN[tokens, here] = run(q_TS[tokens], step_T[tokens], packed, slice(start, start + count))
     return y_TN[:, :N].contiguous()
 
 
-def _parts(T: int, rows: int) -> Iterator[slice]:
-    step = max(1, PARTS // (LANES * rows))
+def _parts(T: int, rows: int, room: int) -> Iterator[slice]:
+    step = max(1, room * PARTS // (LANES * rows))
     return (slice(start, start + step) for start in range(0, T, step))
 
 
 def _rows(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
     """y = (step · s) · float(Σ w q), the sum as a whole number."""
-    layout = LAYOUTS[packed.format]
-    w_NS = digits(packed.codes[blocks], packed.format).float() - layout.padding
-    if packed.format == "ternary":
-        sum_TN = q_TS @ w_NS.T  # 127 · K < 2²⁴
+    layout, codes = LAYOUTS[packed.format], packed.codes[blocks]
+    if _integers(q_TS.device):
+        sum_TN = _product(
+            q_TS, digits(F.pad(codes, (0, 0, 0, -len(codes) % 8)), packed.format), layout.padding
+        )
+        sum_TN = sum_TN[:, : len(codes) * layout.rows]
     else:
-        pieces = zip(q_TS.split(EXACT, 1), w_NS.split(EXACT, 1), strict=True)
-        sum_TN = sum((q @ w.T).double() for q, w in pieces).float()
+        w_NS = digits(codes, packed.format).float() - layout.padding
+        if packed.format == "ternary":
+            sum_TN = q_TS @ w_NS.T  # 127 · K < 2²⁴
+        else:
+            pieces = zip(q_TS.split(EXACT, 1), w_NS.split(EXACT, 1), strict=True)
+            sum_TN = sum((q @ w.T).double() for q, w in pieces).float()
     scale = packed.scales[blocks.start * layout.rows : blocks.stop * layout.rows]
-    scale_N = F.pad(scale, (0, len(w_NS) - len(scale)))
+    scale_N = F.pad(scale, (0, sum_TN.shape[1] - len(scale)))
     return sum_TN * (step_T[:, None] * scale_N)
+
+
+def _product(q_TS: Tensor, code_NS: Tensor, zero: int) -> Tensor:
+    """The sums of q times (code − zero), as whole numbers of 32 bits, whose product wants more than 16 tokens, and
+    multiples of 8 else; rounded to float32 once."""
+    T = len(q_TS)
+    q = F.pad(q_TS, (0, 0, 0, max(0, 32 - T))).to(torch.int8)
+    w_NS = (code_NS - zero).view(torch.int8)  # modulo 256
+    return torch._int_mm(q, w_NS.T)[:T].float()
+
+
+def _integers(device: torch.device) -> bool:
+    """True if `_product` is to be used: on a GPU where it gives what it must."""
+    return device.type == "cuda" and _tried(device)
+
+
+@cache
+def _tried(device: torch.device) -> bool:
+    """True if `_product` runs on a device and is right, where sums are greatest, too."""
+    draw = torch.Generator().manual_seed(0)
+    for T, N, K in ((1, 40, 64), (19, 24, 192), (32, 16, 4096)):
+        q, code = (torch.randint(*ends, generator=draw) for ends in ((-127, 128, (T, K)), (1, 256, (N, K))))
+        q[0], code[0] = 127, 255
+        try:
+            found = _product(q.float().to(device), code.to(torch.uint8).to(device), 128)
+        except RuntimeError:
+            return False
+        if not torch.equal(found.cpu(), (q @ (code - 128).T).float()):
+            return False
+    return True
 
 
 def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tensor:
@@ -156,16 +202,19 @@ def _groups(q_TS: Tensor, step_T: Tensor, packed: Packed, blocks: slice) -> Tens
     q = F.pad(q_TS, room).view(-1, G, 2, LANES, 4)
     codes_GL8N = codes.permute(1, 3, 2, 4, 0).flatten(2, 3)
     q_GLT8 = q.permute(1, 3, 0, 2, 4).flatten(3, 4)
-    scale_NG, offset_NG = (values.float() for values in parameters(part))
-    lanes_LTN = q.new_zeros(LANES, len(q), len(codes))
+    # Fused multiply-adds as in `_fma`; what need not be made for each group is made before, for a GPU's sake.
+    scale_NG, offset_NG = (values.double() for values in parameters(part))
+    sums_TG = q.sum((2, 3, 4)).double()
+    lanes_LTN = scale_NG.new_zeros(LANES, len(q), len(codes))
     offset_TN = torch.zeros_like(lanes_LTN[0])
     for g in range(G):
-        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g])
-        lanes_LTN = _fma(sum_LTN, scale_NG[:, g], lanes_LTN)
-        offset_TN = _fma(q[:, g].sum((1, 2, 3))[:, None], offset_NG[:, g], offset_TN)
+        sum_LTN = torch.bmm(q_GLT8[g], codes_GL8N[g]).double()
+        lanes_LTN = torch.addcmul(lanes_LTN, sum_LTN, scale_NG[:, g]).float().double()
+        offset_TN = torch.addcmul(offset_TN, sums_TG[:, g, None], offset_NG[:, g]).float().double()
+    lanes_LTN = lanes_LTN.float()
     while len(lanes_LTN) > 1:
         lanes_LTN = torch.add(*lanes_LTN.chunk(2))
-    return (lanes_LTN[0] - offset_TN) * step_T[:, None]
+    return (lanes_LTN[0] - offset_TN.float()) * step_T[:, None]
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -184,18 +233,24 @@ _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504, 0.693145752, 1.42860677e-6
 
 
 def _fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
-    """a·b + c in float32, rounded once; by way of float64, which is the same but for about one sum in 2²⁹."""
-    a64, b64, c64 = (
-        torch.as_tensor(part, dtype=torch.float32, device=a.device).double() for part in (a, b, c)
-    )
-    return torch.addcmul(c64, a64, b64).float()
+    """a·b + c in float32, rounded once; by way of float64, where products are exact: the same but for about one sum in
+    2²⁹. A number is no tensor: to bring one to a GPU would wait for the GPU."""
+    b64, c64 = (part.double() if isinstance(part, Tensor) else _single(part) for part in (b, c))
+    return (a.double() * b64 + c64).float()
+
+
+@cache
+def _single(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32, device="cpu").item()
 
 
 # ---------------------------------------------------------------- dispatch
 
 
-def _backend(x: Tensor, backend: str) -> str:
+def _backend(x: Tensor, backend: str, *matrices: Packed) -> str:
     """The backend that runs."""
+    if on_gpu.wanted(backend, x, *matrices):
+        return "triton"
     if backend in ("reference", "torch"):
         return backend
     if backend == "native":

@@ -16,6 +16,7 @@ import torch
 from perspectron.config import require
 from perspectron.decode.batch import WIDTH, Piece
 from perspectron.decode.constrain import Constraint
+from perspectron.decode.graphs import PATIENCE, Graphs
 from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
@@ -350,11 +351,18 @@ def row_by_row_cost(model: LanguageModel, rows: int) -> float:
     batch, alone = model.init_state(full), [model.init_state(1) for _ in range(rows)]
     ids_B1 = torch.ones(full, 1, dtype=torch.int64, device=model.device)
     ratios, steps = [], steps_of(model)
-    for _ in range(4):
+    for _ in range(4 + (PATIENCE if isinstance(steps, Graphs) else 0)):
         start = time.perf_counter()
         _, _, batch = stepped(model, steps, ids_B1, batch)
+        _wait(model.device)
         middle = time.perf_counter()
         for row in range(rows):
             _, _, alone[row] = stepped(model, steps, ids_B1[:1], alone[row])
+        _wait(model.device)
         ratios.append((time.perf_counter() - middle) / (middle - start))
-    return statistics.median(ratios[1:])
+    return statistics.median(ratios[-3:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import jsonschema
 import pytest
 import torch
 
@@ -21,6 +20,8 @@ from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.model import LanguageModel
 from tests.decode.conftest import VOCAB, Scripted, drain, make
 from tests.decode.test_rows import GREEDY, SETTINGS, ids, text
+
+jsonschema, _ = (pytest.importorskip(name) for name in ("jsonschema", "llguidance"))
 
 SCHEMA = {
     "type": "object",

@@ -28,7 +28,10 @@ from perspectron.state import LMState, load_state, save_state
 from tests.decode.test_rows import prompt_of
 from tests.decode.test_store import small
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=str(native.reason())),
+    pytest.mark.cpu_only("recordings are steps on the CPU"),
+]
 DESIGNS = list(presets.DESIGNS)
 EXPERTS = ("perspective-experts",)
 """The design whose batches are left to the modules, which read an expert once for all rows."""

@@ -19,6 +19,8 @@ from perspectron.ops import fused
 from tests.decode.conftest import make
 from tests.decode.test_store import small
 
+pytestmark = pytest.mark.cpu_only("the same bits alone and together are promised on a CPU")
+
 
 @pytest.mark.parametrize("design", presets.DESIGNS)
 def test_the_same_bits_alone_and_in_any_batch(design: str, tokenizer) -> None:

@@ -26,7 +26,10 @@ from tests.decode.test_rows import prompt_of
 from tests.decode.test_steps import go_on, near, read, recorded, tokens
 from tests.decode.test_store import small
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=str(native.reason())),
+    pytest.mark.cpu_only("recordings are steps on the CPU"),
+]
 DESIGNS = [name for name in presets.DESIGNS if "[" not in name]
 """Those whose mixers are of their own; the others put them into other blocks."""
 GREEDY = SamplingConfig(temperature=0)

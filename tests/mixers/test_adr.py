@@ -57,7 +57,7 @@ def build(config: ADRConfig, seed: int = 0) -> ADR:
             parameter.normal_(0, parameter.shape[-2] ** -0.5 if parameter.ndim > 1 else 0.5, generator=draw)
         if config.learned != "none":
             module.decay.add_(1.4)  # about gamma
-    return module
+    return module.to(torch.get_default_device())
 
 
 def tokens(B: int, T: int, seed: int = 1) -> Tensor:
@@ -65,7 +65,7 @@ def tokens(B: int, T: int, seed: int = 1) -> Tensor:
 
 
 def empty(module: ADR, B: int) -> ADRState:
-    return module.init_state(B, torch.device("cpu"), torch.float64)
+    return module.init_state(B, torch.get_default_device(), torch.float64)
 
 
 def remembering(module: ADR, B: int, seed: int = 2) -> ADRState:

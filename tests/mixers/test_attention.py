@@ -22,7 +22,7 @@ every_form = pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
 
 @torch.no_grad()
 def build(config: AttentionConfig) -> Attention:
-    module = Attention(D, 1e-6, config).double()
+    module = Attention(D, 1e-6, config).to(torch.get_default_device(), torch.float64)
     draw = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.normal_(0, 1.5 * D**-0.5 if parameter.ndim > 1 else 1.0, generator=draw)
@@ -34,7 +34,7 @@ def tokens(B: int, T: int, seed: int = 1) -> Tensor:
 
 
 def empty(module: Attention, B: int, capacity: int = 0):
-    return module.init_state(B, torch.device("cpu"), torch.float64, capacity)
+    return module.init_state(B, torch.get_default_device(), torch.float64, capacity)
 
 
 def turned(x_BHTK: Tensor, base: float | None) -> Tensor:
@@ -126,5 +126,7 @@ def test_mistakes_are_named(fields, message):
 
 
 def test_without_rotation_a_head_may_have_an_odd_width():
-    module = Attention(D, 1e-6, AttentionConfig(16, rope_base=None)).double()
+    module = Attention(D, 1e-6, AttentionConfig(16, rope_base=None)).to(
+        torch.get_default_device(), torch.float64
+    )
     assert module(tokens(1, 4), empty(module, 1))[0].shape == (1, 4, D)

@@ -34,7 +34,7 @@ def build(kind: str, conv: int = 4, negative: bool = False, size: float = 1.0) -
     draw = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.normal_(0, size, generator=draw)
-    return module
+    return module.to(torch.get_default_device())
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -175,7 +175,7 @@ def test_without_decay_and_with_full_gates_it_holds_the_last_value_of_each_key(k
     x = torch.zeros(1, 100, D, dtype=torch.float64)
     x.scatter_(2, which[..., None], 1.0)
     x[..., K:] = normal(1, 100, D - K, seed=5).abs()  # what the values read beside the key
-    memory = module(x, module.init_state(1, torch.device("cpu"), torch.float64))[1].memory_BHKV
+    memory = module(x, module.init_state(1, torch.get_default_device(), torch.float64))[1].memory_BHKV
     u = x @ values.T
     u = u * torch.sigmoid(u)
     for i in range(K):
@@ -227,7 +227,7 @@ def test_parameters_and_state_are_as_large_as_said(kind, d_model, heads, conv):
         count += 4 * d_model * K + 2 * d_model
         count += d_model * heads if kind == "kda" else 2 * d_model**2
     assert sum(parameter.numel() for parameter in module.parameters()) == count
-    start = module.init_state(3, torch.device("cpu"), torch.bfloat16)
+    start = module.init_state(3, torch.get_default_device(), torch.bfloat16)
     assert start.memory_BHKV.shape == (3, heads, K, V) and start.window_BZC.shape == (3, conv - 1, C)
     for part in (start.memory_BHKV, start.window_BZC):
         assert part.dtype == torch.float32 and not part.any()

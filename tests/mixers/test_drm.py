@@ -36,8 +36,8 @@ def build(config: DRMConfig = SMALL, seed: int = 0, **changes) -> DRM:
     draw = torch.Generator().manual_seed(seed)
     module.init_weights(draw)
     for parameter in module.parameters():
-        parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
-    return module.double()
+        parameter += 0.3 * torch.randn(parameter.shape, generator=draw).to(parameter)
+    return module.to(torch.get_default_device(), torch.float64)
 
 
 def tokens(B: int = 3, T: int = 20, seed: int = 1) -> Tensor:
@@ -45,7 +45,7 @@ def tokens(B: int = 3, T: int = 20, seed: int = 1) -> Tensor:
 
 
 def empty(module: DRM, B: int = 3, dtype=torch.float64) -> DRMState:
-    return module.init_state(B, torch.device("cpu"), dtype)
+    return module.init_state(B, torch.get_default_device(), dtype)
 
 
 def values(aux) -> dict[str, float]:
@@ -183,7 +183,7 @@ def test_terms_are_computed_in_float32_under_autocast():
     module = build().float()
     x = tokens().float()
     exact = values(module(x, empty(module, dtype=torch.float32))[2])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y, _, aux = module(x, empty(module, dtype=torch.float32))
     assert y.dtype == torch.bfloat16 and values(aux) == exact
 

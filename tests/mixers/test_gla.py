@@ -25,7 +25,7 @@ def build(seed: int = 0, temperature: float = 16.0, size: float = 1.0) -> GLA:
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         parameter.normal_(0, 30.0 if name == "gk_proj.1.bias" else size, generator=draw)
-    return module
+    return module.to(torch.get_default_device())
 
 
 def tokens(B: int, T: int, seed: int = 1, width: int = D) -> Tensor:
@@ -118,7 +118,7 @@ def test_parameters_and_state_are_as_large_as_said(d_model, heads, rank):
         module = GLA(d_model, 1e-6, GLAConfig(heads, rank))
     count = sum(parameter.numel() for parameter in module.parameters())
     assert count == 4 * d_model**2 + rank * 3 * d_model // 2 + d_model // 2 + d_model // heads
-    state = module.init_state(3, torch.device("cpu"), torch.bfloat16)
+    state = module.init_state(3, torch.get_default_device(), torch.bfloat16)
     assert state.memory_BHKV.shape == (3, heads, d_model // 2 // heads, d_model // heads)
     assert state.memory_BHKV.dtype == torch.float32 and not state.memory_BHKV.any()
 

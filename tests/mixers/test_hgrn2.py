@@ -33,7 +33,7 @@ def build() -> list[HGRN2]:
     for module in modules:
         for parameter in module.parameters():
             parameter.normal_(0, 1.0, generator=draw)
-    return modules
+    return [module.to(torch.get_default_device()) for module in modules]
 
 
 def warm(B: int) -> list[HGRN2State]:
@@ -212,7 +212,9 @@ def test_it_starts_with_bounds_that_rise_evenly():
     assert names == ["blocks.0.mixer.gamma_ND"] and not built.get_parameter(names[0]).any()
     shared = {}
     mixer = built.blocks[0].mixer
-    mixer(torch.zeros(1, 1, 128), mixer.init_state(1, torch.device("cpu"), torch.float32), shared=shared)
+    mixer(
+        torch.zeros(1, 1, 128), mixer.init_state(1, torch.get_default_device(), torch.float32), shared=shared
+    )
     (bounds,) = shared.values()
     torch.testing.assert_close(bounds, torch.tensor([0, 0.25, 0.5, 0.75])[:, None].expand(4, 128))
 
@@ -222,7 +224,7 @@ def test_parameters_and_state_are_as_large_as_said():
         modules = [HGRN2(96, 1e-6, HGRN2Config(3, layer, 4)) for layer in (0, 1)]
     counts = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     assert counts == [4 * 96 * 96 + 96 + 4 * 96, 4 * 96 * 96 + 96]
-    start = modules[1].init_state(2, torch.device("cpu"), torch.bfloat16).memory_BHKK
+    start = modules[1].init_state(2, torch.get_default_device(), torch.bfloat16).memory_BHKK
     assert start.shape == (2, 3, 32, 32) and start.dtype == torch.float32 and not start.any()
 
 

@@ -30,7 +30,7 @@ START = torch.tensor([0.80, 0.15, 0.05], dtype=torch.float64)
 @torch.no_grad()
 def build(seed: int = 0, **switches: bool | float) -> Lens:
     """Wide weights: lenses mix in any way, attention is from flat to sharp."""
-    module = Lens(D, 1e-6, LensConfig(H, **switches)).double()
+    module = Lens(D, 1e-6, LensConfig(H, **switches)).to(torch.get_default_device(), torch.float64)
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         scale = 1.0 if name in ("u_HK", "gates_HL") or parameter.ndim == 1 else 1.5 * D**-0.5
@@ -43,7 +43,7 @@ def tokens(B: int, T: int, seed: int = 1) -> Tensor:
 
 
 def empty(module: torch.nn.Module, B: int, capacity: int = 0):
-    return module.init_state(B, torch.device("cpu"), torch.float64, capacity)
+    return module.init_state(B, torch.get_default_device(), torch.float64, capacity)
 
 
 def document(module: Lens, x_BTD: Tensor) -> Tensor:
@@ -97,7 +97,9 @@ def test_every_lens_turns_with_the_distance_alone():
 
 def test_one_lens_with_rotary_positions_is_attention():
     module = build(rope_base=1e4, reciprocity=False, discoverability=False, gates=False, output_gate=False)
-    plain = Attention(D, 1e-6, AttentionConfig(H, 1e4, bias=True)).double()
+    plain = Attention(D, 1e-6, AttentionConfig(H, 1e4, bias=True)).to(
+        torch.get_default_device(), torch.float64
+    )
     plain.load_state_dict(module.state_dict())
     x = tokens(2, 30)
     y, expected = (m(x, empty(m, 2))[0] for m in (module, plain))
@@ -153,7 +155,9 @@ def test_the_discoverability_lens_alone_gives_every_query_the_same_scores(recipr
 
 def test_without_its_lenses_it_is_attention():
     module = build(reciprocity=False, discoverability=False)
-    plain = Attention(D, 1e-6, AttentionConfig(H, rope_base=None, bias=True)).double()
+    plain = Attention(D, 1e-6, AttentionConfig(H, rope_base=None, bias=True)).to(
+        torch.get_default_device(), torch.float64
+    )
     plain.load_state_dict(module.state_dict())
     x = tokens(2, 40)
     assert torch.equal(module(x, empty(module, 2))[0], plain(x, empty(plain, 2))[0])
@@ -165,7 +169,9 @@ def test_without_its_lenses_it_is_attention():
 @pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize(("reciprocity", "discoverability"), list(itertools.product([True, False], repeat=2)))
 def test_the_mixture_starts_at_80_15_5_of_the_lenses_there_are(reciprocity, discoverability, gates):
-    module = Lens(D, 1e-6, LensConfig(H, reciprocity, discoverability, gates)).double()
+    module = Lens(D, 1e-6, LensConfig(H, reciprocity, discoverability, gates)).to(
+        torch.get_default_device(), torch.float64
+    )
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(7)
@@ -253,7 +259,9 @@ def test_steps_and_splits_equal_a_prefill_of_each_document(switches):
 @every_switch
 def test_the_cache_is_half_as_large_again_only_with_reciprocity(switches):
     module = build(**switches)
-    plain = Attention(D, 1e-6, AttentionConfig(H, rope_base=None, bias=True)).double()
+    plain = Attention(D, 1e-6, AttentionConfig(H, rope_base=None, bias=True)).to(
+        torch.get_default_device(), torch.float64
+    )
     x = tokens(2, 9)
     for state, other in (
         (empty(module, 2, 20), empty(plain, 2, 20)),

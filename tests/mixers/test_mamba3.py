@@ -24,7 +24,7 @@ PARTS = (INNER, INNER, N, N, H, H, H, N // 4)
 @torch.no_grad()
 def build(size: float = 1.0) -> Mamba3:
     """Every parameter at random; gates from almost 0 to almost 1, steps that turn by more than a circle."""
-    module = Mamba3(D, EPS, Mamba3Config(P, N)).double()
+    module = Mamba3(D, EPS, Mamba3Config(P, N)).to(torch.get_default_device(), torch.float64)
     draw = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         scale = parameter.shape[-1] ** -0.5 if name.endswith("_proj.weight") else 1.0
@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def empty(module: Mamba3, B: int, dtype: torch.dtype = torch.float64) -> Mamba3State:
-    return module.init_state(B, torch.device("cpu"), dtype)
+    return module.init_state(B, torch.get_default_device(), dtype)
 
 
 def warm(B: int) -> Mamba3State:
@@ -204,7 +204,7 @@ def test_without_turns_and_the_token_before_it_is_the_gated_scan():
 @torch.no_grad()
 def test_it_counts_parity():
     """A 1 turns by half a circle, a 0 not at all: the sign of the output is the parity, at any length."""
-    module = Mamba3(2, EPS, Mamba3Config(4, 4, expand=2)).double()
+    module = Mamba3(2, EPS, Mamba3Config(4, 4, expand=2)).to(torch.get_default_device(), torch.float64)
     for parameter in module.parameters():
         parameter.zero_()
     z, v, _, q, _, rate, _, theta = module.in_proj.weight.split((4, 4, 4, 4, 1, 1, 1, 1))

@@ -22,7 +22,7 @@ def build(conv: int = 4) -> MinGRU:
     draw = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.normal_(0, 1.5, generator=draw)
-    return module
+    return module.to(torch.get_default_device())
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -133,7 +133,7 @@ def test_parameters_and_state_are_as_large_as_said(expand, conv):
     inner = expand * 96
     count = sum(parameter.numel() for parameter in module.parameters())
     assert count == 3 * 96 * inner + 2 * inner + 96 * (conv + 1)
-    start = module.init_state(3, torch.device("cpu"), torch.bfloat16)
+    start = module.init_state(3, torch.get_default_device(), torch.bfloat16)
     assert start.hidden_BI.shape == (3, inner) and start.window_BZD.shape == (3, conv - 1, 96)
     assert all(part.dtype == torch.float32 and not part.any() for part in (start.hidden_BI, start.window_BZD))
 

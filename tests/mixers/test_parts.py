@@ -51,6 +51,7 @@ def test_shift_without_padding(resets):
     assert torch.equal(end, x[:, -1])
 
 
+@pytest.mark.cpu_only("weights are drawn on the CPU")
 def test_half_lives_are_spread_evenly_in_their_logarithm():
     bias = logits_of_halflives(torch.empty(4096), 1, 1000, torch.Generator().manual_seed(0))
     halflife = -math.log(2) / torch.nn.functional.logsigmoid(bias.double())
@@ -59,6 +60,7 @@ def test_half_lives_are_spread_evenly_in_their_logarithm():
     torch.testing.assert_close(quartiles, torch.tensor([0.25, 0.5, 0.75]).double(), atol=0.03, rtol=0)
 
 
+@pytest.mark.cpu_only("weights are drawn on the CPU")
 def test_steps_are_spread_evenly_in_their_logarithm():
     step = torch.nn.functional.softplus(
         softplus_of_steps(torch.empty(4096), torch.Generator().manual_seed(0))

@@ -27,7 +27,7 @@ def build(layer: int = 0, layers: int = 2, size: float = 0.5) -> RWKV7:
     draw = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.normal_(0, size, generator=draw)
-    return module
+    return module.to(torch.get_default_device())
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -127,7 +127,7 @@ def test_its_gradients_are_those_of_the_published_layer(layer):
 
 @pytest.mark.parametrize("T", [1, 40])
 def test_the_channel_mix_is_the_published_one(T):
-    module = RWKV7Channel(D, 1e-5, RWKV7ChannelConfig(20)).double()
+    module = RWKV7Channel(D, 1e-5, RWKV7ChannelConfig(20)).to(torch.get_default_device(), torch.float64)
     with torch.no_grad():
         for i, parameter in enumerate(module.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=20 + i))
@@ -153,7 +153,7 @@ def model(dtype: torch.dtype = torch.float64) -> perspectron.LanguageModel:
     found = perspectron.build(config).to(dtype)
     draw = torch.Generator().manual_seed(0)
     for parameter in found.parameters():
-        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(dtype)
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter)
         parameter += noise * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0)
     return found
 
@@ -259,7 +259,7 @@ def test_parameters_and_state_are_as_large_as_said(d_model, head_dim, ranks):
     count = 4 * d_model**2 + d_model * (4 * rank + 2 * gate + 6 + 2 + 3 + 2)
     assert sum(parameter.numel() for parameter in first.parameters()) == count
     assert sum(parameter.numel() for parameter in second.parameters()) == count + d_model * (2 * value + 1)
-    start = first.init_state(3, torch.device("cpu"), torch.bfloat16)
+    start = first.init_state(3, torch.get_default_device(), torch.bfloat16)
     assert start.memory_BHKK.shape == (3, d_model // head_dim, head_dim, head_dim)
     assert start.last_BD.shape == (3, d_model)
     assert all(part.dtype == torch.float32 and not part.any() for part in (start.memory_BHKK, start.last_BD))

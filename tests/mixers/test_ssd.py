@@ -32,7 +32,7 @@ def build(seed: int = 0, conv: int = 4, size: float = 1.0) -> SSD:
     for name, parameter in module.named_parameters():
         scale = parameter.shape[-1] ** -0.5 if name.endswith("_proj.weight") else 1.0
         parameter.normal_(0, size * scale, generator=draw)
-    return module
+    return module.to(torch.get_default_device())
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -123,7 +123,7 @@ def test_it_is_mamba_2_as_transformers_has_it():
     weights = {name.replace("o_proj", "out_proj"): value for name, value in module.state_dict().items()}
     theirs.load_state_dict(weights)
     x = normal(2, 70, D).float()
-    y, _, _ = module(x, module.init_state(2, torch.device("cpu"), torch.float32))
+    y, _, _ = module(x, module.init_state(2, torch.get_default_device(), torch.float32))
     torch.testing.assert_close(y, theirs(x), rtol=1e-4, atol=1e-5)
 
 
@@ -274,7 +274,7 @@ def test_parameters_and_state_are_as_large_as_said(d_model, head_dim, state, exp
     heads, channels = inner // head_dim, inner + 2 * state
     count = sum(parameter.numel() for parameter in module.parameters())
     assert count == d_model * (3 * inner + 2 * state + heads) + channels * (conv + 1) + 3 * heads + inner
-    start = module.init_state(3, torch.device("cpu"), torch.bfloat16)
+    start = module.init_state(3, torch.get_default_device(), torch.bfloat16)
     assert start.memory_BHNP.shape == (3, heads, state, head_dim)
     assert start.window_BZC.shape == (3, conv - 1, channels)
     assert all(

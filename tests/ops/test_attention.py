@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -72,6 +73,28 @@ def test_query_heads_may_share_a_key_head(kind, V, T):
     torch.testing.assert_close(o, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_on_a_gpu_a_mask_meets_as_many_key_heads_as_query_heads(monkeypatch):
+    """Where there are groups and a mask, no fused kernel is left there."""
+    fused, grouped = F.scaled_dot_product_attention, []
+
+    def watch(q, k, v, mask, *, enable_gqa, **more):
+        grouped.append(enable_gqa)
+        return fused(q, k, v, mask, enable_gqa=enable_gqa, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    q, k, v = inputs(20, 20, 8, 8, H=6)
+    k, v, mask = k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_(), some(2, 20, 20)
+    found = []
+    for there in (False, True):
+        monkeypatch.setattr(attention, "_takes_no_groups", lambda _, there=there: there)
+        o = attention.attend(q, k, v, mask)
+        found.append([o, *torch.autograd.grad(o.square().sum(), (k, v))])
+        attention.attend(q, k, v, causal=True)
+    assert grouped == [True, True, False, True]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
     """The kernels that were called, in their order."""
@@ -111,13 +134,14 @@ def test_training_in_float32_takes_our_kernel_and_agrees_with_float64(resets, pa
         weighting = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         weighting = weighting * at.valid_BT[:, None, :, None]
         found.append([o.detach(), *torch.autograd.grad((o * weighting).sum(), x)])
-    ours = native.available() and (W is not None or not pads)
+    ours = native.available() and torch.get_default_device().type == "cpu" and (W is not None or not pads)
     assert asked == (["attention", "attention_backward"] if ours else [])
     there = at.valid_BT[:, None, :, None]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a.float() * there, b * there, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.cpu_only("the meta device as the default beside tensors of the CPU")
 def test_a_device_that_is_the_default_by_chance_changes_nothing():
     q, k, v = (x.float().requires_grad_() for x in inputs(9, 9, 8, 8))
     at = at_places(9, 2, True, False)
@@ -149,6 +173,7 @@ def test_a_transform_around_it_takes_pytorch():
     assert scales.shape == (3,)
 
 
+@pytest.mark.cpu_only("native kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_our_kernel_is_the_one_that_trains(dtype, asked):
     q, k, v = (x.to(dtype).requires_grad_() for x in inputs(9, 9, 8, 8))
@@ -156,6 +181,7 @@ def test_our_kernel_is_the_one_that_trains(dtype, asked):
     assert asked == (["attention", "attention_backward"] if native.available() else [])
 
 
+@pytest.mark.cpu_only("native kernels")
 def test_a_far_position_costs_no_precision(asked):
     """Training turns heads by a kernel; float64 does not."""
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -183,6 +209,7 @@ def test_sharp_and_huge_scores_stay_finite():
         assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), x))
 
 
+@pytest.mark.cpu_only("native kernels have them, a device has not")
 def test_second_derivatives_are_exact_or_an_error():
     """Of our kernel's gradient they are those of the softmax written out; PyTorch's fused kernel has none."""
     exact = [x.requires_grad_() for x in inputs(5, 5, 8, 4)]

@@ -288,7 +288,7 @@ def test_the_same_key_at_every_token_is_solved_exactly():
 @every_kind
 def test_low_precision_inputs_give_a_float32_state_even_under_autocast(order, A):
     *tensors, _ = inputs(70, order, A, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = SCANS[order](*tensors)
     assert o.dtype == state.dtype == torch.float32
     exact = SCANS[order](*(x.double() for x in tensors), backend="reference")
@@ -301,7 +301,7 @@ def test_autocast_does_not_reach_the_backward_pass_or_the_tangents(order):
     tensors = [x.requires_grad_() for x in inputs(70, order, dtype=torch.float32)]
     exact = torch.autograd.grad(SCANS[order](*tensors)[0].sum(), tensors)
     o, _ = SCANS[order](*tensors)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         for a, b in zip(torch.autograd.grad(o.sum(), tensors), exact, strict=True):
             assert torch.equal(a, b)
         q, *others = tensors

@@ -91,7 +91,7 @@ def test_autocast_does_not_reach_inside():
         return (x @ x) * (2 if twice else 1)
 
     x = torch.ones(2, 2)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
         found = product(x, twice=True)
         assert found.dtype == torch.float32 and found[0, 0] == 4

@@ -333,7 +333,9 @@ def test_low_precision_is_computed_in_float32_and_autocast_does_not_reach_inside
     wide_w = Weights(*(None if x is None else x.double() for x in w))
     exact, _, _ = drm.scan(wide[0], State(*wide[1:], state.length_B), wide_w, BASE)
     for device_dtype in (None, torch.bfloat16):
-        with torch.autocast("cpu", torch.bfloat16, enabled=device_dtype is not None):
+        with torch.autocast(
+            torch.get_default_device().type, torch.bfloat16, enabled=device_dtype is not None
+        ):
             z, after, trace = drm.scan(e, state, w, BASE)
         assert all(x.dtype == torch.float32 for x in (z, after.z_BS, *trace))
         assert (z - exact).norm() < 1e-5 * exact.norm()
@@ -345,7 +347,7 @@ def test_autocast_does_not_reach_the_backward_pass():
     leaves = [w.read_w, w.direction_w, w.flow_w, w.trunk_w]
     exact = torch.autograd.grad(drm.scan(e, state, w, BASE)[0].sum(), leaves)
     z, _, _ = drm.scan(e, state, w, BASE)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         for a, b in zip(torch.autograd.grad(z.sum(), leaves), exact, strict=True):
             assert torch.equal(a, b)
 

@@ -9,7 +9,10 @@ from perspectron import native
 from perspectron.native import training
 from perspectron.ops import fused
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=str(native.reason())),
+    pytest.mark.cpu_only("native kernels"),
+]
 TARGET = torch.tensor([2, -100, 0])
 
 

@@ -175,7 +175,7 @@ def test_extreme_gates_in_float32(fill, G, A):
 @every_kind
 def test_low_precision_inputs_give_a_float32_state_even_under_autocast(G, A):
     *tensors, _ = inputs(70, G, A, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = gla.scan(*tensors)
     assert o.dtype == state.dtype == torch.float32
     exact = gla.scan(*(x.double() for x in tensors), backend="reference")
@@ -187,7 +187,7 @@ def test_autocast_does_not_reach_the_backward_pass():
     tensors = [x.requires_grad_() for x in inputs(70, dtype=torch.float32)]
     exact = torch.autograd.grad(gla.scan(*tensors)[0].sum(), tensors)
     o, _ = gla.scan(*tensors)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         for a, b in zip(torch.autograd.grad(o.sum(), tensors), exact, strict=True):
             assert torch.equal(a, b)
 

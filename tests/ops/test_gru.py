@@ -373,7 +373,7 @@ def test_autocast_reaches_neither_pass(backend):
     tensors = [tensor.requires_grad_() for tensor in inputs(70, scale=0.5, dtype=torch.float32)]
     exact = scan(tensors, backend=backend)[0]
     expected = torch.autograd.grad(exact.sum(), tensors)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         found = scan(tensors, backend=backend)[0]
         gradients = torch.autograd.grad(found.sum(), tensors)
     assert torch.equal(found, exact)

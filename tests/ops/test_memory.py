@@ -8,7 +8,10 @@ from perspectron import native
 from perspectron.native import training
 from perspectron.ops import delta, gla
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=str(native.reason())),
+    pytest.mark.cpu_only("native kernels"),
+]
 B, H, T, K, V = 2, 3, 21, 5, 18
 WIDE = 70  # values of more than one slab
 

@@ -16,6 +16,7 @@ from perspectron.ops.packed import linear, swiglu
 from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, unpack
 from tests.native.isa import forced_isa
 
+pytestmark = pytest.mark.cpu_only("packed matrices are the CPU's; on a device PyTorch unpacks them")
 FORMATS = list(LAYOUTS)
 SHAPES = [(1, 1), (5, 64), (7, 65), (37, 200), (130, 448), (4, 1100)]
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -198,6 +199,34 @@ def test_a_token_does_not_depend_on_its_company(format, monkeypatch):
     for T in (1, 3, 40):
         rows = torch.randperm(40, generator=generator(T))[:T]
         assert torch.equal(linear(x[rows], whole, backend="torch"), every[rows])
+
+
+@pytest.mark.parametrize("format", ["ternary", "int8"])
+@pytest.mark.parametrize("shape", [*SHAPES, (1003, 600), (2, 8256)], ids=str)
+def test_products_of_integers_as_on_a_gpu_give_the_same_bits(format, shape, monkeypatch):
+    whole = matrix(format, *shape)
+    for T in (1, 5, 16, 17, 33):
+        x = tokens(T, shape[1])
+        x[0] = 3.0
+        expected = linear(x, whole, backend="torch")
+        with monkeypatch.context() as patch:
+            patch.setattr(packed, "_integers", lambda device: True)
+            patch.setattr(packed, "DECODED", 64 * 1024)
+            assert torch.equal(linear(x, whole, backend="torch"), expected)
+
+
+def test_integers_are_used_only_where_they_are_right(monkeypatch):
+    here, tried = torch.device("cpu"), packed._tried.__wrapped__
+    assert tried(here) and not packed._integers(here)
+    inner = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: inner(a, b).clamp(max=1 << 25))
+    assert not tried(here)
+
+    def refused(a, b):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_int_mm", refused)
+    assert not tried(here)
 
 
 def test_sums_are_exact_where_they_are_greatest():

@@ -80,7 +80,7 @@ def test_autocast_does_not_reach_the_backward_pass_or_the_tangents():
     tensors = [x.requires_grad_() for x in inputs(70, dtype=torch.float32)]
     exact = torch.autograd.grad(pdr.scan(*tensors)[0].sum(), tensors)
     o, _ = pdr.scan(*tensors)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         for a, b in zip(torch.autograd.grad(o.sum(), tensors), exact, strict=True):
             assert torch.equal(a, b)
         _, tangent = torch.func.jvp(lambda q: pdr.scan(q, *tensors[1:])[0], (tensors[0],), (tensors[0],))
@@ -123,6 +123,7 @@ def test_forward_mode_under_no_grad_keeps_its_tangents(T):
         assert torch.equal(a, b) and a.abs().max() > 0
 
 
+@pytest.mark.cpu_only("native kernels")
 @pytest.mark.skipif(not native.available(), reason="no native library")
 def test_native_gives_the_same_bits_however_the_sequence_is_cut():
     q, k, v, gamma, state = inputs(70, dtype=torch.float32)
@@ -172,7 +173,7 @@ def test_state_is_bounded_by_values_and_gates():
 
 def test_low_precision_inputs_give_a_float32_state_even_under_autocast():
     q, k, v, gamma, _ = inputs(70, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         o, state = pdr.scan(q, k, v, gamma)
     assert o.dtype == state.dtype == torch.float32
     exact = pdr.scan(*(x.double() for x in (q, k, v, gamma)), backend="reference")

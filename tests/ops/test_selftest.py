@@ -9,10 +9,13 @@ import torch
 
 from perspectron.cli.main import main
 from perspectron.errors import StorageError
-from perspectron.ops import dispatch, gla, pdr, selftest
+from perspectron.ops import case, cases, conv, dispatch, gla, layer_cases, pdr, selftest
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
 
+pytestmark = pytest.mark.cpu_only(
+    "the test that runs on a device is `perspectron selftest`, a stage of its own"
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -20,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def folder(tmp_path, monkeypatch):
     """A cache of its own, and small memories."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(selftest, "_sizes", lambda _: [(1, 9, 5, 3)])
+    monkeypatch.setattr(cases, "_sizes", lambda _: [(1, 9, 5, 3)])
     monkeypatch.setattr(selftest, "REPEATS", 1)
     clear = record.passed.cache_clear
     clear()
@@ -42,6 +45,12 @@ def test_every_operation_holds_and_the_record_says_so(folder, capsys):
     } < pairs
     ops = {op for op, _ in pairs}
     assert ops > {"delta", "gated delta", "rwkv7", "attention", "lens", "drm", "experts", "packed"}
+    assert ops > {"conv", "eligibility", "cached", "rope", "entropy", "norm", "gated", "decayed", "shifted"}
+    assert {row["op"] for row in found["rows"] if row["shape"].endswith("bf16")} > {
+        "attention",
+        "experts",
+        "gru",
+    }
     (kept,) = folder.iterdir()
     assert str(kept) == found["record"]
     assert json.loads(kept.read_text())["conditions"] == record.conditions(CPU)
@@ -61,7 +70,7 @@ def test_a_wrong_operation_is_told_and_kept(folder, monkeypatch, capsys):
 
 
 def test_numbers_that_are_not_finite_do_not_hold(monkeypatch):
-    monkeypatch.setattr(selftest, "_others", lambda: [])
+    monkeypatch.setattr(cases, "_others", lambda *_: [])
 
     def wrong(q, k, v, gate, state):
         nan = (q.sum() + k.sum() + gate.sum()) * torch.nan
@@ -72,8 +81,34 @@ def test_numbers_that_are_not_finite_do_not_hold(monkeypatch):
     assert rows and not any(row.holds for row in rows)
 
 
+@pytest.mark.parametrize("broken", ["convolve", "reference"])
+def test_an_operation_that_raises_fails_by_name_and_the_others_go_on(broken, monkeypatch, capsys):
+    def raises(*_, **__):
+        raise RuntimeError("no\nkernel image")
+
+    if broken == "convolve":
+        monkeypatch.setattr(conv, "convolve", raises)
+    else:
+        monkeypatch.setattr(layer_cases.experts, "reference", raises)
+    op = "conv" if broken == "convolve" else "experts"
+    assert main(["selftest", "--device", "cpu", "--json"]) == 1
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)["rows"]
+    failed = [row for row in rows if row["failed"] is not None]
+    assert len(failed) > 2 and {row["op"].split(",")[0] for row in failed} == {op}
+    assert all(row["forward"] is row["ms"] is None and not row["holds"] for row in failed)
+    assert all(row["holds"] for row in rows if row not in failed) and len(rows) > 50
+    assert captured.err.count("RuntimeError: no kernel image") == len(failed)
+    assert main(["selftest", "--device", "cpu"]) == 1
+
+
+@pytest.mark.parametrize("found", [torch.ones(2, 3), torch.tensor([1.0, torch.nan])])
+def test_an_output_of_another_shape_or_not_finite_is_infinitely_wrong(found):
+    assert selftest._error(found, torch.ones(2, dtype=torch.float64)) == float("inf")
+
+
 def test_the_inputs_have_hard_gates():
-    gates = selftest._gates(2, 50, 4)
+    gates = case.gates(2, 50, 4)
     for hard in (0.0, 1.0, 1e-30):
         assert 0.05 < (gates == torch.tensor(hard)).double().mean() < 0.15
 

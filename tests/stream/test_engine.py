@@ -25,7 +25,7 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.steps import steps_of
-from perspectron.errors import ArtifactError, BackendError, ConfigError, ShardError, StateError, StorageError
+from perspectron.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
 from perspectron.eval.cost import bench
 from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.model import LanguageModel
@@ -42,7 +42,7 @@ from perspectron.stream.artifact import (
     save_artifact,
     weights_of,
 )
-from perspectron.stream.device import DeviceExperts, Pinned
+from perspectron.stream.device import DeviceExperts
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.expert_file import ExpertLayout, dump, parse, planned, write_layer
 from perspectron.stream.reader import ShardFile, pread
@@ -182,47 +182,6 @@ def test_a_hint_does_not_displace_what_was_hinted_for_a_layer_before(folder):
         copies.hint(third, 2)
         copies.hint(third, 1)
         assert copies.holds(second, 0) and copies.holds(third, 2) and not copies.holds(third, 1)
-
-
-class Runtime:
-    """Takes the place of CUDA's; `codes` are what registering gives in turn, then 0."""
-
-    def __init__(self, *codes: int) -> None:
-        self.codes, self.pinned, self.calls = list(codes), set(), 0
-
-    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
-        self.calls += 1
-        code = self.codes.pop(0) if self.codes else 0
-        if code == 0:
-            assert place not in self.pinned
-            self.pinned.add(place)
-        return code
-
-    def cudaHostUnregister(self, place: int) -> int:
-        self.pinned.remove(place)
-        return 0
-
-
-def test_memory_is_pinned_once_and_released():
-    one, other = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
-    runtime = Runtime()
-    pinned = Pinned(runtime)
-    for host in (one, other, one, other):
-        pinned.pin(host)
-    assert runtime.calls == 2 and runtime.pinned == {one.data_ptr(), other.data_ptr()}
-    pinned.release()
-    pinned.release()
-    assert runtime.pinned == set()
-
-
-def test_memory_that_cannot_be_pinned_is_an_error_unless_it_is_pinned():
-    host, runtime = torch.zeros(4096, dtype=torch.uint8), Runtime(2, 712)
-    pinned = Pinned(runtime)
-    with pytest.raises(BackendError, match="pinning 4096 bytes of memory: CUDA error 2"):
-        pinned.pin(host)
-    pinned.pin(host)
-    pinned.release()
-    assert runtime.pinned == set()
 
 
 def test_a_model_that_is_moved_to_where_it_is_keeps_its_copies(full, monkeypatch):

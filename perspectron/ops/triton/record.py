@@ -17,17 +17,8 @@ from perspectron.errors import BackendError, PerspectronError, StorageError
 from perspectron.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
-SOURCES = tuple(
-    OPS / name
-    for name in (
-        "triton/kernels.py",
-        "triton/scan.py",
-        "triton/delta.py",
-        "triton/delta_gradients.py",
-        "triton/delta_scan.py",
-        "selftest.py",
-    )
-)
+TESTS = ("selftest.py", "case.py", "cases.py", "layer_cases.py")
+SOURCES = (*sorted((OPS / "triton").glob("*.py")), *(OPS / name for name in TESTS))
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """Memories whose rows decay, on a GPU: what `pdr.scan` and `gla.scan` run by the kernels of
-`perspectron.ops.triton.kernels`, whose docstring says how.
+`perspectron.ops.triton.blocks` or, few tokens, of `perspectron.ops.triton.kernels`, whose docstrings say how.
 
 Shapes: N memories, T time, D rows of a memory, R columns, A gate width (D or 1), n chunks, p parts of a sum over rows.
 """
@@ -16,6 +16,8 @@ from perspectron.ops import dispatch
 from perspectron.ops.triton import record
 
 INSTALL = "pip install 'perspectron[triton]'"
+SHORTEST = 16  # tokens that go by chunks; fewer go one by one
+SEGMENT = 4096  # tokens whose states are held at once where no gradients are wanted
 
 
 def obstacle(columns: int, *tensors: Tensor) -> str | None:
@@ -96,7 +98,7 @@ def _run(
     if not dispatch.gradients_off():
         o, last = _Scan.apply(columns, x, w, gate, reader, state)
         return o, last
-    o = _forward(columns, x, w, gate, reader, state, state, None)
+    o, _ = _forward(columns, x, w, gate, reader, state, state, keep=False)
     if not state.is_inference():  # autograd must see that what it saved is no more
         torch.autograd.graph.increment_version(state)
     return o, _written(state, state_NDR)
@@ -109,12 +111,8 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        from perspectron.ops.triton.kernels import tile
-
-        N, D, R = state.shape
         last = torch.empty_like(state)
-        borders = state.new_empty(N, -(-x.shape[1] // tile(R).chunk), D, R)
-        o = _forward(columns, x, w, gate, reader, state, last, borders)
+        o, borders = _forward(columns, x, w, gate, reader, state, last, keep=True)
         ctx.save_for_backward(x, w, gate, reader, borders)
         ctx.columns = columns
         return o, last
@@ -133,43 +131,112 @@ def _on(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _forward(
-    columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, first: Tensor, last: Tensor,
-    borders: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The outputs; writes the last state and, if given, those at the borders."""
-    from perspectron.ops.triton import kernels
+    columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, first: Tensor, last: Tensor, keep: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The outputs and, if kept, the states before each chunk; writes the last state."""
+    from perspectron.ops.triton import blocks, kernels
 
-    (N, T, D), R = x.shape, w.shape[2]
+    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
+    if T >= SHORTEST:
+        chunk = blocks.tile("states", R, wide).chunk
+        o, count = torch.empty_like(x if columns else w), -(-T // chunk)
+        most = count if keep else min(count, SEGMENT // chunk)
+        borders, pairs = first.new_empty(N, most, D, R), x.new_empty(N, T, 16) if columns else o
+        for start in range(0, count, most):
+            chunks = min(most, count - start)
+            _states(False, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
+            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (o, o))
+            span = (start, chunks)
+            _chunks(kind, False, True, x, w, gate, reader, reader, borders, borders, outputs, span)
+        if columns:
+            _inner(False, True, x, gate, x, o, o, o, pairs, o, o, o)
+        return o, borders if keep else None
     tile = kernels.tile(R)
-    blocks = -(-D // tile.rows)
-    o = x.new_empty(N, T, D) if columns else x.new_empty(blocks, N, T, R)
+    parts = -(-D // tile.rows)
+    o = x.new_empty(N, T, D) if columns else x.new_empty(parts, N, T, R)
+    borders = first.new_empty(N, -(-T // tile.chunk), D, R) if keep else None
     with _on(x):
-        kernels.forward[(N, blocks)](
+        kernels.forward[(N, parts)](
             x, w, gate, reader, first, o, last, last if borders is None else borders, T, D, R,
-            gate.shape[2] > 1, columns, borders is not None, tile.chunk, tile.rows, tile.columns,
-            num_warps=tile.warps,
+            wide, columns, keep, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
         )  # fmt: skip
-    return o if columns else o.sum(0)
+    return o if columns else o.sum(0), borders
+
+
+def _states(
+    back: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor, start: int,
+    chunks: int,
+) -> None:  # fmt: skip
+    """Write the states before so many chunks or, back, the adjoints after them, and the last one."""
+    from perspectron.ops.triton import blocks
+
+    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
+    tile = blocks.tile("states", R, wide)
+    with _on(x):
+        blocks.states[(N, -(-D // tile.rows), -(-R // tile.columns))](
+            x, w, gate, first, last, borders, T, start, chunks, D, R,
+            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _chunks(
+    kind: str, grad: bool, read: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor, borders: Tensor,
+    after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
+) -> None:  # fmt: skip
+    """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
+    from perspectron.ops.triton import blocks
+
+    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
+    tile = blocks.tile(kind, R, wide)
+    parts = -(-D // tile.rows) if kind == "rows" else -(-R // tile.columns)
+    with _on(x):
+        getattr(blocks, kind)[(N * span[1] * parts,)](
+            x, w, gate, r, c, borders, after, *outputs, T, *span, D, R,
+            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
+    """Run the kernel on the blocks of 16 tokens."""
+    from perspectron.ops.triton import blocks
+
+    N, T, D = x.shape
+    with _on(x):
+        blocks.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
 
 
 def _backward(
     columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, borders: Tensor, do: Tensor, dlast: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of x, w, the gate, the reader and the first state."""
-    from perspectron.ops.triton import kernels
+    from perspectron.ops.triton import blocks, kernels
 
-    (N, T, D), R = x.shape, w.shape[2]
+    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
+    dx, dfirst = torch.empty_like(x), torch.empty_like(dlast)
+    r, c = (do, reader) if columns else (reader, do)
+    if T >= SHORTEST:
+        after, chunks = torch.empty_like(borders), borders.shape[1]
+        _states(True, r, c, gate, dlast, dfirst, after, 0, chunks)
+        dw, dreader = torch.empty_like(w), torch.empty_like(reader)
+        parts = 1 if wide else -(-D // blocks.tile("rows", R, wide).rows)
+        dgate = gate.new_empty(parts, *gate.shape)
+        given, dr = (x, w, gate, r, c, borders, after), torch.empty_like(x) if columns else dreader
+        if wide:
+            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate[0]  # written over
+            _chunks("rows", True, True, *given, (e, both, s, pairs), (0, chunks))
+            _inner(True, not columns, x, gate, r, s, e, both, pairs, dx, dgate, dr)
+        else:
+            _chunks("rows", True, True, *given, (dx, dgate, dr, dr), (0, chunks))
+        _chunks("columns", True, columns, *given, (dw, dreader if columns else dw), (0, chunks))
+        return dx, dw, dgate[0] if parts == 1 else dgate.sum(0), dreader, dfirst
     tile = kernels.tile(R)
-    blocks = -(-D // tile.rows)
-    dx, dgate, dfirst = torch.empty_like(x), torch.empty_like(x), torch.empty_like(dlast)
-    dw = w.new_empty(blocks, N, T, R)
+    parts = -(-D // tile.rows)
+    dgate, dw = torch.empty_like(x), w.new_empty(parts, N, T, R)
     dreader = torch.empty_like(dw) if columns else torch.empty_like(x)
-    rows_columns = (do, reader) if columns else (reader, do)
     with _on(x):
-        kernels.backward[(N, blocks)](
-            x, w, gate, *rows_columns, borders, dlast, dx, dw, dgate, dreader, dfirst, T, D, R,
-            gate.shape[2] > 1, columns, tile.chunk, tile.rows, tile.columns,
-            num_warps=tile.warps,
+        kernels.backward[(N, parts)](
+            x, w, gate, r, c, borders, dlast, dx, dw, dgate, dreader, dfirst, T, D, R,
+            wide, columns, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
         )  # fmt: skip
-    dgate = dgate if gate.shape[2] > 1 else dgate.sum(2, keepdim=True)
+    dgate = dgate if wide else dgate.sum(2, keepdim=True)
     return dx, dw.sum(0), dgate, dreader.sum(0) if columns else dreader, dfirst

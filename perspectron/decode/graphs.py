@@ -1,0 +1,390 @@
+"""Steps of a model on CUDA that run as a graph: one launch reads a token in each row, where the modules are hundreds of
+kernels, each launched by the host. The graph runs the modules' own kernels.
+
+Shapes: B batch, D model width, V vocabulary.
+"""
+
+import dataclasses
+import logging
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.decode.held import Unsettled, caches, fill, like, settled, tensors, with_caches
+from perspectron.decode.recorder import ASKED, Mode, near
+from perspectron.decode.witness import Witness
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import Routed
+from perspectron.mixers.cache import Cache
+from perspectron.model import LanguageModel
+from perspectron.native.tape import Unrecordable, memory
+from perspectron.ops.dispatch import capturing
+from perspectron.state import LMState
+
+PATIENCE = 8
+"""Steps of one shape that the modules take first: a capture takes as long as some dozens of them."""
+MOST_GRAPHS = 16
+"""Graphs of a model that are kept."""
+MOST_IDLE = 2 << 30
+"""Bytes of states that those may keep which are not the latest."""
+LEAST_SLOTS = 256
+"""Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
+MOST_UNSETTLED = 8
+"""Captures of a kind of state that may change its shape before it is taken for one that never settles."""
+MOST_COMPARED = 1 << 30
+"""Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
+COMPILER = "inductor"
+Compiled = Literal["between", "all"]
+"""Parts of a step that are compiled: those between products with weights; of one row, these products too."""
+COPIES = ("to", "_to_copy", "copy_", "copy")
+aten = torch.ops.aten
+log = logging.getLogger("perspectron")
+
+
+class Graphs:
+    """Graphs of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model that
+    should have had them, as was said. compiled: what the compiler makes kernels of; None: the modules' own run."""
+
+    def __init__(
+        self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
+    ) -> None:
+        self._model, self.witness, self.told = weakref.ref(model), Witness(model), told
+        self._compiled = compiled
+        self.device = model.device
+        held = [*model.parameters(), *model.buffers()]
+        fetched = any(isinstance(m, Routed) and not isinstance(m, RoutedSwiGLU) for m in model.modules())
+        here = all(x.device == self.device for x in held)
+        self.plain = self.device.type == "cuda" and here and not fetched and not self.witness.patched
+        self._asked, self._refused, self._unsettled = Counter[Any](), set[Any](), Counter[Any]()
+        self._made = dict[Any, _Step | None]()
+        self._latest: _Step | None = None
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Do nothing: graphs read all numbers where they are."""
+
+    def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState] | None:
+        """Read a token in each row after `state`, which is used up: (what the head reads [B,D], logits [B,V], the new
+        state). None for a step that is left to the modules; the state is then as it was."""
+        if ids_B1.device != self.device or ids_B1.ndim != 2 or ids_B1.shape[1] != 1:
+            return None
+        with self._lock:
+            if not self.witness.stands:  # a graph would read what is no weight any more
+                self._made.clear()
+                self._latest = None
+                return None
+            if self._latest is None or not self._latest.at(state):
+                self._latest, state = self._taken(state)
+            now = self._latest
+            return None if now is None or len(ids_B1) != now.batch_size else now.step(ids_B1, state)
+
+    @torch.inference_mode(False)  # a compiler knows no tensors of inference mode
+    @torch.no_grad()
+    def _taken(self, state: LMState) -> "tuple[_Step | None, LMState]":
+        """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
+        if (there := next((one for one in self._made.values() if one and one.at(state)), None)) is not None:
+            return there, state
+        model = self._model()
+        assert model is not None
+        model.own(state)
+        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
+        if any(x.device != self.device for x in tensors(state)) or any(c.used == 0 for c in caches(state)):
+            return None, state
+        shapes = tuple(_shape(part) for part in parts)
+        key = spec, *shapes
+        kind = spec, state.batch_size > 1, *(dtype for _, dtype in shapes)
+        for _ in range(2):
+            if key not in self._made:
+                self._asked[key] += 1
+                if self._asked[key] <= PATIENCE:
+                    return None, state
+                self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
+            made = self._made[key] = self._made.pop(key)  # the latest is the last
+            self._shrink()
+            if made is None:
+                return None, state
+            if (taken := made.take(state)) is not None:
+                return (made, taken) if made.left > 0 else (None, state)
+            del self._made[key]  # somebody looks on at its memory, which is left to them
+        return None, state
+
+    def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "_Step | None":
+        """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
+        once of a model; not so for want of memory."""
+        try:
+            return _Step(model, state, self._compiled)
+        except torch.OutOfMemoryError:
+            reason: Exception = Unrecordable("too little memory for another state of this size")
+        except Exception as why:  # whatever it was, the modules can do it
+            self._unsettled[kind] += isinstance(why, Unsettled)
+            if isinstance(why, Unsettled) and self._unsettled[kind] <= MOST_UNSETTLED:
+                return None
+            self._refused.add(kind)
+            reason = why
+        said = log.info if self.told == str(reason) else log.warning
+        said("steps of %s run without a graph, several times slower: %s", model.config.name, reason)
+        self.told = str(reason)
+        return None
+
+    def _shrink(self) -> None:
+        """Let go of the oldest graphs, but never of the latest."""
+        *idle, _ = self._made
+        held = sum(made.nbytes for made in map(self._made.__getitem__, idle) if made is not None)
+        for key in idle:
+            if len(self._made) <= MOST_GRAPHS and held <= MOST_IDLE:
+                return
+            made = self._made.pop(key)
+            held -= 0 if made is None else made.nbytes
+
+
+class _Step:
+    """The step of a batch whose state has these shapes. The state of the text that took it last stands in its memory;
+    when another takes it, that one gets memory elsewhere. left: tokens that it has room for."""
+
+    def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
+        self.batch_size, self.left = state.batch_size, 0
+        self._positions, self._number = model.config.positions, model.number
+        self._near = near if compiled is None else _nearly
+        self._static = with_caches(like(state, self.batch_size, _room), _open)
+        self._bases = bases = tensors(self._static)
+        self.nbytes = sum(x.nbytes for x in bases)
+        self._ids_B1 = ids_B1 = torch.ones(self.batch_size, 1, dtype=torch.int64, device=model.device)
+        self._hidden_BD, self._logits_BV = hidden_BD, logits_BV = [
+            torch.zeros(self.batch_size, n, dtype=model.dtype, device=model.device)
+            for n in (model.config.d_model, model.config.vocab_size)
+        ]
+        step = body = _body(model, self._static)
+        if compiled is not None:
+            step = _compiled(body, (ids_B1, *bases), compiled)
+
+        @torch.inference_mode(False)
+        @torch.no_grad()
+        def run(step: Callable[..., tuple[Tensor, Tensor]] = step) -> None:
+            for into, x in zip((hidden_BD, logits_BV), step(ids_B1, *bases), strict=True):
+                into.copy_(x)
+
+        self._graph = Graph(run, model.device, asks=compiled is None)
+        self._handed: Callable[[], LMState | None] = _gone
+        self._leaves, self._caches = list[Any](), list[Any]()
+        self._holders = [_holders(x) for x in bases]
+        self._check(model.config.vocab_size, lambda: run(body))
+
+    def _check(self, V: int, modules: Callable[[], None]) -> None:
+        """Unrecordable unless some steps, of several tokens, give what the modules give."""
+
+        def said(step: Callable[[], None]) -> list[Tensor]:
+            found = list[Tensor]()
+            fill(self._static)
+            for id in (0, V - 1, V // 2):
+                self._ids_B1.fill_(id)
+                step()
+                found += [self._hidden_BD.clone(), self._logits_BV.clone()]
+            return found + [x.clone() for x in self._bases if self.nbytes <= MOST_COMPARED]
+
+        both = zip(said(self._graph.replay), said(modules), strict=True)
+        if not all(torch.equal(*pair) or self._near(*pair) for pair in both):
+            raise Unrecordable("it does not give what the modules give")
+
+    def at(self, state: LMState) -> bool:
+        """True if it goes on from this state, and can."""
+        return self.left > 0 and self._handed() is state
+
+    def take(self, state: LMState) -> LMState | None:
+        """Go on from a copy of this state: the same one, in the graph's memory; or None if somebody else has views of
+        that memory."""
+        if not self._left(tensors(state)):
+            return None
+        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
+        own = pytree.tree_leaves(self._static, is_leaf=_is_cache)
+        taken = [_copied(*both) for both in zip(own, parts, strict=True)]
+        handed: LMState = dataclasses.replace(pytree.tree_unflatten(taken, spec), model=self._number)
+        self._handed = weakref.ref(handed)
+        self._leaves = [weakref.ref(x) for x in tensors(handed)]
+        self._caches = [weakref.ref(cache) for cache in caches(handed)]
+        self.left = min((cache.slots - cache.used for cache in caches(handed)), default=sys.maxsize)
+        if handed.length_B is not None:
+            self.left = min(self.left, self._positions - int(handed.length_B.max()))
+        return handed
+
+    def _left(self, coming: list[Tensor]) -> bool:
+        """Give the state that is handed out memory of its own, if somebody has it still; False where the memory has
+        other views than those of the state that comes: it may be the same one, which modules have gone on with."""
+        for base, leaf in zip(self._bases, self._leaves, strict=False):
+            if (x := leaf()) is not None:
+                x.set_(base.clone())
+            del x
+        self._handed, self._leaves, self._caches, self.left = _gone, [], [], 0
+        pairs = zip(self._bases, coming, self._holders, strict=True)
+        return all(_holders(base) == count + _same(base, x) for base, x, count in pairs)
+
+    def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState]:
+        """`Graphs.step`, after the state that it is at."""
+        self._ids_B1.copy_(ids_B1)
+        self._graph.replay()
+        self.left -= 1
+        for known in self._caches:  # no other state has them: they were made when this one was taken
+            if (cache := known()) is not None:
+                object.__setattr__(cache, "used", cache.used + 1)
+        return self._hidden_BD.clone(), self._logits_BV.clone(), state
+
+
+def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step as a function of the ids [B,1] and the tensors of the state, which it writes into: (what the head reads
+    [B,D], logits [B,V])."""
+    known, (leaves, spec) = weakref.ref(model), pytree.tree_flatten(static)
+
+    def step(ids_B1: Tensor, *bases: Tensor) -> tuple[Tensor, Tensor]:
+        now, each = known(), iter(bases)
+        assert now is not None
+        state: LMState = pytree.tree_unflatten(
+            [next(each) if isinstance(x, Tensor) else x for x in leaves], spec
+        )
+        with capturing():
+            hidden_B1D, after, _ = now.hidden(ids_B1, state, consume_state=True)
+            logits_BV = now.head(hidden_B1D[:, 0])
+        ends = tensors(after)
+        settled([*bases], ends)
+        for base, end in zip(bases, ends, strict=True):
+            if memory(end) != memory(base):
+                base.copy_(end)
+            elif (base.storage_offset(), base.stride()) != (end.storage_offset(), end.stride()):
+                raise Unrecordable("a state that moves in its memory")
+        return hidden_B1D[:, 0], logits_BV
+
+    return step
+
+
+def _compiled(
+    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], compiled: Compiled
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    sums: dict[Any, Callable[..., Tensor]] = {aten.mm.default: _product, aten.addmm.default: _biased}
+    table = sums if compiled == "all" and len(given[0]) == 1 else {}
+    traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
+    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)
+
+
+def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
+    return (x_1K.mT * w_KN).sum(0, keepdim=True) if len(x_1K) == 1 else NotImplemented
+
+
+def _biased(bias_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    return bias_N + _product(x_1K, w_KN) if len(x_1K) == 1 else NotImplemented
+
+
+def _nearly(found: Tensor, wanted: Tensor) -> bool:
+    """True if numbers that were rounded at other places are near."""
+    if wanted.numel() == 0:
+        return True
+    share = 1e-2 if found.dtype in (torch.float32, torch.float64) else 0.2
+    found, wanted = found.double(), wanted.double()
+    return bool((found - wanted).abs().max() <= share * wanted.abs().max())
+
+
+class Graph:
+    """A function without arguments, captured: `replay` does to the device's memory what it does. It must ask the device
+    for nothing and copy nothing to it; with `asks`, what does is looked for first. Unrecordable: it does."""
+
+    def __init__(self, run: Callable[[], None], device: torch.device, *, asks: bool = True) -> None:
+        self._device, stream = device, _side(device)
+        with torch.cuda.device(device):
+            if asks:
+                with _Unasked():
+                    run()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # libraries and compilers do at their first call what a capture must not
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                run()
+
+    def replay(self) -> None:
+        """Do it again, on the current stream."""
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+@cache
+def _side(device: torch.device) -> Any:
+    """The stream of all captures on a device: each stream has working memory of its own."""
+    return torch.cuda.Stream(device)
+
+
+class _Unasked(Mode):
+    """While it is entered, an operation for which the host waits, or whose numbers come from another device, is
+    Unrecordable."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ASKED:
+            raise Unrecordable(f"{name}, for which the host waits")
+        out = func(*args, **(kwargs or {}))
+        met = [x for x in pytree.tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        places = {x.device.type for x in met if x.ndim > 0 or x.device.type != "cpu" or name in COPIES}
+        if len(places) > 1 or (name == "lift_fresh" and places - {"cpu"}):
+            raise Unrecordable(f"{name} between devices")
+        return out
+
+
+def _room(cache: Cache) -> int:
+    """Slots of a cache in a graph, at least one of them free."""
+    step = max(LEAST_SLOTS, (1 << cache.used.bit_length()) // 8)
+    return (cache.used // step + 1) * step
+
+
+def _open(cache: Cache) -> Cache:
+    """The cache as the modules have it in a graph: they write where its length says, and see all of it."""
+    return dataclasses.replace(cache, used=cache.slots - 1)
+
+
+def _shape(part: Any) -> tuple[Any, Any]:
+    """The shape that a graph takes for granted of a part of a state, and its type."""
+    if isinstance(part, Cache):
+        B, H, _, K = part.k_BHSK.shape
+        return (B, H, _room(part), K, part.v_BHSV.shape[3]), part.k_BHSK.dtype
+    return (part.shape, part.dtype) if isinstance(part, Tensor) else (part, None)
+
+
+def _copied(own: Any, part: Any) -> Any:
+    """A part of a state in the graph's memory."""
+    if isinstance(part, Cache):
+        for base, x in ((own.k_BHSK, part.k_BHSK), (own.v_BHSV, part.v_BHSV)):
+            base[:, :, : part.used].copy_(x[:, :, : part.used])
+            base[:, :, part.used :].zero_()  # nothing may stand there that is not finite
+        own.length_B.copy_(part.length_B)
+        return Cache(own.k_BHSK.detach(), own.v_BHSV.detach(), own.length_B.detach(), part.used)
+    return own.copy_(part).detach() if isinstance(part, Tensor) else part
+
+
+def _holders(x: Tensor) -> int:
+    """The number of those that hold the memory of a tensor: its other views, too."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """True if two tensors are one in memory."""
+    places = [(memory(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
+    return places[0] == places[1]
+
+
+def _is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
+
+
+def _gone() -> None:
+    """A reference to nothing."""

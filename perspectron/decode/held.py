@@ -1,0 +1,81 @@
+"""The parts of a state that steps are recorded or captured for.
+
+Shapes: B batch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.mixers.cache import Cache
+from perspectron.native.tape import Unrecordable, memory
+from perspectron.state import LMState
+
+
+class Unsettled(Unrecordable):
+    """A state whose next one has another shape, as an empty one may: that one may be recorded."""
+
+
+def tensors(state: LMState) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
+
+
+def caches(state: Any) -> list[Cache]:
+    """The growing caches among its parts."""
+    parts = pytree.tree_leaves(state, is_leaf=_is_cache)
+    return [part for part in parts if isinstance(part, Cache)]
+
+
+def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
+    """The state with other caches."""
+    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=_is_cache)
+
+
+def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:
+    """A state of the same shapes for so many rows, with the numbers of `fill`. slots: those that a cache gets."""
+
+    def made(part: Any) -> Any:
+        if isinstance(part, Cache):
+            k, v = (
+                x.new_zeros(rows, x.shape[1], slots(part), x.shape[3]) for x in (part.k_BHSK, part.v_BHSV)
+            )
+            return Cache(k, v, part.length_B.new_ones(rows), 1)
+        return part.new_zeros(rows, *part.shape[1:]) if isinstance(part, Tensor) else part
+
+    return fill(state._map(made, is_leaf=_is_cache))
+
+
+def fill(state: LMState) -> LMState:
+    """The state, filled with numbers that are the same whatever was read: whether a step can be recorded must not
+    depend on the text. Caches have one slot filled."""
+    for part in pytree.tree_leaves(state, is_leaf=_is_cache):
+        if isinstance(part, Cache):
+            for x in (part.k_BHSK, part.v_BHSV):
+                x.zero_()
+                _fill(x[:, :, :1])
+            part.length_B.fill_(1)
+        elif isinstance(part, Tensor):
+            _fill(part)
+    return state
+
+
+def _fill(x: Tensor) -> None:
+    if x.is_floating_point():
+        x.uniform_(-0.5, 0.5, generator=torch.Generator(x.device).manual_seed(0))
+    else:
+        x.fill_(1)
+
+
+def settled(before: list[Tensor], after: list[Tensor]) -> None:
+    """Unsettled unless each tensor of a state has the shape of the one before, and none is in the place of another."""
+    own = {memory(x) for x in before}
+    for base, end in zip(before, after, strict=True):
+        if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
+            raise Unsettled("a state that changes its shape, or parts that change places")
+
+
+def _is_cache(part: object) -> bool:
+    return isinstance(part, Cache)

@@ -1,0 +1,373 @@
+"""The recurrence of `perspectron.ops.triton.kernels` by chunks of tokens, all chunks at once, for whole sequences.
+
+    S_t = diag(g_t) S_{t-1} + x_t w_tᵀ,  o_t = S_t c_t  or  o_t = S_tᵀ r_t
+
+`states` alone goes through the time: it leaves the state before each chunk or, backwards, the adjoint E after it. With
+them `rows` and `columns` take every chunk by itself. Inside a chunk stand the products A_ij = Σ_d r_i x_j Π g_l and
+M_ij = c_i · w_j of a reader i with the tokens j ≤ i before it, with the gates j < l ≤ i between them.
+
+Gates of rows: a binary tree, as in `perspectron.ops.products`. For blocks of b = 1, 2, 4, … tokens, the readers of each
+right half, times the gates from its start, meet the tokens of its left half, times the gates to its end; a level's
+product is a whole matrix product of which the pairs of that level are taken. The gradient goes down the same tree.
+One gate for all rows: the products of gates between two tokens are a matrix [C,C], made by a scan, and
+
+    dg_l = Σ_{j<l≤i} dL_ij (Π_{l<m≤i} g_m) (Π_{j<m<l} g_m),
+
+two matrix products. So only products of gates are formed, no logarithm or quotient: any gate in [0, 1] is exact, 0 and 1
+included. Matrix products are in float32 by three of TensorFloat-32, an error of some 1e-7.
+
+Shapes: N memories, T time, D rows of a memory, R columns (at most 256), A gate width (D or 1), C tokens of a chunk, n
+chunks, BD rows and BR columns in registers, W width, p parts, b block of the tree.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """Tokens of a chunk, rows and columns of a program's tiles, and warps."""
+
+    chunk: int
+    rows: int
+    columns: int
+    warps: int
+
+
+def tile(kernel: str, R: int, wide: bool) -> Tile:
+    """The tile of a kernel for memories of R columns, whose rows have gates of their own if wide
+    (`benchmarks/triton_kernels.py` compiles them all)."""
+    columns = max(16, triton.next_power_of_2(R))
+    most = {"states": 64, "rows": 32, "columns": 128}[kernel]
+    return Tile(32 if wide else 64, 32, min(columns, most), 4)
+
+
+@triton.jit
+def _load(x, at, index, inside, width):
+    """A tile of tokens' vectors, from token `at` on; 0 outside."""
+    return tl.load(x + at * width + index, mask=inside, other=0.0)
+
+
+@triton.jit
+def _gates(gate_NTA, at, i, d, inside, D, WIDE: tl.constexpr):
+    """The gates of rows d of tokens at + i; 1, which changes nothing, outside."""
+    if WIDE:
+        return tl.load(gate_NTA + at * D + i * D + d, mask=inside, other=1.0)
+    return tl.load(gate_NTA + at + i + d * 0, mask=inside, other=1.0)
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["T", "start", "chunks"])
+def states(
+    x_NTD, w_NTR, gate_NTA, first_NDR, last_NDR, border_NnDR, T, start, chunks, D, R,
+    WIDE: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """The states before each chunk and the last one, of so many chunks from the one at `start` on. BACK: x is r and w
+    is c, and they are the adjoints after each chunk, from the last to the first. `last` may be `first`."""
+    n = tl.program_id(0).to(tl.int64)
+    d, r = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2) * BR + tl.arange(0, BR)
+    i = tl.arange(0, C)[:, None]
+    in_D, in_R = (d < D)[None, :], (r < R)[None, :]
+    inside, place = (d < D)[:, None] & in_R, d[:, None] * R + r[None, :]
+    d = d[None, :]
+    r = r[None, :]
+    S = tl.load(first_NDR + n * D * R + place, mask=inside, other=0.0)
+    for step in tl.range(0, chunks):
+        chunk = chunks - 1 - step if BACK else step
+        tl.store(border_NnDR + (n * chunks + chunk) * D * R + place, S, mask=inside)
+        at, left = n * T + (start + chunk) * C, T - (start + chunk) * C
+        x = _load(x_NTD, at, i * D + d, (i < left) & in_D, D)
+        w = _load(w_NTR, at, i * R + r, (i < left) & in_R, R)
+        gates = _gates(gate_NTA, at, i, d, (i < left) & in_D, D, WIDE)
+        if BACK:
+            reach = tl.cumprod(gates, 0)
+            whole = tl.sum(tl.where(i == C - 1, reach, 0.0), 0)
+        else:
+            later = _gates(gate_NTA, at, i + 1, d, (i + 1 < left) & (i + 1 < C) & in_D, D, WIDE)
+            reach = tl.cumprod(later, 0, reverse=True)
+            whole = tl.sum(tl.where(i == 0, reach * gates, 0.0), 0)
+        S = whole[:, None] * S + _dot(tl.trans(reach * x), w)
+    tl.store(last_NDR + n * D * R + place, S, mask=inside)
+
+
+# ---------------------------------------------------------------- the tree
+
+
+@triton.jit
+def _right(b: tl.constexpr, C: tl.constexpr):
+    """True for tokens in the right block of a pair [C,1]."""
+    return ((tl.arange(0, C) // b) % 2 == 1)[:, None]
+
+
+@triton.jit
+def _sibling(x, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The sum of x [C,W] over the other block of each token's pair."""
+    right = _right(b, C)
+    of_left = tl.sum(tl.reshape(tl.where(right, 0.0, x), [C // (2 * b), 2 * b, W]), 1)
+    of_right = tl.sum(tl.reshape(tl.where(right, x, 0.0), [C // (2 * b), 2 * b, W]), 1)
+    of_left = tl.reshape(tl.broadcast_to(of_left[:, None, :], [C // (2 * b), 2 * b, W]), [C, W])
+    of_right = tl.reshape(tl.broadcast_to(of_right[:, None, :], [C // (2 * b), 2 * b, W]), [C, W])
+    return tl.where(right, of_left, of_right)
+
+
+@triton.jit
+def _pairs(A, b: tl.constexpr, C: tl.constexpr):
+    """The part of A [C,C] where the right block of a pair looks at the left one; 0 elsewhere."""
+    i = tl.arange(0, C) // b
+    return tl.where(((i[:, None] ^ 1) == i[None, :]) & (i[:, None] > i[None, :]), A, 0.0)
+
+
+@triton.jit
+def _up(r, x, P, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """From blocks of b to blocks of 2b: readers r times the gates from their block's start, x times those to its end,
+    and the product P of all."""
+    right, i = _right(b, C), tl.arange(0, C)[:, None]
+    other = _sibling(tl.where(i % b == 0, P, 0.0), b, C, W)
+    return tl.where(right, r * other, r), tl.where(right, x, x * other), P * other
+
+
+@triton.jit
+def _between(r, x, b: tl.constexpr, C: tl.constexpr):
+    """The products of a level [C,C]."""
+    return _pairs(_dot(r, tl.trans(x)), b, C)
+
+
+@triton.jit
+def _reach(g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The products of gates from the start of each token's block, those to its end, and that of the sibling; `later`
+    are the gates of the next tokens. Made again at each level: what `_up` makes would not stay in registers."""
+    i = tl.arange(0, C)[:, None]
+    before, after = g, tl.zeros([C, W], dtype=tl.float32) + 1.0
+    if b > 1:
+        before = tl.reshape(tl.cumprod(tl.reshape(g, [C // b, b, W]), 1), [C, W])
+        after = tl.reshape(tl.where((i + 1) % b == 0, 1.0, later), [C // b, b, W])
+        after = tl.reshape(tl.cumprod(after, 1, reverse=True), [C, W])
+    return before, after, _sibling(tl.where((i + 1) % b == 0, before, 0.0), b, C, W)
+
+
+@triton.jit
+def _down_r(dr, M, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The gradient of the readers of blocks of b from that of 2b."""
+    _, after, other = _reach(g, later, b, C, W)
+    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x * after)
+
+
+@triton.jit
+def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """The gradients of readers, tokens and products of blocks of b from those of 2b."""
+    right, M = _right(b, C), _pairs(M, b, C)
+    before, after, other = _reach(g, later, b, C, W)
+    r *= before
+    x *= after
+    dP = dP * other + _sibling(tl.where(right, dr * r, dx * x), b, C, W)
+    dr = tl.where(right, dr * other, dr) + _dot(M, x)
+    dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r)
+    return dr, dx, dP
+
+
+# ---------------------------------------------------------------- one gate for all rows
+
+
+@triton.jit
+def _products(gates, C: tl.constexpr):
+    """(L, before, after, whole) of the gates [C] of a chunk: L_ij = Π_{j<l≤i} g_l, 0 for j > i; the products from the
+    start to i, those from j to the end, and that of all."""
+    i = tl.arange(0, C)
+    L = tl.cumprod(tl.where(i[:, None] > i[None, :], gates[:, None], 1.0), 0)
+    L = tl.where(i[:, None] >= i[None, :], L, 0.0)
+    before = tl.cumprod(gates, 0)
+    after = tl.sum(tl.where((i == C - 1)[:, None], L, 0.0), 0)
+    return L, before, after, tl.sum(tl.where(i == C - 1, before, 0.0), 0)
+
+
+@triton.jit
+def _dgates(L, dL, dbefore, dafter, dwhole, after, earlier, C: tl.constexpr):
+    """The gradient of the gates [C] from those of their products; `earlier` are the gates of the tokens before, 1 for
+    the first."""
+    i = tl.arange(0, C)
+    strictly = tl.cumprod(tl.where(i[:, None] > i[None, :] + 1, earlier[:, None], 1.0), 0)  # Π_{j<m<l}
+    strictly = tl.where(i[:, None] > i[None, :], strictly, 0.0)
+    start = tl.cumprod(earlier, 0)  # Π_{m<l}
+    inner = tl.sum(_dot(tl.trans(L), dL) * strictly, 1)
+    readers = tl.sum(L * dbefore[:, None], 0) + after * dwhole
+    return inner + start * readers + after * tl.sum(strictly * dafter[None, :], 1)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@triton.jit(do_not_specialize=["T", "start", "chunks"])
+def rows(
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB, T, start, chunks, D, R,
+    WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
+    the chunk and the gradients of x and of the gate, the latter in parts [p,N,T] of a sum over rows.
+
+    WIDE: what `inner` needs instead: S c_t with the state before t's block of 16 tokens; E w_t with the adjoint after
+    it; rowsum(S ⊙ E), at the first token of each; and M [N,T,16] of the tokens of a block, readers last."""
+    parts = tl.cdiv(D, BD)
+    program = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    n, chunk = program // chunks, start + program % chunks
+    at, left = n * T + chunk * C, T - chunk * C
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    d = part * BD + tl.arange(0, BD)
+    in_D = (d < D)[:, None]
+    place, inside = i * D + d[None, :], (i < left) & (d < D)[None, :]
+    M = tl.zeros([C, C], dtype=tl.float32)
+    dr = tl.zeros([C, BD], dtype=tl.float32)
+    if GRAD:
+        dx, both = tl.zeros([C, BD], dtype=tl.float32), tl.zeros([BD], dtype=tl.float32)
+    for block in tl.range(0, tl.cdiv(R, BR)):
+        k = (block * BR + tl.arange(0, BR))[None, :]
+        c = _load(c_NTR, at, i * R + k, (i < left) & (k < R), R)
+        w = _load(w_NTR, at, i * R + k, (i < left) & (k < R), R)
+        S = _load(border_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
+        M += _dot(c, tl.trans(w))
+        dr += _dot(c, tl.trans(S))
+        if GRAD:
+            E = _load(after_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
+            dx += _dot(w, tl.trans(E))
+            both += tl.sum(S * E, 1)
+    x = _load(x_NTD, at, place, inside, D)
+    r = _load(r_NTD, at, place, inside, D) if GRAD else x
+    if WIDE:
+        g = _gates(gate_NTA, at, i, d[None, :], inside, D, True)
+        later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
+        if GRAD:
+            dP = tl.broadcast_to(both[None, :], [C, BD])
+            if C >= 64:
+                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 32, C, BD)
+            if C >= 32:
+                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 16, C, BD)
+            tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
+        else:
+            if C >= 64:
+                dr = _down_r(dr, M, x, g, later, 32, C, BD)
+            if C >= 32:
+                dr = _down_r(dr, M, x, g, later, 16, C, BD)
+        tl.store(M_NTB + at * 16 + j * 16 + i % 16, M, mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)))
+    else:
+        t = tl.arange(0, C)
+        gates = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
+        L, before, after, _ = _products(gates, C)
+        if GRAD:
+            earlier = tl.load(gate_NTA + at + t - 1, mask=(t <= left) & (t > 0), other=1.0)
+            dbefore, dafter, dwhole = tl.sum(r * dr, 1), tl.sum(x * dx, 1), tl.sum(both, 0)
+            found = _dgates(L, _dot(r, tl.trans(x)) * M, dbefore, dafter, dwhole, after, earlier, C)
+            count = tl.num_programs(0) // parts // chunks
+            tl.store(dgate + (part * count + n) * T + chunk * C + t, found, mask=t < left)
+            dx = after[:, None] * dx + _dot(tl.trans(L * M), r)
+        dr = before[:, None] * dr + _dot(L * M, x)
+    if GRAD:
+        tl.store(dx_NTD + at * D + place, dx, mask=inside)
+    if READ or WIDE:
+        tl.store(read_NTD + at * D + place, dr, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "one"])
+def inner(
+    x_NTD, gate_NTD, r_NTD, s_NTD, e_NTD, both_NTD, M_NTB, dx_NTD, dgate_NTD, read_NTD, T, D, one,
+    GRAD: tl.constexpr, READ: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a block of 16 tokens, from what `rows` left: the outputs or the gradients. Each thread has a row and
+    all tokens: `one`, which is 1, hides from the compiler that there are neighbours, which it would give to a thread.
+
+    y_i is S_l c_i, with the state after token l, while l goes from the first to i; adding -0.0 costs nothing."""
+    parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
+    program = tl.program_id(0).to(tl.int64) // parts
+    start = (program % blocks).to(tl.int32) * 16
+    at, left = (program // blocks) * T + start, T - start
+    i, d = tl.arange(0, 16)[None, :], ((tl.program_id(0) % parts) * W + tl.arange(0, W)[:, None]) * one
+    in_D, place = d < D, i * D + d
+    inside = (i < left) & in_D
+    y = _load(s_NTD, at, place, inside, D)
+    if GRAD:
+        gates = tl.load(gate_NTD + at * D + place, mask=inside, other=1.0)
+        r = _load(r_NTD, at, place, inside, D)
+        last = _load(both_NTD, at, d, in_D, D)  # y of a reader after the block, for the adjoint there
+    for l in tl.static_range(16):
+        here = d < tl.where(left > l, D, 0)
+        x, m = _load(x_NTD, at + l, d, here, D), _load(M_NTB, at + l, i * one + d * 0, here & (i >= l), 16)
+        g = tl.load(gate_NTD + (at + l) * D + d, mask=here, other=1.0)
+        if GRAD:
+            reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
+            end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
+            e = _load(e_NTD, at + l, d, here, D)
+            dgate = tl.sum(tl.where(i >= l, reach * r * y, -0.0), 1)[:, None] + end * last
+            dx = tl.sum(tl.where(i >= l, reach * r * m, -0.0), 1)[:, None] + end * e
+            tl.store(dgate_NTD + (at + l) * D + d, dgate, mask=here)
+            tl.store(dx_NTD + (at + l) * D + d, dx, mask=here)
+            last = g * last + x * e
+        y = tl.where(i >= l, g * y + m * x, y)
+    if READ:
+        tl.store(read_NTD + at * D + place, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "start", "chunks"])
+def columns(
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dw_NTR, read_NTR, T, start, chunks, D, R,
+    WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
+    and the states before, Σ S_tᵀ r_t, the outputs or the gradient of c."""
+    parts = tl.cdiv(R, BR)
+    program = tl.program_id(0).to(tl.int64) // parts
+    n, chunk = program // chunks, start + program % chunks
+    at, left = n * T + chunk * C, T - chunk * C
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    k = (tl.program_id(0) % parts) * BR + tl.arange(0, BR)[None, :]
+    place, inside = i * R + k, (i < left) & (k < R)
+    A = tl.zeros([C, C], dtype=tl.float32)
+    if GRAD:
+        dw = tl.zeros([C, BR], dtype=tl.float32)
+    if READ:
+        read = tl.zeros([C, BR], dtype=tl.float32)
+    if not WIDE:
+        t = tl.arange(0, C)
+        L, before, after, _ = _products(tl.load(gate_NTA + at + t, mask=t < left, other=1.0), C)
+    for block in tl.range(0, tl.cdiv(D, BD)):
+        d = block * BD + tl.arange(0, BD)
+        in_D = (i < left) & (d < D)[None, :]
+        x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
+        if WIDE:
+            g = _gates(gate_NTA, at, i, d[None, :], in_D, D, True)
+            A += tl.where(i == j, tl.sum(r * x, 1)[:, None], 0.0)
+            r *= g
+            A += _between(r, x, 1, C)
+            r, x, g = _up(r, x, g, 1, C, BD)
+            A += _between(r, x, 2, C)
+            r, x, g = _up(r, x, g, 2, C, BD)
+            A += _between(r, x, 4, C)
+            r, x, g = _up(r, x, g, 4, C, BD)
+            A += _between(r, x, 8, C)
+            r, x, g = _up(r, x, g, 8, C, BD)
+            if C >= 32:
+                A += _between(r, x, 16, C)
+                r, x, g = _up(r, x, g, 16, C, BD)
+            if C >= 64:
+                A += _between(r, x, 32, C)
+                r, x, g = _up(r, x, g, 32, C, BD)
+        else:
+            A += _dot(r, tl.trans(x))
+            r *= before[:, None]
+            x *= after[:, None]
+        in_place = (d < D)[:, None] & (k < R)
+        if READ:
+            read += _dot(r, _load(border_NnDR, program * D, d[:, None] * R + k, in_place, R))
+        if GRAD:
+            dw += _dot(x, _load(after_NnDR, program * D, d[:, None] * R + k, in_place, R))
+    if not WIDE:
+        A *= L
+    if READ:
+        read += _dot(A, _load(w_NTR, at, place, inside, R))
+        tl.store(read_NTR + at * R + place, read, mask=inside)
+    if GRAD:
+        dw += _dot(tl.trans(A), _load(c_NTR, at, place, inside, R))
+        tl.store(dw_NTR + at * R + place, dw, mask=inside)

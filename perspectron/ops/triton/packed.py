@@ -1,0 +1,72 @@
+"""Products of packed matrices on a GPU: `perspectron.ops.packed` by the kernels of
+`perspectron.ops.triton.packed_kernels`, whose docstring says how. Two launches a matrix, four a SwiGLU.
+
+Shapes: T tokens, N rows, K columns, S columns stored, G groups of 128.
+"""
+
+import torch
+from torch import Tensor
+
+from perspectron.errors import BackendError
+from perspectron.ops.packing import GROUP, LAYOUTS, Packed
+from perspectron.ops.triton import scan
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Rounded ones: whole numbers [T,S], their step [T], and their sums [T,G]."""
+
+
+def wanted(backend: str, x_TK: Tensor, *matrices: Packed) -> bool:
+    """True if the kernels are to run, by the rules of `scan.wanted`. BackendError as there, or matrices elsewhere."""
+    here = all(part.device == x_TK.device for matrix in matrices for part in matrix[:2])
+    if not scan.wanted(backend, 1, x_TK):
+        return False
+    if not here:
+        raise BackendError(f"backend = {backend!r}: the matrix must be on {x_TK.device}, as its input")
+    return True
+
+
+def linear(x_TK: Tensor, packed: Packed) -> Tensor:
+    """The product [T,N] of float32."""
+    return _product(_rounded(x_TK, packed.codes.shape[1]), packed)[0]
+
+
+def swiglu(x_TD: Tensor, gate: Packed, up: Packed, down: Packed) -> Tensor:
+    """The network [T,D] of float32; gate and up in one launch."""
+    both_2TF = _product(_rounded(x_TD, gate.codes.shape[1]), gate, up)
+    return _product(_rounded(both_2TF[0], down.codes.shape[1], both_2TF[1]), down)[0]
+
+
+def _rounded(x_TK: Tensor, S: int, up_TK: Tensor | None = None) -> Tokens:
+    """The tokens of 8 bits; with `up`, those of SiLU(x) ⊙ up."""
+    from perspectron.ops.triton import packed_kernels as kernels
+
+    x_TK, (T, K), G = x_TK.contiguous(), x_TK.shape, -(-S // GROUP)
+    made = (
+        torch.empty(T, S, dtype=torch.int8, device=x_TK.device), x_TK.new_empty(T), x_TK.new_empty(T, G)
+    )  # fmt: skip
+    if T:
+        with scan._on(x_TK):
+            kernels.quantise[(T,)](
+                x_TK, x_TK if up_TK is None else up_TK, *made, K, S, G, up_TK is not None, kernels.WIDE,
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+    return made
+
+
+def _product(tokens: Tokens, *matrices: Packed) -> Tensor:
+    """The products [m,T,N] with m matrices, one or two, of one shape."""
+    from perspectron.ops.triton import packed_kernels as kernels
+
+    q_TS, first = tokens[0], matrices[0]
+    (T, S), N, (blocks, _), R = q_TS.shape, first.shape[0], first.codes.shape, LAYOUTS[first.format].rows
+    y = tokens[1].new_empty(len(matrices), T, N)
+    if T:
+        tile = kernels.tile(R, T, blocks)
+        kernel = kernels.few if tile.tokens == 1 else kernels.many
+        pairs = [part.contiguous() for matrix in (first, matrices[-1]) for part in matrix[:2]]
+        with scan._on(q_TS):
+            kernel[(-(-blocks // tile.blocks), -(-T // tile.tokens), len(matrices))](
+                *tokens, *pairs, y, T, blocks, N, S, -(-S // GROUP),
+                len(matrices) == 2, R, *tile[:3], num_warps=tile.warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    return y
