@@ -120,7 +120,7 @@ def prepare(
     WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """What does not depend on the state, of one chunk: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q, the X
+    """The parts of one chunk that do not depend on the state: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q, the X
     [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
