@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.on_gpu import frame
+from benchmarks.on_gpu import frame, page
 from benchmarks.on_gpu.frame import Place, Skip, Unit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,10 @@ def contents(folder: Path) -> dict[str, Any]:
     """What the files of a run have, without its figures: the units of each stage, and how each ended."""
     files = {path.name: frame.read(path) for path in folder.glob("*.json")}
     return {
-        name: (found["done"], {unit: min(set(how) - {"seconds", "commit"}) for unit, how in found["units"].items()})
+        name: (
+            found["done"],
+            {unit: min(set(how) - {"seconds", "commit"}) for unit, how in found["units"].items()},
+        )
         for name, found in files.items()
     }
 
@@ -147,6 +150,22 @@ def test_a_unit_that_does_not_end_is_stopped_and_the_stage_goes_on(tmp_path: Pat
     assert codes == [frame.AGAIN, 0]
     assert kept(tmp_path)["endless"]["failed"] == "stopped after 0.5 s"
     assert "result" in kept(tmp_path)["next"]
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run python benchmarks/on_gpu/page.py"
+
+
+def test_the_page_of_a_rehearsal_has_a_table_of_every_stage(rehearsed: Path) -> None:
+    text = page.tables(rehearsed)
+    assert text.count("| --- |") >= len(gpu.STAGES)
+
+
+def test_without_results_the_page_says_that_nothing_ran(tmp_path: Path) -> None:
+    assert page.tables(tmp_path).strip() == page.NOTHING
 
 
 # ---------------------------------------------------------------- what it refuses
