@@ -120,8 +120,8 @@ def prepare(
     WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one chunk that do not depend on the state: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q and
-    the X [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
+    """The parts of one chunk that do not depend on the state: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q
+    and the X [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i = tl.arange(0, C)
