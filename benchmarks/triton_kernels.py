@@ -25,10 +25,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import delta, kernels
+from perspectron.ops.triton import delta, delta_gradients, kernels
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
+DELTA = (16, 32, 64, 128)
+"""Rows of the delta rules' memories, where a walk on sm_80 spills from 64 on, and others that 16 does not divide do."""
 SPILLS = 64
 """Bytes of a thread."""
 TARGETS = {
@@ -58,7 +60,12 @@ class Form:
         walks = self.kernel in (delta.forward, delta.backward)
         sizes = {"KP": at.rows, "BV": at.columns if walks else at.some, "BK": at.some}
         fixed = self.fixed | sizes | {"DOT": "tf32x3" if target.backend == "cuda" else "ieee"}
-        warps = at.warps // 2 if self.kernel in (delta.prepare, delta.pairs) else at.warps
+        few = {
+            delta.prepare: at.warps // 2,
+            delta_gradients.pairs: at.warps // 2,
+            delta_gradients.channels: 1,
+        }
+        warps = few.get(self.kernel, at.warps)
         tile = {"rows": at.rows, "columns": sizes["BV"], "chunk": delta.C.value, "warps": warps}
         return {n: value for n, value in fixed.items() if n in self.kernel.arg_names}, tile
 
@@ -92,9 +99,11 @@ FORMS = tuple(
         (delta.forward, {"KEEP": False}),
         (delta.forward, {"KEEP": True}),
         (delta.backward, {}),
-        (delta.pairs, {}),
-        (delta.inputs, {}),
+        (delta_gradients.pairs, {}),
+        (delta_gradients.inputs, {}),
+        (delta_gradients.channels, {}),
     )
+    if use != "gated delta" or kernel is not delta_gradients.channels
 )
 
 
@@ -120,7 +129,8 @@ def compiled(form: Form, R: int, name: str) -> Compiled:
     kinds = dict.fromkeys(fixed, "constexpr") | dict.fromkeys(("scale", "sign"), "fp32")
     kinds |= dict.fromkeys(("T", "D", "R", "h", "K", "V"), "i32")
     types = {n: kinds.get(n, "*fp32") for n in names}
-    even = [n for n in names if n not in (*fixed, "T", "h", "scale", "sign") and not (n in "RKV" and R % 16)]
+    odd = {p.name for p in form.kernel.params if p.do_not_specialize} | {"h", "scale", "sign", *fixed}
+    even = [n for n in names if n not in odd and not (n in "RKV" and R % 16)]
     source = ASTSource(
         form.kernel,
         types,
@@ -160,8 +170,13 @@ def main() -> None:
     shapes = f"states of {', '.join(map(str, columns))} columns"
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     report.say(f"   triton: {triton.__version__}", "")
-    pairs = [(form, R) for form in FORMS for R in columns if not form.delta or R <= delta.WIDEST]
-    found = [compiled(form, R, target) for form, R in pairs for target in TARGETS]
+    found = [
+        compiled(form, R, target)
+        for form in FORMS
+        for R in columns
+        for target in TARGETS
+        if not form.delta or (R in DELTA and target != "sm_80")
+    ]
     rows = [
         [one.form, str(one.R), one.target, f"{one.tile['rows']} x {one.tile['columns']}", str(one.tile["chunk"]),
          str(one.tile["warps"]), str(one.registers), str(one.spills), str(one.shared), "yes" if one.holds else "NO"]

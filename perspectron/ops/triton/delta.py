@@ -11,10 +11,9 @@ With G_ij the product of the gates after j up to i, a chunk of C tokens is
 
 What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
 `forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
-the adjoint E; `pairs` and `inputs` then take all chunks at once. Only products of gates are formed, no logarithm or
-quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its powers would cancel
-where keys repeat. The gradient of a gate is a sum over the pairs of what is written before it and read after it, with
-the gates between them but its own.
+the adjoint E; `perspectron.ops.triton.delta_gradients` then takes all chunks at once. Only products of gates are
+formed, no logarithm or quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its
+powers would cancel where keys repeat.
 
 Shapes: N memories, T time, C tokens of one chunk, K rows of a memory (at most 128), V columns, A gate width (K or 1), n
 chunks; KP, BK and BV rows and columns of a program. Row t of memory n is at (n // h · T + t) h + n mod h: h is 1, or
@@ -88,11 +87,17 @@ def _between(gate, at, i, live, h, SKIP: tl.constexpr):
 
 
 @triton.jit
-def _ends(gate, at, i, column, live, there, h, width):
-    """The products of gates from the chunk's start, without and with each token's own, and to its end, without it."""
-    before = _gates(gate, at - h, column, live & (i > 0), width)
-    after = _gates(gate, at + h, column, there, width)
-    own = _gates(gate, at, column, live, width)
+def _ends(gate, at, i, column, live, there, h, K, WIDE: tl.constexpr):
+    """The products of gates from the chunk's start, without and with each token's own, and to its end, without it:
+    [C,K], or [C] of one gate a token (Triton 3.6 cannot compile them as [C,1])."""
+    if WIDE:
+        before = _gates(gate, at - h, column, live & (i > 0), K)
+        after = _gates(gate, at + h, column, there, K)
+        own = _gates(gate, at, column, live, K)
+    else:
+        before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
+        after = tl.load(gate + at + h, mask=there, other=1.0)
+        own = tl.load(gate + at, mask=live, other=1.0)
     return tl.cumprod(before, 0), tl.cumprod(own, 0), tl.cumprod(after, 0, reverse=True)
 
 
@@ -108,15 +113,15 @@ def _inverse(A, i):
     return X
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def prepare(
     q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, scale, sign,
     T, h, K, V,
     WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """What does not depend on the state, of one chunk: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q, the X
-    [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
+    """The parts of one chunk that do not depend on the state: the inverse and the A [·,C], Z = (I + A_e)⁻¹ Y_e, Y of q
+    and the X [·,K], U [·,V] without what the state gives, and P [N,n,A]. q counts `scale` times, e `sign` times."""
     chunks = tl.cdiv(T, C)
     n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     i = tl.arange(0, C)
@@ -171,16 +176,16 @@ def prepare(
     for start in tl.range(0, KP, BK):
         c = start + tl.arange(0, BK)
         if WIDE:
-            skip, full, rest = _ends(gate, at, i, c, live, there, h, K)
+            skip, full, rest = _ends(gate, at, i, c, live, there, h, K, True)
             tl.store(
                 P + (n * chunks + chunk) * K + c,
                 tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0),
                 mask=c < K,
             )
         else:
-            one = tl.arange(0, 1)
-            skip, full, rest = _ends(gate, at, i, one, live, there, h, 1)
-            tl.store(P + n * chunks + chunk + one, tl.sum(tl.where(i[:, None] == C - 1, full, 0.0), 0))
+            skip, full, rest = _ends(gate, at, i, c, live, there, h, K, False)
+            tl.store(P + n * chunks + chunk, tl.sum(tl.where(i == C - 1, full, 0.0), 0))
+            full, rest = full[:, None], rest[:, None]
         y = _tile(e, at, c, live, K) * sign
         if FIRST:
             y *= skip
@@ -199,7 +204,7 @@ def _whole(P, place, r, K, WIDE: tl.constexpr):
     return tl.load(P + place * K + r, mask=r < K, other=0.0)[:, None] if WIDE else tl.load(P + place)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def forward(
     Z, Y, Xu, Xv, U, v, A_qu, A_qv, P, first_NKV, o, last_NKV, border_NnKV,
     T, h, K, V,
@@ -232,7 +237,7 @@ def forward(
         tl.store(last_NKV + n * K * V + place, S, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "h"])
 def backward(
     Z, Y, Xu, A_qu, P, do, dlast_NKV, dU, border_NnKV, dfirst_NKV,
     T, h, K, V,
@@ -256,176 +261,3 @@ def backward(
         E = _whole(P, n * chunks + chunk, r, K, WIDE) * E + _dot(tl.trans(_tile(Y, at, r, live, K)), do_, DOT)
         E -= _dot(tl.trans(_tile(Z, at, r, live, K)), du, DOT)
     tl.store(dfirst_NKV + n * K * V + place, E, mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def pairs(
-    inverse, A_qv, A_ev, Xv, v, U, dU, E_NnKV, do, dR, dv, dA_qu, dA_qv, dA_eu, dA_ev,
-    T, h, K, V,
-    FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the A and of v, of one chunk, and dR = (I + A_e)⁻ᵀ dU, which may be dU or, unless FIRST, dv."""
-    chunks = tl.cdiv(T, C)
-    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    i = tl.arange(0, C)
-    t = chunk * C + i
-    live, at = t < T, n // h * T * h + n % h + t * h
-    X = tl.trans(_tile(inverse, at, i, live, C))
-    qu, qv = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    eu, ev = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    for start in tl.range(0, V, BV):
-        d = start + tl.arange(0, BV)
-        dr, do_ = _dot(X, _tile(dU, at, d, live, V), DOT), _tile(do, at, d, live, V)
-        u = tl.trans(_tile(U, at, d, live, V))
-        _keep(dR, dr, at, d, live, V)
-        qu += _dot(do_, u, DOT)
-        eu -= _dot(dr, u, DOT)
-        if FIRST:
-            z = tl.trans(_tile(v, at, d, live, V))
-            qv += _dot(do_, z, DOT)
-            ev -= _dot(dr, z, DOT)
-            dz = _dot(tl.trans(_tile(A_qv, at, i, live, C)), do_, DOT)
-            dz -= _dot(tl.trans(_tile(A_ev, at, i, live, C)), dr, DOT)
-            for some in tl.range(0, KP, BK):
-                r = some + tl.arange(0, BK)
-                dz += _dot(_tile(Xv, at, r, live, K), _part(E_NnKV, n * chunks + chunk, r, d, K, V), DOT)
-            _keep(dv, dz, at, d, live, V)
-    seen = i[:, None] >= i[None, :]
-    _keep(dA_qu, tl.where(seen, qu, 0.0), at, i, live, C)
-    if FIRST:
-        _keep(dA_qv, tl.where(seen, qv, 0.0), at, i, live, C)
-    seen = i[:, None] > i[None, :]
-    _keep(dA_eu, tl.where(seen, eu, 0.0), at, i, live, C)
-    if FIRST:
-        _keep(dA_ev, tl.where(seen, ev, 0.0), at, i, live, C)
-
-
-@triton.jit
-def _part(x, place, r, d, K, V):
-    """Rows r and columns d of a state; 0 outside."""
-    return tl.load(
-        x + place * K * V + r[:, None] * V + d[None, :], mask=(r < K)[:, None] & (d < V)[None, :], other=0.0
-    )
-
-
-@triton.jit(do_not_specialize=["T"])
-def inputs(
-    q, e, w, k, v, gate, S_NnKV, E_NnKV, do, dR, U, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, scale, sign,
-    T, h, K, V,
-    WIDE: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """The gradients of q, e, the keys and the gates, of one chunk."""
-    chunks = tl.cdiv(T, C)
-    n, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
-    place, i = n * chunks + chunk, tl.arange(0, C)
-    t = chunk * C + i
-    live, there, first = t < T, (t + 1 < T) & (i + 1 < C), n // h * T * h + n % h
-    at = first + t * h
-    if not WIDE:
-        G, skipped = _between(gate, at, i, live, h, 0), _between(gate, at, i, live, h, 1)
-        between, read = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
-        written, kept = tl.zeros([C], dtype=tl.float32), 0.0
-    for start in tl.range(0, KP, BK):
-        c = start + tl.arange(0, BK)
-        y, z = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-        xu, xv = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-        p = tl.zeros([BK], dtype=tl.float32)
-        for some in tl.range(0, V, BV):
-            d = some + tl.arange(0, BV)
-            S, E = _part(S_NnKV, place, c, d, K, V), _part(E_NnKV, place, c, d, K, V)
-            p += tl.sum(S * E, 1)
-            S, E = tl.trans(S), tl.trans(E)
-            y += _dot(_tile(do, at, d, live, V), S, DOT)
-            z -= _dot(_tile(dR, at, d, live, V), S, DOT)
-            xu += _dot(_tile(U, at, d, live, V), E, DOT)
-            if FIRST:
-                xv += _dot(_tile(v, at, d, live, V), E, DOT)
-        q_, e_, w_ = (
-            _tile(q, at, c, live, K) * scale,
-            _tile(e, at, c, live, K) * sign,
-            _tile(w, at, c, live, K),
-        )
-        if WIDE:
-            _channels(
-                q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-                scale, sign, first, chunk, at, i, c, live, T, h, K, FIRST, BK,
-            )  # fmt: skip
-        else:
-            _, full, rest = _ends(gate, at, i, tl.arange(0, 1), live, there, h, 1)
-            read += tl.sum(y * q_ + z * e_, 1)
-            written += tl.sum(xu * w_, 1)
-            kept += tl.sum(p, 0)
-            qu, eu = _tile(dA_qu, at, i, live, C), _tile(dA_eu, at, i, live, C)  # here, for fewer registers
-            between += qu * _dot(q_, tl.trans(w_), DOT) + eu * _dot(e_, tl.trans(w_), DOT)
-            _keep(dq, (y * full + _dot(qu * G, w_, DOT)) * scale, at, c, live, K)
-            _keep(de, (z * full + _dot(eu * G, w_, DOT)) * sign, at, c, live, K)
-            xu = xu * rest + _dot(tl.trans(qu * G), q_, DOT) + _dot(tl.trans(eu * G), e_, DOT)
-            _keep(dw, xu, at, c, live, K)
-    if not WIDE:
-        before = tl.load(gate + at - h, mask=live & (i > 0), other=1.0)
-        after = tl.load(gate + at + h, mask=there, other=1.0)
-        skip, rest = tl.cumprod(before, 0), tl.cumprod(after, 0, reverse=True)
-        dg = tl.sum(G * (_dot(between, tl.trans(skipped), DOT) + read[:, None] * skip[None, :]), 0)
-        dg += rest * (tl.sum(skipped * written[None, :], 1) + skip * kept)
-        tl.store(dgate + at, dg, mask=live)
-
-
-@triton.jit
-def _channels(
-    q, e, w, k, gate, q_, e_, y, z, xu, xv, p, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-    scale, sign, first, chunk, at, i, c, live, T, h, K,
-    FIRST: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """The gradients where each key channel has a gate, of channels c. Forwards, y and z become what q and e would read
-    of all that was written until then; backwards, xu and xv what all that comes after reads of the keys."""
-    row, own = i[:, None], _gates(gate, at, c, live, K)
-    before = _gates(gate, at - h, c, live & (i > 0), K)
-    yq, ze = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    for s in tl.range(0, C):
-        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
-        g = _row(gate, one * K, c, inside, 1.0)
-        reach = tl.cumprod(tl.where(row > s, own, 1.0), 0)
-        dg = tl.sum(tl.where(row >= s, reach * q_ * y, 0.0), 0)
-        if FIRST:
-            ze = tl.where(place, z, ze)
-            short = tl.cumprod(tl.where(row > s + 1, before, 1.0), 0)
-            dg += tl.sum(tl.where(row > s, short * e_ * z, 0.0), 0)
-        else:
-            dg += tl.sum(tl.where(row >= s, reach * e_ * z, 0.0), 0)
-        dg += tl.sum(tl.where(row == C - 1, reach, 0.0), 0) * p
-        tl.store(dgate + one * K + c, dg, mask=inside)
-        w_ = _row(w, one * K, c, inside, 0.0)[None, :]
-        y = g[None, :] * y + tl.load(dA_qu + at * C + s, mask=live, other=0.0)[:, None] * w_
-        z = g[None, :] * z + tl.load(dA_eu + at * C + s, mask=live, other=0.0)[:, None] * w_
-        p = g * p + tl.sum(tl.where(place, xu * w_, 0.0), 0)
-        if FIRST:
-            w_ = _row(k, one * K, c, inside, 0.0)[None, :]
-            y += tl.load(dA_qv + at * C + s, mask=live, other=0.0)[:, None] * w_
-            z += tl.load(dA_ev + at * C + s, mask=live, other=0.0)[:, None] * w_
-            p += tl.sum(tl.where(place, xv * w_, 0.0), 0)
-        else:
-            ze = tl.where(place, z, ze)
-        yq = tl.where(place, y, yq)
-    _keep(dq, yq * scale, at, c, live, K)
-    _keep(de, ze * sign, at, c, live, K)
-    yq, ze = xu, xv
-    for back in tl.range(0, C):
-        s = C - 1 - back
-        one, inside, place = first + (chunk * C + s) * h, (c < K) & (c * 0 + chunk * C + s < T), row == s
-        seen = i * 0 + chunk * C + s < T
-        g = _row(gate, one * K, c, inside, 1.0)[None, :]
-        r = _row(q, one * K, c, inside, 0.0)[None, :] * scale
-        xu += tl.load(dA_qu + one * C + i, mask=seen, other=0.0)[:, None] * r
-        if FIRST:
-            xv += tl.load(dA_qv + one * C + i, mask=seen, other=0.0)[:, None] * r
-        r = _row(e, one * K, c, inside, 0.0)[None, :] * sign
-        if not FIRST:
-            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
-        yq, xu = tl.where(place, xu, yq), g * xu
-        if FIRST:
-            ze, xv = tl.where(place, xv, ze), g * xv
-            xu += tl.load(dA_eu + one * C + i, mask=seen, other=0.0)[:, None] * r
-            xv += tl.load(dA_ev + one * C + i, mask=seen, other=0.0)[:, None] * r
-    _keep(dw, yq, at, c, live, K)
-    if FIRST:
-        _keep(dk, ze, at, c, live, K)

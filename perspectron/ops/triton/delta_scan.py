@@ -1,10 +1,11 @@
 """The delta rules with gates on a GPU: what `delta.scan` and `delta.scan_rwkv7` run by the kernels of
-`perspectron.ops.triton.delta`, whose docstring says how.
+`perspectron.ops.triton.delta` and `delta_gradients`, whose docstrings say how.
 
 Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value width; N memories, M rows of them all, C
 tokens of a chunk, n chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,12 +62,12 @@ def run(
     gate = gate if k is None else gate.expand_as(q)
     rows = [x.transpose(1, 2) if beside else x for x in (q, e, w, w if k is None else k, v, gate)]
     tensors = [x.contiguous() for x in rows]
-    given = (Fixed(k is not None, q.shape[1] if beside else 1, scale, sign), *tensors)
+    fixed = Fixed(k is not None, q.shape[1] if beside else 1, scale, sign)
     flat = state.flatten(0, 1).contiguous()
     if not dispatch.gradients_off():
-        o, last = _Scan.apply(*given, flat)
+        o, last = _Scan.apply(fixed, *tensors, flat)
         return o.transpose(1, 2) if beside else o, last.view(state.shape)
-    o = _forward(*given, flat, flat)
+    o = _forward(fixed, tensors, flat, flat)
     if not flat.is_inference():  # autograd must see that what it saved is no more
         torch.autograd.graph.increment_version(flat)
     return o.transpose(1, 2) if beside else o, _written(flat.view(state.shape), state)
@@ -90,7 +91,7 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.fixed = fixed
         last = torch.empty_like(inputs[-1])
-        return _forward(fixed, *inputs, last), last
+        return _forward(fixed, inputs[:-1], inputs[-1], last), last
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,13 +164,12 @@ class _Call:
         )  # fmt: skip
 
 
-def _forward(
-    fixed: Fixed, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor, last: Tensor
-) -> Tensor:  # fmt: skip
+def _forward(fixed: Fixed, inputs: Sequence[Tensor], state: Tensor, last: Tensor) -> Tensor:
     """The outputs, as v; writes the last state."""
+    q, _, _, _, v, gate = inputs
     call, o = _Call(fixed, q, v, gate, state), torch.empty_like(v)
     with _on(q):
-        call.walk(call.prepared(q, e, w, k, v, gate), v, state, o, last, None)
+        call.walk(call.prepared(*inputs), v, state, o, last, None)
     return o
 
 
@@ -178,14 +178,14 @@ def _backward(
     dlast: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the inputs and of the first state; all else is computed again."""
-    from perspectron.ops.triton import delta
+    from perspectron.ops.triton import delta, delta_gradients
 
     call, first = _Call(fixed, q, v, gate, state), fixed.first
     dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))
     dk, dU = torch.empty_like(k) if first else dw, torch.empty_like(v) if first else dv
     S, E = (call.new(call.N, call.chunks, call.K, call.V) for _ in range(2))
-    dA_qu, dA_eu = call.pairs(2)
-    dA_qv, dA_ev = call.pairs(2) if first else (dA_qu, dA_eu)
+    dA_qu, dA_eu = (call.new(call.N, call.chunks, 16, 16) for _ in range(2))
+    dA_qv, dA_ev = (torch.empty_like(dA_qu) for _ in range(2)) if first else (dA_qu, dA_eu)
     tile, some, alone = call.tile, (call.tile.some, call.tile.some, call.precision), (call.N * call.chunks,)
     with _on(q):
         made = call.prepared(q, e, w, k, v, gate)
@@ -194,12 +194,17 @@ def _backward(
             made["Z"], made["Y"], made["Xu"], made["A_qu"], made["P"], do, dlast, dU, E, dfirst,
             *call.sizes, call.wide, tile.rows, tile.columns, call.precision, num_warps=tile.warps,
         )  # fmt: skip
-        delta.pairs[alone](
+        delta_gradients.pairs[alone](
             made["inverse"], made["A_qv"], made["A_ev"], made["Xv"], v, made["U"], dU, E, do, dU, dv,
             dA_qu, dA_qv, dA_eu, dA_ev, *call.sizes, first, tile.rows, *some, num_warps=tile.warps // 2,
         )  # fmt: skip
-        delta.inputs[alone](
+        delta_gradients.inputs[alone](
             q, e, w, k, v, gate, S, E, do, dU, made["U"], dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate,
-            fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
+            made["P"], fixed.scale, fixed.sign, *call.sizes, call.wide, first, tile.rows, *some, num_warps=tile.warps,
         )  # fmt: skip
+        if call.wide:
+            delta_gradients.channels[*alone, -(-call.K // 32)](
+                q, e, w, k, gate, dA_qu, dA_qv, dA_eu, dA_ev, dq, de, dw, dk, dgate, made["P"],
+                fixed.scale, fixed.sign, *call.sizes[:3], first, 32, num_warps=1,
+            )  # fmt: skip
     return dq, de, dw, dk if first else None, dv, dgate, dfirst
