@@ -132,7 +132,10 @@ def _lanes(lane_b16, offset_b, step, y_N, b, r: tl.constexpr, R: tl.constexpr, N
 
 
 @triton.jit
-def _group(low, high, q_low, q_high, sum_g, scales_b, in_b, lane_b16, offset_b, r: tl.constexpr, R: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+def _group(
+    low, high, q_low, q_high, sum_g, scales_b, in_b, lane_b16, offset_b,
+    r: tl.constexpr, R: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """The lanes and the offset after one more group."""
     product = _digit(low, r, R) * q_low[None, :] + _digit(high, r, R) * q_high[None, :]
     sums_b16 = tl.sum(tl.reshape(product, [BB, 16, 4]), 2).to(tl.float32)
@@ -245,10 +248,7 @@ def _many(
     t = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
     b, c = tl.program_id(0) * BB + tl.arange(0, BB), tl.arange(0, BC)
     in_t, in_b = t < T, b < blocks
-    if R == 1 or R == 5:
-        a0 = tl.zeros([BT, BB], tl.int32)
-    else:
-        a0 = tl.zeros([BT, BB], tl.float32)
+    a0 = tl.zeros([BT, BB], tl.int32 if R == 1 or R == 5 else tl.float32)
     a1, a2, a3, a4 = a0, a0, a0, a0
     q_tc, byte_bc = q_TS + t[:, None] * S + c[None, :], codes_bS + b.to(tl.int64)[:, None] * S + c[None, :]
     for start in range(0, S, BC):
