@@ -1,9 +1,10 @@
 """Registers, spills and shared memory of Triton's kernels, compiled for GPUs that need not be there.
 
 Every kernel, in each of its forms, for memories of 16 to 256 columns, with the tiles of
-`perspectron.ops.triton.kernels`, is compiled for NVIDIA's sm_80 and sm_90 by the ptxas that Triton brings, and for
-AMD's gfx942. Spills are bytes of a thread: for NVIDIA the largest of the stack, what is stored and what is loaded; for
-AMD the private segment. Bars: at most 64 bytes, and no more shared memory than a block can have. The exit code is 1
+`perspectron.ops.triton.kernels`, and those of packed matrices, for few tokens and many, is compiled for NVIDIA's sm_80
+and sm_90 by the ptxas that Triton brings, and for AMD's gfx942. Spills are bytes of a thread: for NVIDIA the largest of
+the stack, what is stored and what is loaded; for AMD the private segment. Bars: at most 64 bytes, and no more shared
+memory than a block can have. The exit code is 1
 where one is not met. Speed is not measured: that needs a GPU.
 """
 
@@ -11,9 +12,11 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "0"  # read when the kernels are imported
 
+import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import kernels
+from perspectron.ops.packing import LAYOUTS
+from perspectron.ops.triton import kernels, packed_kernels
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
@@ -78,24 +82,69 @@ class Compiled:
 
 def compiled(form: Form, R: int, name: str) -> Compiled:
     """The kernel for R columns, with pointers and sizes that 16 divides as far as they do."""
-    target, most = TARGETS[name]
     tile, names = kernels.tile(R), form.kernel.arg_names
     fixed = form.fixed | {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
     integers = ("T", "D", "R")
     types = {n: "constexpr" if n in fixed else "i32" if n in integers else "*fp32" for n in names}
     even = [n for n in names if n not in (*fixed, "T") and not (n == "R" and R % 16)]
+    return _compiled(form, R, name, tile._asdict(), types, fixed, even, {})
+
+
+def _compiled(
+    form: Form,
+    R: int,
+    name: str,
+    tile: dict[str, int],
+    types: dict[str, str],
+    fixed: dict[str, Any],
+    even: list[str],
+    options: dict[str, Any],
+) -> Compiled:
+    target, most = TARGETS[name]
+    names = form.kernel.arg_names
     source = ASTSource(
         form.kernel,
         types,
         {(names.index(n),): value for n, value in fixed.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in even},
     )
-    made = triton.compile(source, target=target, options={"num_warps": tile.warps})
+    made = triton.compile(source, target=target, options={"num_warps": tile["warps"]} | options)
     registers, spills = of_ptx(made.asm["ptx"]) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
     shared = made.metadata.shared
-    return Compiled(
-        form.name, R, name, tile._asdict(), registers, spills, shared, spills <= SPILLS and shared <= most
-    )
+    return Compiled(form.name, R, name, tile, registers, spills, shared, spills <= SPILLS and shared <= most)
+
+
+def packed(name: str) -> Iterator[Compiled]:
+    """The kernels of packed matrices, of which R rows have common bytes; in the columns of the table the blocks and
+    columns of a tile and, as its chunk, tokens."""
+    pointers = {"q_TS": "*i8", "codes_bS": "*u8", "codes2_bS": "*u8"}
+    for gated in (False, True):
+        fixed: dict[str, Any] = {"GATED": gated, "BC": packed_kernels.WIDE}
+        tile = {"rows": 1, "columns": packed_kernels.WIDE, "chunk": 1, "warps": 8}
+        form = Form(f"packed, quantise{', gated' if gated else ''}", packed_kernels.quantise, {})
+        yield _packed(form, 1, name, tile, fixed, pointers)
+    for format, layout in LAYOUTS.items():
+        scales = dict.fromkeys(("scales", "scales2"), "*fp16" if layout.zero is None else "*fp32")
+        tiles = {
+            packed_kernels.tile(layout.rows, *use) for use in itertools.product((1, 16, 512), (1, 1 << 20))
+        }
+        for one, two in itertools.product(sorted(tiles), (False, True)):
+            kernel = packed_kernels.few if one.tokens == 1 else packed_kernels.many
+            fixed = {"TWO": two, "R": layout.rows, "BT": one.tokens, "BB": one.blocks, "BC": one.columns}
+            tile = {"rows": one.blocks, "columns": one.columns, "chunk": one.tokens, "warps": one.warps}
+            form = Form(f"packed {format}{', two' if two else ''}, {kernel.fn.__name__}", kernel, {})
+            yield _packed(form, layout.rows, name, tile, fixed, pointers | scales)
+
+
+def _packed(
+    form: Form, R: int, name: str, tile: dict[str, int], fixed: dict[str, Any], pointers: dict[str, str]
+) -> Compiled:
+    names = [n for n in form.kernel.arg_names if n not in fixed]
+    integers = ("T", "blocks", "N", "K", "S", "G")
+    types = {n: pointers.get(n, "i32" if n in integers else "*fp32") for n in names}
+    even = [n for n in names if n not in integers or n in ("K", "S")]
+    types |= dict.fromkeys(fixed, "constexpr")
+    return _compiled(form, R, name, tile, types, fixed, even, {"enable_fp_fusion": False})
 
 
 def of_ptx(ptx: str) -> tuple[int, int]:
@@ -126,6 +175,7 @@ def main() -> None:
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     report.say(f"   triton: {triton.__version__}", "")
     found = [compiled(form, R, target) for form in FORMS for R in columns for target in TARGETS]
+    found += [one for target in TARGETS for one in packed(target)]
     rows = [
         [one.form, str(one.R), one.target, f"{one.tile['rows']} x {one.tile['columns']}", str(one.tile["chunk"]),
          str(one.tile["warps"]), str(one.registers), str(one.spills), str(one.shared), "yes" if one.holds else "NO"]
