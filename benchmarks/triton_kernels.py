@@ -4,8 +4,7 @@ Every kernel, in each of its forms, for memories of 16 to 256 columns, with the 
 `perspectron.ops.triton.kernels`, and those of packed matrices, for few tokens and many, is compiled for NVIDIA's sm_80
 and sm_90 by the ptxas that Triton brings, and for AMD's gfx942. Spills are bytes of a thread: for NVIDIA the largest of
 the stack, what is stored and what is loaded; for AMD the private segment. Bars: at most 64 bytes, and no more shared
-memory than a block can have. The exit code is 1
-where one is not met. Speed is not measured: that needs a GPU.
+memory than a block can have. The exit code is 1 where one is not met. Speed is not measured: that needs a GPU.
 """
 
 import os

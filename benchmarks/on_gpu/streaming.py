@@ -150,7 +150,7 @@ class _Shared:
         except Exception as error:
             return f"torch: {type(error).__name__}: {error}"[:200]
         if self.place.device.type == "cuda":
-            packed.on_gpu.wanted = lambda backend, *_: backend in ("auto", "triton")
+            packed.on_gpu.wanted = lambda backend, x, *_: x.is_cuda and backend in ("auto", "triton")
         return "triton"
 
     @property

@@ -219,11 +219,11 @@ def few(
 def _product(a, q, byte, sum_t, scales_b, in_b, r: tl.constexpr, R: tl.constexpr):
     """The sums of row r of each block after some more columns."""
     if R == 1:
-        return tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), acc=a)
+        return tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), acc=a, out_dtype=tl.int32)
     elif R == 5:
-        return tl.dot(q, tl.trans((_digit(byte, r, R) - 1).to(tl.int8)), acc=a)
+        return tl.dot(q, tl.trans((_digit(byte, r, R) - 1).to(tl.int8)), acc=a, out_dtype=tl.int32)
     else:
-        sums = tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8))).to(tl.float32)
+        sums = tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), out_dtype=tl.int32).to(tl.float32)
         scale_b = tl.load(scales_b + r, mask=in_b, other=0.0).to(tl.float32)
         shift_b = tl.load(scales_b + R + r, mask=in_b, other=0.0).to(tl.float32)
         scale, shift = scale_b[None, :] + tl.zeros_like(sums), shift_b[None, :] + tl.zeros_like(sums)
