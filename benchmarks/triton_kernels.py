@@ -125,7 +125,8 @@ def packed(name: str) -> Iterator[Compiled]:
     for format, layout in LAYOUTS.items():
         scales = dict.fromkeys(("scales", "scales2"), "*fp16" if layout.zero is None else "*fp32")
         tiles = {
-            packed_kernels.tile(layout.rows, *use) for use in itertools.product((1, 16, 512), (1, 1 << 20))
+            packed_kernels.tile(layout.rows, T, blocks, 2048)
+            for T, blocks in itertools.product((1, 16, 512), (1, 1 << 20))
         }
         for one, two in itertools.product(sorted(tiles), (False, True)):
             kernel = packed_kernels.few if one.tokens == 1 else packed_kernels.many

@@ -67,7 +67,7 @@ def test_a_wrong_operation_is_told_and_kept(folder, monkeypatch, capsys):
 
 
 def test_numbers_that_are_not_finite_do_not_hold(monkeypatch):
-    monkeypatch.setattr(cases, "_others", lambda: [])
+    monkeypatch.setattr(cases, "_others", lambda device: [])
 
     def wrong(q, k, v, gate, state):
         nan = (q.sum() + k.sum() + gate.sum()) * torch.nan

@@ -27,14 +27,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(R: int, T: int, blocks: int) -> Tile:
+def tile(R: int, T: int, blocks: int, S: int) -> Tile:
     """The tile for R rows of a block (`benchmarks/triton_kernels.py` compiles them all)."""
     by_row = R in (1, 5)
     if T > FEW:
         return Tile(16 if T <= 16 else 64, 32 if by_row else 16, 64 if by_row else 128, 4)
     if not by_row:
         return Tile(1, 4, 64, 1)
-    return Tile(1, 4, 512, 4) if blocks >= 1024 else Tile(1, 1, 2048, 4)
+    return Tile(1, 4, 512, 4) if blocks >= 1024 or S <= 1024 else Tile(1, 1, 2048, 4)
 
 
 @triton.jit
