@@ -1,1 +1,2 @@
-"""Kernels for a GPU, in Triton, for `pdr.scan` and `gla.scan`. Only `kernels` imports triton, when one is chosen."""
+"""Kernels for a GPU, in Triton, for `pdr.scan`, `gla.scan` and `packed`. Only `kernels` and `packed_kernels` import triton,
+when one is chosen."""
