@@ -1,2 +1,2 @@
-"""Kernels for a GPU, in Triton, for `pdr.scan`, `gla.scan` and `packed`. Only `kernels` and `packed_kernels` import triton,
+"""Kernels for a GPU, in Triton, for `pdr.scan`, `gla.scan` and `packed`. Only the modules of kernels import triton,
 when one is chosen."""
