@@ -138,7 +138,7 @@ class _Shared:
 
     @cached_property
     def backend(self) -> str:
-        """What `auto` takes for packed matrices from now on: Triton's kernels, whatever the record of a selftest says,
+        """The backend of packed matrices that `auto` takes from now on: Triton's kernels, whatever the record of a selftest says,
         if an expert's outputs are those of PyTorch's operations."""
         shard = self.device_shard()
         try:

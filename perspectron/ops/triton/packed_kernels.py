@@ -19,7 +19,7 @@ WIDE = 2048  # columns that are rounded at a time
 
 
 class Tile(NamedTuple):
-    """What is fixed in a product, and its warps."""
+    """The sizes that are fixed in a product, and its warps."""
 
     tokens: int
     blocks: int
@@ -56,7 +56,7 @@ def _silu(x):
 
 @triton.jit
 def _value(x_TK, up_TK, at, inside, GATED: tl.constexpr):
-    """What is rounded; 0 outside."""
+    """The numbers to be rounded; 0 outside."""
     x = tl.load(x_TK + at, mask=inside, other=0.0)
     if GATED:
         x = _silu(x) * tl.load(up_TK + at, mask=inside, other=0.0)
