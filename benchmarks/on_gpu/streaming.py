@@ -138,8 +138,8 @@ class _Shared:
 
     @cached_property
     def backend(self) -> str:
-        """The backend of packed matrices that `auto` takes from now on: Triton's kernels, whatever the record of a selftest says,
-        if an expert's outputs are those of PyTorch's operations."""
+        """The backend of packed matrices that `auto` takes from now on: Triton's kernels, whatever the record of a
+        selftest says, if an expert's outputs are those of PyTorch's operations."""
         shard = self.device_shard()
         try:
             for T in (5,) if self.place.rehearsed else (1, 5, 64):
