@@ -63,7 +63,7 @@ def _value(x_TK, up_TK, at, inside, GATED: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G"])
 def quantise(x_TK, up_TK, q_TS, step_T, sum_TG, K, S, G, GATED: tl.constexpr, BC: tl.constexpr):
     """A token of 8 bits, filled up with zeros, its step, and the sums of its groups. GATED: of SiLU(x) ⊙ up."""
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
