@@ -51,18 +51,18 @@ def units(place: Place) -> Iterator[Unit]:
     # They share the experts and the model, which take seconds to make.
     shared = _Shared(place)
     tokens = (1, 16) if place.rehearsed else (1, 64, 512)
+    needs = 0 if place.rehearsed else 6 << 30
+    yield Unit("packed expert", partial(expert, place, shared), seconds=12)
+    yield Unit("whole model, a token", partial(whole, place, shared, True), seconds=25, needs=needs)
+    yield Unit("the same as in memory", partial(same, place, shared), seconds=12)
     for product in PRODUCTS[: 2 if place.rehearsed else None]:
         name = "packed {}, {} x {}".format(*product)
         yield Unit(name, partial(products, place, *product), seconds=6)
-    yield Unit("packed expert", partial(expert, place, shared), seconds=12)
     yield Unit("bus", partial(bus, place), seconds=8, needs=2 << 30 if not place.rehearsed else 0)
-    yield Unit("the same as in memory", partial(same, place), seconds=12)
     for how in ("resident", "staged"):
         for T in tokens:
             name = f"experts {how}, {T} tokens"
             yield Unit(name, partial(overlap, place, shared, how == "resident", T), seconds=6)
-    needs = 0 if place.rehearsed else 6 << 30
-    yield Unit("whole model, a token", partial(whole, place, shared, True), seconds=25, needs=needs)
     yield Unit("whole model, a token, staged", partial(whole, place, shared, False), seconds=20, needs=needs)
 
 
@@ -294,7 +294,7 @@ def bus(place: Place) -> Result:
     }
 
 
-def same(place: Place) -> Result:
+def same(place: Place, shared: _Shared) -> Result:
     """A small model from a folder: on the device, with experts from pinned memory and from disk, beside the CPU, which
     has all in memory. The same products in another order differ in last bits, and one before an activation is rounded
     to 8 bits may be a whole step after it: few numbers may differ visibly, and logits by a hundredth at most, in
@@ -309,7 +309,7 @@ def same(place: Place) -> Result:
     resident, _ = load_artifact(folder)
     expected, chosen = _read(resident, ids), _greedy(place, resident, ids[:, :8])
     size = resident.header.experts.shard_bytes  # type: ignore[union-attr]
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"packed_by": shared.backend}
     for name, budget in (("resident", None), ("from disk", 3 * size)):
         model, _ = load_artifact(folder, cache_bytes=budget)
         assert model.cache is not None
