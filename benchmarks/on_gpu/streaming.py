@@ -8,9 +8,9 @@ Weights are random. What a disk would add is not measured.
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from perspectron.data import Tokenizer
 from perspectron.experts.router import RoutedConfig
 from perspectron.mixers.pdr import GATE_BIAS
 from perspectron.model import LanguageModel
-from perspectron.ops import packed
+from perspectron.ops import packed, packing
 from perspectron.ops.packing import Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream.artifact import FORMAT, Header, expert_files
@@ -41,6 +41,9 @@ ABOUT = "experts from host memory: bytes/s against the bus, tokens/s of perspect
 LIMIT = 120
 HELD = 24
 ROUND = 12  # experts in a measured call
+PRODUCTS = (  # of perspective-1t: format, rows, columns
+    ("2bit", 4096, 4096), ("2bit", 256, 4096), ("ternary", 11008, 4096), ("int8", 32000, 4096),
+)  # fmt: skip
 TEXT = "the cat sat on the mat, and the dog sat on the log. "
 
 
@@ -48,14 +51,18 @@ def units(place: Place) -> Iterator[Unit]:
     # They share the experts and the model, which take seconds to make.
     shared = _Shared(place)
     tokens = (1, 16) if place.rehearsed else (1, 64, 512)
+    needs = 0 if place.rehearsed else 6 << 30
+    yield Unit("packed expert", partial(expert, place, shared), seconds=12)
+    yield Unit("whole model, a token", partial(whole, place, shared, True), seconds=25, needs=needs)
+    yield Unit("the same as in memory", partial(same, place, shared), seconds=12)
+    for product in PRODUCTS[: 2 if place.rehearsed else None]:
+        name = "packed {}, {} x {}".format(*product)
+        yield Unit(name, partial(products, place, *product), seconds=6)
     yield Unit("bus", partial(bus, place), seconds=8, needs=2 << 30 if not place.rehearsed else 0)
-    yield Unit("the same as in memory", partial(same, place), seconds=12)
     for how in ("resident", "staged"):
         for T in tokens:
             name = f"experts {how}, {T} tokens"
             yield Unit(name, partial(overlap, place, shared, how == "resident", T), seconds=6)
-    needs = 0 if place.rehearsed else 6 << 30
-    yield Unit("whole model, a token", partial(whole, place, shared, True), seconds=25, needs=needs)
     yield Unit("whole model, a token, staged", partial(whole, place, shared, False), seconds=20, needs=needs)
 
 
@@ -129,6 +136,23 @@ class _Shared:
         with host.get(0, 0) as shard:
             return Shard(*(Packed(m.codes.to(device), m.scales.to(device), m.format, m.shape) for m in shard))
 
+    @cached_property
+    def backend(self) -> str:
+        """The backend of packed matrices that `auto` takes from now on: Triton's kernels, whatever the record of a
+        selftest says, if an expert's outputs are those of PyTorch's operations."""
+        shard = self.device_shard()
+        try:
+            for T in (5,) if self.place.rehearsed else (1, 5, 64):
+                x = _tokens(self.place, T, self.layout.d_model)
+                found, expected = (packed.swiglu(x, *shard, backend=how) for how in ("triton", "torch"))
+                if float((found - expected).norm() / expected.norm()) > 1e-3:
+                    return f"torch: Triton's kernels are wrong for {T} tokens"
+        except Exception as error:
+            return f"torch: {type(error).__name__}: {error}"[:200]
+        if self.place.device.type == "cuda":
+            packed.on_gpu.wanted = lambda backend, x, *_: x.is_cuda and backend in ("auto", "triton")
+        return "triton"
+
     @property
     def model(self) -> StreamedModel:
         if self._model is None:
@@ -173,6 +197,72 @@ def _random(config: ModelConfig, device: torch.device) -> StreamedModel:
 # ---------------------------------------------------------------- units
 
 
+def _tokens(place: Place, T: int, K: int) -> Tensor:
+    return torch.randn(T, K, generator=torch.Generator().manual_seed(0)).to(place.device)
+
+
+def _compared(place: Place, calls: dict[str, Callable[[], Tensor]], size: int) -> Result:
+    """Both backends' outputs beside each other; their seconds, and those of the kernels in a CUDA graph."""
+    with torch.inference_mode():
+        found, expected = (call() for call in calls.values())
+        calls = dict(calls)
+        if place.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls["triton"]()
+            calls["triton, in a graph"] = graph.replay
+        times = frame.in_turns(place, calls, rounds=3, warm=1)
+    spreads = {name: frame.spread(taken) for name, taken in times.items()}
+    return {
+        "same_bits": bool(torch.equal(found, expected)),
+        "largest_difference": float((found - expected).abs().max() / expected.abs().max()),
+        "seconds": spreads,
+        "bytes_per_second": {name: size / one["median"] for name, one in spreads.items()},
+        "times_as_fast": frame.ratio(times["torch"], times["triton"]),
+    }
+
+
+def products(place: Place, format: str, N: int, K: int) -> Result:
+    """A packed matrix times few and many tokens: Triton's kernels against PyTorch's operations. Copies of the matrix,
+    used in turns, are more than a processor caches. Bytes are the matrix's, once."""
+    if place.rehearsed:
+        N, K = N // 128, K // 16
+    legal = torch.from_numpy(TERNARY) if format == "ternary" else torch.arange(1, 256, dtype=torch.uint8)
+    draw, (codes_shape, scales_shape, dtype) = torch.Generator().manual_seed(0), packing.sizes(format, (N, K))
+    codes = legal[torch.randint(len(legal), codes_shape, generator=draw)].to(place.device)
+    scales = (torch.rand(scales_shape, generator=draw) + 0.5).to(place.device, dtype)
+    one = Packed(codes, scales, format, (N, K))
+    count = 2 if place.rehearsed else max(1, min(8, (128 << 20) // one.nbytes))
+    copies = [one, *(one._replace(codes=codes.clone()) for _ in range(count - 1))]
+    result: dict[str, Any] = {"bytes": one.nbytes, "matrices": count}
+    for T in (1, 5) if place.rehearsed else (1, 16, 512):
+        x = _tokens(place, T, K)
+
+        def run(backend: str, x: Tensor = x) -> Tensor:
+            y = [packed.linear(x, matrix, backend=backend) for matrix in copies]
+            return y[-1]
+
+        calls = {"triton": partial(run, "triton"), "torch": partial(run, "torch")}
+        result[f"{T} tokens"] = _compared(place, calls, count * one.nbytes)
+    return result
+
+
+def expert(place: Place, shared: _Shared) -> Result:
+    """An expert on the device, likewise; four copies in turns."""
+    shards = [shared.device_shard() for _ in range(1 if place.rehearsed else 4)]
+    result: dict[str, Any] = {"bytes": shared.layout.bytes, "experts": len(shards)}
+    for T in (5,) if place.rehearsed else (1, 16, 64, 512):
+        x = _tokens(place, T, shared.layout.d_model)
+
+        def run(backend: str, x: Tensor = x) -> Tensor:
+            y = [packed.swiglu(x, *shard, backend=backend) for shard in shards]
+            return y[-1]
+
+        calls = {"triton": partial(run, "triton"), "torch": partial(run, "torch")}
+        result[f"{T} tokens"] = _compared(place, calls, len(shards) * shared.layout.bytes)
+    return result
+
+
 def bus(place: Place) -> Result:
     """Bytes/s of copies from the host, pinned and not, whole and in pieces of an expert."""
     size, piece = (1 << 22, 1 << 18) if place.rehearsed else (1 << 30, 27172864)
@@ -204,7 +294,7 @@ def bus(place: Place) -> Result:
     }
 
 
-def same(place: Place) -> Result:
+def same(place: Place, shared: _Shared) -> Result:
     """A small model from a folder: on the device, with experts from pinned memory and from disk, beside the CPU, which
     has all in memory. The same products in another order differ in last bits, and one before an activation is rounded
     to 8 bits may be a whole step after it: few numbers may differ visibly, and logits by a hundredth at most, in
@@ -219,7 +309,7 @@ def same(place: Place) -> Result:
     resident, _ = load_artifact(folder)
     expected, chosen = _read(resident, ids), _greedy(place, resident, ids[:, :8])
     size = resident.header.experts.shard_bytes  # type: ignore[union-attr]
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"packed_by": shared.backend}
     for name, budget in (("resident", None), ("from disk", 3 * size)):
         model, _ = load_artifact(folder, cache_bytes=budget)
         assert model.cache is not None
@@ -272,6 +362,7 @@ def overlap(place: Place, shared: _Shared, resident: bool, T: int) -> Result:
     """Milliseconds of an expert: copied alone, computed alone, one after the other, and one while the other. The
     efficiency is the longer of the two alone over what both take together: 1 is perfect."""
     host, count = shared.host(resident), 4 if place.rehearsed else ROUND
+    backend = shared.backend
     copies, device_shard = DeviceExperts(host, place.device), shared.device_shard()  # type: ignore[arg-type]
     x = torch.randn(T, host.layout.d_model, generator=torch.Generator().manual_seed(0)).to(place.device)
     turn = itertools.count()
@@ -324,7 +415,8 @@ def overlap(place: Place, shared: _Shared, resident: bool, T: int) -> Result:
         "copied_bytes_per_second": host.layout.bytes / (1e-3 * each["copied"]["median"]),
         "efficiency": frame.ratio(longer, times["together"]),
         "gain_over_in_turn": frame.ratio(times["in turn"], times["together"]),
-        "operations": counted.count,
+        "packed_by": backend,
+        "operations_of_torch": counted.count,
         "integers": packed._integers(place.device),
     }
 
@@ -344,7 +436,7 @@ def whole(place: Place, shared: _Shared, resident: bool) -> Result:
     """Seconds of a token through the whole model: with experts from the host; with one that is on the device already;
     and of its copies alone. The longest that host memory could make it is as fast as the bus brings the experts of a
     token, one for each routed layer."""
-    host, model, device = shared.host(resident), shared.model, place.device
+    backend, host, model, device = shared.backend, shared.host(resident), shared.model, place.device
     copies = DeviceExperts(host, device)  # type: ignore[arg-type]
     layers, count = [ffn.layer for ffn in model.routed], 2 if place.rehearsed else 3
     cuda, last, bring_turn = device.type == "cuda", [torch.empty(0)], [0]
@@ -360,7 +452,7 @@ def whole(place: Place, shared: _Shared, resident: bool) -> Result:
             for step in range(1 + count):
                 place.wait()
                 before, start = host.asked, time.perf_counter()
-                out = model(token, state)
+                out = model(token, state, consume_state=True)
                 state, token, last[0] = out.state, out.logits[:, -1:].argmax(-1), out.logits
                 place.wait()
                 if step > 0:
@@ -386,6 +478,7 @@ def whole(place: Place, shared: _Shared, resident: bool) -> Result:
     E = next(b.ffn for b in shared.config.blocks if isinstance(b.ffn, RoutedConfig)).torus
     return {
         "model": shared.config.name,
+        "packed_by": backend,
         "experts_held_of": [HELD, len(layers) * int(np.prod(E))],
         "seconds_of_a_token": token,
         "tokens_per_second": 1 / token["median"],

@@ -187,7 +187,7 @@ def _matrices(backends: tuple[str, ...]) -> Iterator[Case]:
     """Packed matrices of each format, and a network of ternary ones: there a hidden unit may be rounded to the next of
     127 steps."""
     for format, (N, K), T in (
-        ("ternary", (37, 200), 5), ("ternary", (1003, 600), 1), ("ternary", (37, 1030), 33),
+        ("ternary", (37, 200), 5), ("ternary", (203, 600), 1), ("ternary", (37, 1030), 33),
         ("2bit", (37, 200), 5), ("4bit", (37, 200), 5), ("int8", (37, 1100), 5), ("2bit", (37, 333), 1),
         ("4bit", (37, 200), 1), ("int8", (37, 1100), 1), ("2bit", (37, 200), 70),
     ):  # fmt: skip

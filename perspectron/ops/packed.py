@@ -2,7 +2,7 @@
 
 What a product reads is rounded to 8 bits, token by token: step = max |x| / 127, x ≈ q·step. Sums of codes times q are
 exact; the float arithmetic after them has one order, so every backend but the reference gives the same bits, whatever
-other tokens there are.
+other tokens there are. (But for "triton" with more than four tokens of a format whose groups have scales.)
 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups, R rows of a block, L = 16 lanes of a group.
 """

@@ -75,7 +75,7 @@ class PackedExperts(Routed):
         if pad_BT is not None:
             expert_N = expert_N.masked_fill(pad_BT.flatten(), -1)
         y_ND = torch.zeros_like(x_ND)
-        for rows, shard in self.visit(expert_N.tolist(), lambda: self._guesses(read_ND)):
+        for rows, shard in self.visit(*self._wanted(expert_N, read_ND)):
             if len(rows) == len(x_ND):
                 y_ND = packed.swiglu(x_ND, shard.gate, shard.up, shard.down)
             else:
@@ -111,6 +111,13 @@ class PackedExperts(Routed):
                             self.source.hint(layer.layer, guess)
                 yield tokens[expert], shard
 
-    def _guesses(self, x_ND: Tensor) -> list[list[int]]:
+    def _wanted(self, expert_N: Tensor, x_ND: Tensor) -> tuple[list[int], Callable[[], list[list[int]]]]:
+        """The experts and, for `visit`, the guesses; another device is waited for once."""
+        if expert_N.device.type == "cpu" or not self.following:
+            return expert_N.tolist(), lambda: [guess_N.tolist() for guess_N in self._guesses(x_ND)]
+        experts, *guesses = torch.stack([expert_N, *self._guesses(x_ND)]).tolist()
+        return experts, lambda: guesses
+
+    def _guesses(self, x_ND: Tensor) -> list[Tensor]:
         routers = [layer.router for layer in self.following]
-        return [router.select(router.distances(x_ND)).tolist() for router in routers]
+        return [router.select(router.distances(x_ND)) for router in routers]

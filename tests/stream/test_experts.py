@@ -9,7 +9,7 @@ import torch
 
 from perspectron.errors import ConfigError
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.experts.router import RoutedConfig
+from perspectron.experts.router import FixedRouter, RoutedConfig
 from perspectron.experts.ternary import trits
 from perspectron.ops import packing
 from perspectron.stream.expert_file import Shard
@@ -140,6 +140,30 @@ def test_hints_what_the_next_layer_may_want():
         guess = int(after.router.route(x[0]).expert_N)
     assert hinted == [(5, guess)]
     assert len(list(layer.children())) == 1
+
+
+def test_another_device_is_waited_for_once(monkeypatch):
+    class Elsewhere(torch.Tensor):
+        device, waits = torch.device("cuda"), 0
+
+        def tolist(self):
+            Elsewhere.waits += 1
+            return super().tolist()
+
+    _, layer = made(CONFIG)
+    _, after = made(CONFIG)
+    after.layer = 5
+    x, hinted = rows(4)[:1], []
+    with torch.inference_mode():
+        expected = layer(x)[0]
+        layer.following = (after,)
+        guesses = after.router.route(x[0]).expert_N.tolist()
+        inner = FixedRouter.select
+        monkeypatch.setattr(FixedRouter, "select", lambda *args: inner(*args).as_subclass(Elsewhere))
+        layer.source.hint = lambda number, expert: hinted.append((number, expert))
+        assert torch.equal(layer(x)[0], expected)
+    assert Elsewhere.waits == 1
+    assert [expert for number, expert in hinted if number == 5] == list(dict.fromkeys(guesses))
 
 
 def test_at_hand_first():

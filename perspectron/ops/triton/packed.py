@@ -61,7 +61,7 @@ def _product(tokens: Tokens, *matrices: Packed) -> Tensor:
     (T, S), N, (blocks, _), R = q_TS.shape, first.shape[0], first.codes.shape, LAYOUTS[first.format].rows
     y = tokens[1].new_empty(len(matrices), T, N)
     if T:
-        tile = kernels.tile(R, T, blocks)
+        tile = kernels.tile(R, T, blocks, S)
         kernel = kernels.few if tile.tokens == 1 else kernels.many
         pairs = [part.contiguous() for matrix in (first, matrices[-1]) for part in matrix[:2]]
         with scan._on(q_TS):

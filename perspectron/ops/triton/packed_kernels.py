@@ -19,7 +19,7 @@ WIDE = 2048  # columns that are rounded at a time
 
 
 class Tile(NamedTuple):
-    """What is fixed in a product, and its warps."""
+    """The sizes that are fixed in a product, and its warps."""
 
     tokens: int
     blocks: int
@@ -27,14 +27,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(R: int, T: int, blocks: int) -> Tile:
+def tile(R: int, T: int, blocks: int, S: int) -> Tile:
     """The tile for R rows of a block (`benchmarks/triton_kernels.py` compiles them all)."""
     by_row = R in (1, 5)
     if T > FEW:
-        return Tile(16 if T <= 16 else 64, 32, 64 if by_row else 128, 4)
+        return Tile(16 if T <= 16 else 64, 32 if by_row else 16, 64 if by_row else 128, 4)
     if not by_row:
         return Tile(1, 4, 64, 1)
-    return Tile(1, 4, 512, 4) if blocks >= 1024 else Tile(1, 1, 2048, 4)
+    return Tile(1, 4, 512, 4) if blocks >= 1024 or S <= 1024 else Tile(1, 1, 2048, 4)
 
 
 @triton.jit
@@ -56,14 +56,14 @@ def _silu(x):
 
 @triton.jit
 def _value(x_TK, up_TK, at, inside, GATED: tl.constexpr):
-    """What is rounded; 0 outside."""
+    """The numbers to be rounded; 0 outside."""
     x = tl.load(x_TK + at, mask=inside, other=0.0)
     if GATED:
         x = _silu(x) * tl.load(up_TK + at, mask=inside, other=0.0)
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["G"])
 def quantise(x_TK, up_TK, q_TS, step_T, sum_TG, K, S, G, GATED: tl.constexpr, BC: tl.constexpr):
     """A token of 8 bits, filled up with zeros, its step, and the sums of its groups. GATED: of SiLU(x) ⊙ up."""
     t, c = tl.program_id(0).to(tl.int64), tl.arange(0, BC)
@@ -132,7 +132,10 @@ def _lanes(lane_b16, offset_b, step, y_N, b, r: tl.constexpr, R: tl.constexpr, N
 
 
 @triton.jit
-def _group(low, high, q_low, q_high, sum_g, scales_b, in_b, lane_b16, offset_b, r: tl.constexpr, R: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+def _group(
+    low, high, q_low, q_high, sum_g, scales_b, in_b, lane_b16, offset_b,
+    r: tl.constexpr, R: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     """The lanes and the offset after one more group."""
     product = _digit(low, r, R) * q_low[None, :] + _digit(high, r, R) * q_high[None, :]
     sums_b16 = tl.sum(tl.reshape(product, [BB, 16, 4]), 2).to(tl.float32)
@@ -216,11 +219,11 @@ def few(
 def _product(a, q, byte, sum_t, scales_b, in_b, r: tl.constexpr, R: tl.constexpr):
     """The sums of row r of each block after some more columns."""
     if R == 1:
-        return tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), acc=a)
+        return tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), acc=a, out_dtype=tl.int32)
     elif R == 5:
-        return tl.dot(q, tl.trans((_digit(byte, r, R) - 1).to(tl.int8)), acc=a)
+        return tl.dot(q, tl.trans((_digit(byte, r, R) - 1).to(tl.int8)), acc=a, out_dtype=tl.int32)
     else:
-        sums = tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8))).to(tl.float32)
+        sums = tl.dot(q, tl.trans(_digit(byte, r, R).to(tl.int8)), out_dtype=tl.int32).to(tl.float32)
         scale_b = tl.load(scales_b + r, mask=in_b, other=0.0).to(tl.float32)
         shift_b = tl.load(scales_b + R + r, mask=in_b, other=0.0).to(tl.float32)
         scale, shift = scale_b[None, :] + tl.zeros_like(sums), shift_b[None, :] + tl.zeros_like(sums)
@@ -245,10 +248,7 @@ def _many(
     t = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
     b, c = tl.program_id(0) * BB + tl.arange(0, BB), tl.arange(0, BC)
     in_t, in_b = t < T, b < blocks
-    if R == 1 or R == 5:
-        a0 = tl.zeros([BT, BB], tl.int32)
-    else:
-        a0 = tl.zeros([BT, BB], tl.float32)
+    a0 = tl.zeros([BT, BB], tl.int32 if R == 1 or R == 5 else tl.float32)
     a1, a2, a3, a4 = a0, a0, a0, a0
     q_tc, byte_bc = q_TS + t[:, None] * S + c[None, :], codes_bS + b.to(tl.int64)[:, None] * S + c[None, :]
     for start in range(0, S, BC):
