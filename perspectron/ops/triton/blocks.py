@@ -26,6 +26,10 @@ import triton
 import triton.language as tl
 
 
+WIDTH = 64
+"""Rows of a program of `pairs`."""
+
+
 class Tile(NamedTuple):
     """Tokens of a chunk, rows and columns of a program's tiles, and warps."""
 
@@ -39,8 +43,7 @@ def tile(kernel: str, R: int, wide: bool) -> Tile:
     """The tile of a kernel for memories of R columns, whose rows have gates of their own if wide
     (`benchmarks/triton_kernels.py` compiles them all)."""
     columns = max(16, triton.next_power_of_2(R))
-    most = {"states": 64, "rows": 32, "columns": 128}[kernel]
-    return Tile(32 if wide else 64, 32, min(columns, most), 4)
+    return Tile(32 if wide else 64, 32, min(columns, {"states": 64, "rows": 32, "columns": 64}[kernel]), 4)
 
 
 @triton.jit
@@ -123,21 +126,6 @@ def _pairs(A, b: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _up(r, x, P, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """From blocks of b to blocks of 2b: readers r times the gates from their block's start, x times those to its end,
-    and the product P of all."""
-    right, i = _right(b, C), tl.arange(0, C)[:, None]
-    other = _sibling(tl.where(i % b == 0, P, 0.0), b, C, W)
-    return tl.where(right, r * other, r), tl.where(right, x, x * other), P * other
-
-
-@triton.jit
-def _between(r, x, b: tl.constexpr, C: tl.constexpr):
-    """The products of a level [C,C]."""
-    return _pairs(_dot(r, tl.trans(x)), b, C)
-
-
-@triton.jit
 def _reach(g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The products of gates from the start of each token's block, those to its end, and that of the sibling; `later`
     are the gates of the next tokens. Made again at each level: what `_up` makes would not stay in registers."""
@@ -175,27 +163,14 @@ def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl
 
 @triton.jit
 def _products(gates, C: tl.constexpr):
-    """(L, before, after, whole) of the gates [C] of a chunk: L_ij = Π_{j<l≤i} g_l, 0 for j > i; the products from the
-    start to i, those from j to the end, and that of all."""
+    """(L, before, after) of the gates [C] of a chunk: L_ij = Π_{j<l≤i} g_l, 0 for j > i; the products from the start to
+    i, and those from j to the end."""
     i = tl.arange(0, C)
     L = tl.cumprod(tl.where(i[:, None] > i[None, :], gates[:, None], 1.0), 0)
     L = tl.where(i[:, None] >= i[None, :], L, 0.0)
     before = tl.cumprod(gates, 0)
     after = tl.sum(tl.where((i == C - 1)[:, None], L, 0.0), 0)
-    return L, before, after, tl.sum(tl.where(i == C - 1, before, 0.0), 0)
-
-
-@triton.jit
-def _dgates(L, dL, dbefore, dafter, dwhole, after, earlier, C: tl.constexpr):
-    """The gradient of the gates [C] from those of their products; `earlier` are the gates of the tokens before, 1 for
-    the first."""
-    i = tl.arange(0, C)
-    strictly = tl.cumprod(tl.where(i[:, None] > i[None, :] + 1, earlier[:, None], 1.0), 0)  # Π_{j<m<l}
-    strictly = tl.where(i[:, None] > i[None, :], strictly, 0.0)
-    start = tl.cumprod(earlier, 0)  # Π_{m<l}
-    inner = tl.sum(_dot(tl.trans(L), dL) * strictly, 1)
-    readers = tl.sum(L * dbefore[:, None], 0) + after * dwhole
-    return inner + start * readers + after * tl.sum(strictly * dafter[None, :], 1)
+    return L, before, after
 
 
 # ---------------------------------------------------------------- chunks
@@ -207,7 +182,7 @@ def rows(
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
-    the chunk and the gradients of x and of the gate, the latter in parts [p,N,T] of a sum over rows.
+    the chunk, the gradients of x and of the products of gates, which `gates` needs, in parts [p,2,N,T].
 
     WIDE: what `inner` needs instead: S c_t with the state before t's block of 16 tokens; E w_t with the adjoint after
     it; rowsum(S ⊙ E), at the first token of each; and M [N,T,16] of the tokens of a block, readers last."""
@@ -256,13 +231,13 @@ def rows(
     else:
         t = tl.arange(0, C)
         gates = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
-        L, before, after, _ = _products(gates, C)
+        L, before, after = _products(gates, C)
         if GRAD:
-            earlier = tl.load(gate_NTA + at + t - 1, mask=(t <= left) & (t > 0), other=1.0)
-            dbefore, dafter, dwhole = tl.sum(r * dr, 1), tl.sum(x * dx, 1), tl.sum(both, 0)
-            found = _dgates(L, _dot(r, tl.trans(x)) * M, dbefore, dafter, dwhole, after, earlier, C)
             count = tl.num_programs(0) // parts // chunks
-            tl.store(dgate + (part * count + n) * T + chunk * C + t, found, mask=t < left)
+            found = dgate + (part * count * 2 + n) * T + chunk * C + t
+            last = tl.where(t == tl.minimum(left, C) - 1, tl.sum(both, 0), 0.0)  # as a reader at the end
+            tl.store(found, tl.sum(r * dr, 1) + last, mask=t < left)
+            tl.store(found + count.to(tl.int64) * T, tl.sum(x * dx, 1), mask=t < left)
             dx = after[:, None] * dx + _dot(tl.trans(L * M), r)
         dr = before[:, None] * dr + _dot(L * M, x)
     if GRAD:
@@ -310,13 +285,34 @@ def inner(
         tl.store(read_NTD + at * D + place, y, mask=inside)
 
 
+@triton.jit(do_not_specialize=["T", "one", "count"])
+def pairs(x_NTD, gate_NTD, r_NTD, A_pNTB, T, D, one, count, W: tl.constexpr):
+    """The products A [N,T,16] of the tokens of a block of 16 with the readers of the same one, over some rows, by
+    threads as in `inner`."""
+    parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
+    program, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
+    start = (program % blocks).to(tl.int32) * 16
+    at, left = (program // blocks) * T + start, T - start
+    i, d = tl.arange(0, 16)[None, :], (part * W + tl.arange(0, W)[:, None]) * one
+    inside = (i < left) & (d < D)
+    gates = tl.load(gate_NTD + at * D + i * D + d, mask=inside, other=1.0)
+    r = _load(r_NTD, at, i * D + d, inside, D)
+    A = A_pNTB + (part.to(tl.int64) * count * T + at) * 16 + tl.arange(0, 16)
+    for l in tl.static_range(16):
+        here = tl.where(left > l, D, 0)
+        x = _load(x_NTD, at + l, d, d < here, D)
+        reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
+        tl.store(A + l * 16, tl.sum(tl.where(i >= l, reach * r * x, 0.0), 0), mask=tl.arange(0, 16) < here * 16)
+
+
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def columns(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dw_NTR, read_NTR, T, start, chunks, D, R,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, A_pNTB, dw_NTR, read_NTR, T, start, chunks, D, R, count, splits,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
-    and the states before, Σ S_tᵀ r_t, the outputs or the gradient of c."""
+    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with what `pairs` left, in so many splits, of
+    a count of memories."""
     parts = tl.cdiv(R, BR)
     program = tl.program_id(0).to(tl.int64) // parts
     n, chunk = program // chunks, start + program % chunks
@@ -331,29 +327,22 @@ def columns(
         read = tl.zeros([C, BR], dtype=tl.float32)
     if not WIDE:
         t = tl.arange(0, C)
-        L, before, after, _ = _products(tl.load(gate_NTA + at + t, mask=t < left, other=1.0), C)
+        L, before, after = _products(tl.load(gate_NTA + at + t, mask=t < left, other=1.0), C)
     for block in tl.range(0, tl.cdiv(D, BD)):
         d = block * BD + tl.arange(0, BD)
         in_D = (i < left) & (d < D)[None, :]
         x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
         if WIDE:
             g = _gates(gate_NTA, at, i, d[None, :], in_D, D, True)
-            A += tl.where(i == j, tl.sum(r * x, 1)[:, None], 0.0)
-            r *= g
-            A += _between(r, x, 1, C)
-            r, x, g = _up(r, x, g, 1, C, BD)
-            A += _between(r, x, 2, C)
-            r, x, g = _up(r, x, g, 2, C, BD)
-            A += _between(r, x, 4, C)
-            r, x, g = _up(r, x, g, 4, C, BD)
-            A += _between(r, x, 8, C)
-            r, x, g = _up(r, x, g, 8, C, BD)
+            later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
             if C >= 32:
-                A += _between(r, x, 16, C)
-                r, x, g = _up(r, x, g, 16, C, BD)
+                before, after, _ = _reach(g, later, 16, C, BD)
+                A += _pairs(_dot(r * before, tl.trans(x * after)), 16, C)
             if C >= 64:
-                A += _between(r, x, 32, C)
-                r, x, g = _up(r, x, g, 32, C, BD)
+                before, after, _ = _reach(g, later, 32, C, BD)
+                A += _pairs(_dot(r * before, tl.trans(x * after)), 32, C)
+            r *= tl.cumprod(g, 0)
+            x *= tl.cumprod(tl.where(i == C - 1, 1.0, later), 0, reverse=True)
         else:
             A += _dot(r, tl.trans(x))
             r *= before[:, None]
@@ -363,7 +352,11 @@ def columns(
             read += _dot(r, _load(border_NnDR, program * D, d[:, None] * R + k, in_place, R))
         if GRAD:
             dw += _dot(x, _load(after_NnDR, program * D, d[:, None] * R + k, in_place, R))
-    if not WIDE:
+    if WIDE:
+        for part in tl.range(0, splits):
+            own = A_pNTB + ((program * 0 + part) * count * T + at) * 16 + j * 16 + i % 16
+            A += tl.load(own, mask=(i // 16 == j // 16) & (j < left), other=0.0)
+    else:
         A *= L
     if READ:
         read += _dot(A, _load(w_NTR, at, place, inside, R))
@@ -371,3 +364,38 @@ def columns(
     if GRAD:
         dw += _dot(tl.trans(A), _load(c_NTR, at, place, inside, R))
         tl.store(dw_NTR + at * R + place, dw, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "count", "splits"])
+def gates(
+    x_NTD, w_NTR, gate_NT, r_NTD, c_NTR, products_pNT, dgate_NT, T, chunks, D, R, count, splits,
+    C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one chunk's gates, one for all rows, with what `rows` left, in so many splits, of a count of
+    memories."""
+    program = tl.program_id(0).to(tl.int64)
+    n, chunk = program // chunks, program % chunks
+    at, left = n * T + chunk * C, T - chunk * C
+    i, j, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C)
+    dL, A = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for block in tl.range(0, tl.cdiv(R, BD)):
+        k = (block * BD + tl.arange(0, BD))[None, :]
+        inside = (i < left) & (k < R)
+        dL += _dot(_load(c_NTR, at, i * R + k, inside, R), tl.trans(_load(w_NTR, at, i * R + k, inside, R)))
+    for block in tl.range(0, tl.cdiv(D, BD)):
+        d = (block * BD + tl.arange(0, BD))[None, :]
+        inside = (i < left) & (d < D)
+        A += _dot(_load(r_NTD, at, i * D + d, inside, D), tl.trans(_load(x_NTD, at, i * D + d, inside, D)))
+    dL *= A
+    dbefore, dafter = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
+    for part in tl.range(0, splits):
+        found = products_pNT + (program * 0 + part) * 2 * count * T + at + t
+        dbefore += tl.load(found, mask=t < left, other=0.0)
+        dafter += tl.load(found + (program * 0 + count) * T, mask=t < left, other=0.0)
+    earlier = tl.load(gate_NT + at + t - 1, mask=(t <= left) & (t > 0), other=1.0)
+    L, _, after = _products(tl.load(gate_NT + at + t, mask=t < left, other=1.0), C)
+    strictly = tl.cumprod(tl.where(i > j + 1, earlier[:, None], 1.0), 0)
+    strictly = tl.where(i > j, strictly, 0.0)  # Π_{j<m<l}
+    dgate = tl.sum(_dot(tl.trans(L), dL) * strictly, 1) + after * tl.sum(strictly * dafter[None, :], 1)
+    dgate += tl.cumprod(earlier, 0) * tl.sum(L * dbefore[:, None], 0)
+    tl.store(dgate_NT + at + t, dgate, mask=t < left)

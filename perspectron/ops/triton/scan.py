@@ -141,11 +141,12 @@ def _forward(
         chunk = blocks.tile("states", R, wide).chunk
         o, count = torch.empty_like(x if columns else w), -(-T // chunk)
         most = count if keep else min(count, SEGMENT // chunk)
-        borders, pairs = first.new_empty(N, most, D, R), x.new_empty(N, T, 16) if columns else o
+        borders = first.new_empty(N, most, D, R)
+        pairs = x.new_empty(1, N, T, 16) if columns else _pairs(x, gate, reader)
         for start in range(0, count, most):
             chunks = min(most, count - start)
             _states(False, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
-            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (o, o))
+            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (pairs, o, o))
             span = (start, chunks)
             _chunks(kind, False, True, x, w, gate, reader, reader, borders, borders, outputs, span)
         if columns:
@@ -189,11 +190,25 @@ def _chunks(
     (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
     tile = blocks.tile(kind, R, wide)
     parts = -(-D // tile.rows) if kind == "rows" else -(-R // tile.columns)
+    more = () if kind == "rows" else (N, len(outputs[0]))
     with _on(x):
         getattr(blocks, kind)[(N * span[1] * parts,)](
-            x, w, gate, r, c, borders, after, *outputs, T, *span, D, R,
+            x, w, gate, r, c, borders, after, *outputs, T, *span, D, R, *more,
             wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
         )  # fmt: skip
+
+
+def _pairs(x: Tensor, gate: Tensor, r: Tensor) -> Tensor:
+    """The products of tokens and readers of one block of 16 [p,N,T,16]; for one gate of all rows nothing."""
+    from perspectron.ops.triton import blocks
+
+    N, T, D = x.shape
+    if gate.shape[2] == 1:
+        return x.new_empty(1)
+    A = x.new_empty(-(-D // blocks.WIDTH), N, T, 16)
+    with _on(x):
+        blocks.pairs[(len(A) * N * -(-T // 16),)](x, gate, r, A, T, D, 1, N, blocks.WIDTH, num_warps=1)
+    return A
 
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
@@ -218,17 +233,24 @@ def _backward(
         after, chunks = torch.empty_like(borders), borders.shape[1]
         _states(True, r, c, gate, dlast, dfirst, after, 0, chunks)
         dw, dreader = torch.empty_like(w), torch.empty_like(reader)
-        parts = 1 if wide else -(-D // blocks.tile("rows", R, wide).rows)
-        dgate = gate.new_empty(parts, *gate.shape)
+        dgate = torch.empty_like(gate)
         given, dr = (x, w, gate, r, c, borders, after), torch.empty_like(x) if columns else dreader
         if wide:
-            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate[0]  # written over
+            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate  # written over
             _chunks("rows", True, True, *given, (e, both, s, pairs), (0, chunks))
             _inner(True, not columns, x, gate, r, s, e, both, pairs, dx, dgate, dr)
         else:
-            _chunks("rows", True, True, *given, (dx, dgate, dr, dr), (0, chunks))
-        _chunks("columns", True, columns, *given, (dw, dreader if columns else dw), (0, chunks))
-        return dx, dw, dgate[0] if parts == 1 else dgate.sum(0), dreader, dfirst
+            tile = blocks.tile("rows", R, wide)
+            products = gate.new_empty(-(-D // tile.rows), 2, N, T)
+            _chunks("rows", True, True, *given, (dx, products, dr, dr), (0, chunks))
+            with _on(x):
+                blocks.gates[(N * chunks,)](
+                    x, w, gate, r, c, products, dgate, T, chunks, D, R, N, len(products), tile.chunk, tile.rows,
+                    num_warps=tile.warps,
+                )  # fmt: skip
+        outputs = (_pairs(x, gate, r), dw, dreader if columns else dw)
+        _chunks("columns", True, columns, *given, outputs, (0, chunks))
+        return dx, dw, dgate, dreader, dfirst
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
     dgate, dw = torch.empty_like(x), w.new_empty(parts, N, T, R)
