@@ -27,7 +27,7 @@ import triton.language as tl
 
 
 WIDTH = 64
-"""Rows of a program of `pairs`."""
+"""Rows of a program of `prepare`."""
 
 
 class Tile(NamedTuple):
@@ -39,25 +39,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(kernel: str, R: int, wide: bool) -> Tile:
-    """The tile of a kernel for memories of R columns, whose rows have gates of their own if wide
+def tile(kernel: str, R: int, both: bool = False) -> Tile:
+    """The tile of a kernel for memories of R columns; both: it gives a gradient and what is read
     (`benchmarks/triton_kernels.py` compiles them all)."""
     columns = max(16, triton.next_power_of_2(R))
-    return Tile(32 if wide else 64, 32, min(columns, {"states": 64, "rows": 32, "columns": 64}[kernel]), 4)
+    most = {"states": 64, "rows": 32, "columns": 32 if both else 64, "gates": 32}[kernel]
+    return Tile(64, 32, min(columns, most), 8 if kernel in ("rows", "gates") else 4)
 
 
 @triton.jit
 def _load(x, at, index, inside, width):
     """A tile of tokens' vectors, from token `at` on; 0 outside."""
     return tl.load(x + at * width + index, mask=inside, other=0.0)
-
-
-@triton.jit
-def _gates(gate_NTA, at, i, d, inside, D, WIDE: tl.constexpr):
-    """The gates of rows d of tokens at + i; 1, which changes nothing, outside."""
-    if WIDE:
-        return tl.load(gate_NTA + at * D + i * D + d, mask=inside, other=1.0)
-    return tl.load(gate_NTA + at + i + d * 0, mask=inside, other=1.0)
 
 
 @triton.jit
@@ -77,8 +70,7 @@ def states(
     i = tl.arange(0, C)[:, None]
     in_D, in_R = (d < D)[None, :], (r < R)[None, :]
     inside, place = (d < D)[:, None] & in_R, d[:, None] * R + r[None, :]
-    d = d[None, :]
-    r = r[None, :]
+    d, r = d[None, :], r[None, :]
     S = tl.load(first_NDR + n * D * R + place, mask=inside, other=0.0)
     for step in tl.range(0, chunks):
         chunk = chunks - 1 - step if BACK else step
@@ -86,15 +78,26 @@ def states(
         at, left = n * T + (start + chunk) * C, T - (start + chunk) * C
         x = _load(x_NTD, at, i * D + d, (i < left) & in_D, D)
         w = _load(w_NTR, at, i * R + r, (i < left) & in_R, R)
-        gates = _gates(gate_NTA, at, i, d, (i < left) & in_D, D, WIDE)
-        if BACK:
-            reach = tl.cumprod(gates, 0)
-            whole = tl.sum(tl.where(i == C - 1, reach, 0.0), 0)
+        if WIDE:
+            base, blocks = gate_NTA + n * tl.cdiv(T, 16) * D, tl.cdiv(T, 16)
+            first = (start + chunk) * (C // 16)
+            whole = tl.load(base + first * D + d, mask=in_D, other=1.0)
+            for b in tl.static_range(1, C // 16):
+                whole *= tl.load(base + (first + b) * D + d, mask=in_D & (d * 0 + (first + b) < blocks), other=1.0)
+            x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 1, not BACK, C)
+            if C >= 64:
+                x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 2, not BACK, C)
         else:
-            later = _gates(gate_NTA, at, i + 1, d, (i + 1 < left) & (i + 1 < C) & in_D, D, WIDE)
-            reach = tl.cumprod(later, 0, reverse=True)
-            whole = tl.sum(tl.where(i == 0, reach * gates, 0.0), 0)
-        S = whole[:, None] * S + _dot(tl.trans(reach * x), w)
+            gate = tl.load(gate_NTA + at + i, mask=i < left, other=1.0)
+            if BACK:
+                reach = tl.cumprod(gate, 0)
+                whole = tl.sum(tl.where(i == C - 1, reach, 0.0), 0)[None, :]
+            else:
+                later = tl.load(gate_NTA + at + i + 1, mask=(i + 1 < left) & (i + 1 < C), other=1.0)
+                reach = tl.cumprod(later, 0, reverse=True)
+                whole = tl.sum(tl.where(i == 0, reach * gate, 0.0), 0)[None, :]
+            x *= reach
+        S = tl.trans(whole) * S + _dot(tl.trans(x), w)
     tl.store(last_NDR + n * D * R + place, S, mask=inside)
 
 
@@ -126,32 +129,34 @@ def _pairs(A, b: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _reach(g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """The products of gates from the start of each token's block, those to its end, and that of the sibling; `later`
-    are the gates of the next tokens. Made again at each level: what `_up` makes would not stay in registers."""
-    i = tl.arange(0, C)[:, None]
-    before, after = g, tl.zeros([C, W], dtype=tl.float32) + 1.0
-    if b > 1:
-        before = tl.reshape(tl.cumprod(tl.reshape(g, [C // b, b, W]), 1), [C, W])
-        after = tl.reshape(tl.where((i + 1) % b == 0, 1.0, later), [C // b, b, W])
-        after = tl.reshape(tl.cumprod(after, 1, reverse=True), [C, W])
-    return before, after, _sibling(tl.where((i + 1) % b == 0, before, 0.0), b, C, W)
+def _others(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, C: tl.constexpr):
+    """The product of the gates of the other block of each token's pair, of b times 16 tokens."""
+    blocks = tl.cdiv(T, 16)
+    block = chunk * (C // 16) + (tl.arange(0, C)[:, None] // (16 * b) ^ 1) * b
+    base = P_NbD + n * blocks * D
+    other = tl.load(base + block * D + d, mask=in_D & (block < blocks), other=1.0)
+    if b == 2:
+        other *= tl.load(base + (block + 1) * D + d, mask=in_D & (block + 1 < blocks), other=1.0)
+    return other
 
 
 @triton.jit
-def _down_r(dr, M, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _reach(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, LEFT: tl.constexpr, C: tl.constexpr):
+    """That product for the tokens of the left block, to the pair's end, or of the right one, from its start; else 1."""
+    other = _others(P_NbD, n, chunk, d, in_D, T, D, b, C)
+    return tl.where(_right(16 * b, C), 1.0, other) if LEFT else tl.where(_right(16 * b, C), other, 1.0)
+
+
+@triton.jit
+def _down_r(dr, M, x, other, b: tl.constexpr, C: tl.constexpr):
     """The gradient of the readers of blocks of b from that of 2b."""
-    _, after, other = _reach(g, later, b, C, W)
-    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x * after)
+    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x)
 
 
 @triton.jit
-def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _down(dr, dx, dP, M, r, x, other, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The gradients of readers, tokens and products of blocks of b from those of 2b."""
     right, M = _right(b, C), _pairs(M, b, C)
-    before, after, other = _reach(g, later, b, C, W)
-    r *= before
-    x *= after
     dP = dP * other + _sibling(tl.where(right, dr * r, dx * x), b, C, W)
     dr = tl.where(right, dr * other, dr) + _dot(M, x)
     dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r)
@@ -213,20 +218,23 @@ def rows(
     x = _load(x_NTD, at, place, inside, D)
     r = _load(r_NTD, at, place, inside, D) if GRAD else x
     if WIDE:
-        g = _gates(gate_NTA, at, i, d[None, :], inside, D, True)
-        later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
+        if C >= 32:
+            n16 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, C)
+            x32, r32 = tl.where(_right(16, C), x, x * n16), tl.where(_right(16, C), r * n16, r)
+        if C >= 64:
+            n32 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, C)
         if GRAD:
             dP = tl.broadcast_to(both[None, :], [C, BD])
             if C >= 64:
-                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 32, C, BD)
+                dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD)
             if C >= 32:
-                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 16, C, BD)
+                dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD)
             tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
         else:
             if C >= 64:
-                dr = _down_r(dr, M, x, g, later, 32, C, BD)
+                dr = _down_r(dr, M, x32, n32, 32, C)
             if C >= 32:
-                dr = _down_r(dr, M, x, g, later, 16, C, BD)
+                dr = _down_r(dr, M, x, n16, 16, C)
         tl.store(M_NTB + at * 16 + j * 16 + i % 16, M, mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)))
     else:
         t = tl.arange(0, C)
@@ -286,9 +294,12 @@ def inner(
 
 
 @triton.jit(do_not_specialize=["T", "one", "count"])
-def pairs(x_NTD, gate_NTD, r_NTD, A_pNTB, T, D, one, count, W: tl.constexpr):
-    """The products A [N,T,16] of the tokens of a block of 16 with the readers of the same one, over some rows, by
-    threads as in `inner`."""
+def prepare(
+    x_NTD, gate_NTD, r_NTD, X_NTD, P_NbD, R_NTD, A_pNTB, T, D, one, count, READ: tl.constexpr, W: tl.constexpr
+):
+    """Some rows of a block of 16 tokens, by threads as in `inner`: X, x times the gates to the block's end, and P, the
+    product of all. READ: R, r times the gates from the block's start, and the products A [N,T,16] of the tokens with
+    the readers of the same block."""
     parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
     program, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
     start = (program % blocks).to(tl.int32) * 16
@@ -296,13 +307,21 @@ def pairs(x_NTD, gate_NTD, r_NTD, A_pNTB, T, D, one, count, W: tl.constexpr):
     i, d = tl.arange(0, 16)[None, :], (part * W + tl.arange(0, W)[:, None]) * one
     inside = (i < left) & (d < D)
     gates = tl.load(gate_NTD + at * D + i * D + d, mask=inside, other=1.0)
-    r = _load(r_NTD, at, i * D + d, inside, D)
-    A = A_pNTB + (part.to(tl.int64) * count * T + at) * 16 + tl.arange(0, 16)
+    before = tl.cumprod(gates, 1)
+    tl.store(P_NbD + program * D + d, tl.sum(tl.where(i == 15, before, -0.0), 1)[:, None], mask=d < D)
+    if READ:
+        r = _load(r_NTD, at, i * D + d, inside, D)
+        tl.store(R_NTD + at * D + i * D + d, before * r, mask=inside)
+        A = A_pNTB + (part.to(tl.int64) * count * T + at) * 16 + tl.arange(0, 16)
     for l in tl.static_range(16):
         here = tl.where(left > l, D, 0)
         x = _load(x_NTD, at + l, d, d < here, D)
         reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
-        tl.store(A + l * 16, tl.sum(tl.where(i >= l, reach * r * x, 0.0), 0), mask=tl.arange(0, 16) < here * 16)
+        end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
+        tl.store(X_NTD + (at + l) * D + d, x * end, mask=d < here)
+        if READ:
+            found = tl.sum(tl.where(i >= l, reach * r * x, 0.0), 0)
+            tl.store(A + l * 16, found, mask=tl.arange(0, 16) < here * 16)
 
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
@@ -311,8 +330,8 @@ def columns(
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
-    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with what `pairs` left, in so many splits, of
-    a count of memories."""
+    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits, of a
+    count of memories."""
     parts = tl.cdiv(R, BR)
     program = tl.program_id(0).to(tl.int64) // parts
     n, chunk = program // chunks, start + program % chunks
@@ -333,16 +352,14 @@ def columns(
         in_D = (i < left) & (d < D)[None, :]
         x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
         if WIDE:
-            g = _gates(gate_NTA, at, i, d[None, :], in_D, D, True)
-            later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
             if C >= 32:
-                before, after, _ = _reach(g, later, 16, C, BD)
-                A += _pairs(_dot(r * before, tl.trans(x * after)), 16, C)
+                A += _pairs(_dot(r, tl.trans(x)), 16, C)
+                r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, False, C)
+                x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, True, C)
             if C >= 64:
-                before, after, _ = _reach(g, later, 32, C, BD)
-                A += _pairs(_dot(r * before, tl.trans(x * after)), 32, C)
-            r *= tl.cumprod(g, 0)
-            x *= tl.cumprod(tl.where(i == C - 1, 1.0, later), 0, reverse=True)
+                A += _pairs(_dot(r, tl.trans(x)), 32, C)
+                r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, False, C)
+                x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, True, C)
         else:
             A += _dot(r, tl.trans(x))
             r *= before[:, None]

@@ -138,19 +138,23 @@ def _forward(
 
     (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
     if T >= SHORTEST:
-        chunk = blocks.tile("states", R, wide).chunk
+        chunk = blocks.tile("states", R).chunk
         o, count = torch.empty_like(x if columns else w), -(-T // chunk)
         most = count if keep else min(count, SEGMENT // chunk)
         borders = first.new_empty(N, most, D, R)
-        pairs = x.new_empty(1, N, T, 16) if columns else _pairs(x, gate, reader)
+        pairs = x.new_empty(N, T, 16) if columns else o
+        given, r = (x, gate), reader
+        if wide:
+            x, gate, r, pairs = _prepared(x, gate, None if columns else reader)
+            pairs = x.new_empty(N, T, 16) if columns else pairs
         for start in range(0, count, most):
             chunks = min(most, count - start)
-            _states(False, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
+            _states(False, wide, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
             kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (pairs, o, o))
             span = (start, chunks)
-            _chunks(kind, False, True, x, w, gate, reader, reader, borders, borders, outputs, span)
+            _chunks(kind, False, True, wide, x, w, gate, r, reader, borders, borders, outputs, span)
         if columns:
-            _inner(False, True, x, gate, x, o, o, o, pairs, o, o, o)
+            _inner(False, True, *given, o, o, o, o, pairs, o, o, o)
         return o, borders if keep else None
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
@@ -165,14 +169,14 @@ def _forward(
 
 
 def _states(
-    back: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor, start: int,
-    chunks: int,
+    back: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor,
+    start: int, chunks: int,
 ) -> None:  # fmt: skip
     """Write the states before so many chunks or, back, the adjoints after them, and the last one."""
     from perspectron.ops.triton import blocks
 
-    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
-    tile = blocks.tile("states", R, wide)
+    (N, T, D), R = x.shape, w.shape[2]
+    tile = blocks.tile("states", R)
     with _on(x):
         blocks.states[(N, -(-D // tile.rows), -(-R // tile.columns))](
             x, w, gate, first, last, borders, T, start, chunks, D, R,
@@ -181,14 +185,14 @@ def _states(
 
 
 def _chunks(
-    kind: str, grad: bool, read: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor, borders: Tensor,
+    kind: str, grad: bool, read: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor, borders: Tensor,
     after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
 ) -> None:  # fmt: skip
     """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
     from perspectron.ops.triton import blocks
 
-    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
-    tile = blocks.tile(kind, R, wide)
+    (N, T, D), R = x.shape, w.shape[2]
+    tile = blocks.tile(kind, R, grad and read)
     parts = -(-D // tile.rows) if kind == "rows" else -(-R // tile.columns)
     more = () if kind == "rows" else (N, len(outputs[0]))
     with _on(x):
@@ -198,17 +202,19 @@ def _chunks(
         )  # fmt: skip
 
 
-def _pairs(x: Tensor, gate: Tensor, r: Tensor) -> Tensor:
-    """The products of tokens and readers of one block of 16 [p,N,T,16]; for one gate of all rows nothing."""
+def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x to the end of its block of 16 tokens, the products of their gates, r from the start, and the products of tokens
+    and readers [p,N,T,16]; the last two only if r is given."""
     from perspectron.ops.triton import blocks
 
     N, T, D = x.shape
-    if gate.shape[2] == 1:
-        return x.new_empty(1)
-    A = x.new_empty(-(-D // blocks.WIDTH), N, T, 16)
+    parts, X, P = -(-D // blocks.WIDTH), torch.empty_like(x), x.new_empty(N, -(-T // 16), D)
+    R, A = (X, X) if r is None else (torch.empty_like(x), x.new_empty(parts, N, T, 16))
     with _on(x):
-        blocks.pairs[(len(A) * N * -(-T // 16),)](x, gate, r, A, T, D, 1, N, blocks.WIDTH, num_warps=1)
-    return A
+        blocks.prepare[(N * -(-T // 16) * parts,)](
+            x, gate, x if r is None else r, X, P, R, A, T, D, 1, N, r is not None, blocks.WIDTH, num_warps=1
+        )
+    return X, P, R, A
 
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
@@ -231,16 +237,16 @@ def _backward(
     r, c = (do, reader) if columns else (reader, do)
     if T >= SHORTEST:
         after, chunks = torch.empty_like(borders), borders.shape[1]
-        _states(True, r, c, gate, dlast, dfirst, after, 0, chunks)
-        dw, dreader = torch.empty_like(w), torch.empty_like(reader)
-        dgate = torch.empty_like(gate)
-        given, dr = (x, w, gate, r, c, borders, after), torch.empty_like(x) if columns else dreader
-        if wide:
-            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate  # written over
-            _chunks("rows", True, True, *given, (e, both, s, pairs), (0, chunks))
-            _inner(True, not columns, x, gate, r, s, e, both, pairs, dx, dgate, dr)
+        X, P, faded, A = _prepared(x, gate, r) if wide else (x, gate, r, x)
+        _states(True, wide, faded, c, P, dlast, dfirst, after, 0, chunks)
+        dw, dreader, dgate = torch.empty_like(w), torch.empty_like(reader), torch.empty_like(gate)
+        given, dr = (wide, X, w, P, faded, c, borders, after), torch.empty_like(x) if columns else dreader
+        if wide:  # what is between the two kernels stands where the gradients will
+            pairs = x.new_empty(N, T, 16)
+            _chunks("rows", True, True, *given, (dx, dgate, dr, pairs), (0, chunks))
+            _inner(True, not columns, x, gate, r, dr, dx, dgate, pairs, dx, dgate, dr)
         else:
-            tile = blocks.tile("rows", R, wide)
+            tile = blocks.tile("gates", R)
             products = gate.new_empty(-(-D // tile.rows), 2, N, T)
             _chunks("rows", True, True, *given, (dx, products, dr, dr), (0, chunks))
             with _on(x):
@@ -248,8 +254,7 @@ def _backward(
                     x, w, gate, r, c, products, dgate, T, chunks, D, R, N, len(products), tile.chunk, tile.rows,
                     num_warps=tile.warps,
                 )  # fmt: skip
-        outputs = (_pairs(x, gate, r), dw, dreader if columns else dw)
-        _chunks("columns", True, columns, *given, outputs, (0, chunks))
+        _chunks("columns", True, columns, *given, (A, dw, dreader if columns else dw), (0, chunks))
         return dx, dw, dgate, dreader, dfirst
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
