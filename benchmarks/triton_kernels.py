@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import kernels
+from perspectron.ops.triton import blocks, kernels
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
@@ -40,26 +40,43 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel for a use, with what is fixed in it."""
+    """A kernel for a use, with what is fixed in it; `chunks` is its name among those by chunks."""
 
     name: str
     kernel: Any
     fixed: dict[str, bool]
+    chunks: str = ""
 
 
+SIDES = {
+    "pdr": {"COLUMNS": True, "WIDE": True},
+    "gla": {"COLUMNS": False, "WIDE": True},
+    "ssd": {"COLUMNS": False, "WIDE": False},
+}
 FORMS = tuple(
     Form(f"{use}, {kernel.fn.__name__}{', states kept' if more.get('KEEP') else ''}", kernel, sides | more)
-    for use, sides in {
-        "pdr": {"COLUMNS": True, "WIDE": True},
-        "gla": {"COLUMNS": False, "WIDE": True},
-        "ssd": {"COLUMNS": False, "WIDE": False},
-    }.items()
+    for use, sides in SIDES.items()
     for kernel, more in (
         (kernels.forward, {"KEEP": False}),
         (kernels.forward, {"KEEP": True}),
         (kernels.backward, {}),
     )
 )
+UP, BOTH = {"GRAD": False, "READ": True}, {"GRAD": True, "READ": True}
+LAST = {"GRAD": True, "READ": False}
+FORMS += tuple(
+    Form(f"{use}, {name}{', backwards' if fixed.get('GRAD') or fixed.get('BACK') else ''}",
+         getattr(blocks, name), fixed, name)
+    for use, wide, some in (
+        ("pdr", True, [("prepare", {"READ": False}), ("rows", UP), ("inner", UP), ("inner", LAST), ("columns", BOTH)]),
+        ("gla", True, [("prepare", {"READ": True}), ("columns", UP), ("rows", BOTH), ("inner", BOTH)]),
+        ("gla", True, [("columns", LAST), ("states", {"BACK": False}), ("states", {"BACK": True})]),
+        ("ssd", False, [("states", {"BACK": False}), ("states", {"BACK": True}), ("columns", UP), ("rows", BOTH)]),
+        ("ssd", False, [("columns", LAST), ("gates", {})]),
+    )
+    for name, more in some
+    for fixed in ({"WIDE": wide} | more if name in ("states", "rows", "columns") else more,)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,18 +96,28 @@ class Compiled:
 def compiled(form: Form, R: int, name: str) -> Compiled:
     """The kernel for R columns, with pointers and sizes that 16 divides as far as they do."""
     target, most = TARGETS[name]
-    tile, names = kernels.tile(R), form.kernel.arg_names
-    fixed = form.fixed | {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
-    integers = ("T", "D", "R")
-    types = {n: "constexpr" if n in fixed else "i32" if n in integers else "*fp32" for n in names}
-    even = [n for n in names if n not in (*fixed, "T") and not (n == "R" and R % 16)]
+    names, stages = form.kernel.arg_names, 2 if form.chunks else 3
+    if not form.chunks:
+        tile = kernels.tile(R)
+        sizes = {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
+    elif form.chunks in ("prepare", "inner"):
+        tile = blocks.Tile(16, {"prepare": blocks.WIDTH, "inner": 32}[form.chunks], R, 1)
+        sizes = {"W": tile.rows}
+    else:
+        tile = blocks.tile(form.chunks, R, form.fixed.get("GRAD", False) and form.fixed["READ"])
+        sizes = {"C": tile.chunk, "BD": tile.rows, "BR": tile.columns}
+    fixed = form.fixed | {n: size for n, size in sizes.items() if n in names}
+    plain = ("T", "start", "chunks", "one", "count", "splits")
+    types = {n: "constexpr" if n in fixed else "i32" if n in (*plain, "D", "R") else "*fp32" for n in names}
+    even = [n for n in names if n not in (*fixed, *plain) and not (n == "R" and R % 16)]
     source = ASTSource(
         form.kernel,
         types,
         {(names.index(n),): value for n, value in fixed.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in even},
     )
-    made = triton.compile(source, target=target, options={"num_warps": tile.warps})
+    options = {"num_warps": tile.warps, "num_stages": stages}
+    made = triton.compile(source, target=target, options=options)
     registers, spills = of_ptx(made.asm["ptx"]) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
     shared = made.metadata.shared
     return Compiled(

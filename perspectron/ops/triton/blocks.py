@@ -13,8 +13,8 @@ One gate for all rows: the products of gates between two tokens are a matrix [C,
 
     dg_l = Σ_{j<l≤i} dL_ij (Π_{l<m≤i} g_m) (Π_{j<m<l} g_m),
 
-two matrix products. So only products of gates are formed, no logarithm or quotient: any gate in [0, 1] is exact, 0 and 1
-included. Matrix products are in float32 by three of TensorFloat-32, an error of some 1e-7.
+two matrix products. So only products of gates are formed, no logarithm or quotient: any gate in [0, 1] is exact, 0 and
+1 included. Matrix products are in float32 by three of TensorFloat-32, an error of some 1e-7.
 
 Shapes: N memories, T time, D rows of a memory, R columns (at most 256), A gate width (D or 1), C tokens of a chunk, n
 chunks, BD rows and BR columns in registers, W width, p parts, b block of the tree.
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-
 
 WIDTH = 64
 """Rows of a program of `prepare`."""
@@ -43,7 +42,7 @@ def tile(kernel: str, R: int, both: bool = False) -> Tile:
     """The tile of a kernel for memories of R columns; both: it gives a gradient and what is read
     (`benchmarks/triton_kernels.py` compiles them all)."""
     columns = max(16, triton.next_power_of_2(R))
-    most = {"states": 64, "rows": 32, "columns": 32 if both else 64, "gates": 32}[kernel]
+    most = {"states": 32 if R % 16 else 64, "rows": 32, "columns": 32 if both else 64, "gates": 32}[kernel]
     return Tile(64, 32, min(columns, most), 8 if kernel in ("rows", "gates") else 4)
 
 
@@ -67,7 +66,7 @@ def states(
     is c, and they are the adjoints after each chunk, from the last to the first. `last` may be `first`."""
     n = tl.program_id(0).to(tl.int64)
     d, r = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2) * BR + tl.arange(0, BR)
-    i = tl.arange(0, C)[:, None]
+    t, i = tl.arange(0, C), tl.arange(0, C)[:, None]
     in_D, in_R = (d < D)[None, :], (r < R)[None, :]
     inside, place = (d < D)[:, None] & in_R, d[:, None] * R + r[None, :]
     d, r = d[None, :], r[None, :]
@@ -83,21 +82,23 @@ def states(
             first = (start + chunk) * (C // 16)
             whole = tl.load(base + first * D + d, mask=in_D, other=1.0)
             for b in tl.static_range(1, C // 16):
-                whole *= tl.load(base + (first + b) * D + d, mask=in_D & (d * 0 + (first + b) < blocks), other=1.0)
+                whole *= tl.load(
+                    base + (first + b) * D + d, mask=in_D & (d * 0 + (first + b) < blocks), other=1.0
+                )
             x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 1, not BACK, C)
-            if C >= 64:
-                x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 2, not BACK, C)
+            x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 2, not BACK, C)
+            S *= tl.trans(whole)
         else:
-            gate = tl.load(gate_NTA + at + i, mask=i < left, other=1.0)
+            gate = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
             if BACK:
                 reach = tl.cumprod(gate, 0)
-                whole = tl.sum(tl.where(i == C - 1, reach, 0.0), 0)[None, :]
+                S *= tl.sum(tl.where(t == C - 1, reach, 0.0), 0)
             else:
-                later = tl.load(gate_NTA + at + i + 1, mask=(i + 1 < left) & (i + 1 < C), other=1.0)
+                later = tl.load(gate_NTA + at + t + 1, mask=(t + 1 < left) & (t + 1 < C), other=1.0)
                 reach = tl.cumprod(later, 0, reverse=True)
-                whole = tl.sum(tl.where(i == 0, reach * gate, 0.0), 0)[None, :]
-            x *= reach
-        S = tl.trans(whole) * S + _dot(tl.trans(x), w)
+                S *= tl.sum(tl.where(t == 0, reach * gate, 0.0), 0)
+            x *= reach[:, None]
+        S += _dot(tl.trans(x), w)
     tl.store(last_NDR + n * D * R + place, S, mask=inside)
 
 
@@ -183,7 +184,8 @@ def _products(gates, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def rows(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB, T, start, chunks, D, R,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB,
+    T, start, chunks, D, R,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
@@ -218,24 +220,22 @@ def rows(
     x = _load(x_NTD, at, place, inside, D)
     r = _load(r_NTD, at, place, inside, D) if GRAD else x
     if WIDE:
-        if C >= 32:
-            n16 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, C)
-            x32, r32 = tl.where(_right(16, C), x, x * n16), tl.where(_right(16, C), r * n16, r)
-        if C >= 64:
-            n32 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, C)
+        n16 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, C)
+        x32, r32 = tl.where(_right(16, C), x, x * n16), tl.where(_right(16, C), r * n16, r)
+        n32 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, C)
         if GRAD:
             dP = tl.broadcast_to(both[None, :], [C, BD])
-            if C >= 64:
-                dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD)
-            if C >= 32:
-                dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD)
             tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
         else:
-            if C >= 64:
-                dr = _down_r(dr, M, x32, n32, 32, C)
-            if C >= 32:
-                dr = _down_r(dr, M, x, n16, 16, C)
-        tl.store(M_NTB + at * 16 + j * 16 + i % 16, M, mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)))
+            dr = _down_r(dr, M, x32, n32, 32, C)
+            dr = _down_r(dr, M, x, n16, 16, C)
+        tl.store(
+            M_NTB + at * 16 + j * 16 + i % 16,
+            M,
+            mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)),
+        )
     else:
         t = tl.arange(0, C)
         gates = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
@@ -262,7 +262,7 @@ def inner(
     """Some rows of a block of 16 tokens, from what `rows` left: the outputs or the gradients. Each thread has a row and
     all tokens: `one`, which is 1, hides from the compiler that there are neighbours, which it would give to a thread.
 
-    y_i is S_l c_i, with the state after token l, while l goes from the first to i; adding -0.0 costs nothing."""
+    y_i is S_k c_i, with the state after token k, while k goes from the first to i; adding -0.0 costs nothing."""
     parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
     program = tl.program_id(0).to(tl.int64) // parts
     start = (program % blocks).to(tl.int32) * 16
@@ -275,20 +275,20 @@ def inner(
         gates = tl.load(gate_NTD + at * D + place, mask=inside, other=1.0)
         r = _load(r_NTD, at, place, inside, D)
         last = _load(both_NTD, at, d, in_D, D)  # y of a reader after the block, for the adjoint there
-    for l in tl.static_range(16):
-        here = d < tl.where(left > l, D, 0)
-        x, m = _load(x_NTD, at + l, d, here, D), _load(M_NTB, at + l, i * one + d * 0, here & (i >= l), 16)
-        g = tl.load(gate_NTD + (at + l) * D + d, mask=here, other=1.0)
+    for k in tl.static_range(16):
+        here = d < tl.where(left > k, D, 0)
+        x, m = _load(x_NTD, at + k, d, here, D), _load(M_NTB, at + k, i * one + d * 0, here & (i >= k), 16)
+        g = tl.load(gate_NTD + (at + k) * D + d, mask=here, other=1.0)
         if GRAD:
-            reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
+            reach = tl.cumprod(tl.where(i > k, gates, 1.0), 1)
             end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
-            e = _load(e_NTD, at + l, d, here, D)
-            dgate = tl.sum(tl.where(i >= l, reach * r * y, -0.0), 1)[:, None] + end * last
-            dx = tl.sum(tl.where(i >= l, reach * r * m, -0.0), 1)[:, None] + end * e
-            tl.store(dgate_NTD + (at + l) * D + d, dgate, mask=here)
-            tl.store(dx_NTD + (at + l) * D + d, dx, mask=here)
+            e = _load(e_NTD, at + k, d, here, D)
+            dgate = tl.sum(tl.where(i >= k, reach * r * y, -0.0), 1)[:, None] + end * last
+            dx = tl.sum(tl.where(i >= k, reach * r * m, -0.0), 1)[:, None] + end * e
+            tl.store(dgate_NTD + (at + k) * D + d, dgate, mask=here)
+            tl.store(dx_NTD + (at + k) * D + d, dx, mask=here)
             last = g * last + x * e
-        y = tl.where(i >= l, g * y + m * x, y)
+        y = tl.where(i >= k, g * y + m * x, y)
     if READ:
         tl.store(read_NTD + at * D + place, y, mask=inside)
 
@@ -313,25 +313,26 @@ def prepare(
         r = _load(r_NTD, at, i * D + d, inside, D)
         tl.store(R_NTD + at * D + i * D + d, before * r, mask=inside)
         A = A_pNTB + (part.to(tl.int64) * count * T + at) * 16 + tl.arange(0, 16)
-    for l in tl.static_range(16):
-        here = tl.where(left > l, D, 0)
-        x = _load(x_NTD, at + l, d, d < here, D)
-        reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
+    for k in tl.static_range(16):
+        here = tl.where(left > k, D, 0)
+        x = _load(x_NTD, at + k, d, d < here, D)
+        reach = tl.cumprod(tl.where(i > k, gates, 1.0), 1)
         end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
-        tl.store(X_NTD + (at + l) * D + d, x * end, mask=d < here)
+        tl.store(X_NTD + (at + k) * D + d, x * end, mask=d < here)
         if READ:
-            found = tl.sum(tl.where(i >= l, reach * r * x, 0.0), 0)
-            tl.store(A + l * 16, found, mask=tl.arange(0, 16) < here * 16)
+            found = tl.sum(tl.where(i >= k, reach * r * x, 0.0), 0)
+            tl.store(A + k * 16, found, mask=tl.arange(0, 16) < here * 16)
 
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def columns(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, A_pNTB, dw_NTR, read_NTR, T, start, chunks, D, R, count, splits,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, A_pNTB, dw_NTR, read_NTR,
+    T, start, chunks, D, R, count, splits,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
-    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits, of a
-    count of memories."""
+    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits,
+    of a count of memories."""
     parts = tl.cdiv(R, BR)
     program = tl.program_id(0).to(tl.int64) // parts
     n, chunk = program // chunks, start + program % chunks
@@ -352,14 +353,12 @@ def columns(
         in_D = (i < left) & (d < D)[None, :]
         x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
         if WIDE:
-            if C >= 32:
-                A += _pairs(_dot(r, tl.trans(x)), 16, C)
-                r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, False, C)
-                x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, True, C)
-            if C >= 64:
-                A += _pairs(_dot(r, tl.trans(x)), 32, C)
-                r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, False, C)
-                x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, True, C)
+            A += _pairs(_dot(r, tl.trans(x)), 16, C)
+            r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, False, C)
+            x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, True, C)
+            A += _pairs(_dot(r, tl.trans(x)), 32, C)
+            r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, False, C)
+            x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, True, C)
         else:
             A += _dot(r, tl.trans(x))
             r *= before[:, None]

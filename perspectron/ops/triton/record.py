@@ -17,7 +17,9 @@ from perspectron.errors import BackendError, PerspectronError, StorageError
 from perspectron.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
-SOURCES = tuple(OPS / name for name in ("triton/kernels.py", "triton/blocks.py", "triton/scan.py", "selftest.py"))
+SOURCES = tuple(
+    OPS / name for name in ("triton/kernels.py", "triton/blocks.py", "triton/scan.py", "selftest.py")
+)
 
 
 @functools.cache

@@ -141,21 +141,21 @@ def _forward(
         chunk = blocks.tile("states", R).chunk
         o, count = torch.empty_like(x if columns else w), -(-T // chunk)
         most = count if keep else min(count, SEGMENT // chunk)
-        borders = first.new_empty(N, most, D, R)
+        before = first.new_empty(N, most, D, R)
         pairs = x.new_empty(N, T, 16) if columns else o
         given, r = (x, gate), reader
         if wide:
-            x, gate, r, pairs = _prepared(x, gate, None if columns else reader)
-            pairs = x.new_empty(N, T, 16) if columns else pairs
+            x, gate, r, A = _prepared(x, gate, None if columns else reader)
+            pairs = pairs if columns else A
         for start in range(0, count, most):
             chunks = min(most, count - start)
-            _states(False, wide, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
+            _states(False, wide, x, w, gate, first if start == 0 else last, last, before, start, chunks)
             kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (pairs, o, o))
             span = (start, chunks)
-            _chunks(kind, False, True, wide, x, w, gate, r, reader, borders, borders, outputs, span)
-        if columns:
+            _chunks(kind, False, True, wide, x, w, gate, r, reader, before, before, outputs, span)
+        if columns and wide:
             _inner(False, True, *given, o, o, o, o, pairs, o, o, o)
-        return o, borders if keep else None
+        return o, before if keep else None
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
     o = x.new_empty(N, T, D) if columns else x.new_empty(parts, N, T, R)
@@ -180,13 +180,13 @@ def _states(
     with _on(x):
         blocks.states[(N, -(-D // tile.rows), -(-R // tile.columns))](
             x, w, gate, first, last, borders, T, start, chunks, D, R,
-            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
 
 
 def _chunks(
-    kind: str, grad: bool, read: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor, borders: Tensor,
-    after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
+    kind: str, grad: bool, read: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor,
+    borders: Tensor, after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
 ) -> None:  # fmt: skip
     """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
     from perspectron.ops.triton import blocks
@@ -198,7 +198,7 @@ def _chunks(
     with _on(x):
         getattr(blocks, kind)[(N * span[1] * parts,)](
             x, w, gate, r, c, borders, after, *outputs, T, *span, D, R, *more,
-            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
 
 
@@ -252,18 +252,18 @@ def _backward(
             with _on(x):
                 blocks.gates[(N * chunks,)](
                     x, w, gate, r, c, products, dgate, T, chunks, D, R, N, len(products), tile.chunk, tile.rows,
-                    num_warps=tile.warps,
+                    num_warps=tile.warps, num_stages=2,
                 )  # fmt: skip
         _chunks("columns", True, columns, *given, (A, dw, dreader if columns else dw), (0, chunks))
         return dx, dw, dgate, dreader, dfirst
-    tile = kernels.tile(R)
-    parts = -(-D // tile.rows)
+    few = kernels.tile(R)
+    parts = -(-D // few.rows)
     dgate, dw = torch.empty_like(x), w.new_empty(parts, N, T, R)
     dreader = torch.empty_like(dw) if columns else torch.empty_like(x)
     with _on(x):
         kernels.backward[(N, parts)](
             x, w, gate, r, c, borders, dlast, dx, dw, dgate, dreader, dfirst, T, D, R,
-            wide, columns, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            wide, columns, few.chunk, few.rows, few.columns, num_warps=few.warps,
         )  # fmt: skip
     dgate = dgate if wide else dgate.sum(2, keepdim=True)
     return dx, dw.sum(0), dgate, dreader.sum(0) if columns else dreader, dfirst
