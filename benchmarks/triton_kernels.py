@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from perspectron.ops.triton import blocks, kernels
+from perspectron.ops.triton import blocks, kernels, rows
 
 TESTS = ("tests/triton",)
 COLUMNS = (16, 32, 64, 100, 128, 200, 256)
@@ -66,7 +66,7 @@ UP, BOTH = {"GRAD": False, "READ": True}, {"GRAD": True, "READ": True}
 LAST = {"GRAD": True, "READ": False}
 FORMS += tuple(
     Form(f"{use}, {name}{', backwards' if fixed.get('GRAD') or fixed.get('BACK') else ''}",
-         getattr(blocks, name), fixed, name)
+         getattr(rows if name in ("prepare", "inner") else blocks, name), fixed, name)
     for use, wide, some in (
         ("pdr", True, [("prepare", {"READ": False}), ("rows", UP), ("inner", UP), ("inner", LAST), ("columns", BOTH)]),
         ("gla", True, [("prepare", {"READ": True}), ("columns", UP), ("rows", BOTH), ("inner", BOTH)]),
@@ -101,7 +101,7 @@ def compiled(form: Form, R: int, name: str) -> Compiled:
         tile = kernels.tile(R)
         sizes = {"C": tile.chunk, "BD": tile.rows, "RP": tile.columns}
     elif form.chunks in ("prepare", "inner"):
-        tile = blocks.Tile(16, {"prepare": blocks.WIDTH, "inner": 32}[form.chunks], R, 1)
+        tile = blocks.Tile(16, {"prepare": rows.WIDTH, "inner": 32}[form.chunks], R, 1)
         sizes = {"W": tile.rows}
     else:
         tile = blocks.tile(form.chunks, R, form.fixed.get("GRAD", False) and form.fixed["READ"])

@@ -18,7 +18,8 @@ from perspectron.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
 SOURCES = tuple(
-    OPS / name for name in ("triton/kernels.py", "triton/blocks.py", "triton/scan.py", "selftest.py")
+    OPS / name
+    for name in ("triton/kernels.py", "triton/blocks.py", "triton/rows.py", "triton/scan.py", "selftest.py")
 )
 
 

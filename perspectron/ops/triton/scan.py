@@ -205,25 +205,25 @@ def _chunks(
 def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x to the end of its block of 16 tokens, the products of their gates, r from the start, and the products of tokens
     and readers [p,N,T,16]; the last two only if r is given."""
-    from perspectron.ops.triton import blocks
+    from perspectron.ops.triton import rows
 
     N, T, D = x.shape
-    parts, X, P = -(-D // blocks.WIDTH), torch.empty_like(x), x.new_empty(N, -(-T // 16), D)
+    parts, X, P = -(-D // rows.WIDTH), torch.empty_like(x), x.new_empty(N, -(-T // 16), D)
     R, A = (X, X) if r is None else (torch.empty_like(x), x.new_empty(parts, N, T, 16))
     with _on(x):
-        blocks.prepare[(N * -(-T // 16) * parts,)](
-            x, gate, x if r is None else r, X, P, R, A, T, D, 1, N, r is not None, blocks.WIDTH, num_warps=1
+        rows.prepare[(N * -(-T // 16) * parts,)](
+            x, gate, x if r is None else r, X, P, R, A, T, D, 1, N, r is not None, rows.WIDTH, num_warps=1
         )
     return X, P, R, A
 
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
     """Run the kernel on the blocks of 16 tokens."""
-    from perspectron.ops.triton import blocks
+    from perspectron.ops.triton import rows
 
     N, T, D = x.shape
     with _on(x):
-        blocks.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
+        rows.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
 
 
 def _backward(
