@@ -117,6 +117,7 @@ def compiled(form: Form, R: int, name: str) -> Compiled:
         {(names.index(n),): [["tt.divisibility", 16]] for n in even},
     )
     options = {"num_warps": tile.warps, "num_stages": stages}
+    blocks.DOT = triton.language.constexpr("ieee" if target.backend == "hip" else "tf32x3")
     made = triton.compile(source, target=target, options=options)
     registers, spills = of_ptx(made.asm["ptx"]) if "ptx" in made.asm else of_amdgcn(made.asm["amdgcn"])
     shared = made.metadata.shared

@@ -22,8 +22,12 @@ chunks, BD rows and BR columns in registers, W width, p parts, b block of the tr
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+
+DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+"""The precision of matrix products: float32, which NVIDIA's matrix units make of three products."""
 
 
 class Tile(NamedTuple):
@@ -51,7 +55,7 @@ def _load(x, at, index, inside, width):
 
 @triton.jit
 def _dot(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
