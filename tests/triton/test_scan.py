@@ -31,7 +31,11 @@ SIZES = {  # tokens, rows and columns: around a chunk; ragged everywhere; more r
     "16 tokens": (16, 7, 5),
     "17 tokens": (17, 7, 5),
     "a chunk and one": (65, 33, 17),
-    "3 chunks": (70, 7, 5),
+    "3 blocks of 16": (33, 7, 5),
+    "one row": (33, 1, 5),
+    "one column": (33, 7, 1),
+    "2 chunks": (70, 7, 5),
+    "more rows than a program has": (18, 70, 5),
     "ragged": (35, 7, 5),
     "two blocks of rows": (18, 40, 16),
     "100 columns": (34, 3, 100),
@@ -115,6 +119,15 @@ def test_split_anywhere(op, split):
         first, middle = scan(*(x[..., :split, :] for x in tensors), state)
         second, last = scan(*(x[..., split:, :] for x in tensors), middle)
     check([torch.cat([first, second], -2), last], [whole.double(), end.double()])
+
+
+@every_op
+def test_long_sequences_without_gradients_go_by_segments(op, monkeypatch):
+    monkeypatch.setattr(on_gpu, "SEGMENT", 64)
+    tensors = inputs(op, 150, 5, 4)
+    exact = SCANS[op](*(x.double() for x in tensors), backend="reference")
+    with torch.no_grad():
+        check(list(SCANS[op](*tensors, backend="triton")), list(exact))
 
 
 @every_op

@@ -13,8 +13,8 @@ One gate for all rows: the products of gates between two tokens are a matrix [C,
 
     dg_l = Σ_{j<l≤i} dL_ij (Π_{l<m≤i} g_m) (Π_{j<m<l} g_m),
 
-two matrix products. So only products of gates are formed, no logarithm or quotient: any gate in [0, 1] is exact, 0 and 1
-included. Matrix products are in float32 by three of TensorFloat-32, an error of some 1e-7.
+two matrix products. So only products of gates are formed, no logarithm or quotient: any gate in [0, 1] is exact, 0 and
+1 included. Matrix products are in float32 by three of TensorFloat-32, an error of some 1e-7.
 
 Shapes: N memories, T time, D rows of a memory, R columns (at most 256), A gate width (D or 1), C tokens of a chunk, n
 chunks, BD rows and BR columns in registers, W width, p parts, b block of the tree.
@@ -22,8 +22,12 @@ chunks, BD rows and BR columns in registers, W width, p parts, b block of the tr
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+
+DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+"""The precision of matrix products: float32, which NVIDIA's matrix units make of three products."""
 
 
 class Tile(NamedTuple):
@@ -35,12 +39,12 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(kernel: str, R: int, wide: bool) -> Tile:
-    """The tile of a kernel for memories of R columns, whose rows have gates of their own if wide
+def tile(kernel: str, R: int, both: bool = False) -> Tile:
+    """The tile of a kernel for memories of R columns; both: it gives a gradient and what is read
     (`benchmarks/triton_kernels.py` compiles them all)."""
     columns = max(16, triton.next_power_of_2(R))
-    most = {"states": 64, "rows": 32, "columns": 128}[kernel]
-    return Tile(32 if wide else 64, 32, min(columns, most), 4)
+    most = {"states": 32 if R % 16 else 64, "rows": 32, "columns": 32 if both else 64, "gates": 32}[kernel]
+    return Tile(64, 32, min(columns, most), 8 if kernel in ("rows", "gates") else 4)
 
 
 @triton.jit
@@ -50,16 +54,8 @@ def _load(x, at, index, inside, width):
 
 
 @triton.jit
-def _gates(gate_NTA, at, i, d, inside, D, WIDE: tl.constexpr):
-    """The gates of rows d of tokens at + i; 1, which changes nothing, outside."""
-    if WIDE:
-        return tl.load(gate_NTA + at * D + i * D + d, mask=inside, other=1.0)
-    return tl.load(gate_NTA + at + i + d * 0, mask=inside, other=1.0)
-
-
-@triton.jit
 def _dot(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
@@ -71,11 +67,10 @@ def states(
     is c, and they are the adjoints after each chunk, from the last to the first. `last` may be `first`."""
     n = tl.program_id(0).to(tl.int64)
     d, r = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2) * BR + tl.arange(0, BR)
-    i = tl.arange(0, C)[:, None]
+    t, i = tl.arange(0, C), tl.arange(0, C)[:, None]
     in_D, in_R = (d < D)[None, :], (r < R)[None, :]
     inside, place = (d < D)[:, None] & in_R, d[:, None] * R + r[None, :]
-    d = d[None, :]
-    r = r[None, :]
+    d, r = d[None, :], r[None, :]
     S = tl.load(first_NDR + n * D * R + place, mask=inside, other=0.0)
     for step in tl.range(0, chunks):
         chunk = chunks - 1 - step if BACK else step
@@ -83,15 +78,28 @@ def states(
         at, left = n * T + (start + chunk) * C, T - (start + chunk) * C
         x = _load(x_NTD, at, i * D + d, (i < left) & in_D, D)
         w = _load(w_NTR, at, i * R + r, (i < left) & in_R, R)
-        gates = _gates(gate_NTA, at, i, d, (i < left) & in_D, D, WIDE)
-        if BACK:
-            reach = tl.cumprod(gates, 0)
-            whole = tl.sum(tl.where(i == C - 1, reach, 0.0), 0)
+        if WIDE:
+            base, blocks = gate_NTA + n * tl.cdiv(T, 16) * D, tl.cdiv(T, 16)
+            first = (start + chunk) * (C // 16)
+            whole = tl.load(base + first * D + d, mask=in_D, other=1.0)
+            for b in tl.static_range(1, C // 16):
+                whole *= tl.load(
+                    base + (first + b) * D + d, mask=in_D & (d * 0 + (first + b) < blocks), other=1.0
+                )
+            x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 1, not BACK, C)
+            x *= _reach(gate_NTA, n, start + chunk, d, in_D, T, D, 2, not BACK, C)
+            S *= tl.trans(whole)
         else:
-            later = _gates(gate_NTA, at, i + 1, d, (i + 1 < left) & (i + 1 < C) & in_D, D, WIDE)
-            reach = tl.cumprod(later, 0, reverse=True)
-            whole = tl.sum(tl.where(i == 0, reach * gates, 0.0), 0)
-        S = whole[:, None] * S + _dot(tl.trans(reach * x), w)
+            gate = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
+            if BACK:
+                reach = tl.cumprod(gate, 0)
+                S *= tl.sum(tl.where(t == C - 1, reach, 0.0), 0)
+            else:
+                later = tl.load(gate_NTA + at + t + 1, mask=(t + 1 < left) & (t + 1 < C), other=1.0)
+                reach = tl.cumprod(later, 0, reverse=True)
+                S *= tl.sum(tl.where(t == 0, reach * gate, 0.0), 0)
+            x *= reach[:, None]
+        S += _dot(tl.trans(x), w)
     tl.store(last_NDR + n * D * R + place, S, mask=inside)
 
 
@@ -123,47 +131,34 @@ def _pairs(A, b: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _up(r, x, P, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """From blocks of b to blocks of 2b: readers r times the gates from their block's start, x times those to its end,
-    and the product P of all."""
-    right, i = _right(b, C), tl.arange(0, C)[:, None]
-    other = _sibling(tl.where(i % b == 0, P, 0.0), b, C, W)
-    return tl.where(right, r * other, r), tl.where(right, x, x * other), P * other
+def _others(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, C: tl.constexpr):
+    """The product of the gates of the other block of each token's pair, of b times 16 tokens."""
+    blocks = tl.cdiv(T, 16)
+    block = chunk * (C // 16) + (tl.arange(0, C)[:, None] // (16 * b) ^ 1) * b
+    base = P_NbD + n * blocks * D
+    other = tl.load(base + block * D + d, mask=in_D & (block < blocks), other=1.0)
+    if b == 2:
+        other *= tl.load(base + (block + 1) * D + d, mask=in_D & (block + 1 < blocks), other=1.0)
+    return other
 
 
 @triton.jit
-def _between(r, x, b: tl.constexpr, C: tl.constexpr):
-    """The products of a level [C,C]."""
-    return _pairs(_dot(r, tl.trans(x)), b, C)
+def _reach(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, LEFT: tl.constexpr, C: tl.constexpr):
+    """That product for the tokens of the left block, to the pair's end, or of the right one, from its start; else 1."""
+    other = _others(P_NbD, n, chunk, d, in_D, T, D, b, C)
+    return tl.where(_right(16 * b, C), 1.0, other) if LEFT else tl.where(_right(16 * b, C), other, 1.0)
 
 
 @triton.jit
-def _reach(g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """The products of gates from the start of each token's block, those to its end, and that of the sibling; `later`
-    are the gates of the next tokens. Made again at each level: what `_up` makes would not stay in registers."""
-    i = tl.arange(0, C)[:, None]
-    before, after = g, tl.zeros([C, W], dtype=tl.float32) + 1.0
-    if b > 1:
-        before = tl.reshape(tl.cumprod(tl.reshape(g, [C // b, b, W]), 1), [C, W])
-        after = tl.reshape(tl.where((i + 1) % b == 0, 1.0, later), [C // b, b, W])
-        after = tl.reshape(tl.cumprod(after, 1, reverse=True), [C, W])
-    return before, after, _sibling(tl.where((i + 1) % b == 0, before, 0.0), b, C, W)
-
-
-@triton.jit
-def _down_r(dr, M, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _down_r(dr, M, x, other, b: tl.constexpr, C: tl.constexpr):
     """The gradient of the readers of blocks of b from that of 2b."""
-    _, after, other = _reach(g, later, b, C, W)
-    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x * after)
+    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x)
 
 
 @triton.jit
-def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _down(dr, dx, dP, M, r, x, other, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
     """The gradients of readers, tokens and products of blocks of b from those of 2b."""
     right, M = _right(b, C), _pairs(M, b, C)
-    before, after, other = _reach(g, later, b, C, W)
-    r *= before
-    x *= after
     dP = dP * other + _sibling(tl.where(right, dr * r, dx * x), b, C, W)
     dr = tl.where(right, dr * other, dr) + _dot(M, x)
     dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r)
@@ -175,27 +170,14 @@ def _down(dr, dx, dP, M, r, x, g, later, b: tl.constexpr, C: tl.constexpr, W: tl
 
 @triton.jit
 def _products(gates, C: tl.constexpr):
-    """(L, before, after, whole) of the gates [C] of a chunk: L_ij = Π_{j<l≤i} g_l, 0 for j > i; the products from the
-    start to i, those from j to the end, and that of all."""
+    """(L, before, after) of the gates [C] of a chunk: L_ij = Π_{j<l≤i} g_l, 0 for j > i; the products from the start to
+    i, and those from j to the end."""
     i = tl.arange(0, C)
     L = tl.cumprod(tl.where(i[:, None] > i[None, :], gates[:, None], 1.0), 0)
     L = tl.where(i[:, None] >= i[None, :], L, 0.0)
     before = tl.cumprod(gates, 0)
     after = tl.sum(tl.where((i == C - 1)[:, None], L, 0.0), 0)
-    return L, before, after, tl.sum(tl.where(i == C - 1, before, 0.0), 0)
-
-
-@triton.jit
-def _dgates(L, dL, dbefore, dafter, dwhole, after, earlier, C: tl.constexpr):
-    """The gradient of the gates [C] from those of their products; `earlier` are the gates of the tokens before, 1 for
-    the first."""
-    i = tl.arange(0, C)
-    strictly = tl.cumprod(tl.where(i[:, None] > i[None, :] + 1, earlier[:, None], 1.0), 0)  # Π_{j<m<l}
-    strictly = tl.where(i[:, None] > i[None, :], strictly, 0.0)
-    start = tl.cumprod(earlier, 0)  # Π_{m<l}
-    inner = tl.sum(_dot(tl.trans(L), dL) * strictly, 1)
-    readers = tl.sum(L * dbefore[:, None], 0) + after * dwhole
-    return inner + start * readers + after * tl.sum(strictly * dafter[None, :], 1)
+    return L, before, after
 
 
 # ---------------------------------------------------------------- chunks
@@ -203,11 +185,12 @@ def _dgates(L, dL, dbefore, dafter, dwhole, after, earlier, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def rows(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB, T, start, chunks, D, R,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB,
+    T, start, chunks, D, R,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
-    the chunk and the gradients of x and of the gate, the latter in parts [p,N,T] of a sum over rows.
+    the chunk, the gradients of x and of the products of gates, which `gates` needs, in parts [p,2,N,T].
 
     WIDE: what `inner` needs instead: S c_t with the state before t's block of 16 tokens; E w_t with the adjoint after
     it; rowsum(S ⊙ E), at the first token of each; and M [N,T,16] of the tokens of a block, readers last."""
@@ -238,31 +221,32 @@ def rows(
     x = _load(x_NTD, at, place, inside, D)
     r = _load(r_NTD, at, place, inside, D) if GRAD else x
     if WIDE:
-        g = _gates(gate_NTA, at, i, d[None, :], inside, D, True)
-        later = _gates(gate_NTA, at, i + 1, d[None, :], (i + 1 < left) & (d < D)[None, :], D, True)
+        n16 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, C)
+        x32, r32 = tl.where(_right(16, C), x, x * n16), tl.where(_right(16, C), r * n16, r)
+        n32 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, C)
         if GRAD:
             dP = tl.broadcast_to(both[None, :], [C, BD])
-            if C >= 64:
-                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 32, C, BD)
-            if C >= 32:
-                dr, dx, dP = _down(dr, dx, dP, M, r, x, g, later, 16, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD)
             tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
         else:
-            if C >= 64:
-                dr = _down_r(dr, M, x, g, later, 32, C, BD)
-            if C >= 32:
-                dr = _down_r(dr, M, x, g, later, 16, C, BD)
-        tl.store(M_NTB + at * 16 + j * 16 + i % 16, M, mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)))
+            dr = _down_r(dr, M, x32, n32, 32, C)
+            dr = _down_r(dr, M, x, n16, 16, C)
+        tl.store(
+            M_NTB + at * 16 + j * 16 + i % 16,
+            M,
+            mask=(i // 16 == j // 16) & (j < tl.where(part == 0, left, 0)),
+        )
     else:
         t = tl.arange(0, C)
         gates = tl.load(gate_NTA + at + t, mask=t < left, other=1.0)
-        L, before, after, _ = _products(gates, C)
+        L, before, after = _products(gates, C)
         if GRAD:
-            earlier = tl.load(gate_NTA + at + t - 1, mask=(t <= left) & (t > 0), other=1.0)
-            dbefore, dafter, dwhole = tl.sum(r * dr, 1), tl.sum(x * dx, 1), tl.sum(both, 0)
-            found = _dgates(L, _dot(r, tl.trans(x)) * M, dbefore, dafter, dwhole, after, earlier, C)
             count = tl.num_programs(0) // parts // chunks
-            tl.store(dgate + (part * count + n) * T + chunk * C + t, found, mask=t < left)
+            found = dgate + (part * count * 2 + n) * T + chunk * C + t
+            last = tl.where(t == tl.minimum(left, C) - 1, tl.sum(both, 0), 0.0)  # as a reader at the end
+            tl.store(found, tl.sum(r * dr, 1) + last, mask=t < left)
+            tl.store(found + count.to(tl.int64) * T, tl.sum(x * dx, 1), mask=t < left)
             dx = after[:, None] * dx + _dot(tl.trans(L * M), r)
         dr = before[:, None] * dr + _dot(L * M, x)
     if GRAD:
@@ -271,52 +255,15 @@ def rows(
         tl.store(read_NTD + at * D + place, dr, mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "one"])
-def inner(
-    x_NTD, gate_NTD, r_NTD, s_NTD, e_NTD, both_NTD, M_NTB, dx_NTD, dgate_NTD, read_NTD, T, D, one,
-    GRAD: tl.constexpr, READ: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Some rows of a block of 16 tokens, from what `rows` left: the outputs or the gradients. Each thread has a row and
-    all tokens: `one`, which is 1, hides from the compiler that there are neighbours, which it would give to a thread.
-
-    y_i is S_l c_i, with the state after token l, while l goes from the first to i; adding -0.0 costs nothing."""
-    parts, blocks = tl.cdiv(D, W), tl.cdiv(T, 16)
-    program = tl.program_id(0).to(tl.int64) // parts
-    start = (program % blocks).to(tl.int32) * 16
-    at, left = (program // blocks) * T + start, T - start
-    i, d = tl.arange(0, 16)[None, :], ((tl.program_id(0) % parts) * W + tl.arange(0, W)[:, None]) * one
-    in_D, place = d < D, i * D + d
-    inside = (i < left) & in_D
-    y = _load(s_NTD, at, place, inside, D)
-    if GRAD:
-        gates = tl.load(gate_NTD + at * D + place, mask=inside, other=1.0)
-        r = _load(r_NTD, at, place, inside, D)
-        last = _load(both_NTD, at, d, in_D, D)  # y of a reader after the block, for the adjoint there
-    for l in tl.static_range(16):
-        here = d < tl.where(left > l, D, 0)
-        x, m = _load(x_NTD, at + l, d, here, D), _load(M_NTB, at + l, i * one + d * 0, here & (i >= l), 16)
-        g = tl.load(gate_NTD + (at + l) * D + d, mask=here, other=1.0)
-        if GRAD:
-            reach = tl.cumprod(tl.where(i > l, gates, 1.0), 1)
-            end = tl.sum(tl.where(i == 15, reach, -0.0), 1)[:, None]
-            e = _load(e_NTD, at + l, d, here, D)
-            dgate = tl.sum(tl.where(i >= l, reach * r * y, -0.0), 1)[:, None] + end * last
-            dx = tl.sum(tl.where(i >= l, reach * r * m, -0.0), 1)[:, None] + end * e
-            tl.store(dgate_NTD + (at + l) * D + d, dgate, mask=here)
-            tl.store(dx_NTD + (at + l) * D + d, dx, mask=here)
-            last = g * last + x * e
-        y = tl.where(i >= l, g * y + m * x, y)
-    if READ:
-        tl.store(read_NTD + at * D + place, y, mask=inside)
-
-
 @triton.jit(do_not_specialize=["T", "start", "chunks"])
 def columns(
-    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dw_NTR, read_NTR, T, start, chunks, D, R,
+    x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, A_pNTB, dw_NTR, read_NTR,
+    T, start, chunks, D, R, count, splits,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
-    and the states before, Σ S_tᵀ r_t, the outputs or the gradient of c."""
+    and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits,
+    of a count of memories."""
     parts = tl.cdiv(R, BR)
     program = tl.program_id(0).to(tl.int64) // parts
     n, chunk = program // chunks, start + program % chunks
@@ -331,29 +278,18 @@ def columns(
         read = tl.zeros([C, BR], dtype=tl.float32)
     if not WIDE:
         t = tl.arange(0, C)
-        L, before, after, _ = _products(tl.load(gate_NTA + at + t, mask=t < left, other=1.0), C)
+        L, before, after = _products(tl.load(gate_NTA + at + t, mask=t < left, other=1.0), C)
     for block in tl.range(0, tl.cdiv(D, BD)):
         d = block * BD + tl.arange(0, BD)
         in_D = (i < left) & (d < D)[None, :]
         x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
         if WIDE:
-            g = _gates(gate_NTA, at, i, d[None, :], in_D, D, True)
-            A += tl.where(i == j, tl.sum(r * x, 1)[:, None], 0.0)
-            r *= g
-            A += _between(r, x, 1, C)
-            r, x, g = _up(r, x, g, 1, C, BD)
-            A += _between(r, x, 2, C)
-            r, x, g = _up(r, x, g, 2, C, BD)
-            A += _between(r, x, 4, C)
-            r, x, g = _up(r, x, g, 4, C, BD)
-            A += _between(r, x, 8, C)
-            r, x, g = _up(r, x, g, 8, C, BD)
-            if C >= 32:
-                A += _between(r, x, 16, C)
-                r, x, g = _up(r, x, g, 16, C, BD)
-            if C >= 64:
-                A += _between(r, x, 32, C)
-                r, x, g = _up(r, x, g, 32, C, BD)
+            A += _pairs(_dot(r, tl.trans(x)), 16, C)
+            r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, False, C)
+            x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, True, C)
+            A += _pairs(_dot(r, tl.trans(x)), 32, C)
+            r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, False, C)
+            x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, True, C)
         else:
             A += _dot(r, tl.trans(x))
             r *= before[:, None]
@@ -363,7 +299,11 @@ def columns(
             read += _dot(r, _load(border_NnDR, program * D, d[:, None] * R + k, in_place, R))
         if GRAD:
             dw += _dot(x, _load(after_NnDR, program * D, d[:, None] * R + k, in_place, R))
-    if not WIDE:
+    if WIDE:
+        for part in tl.range(0, splits):
+            own = A_pNTB + ((program * 0 + part) * count * T + at) * 16 + j * 16 + i % 16
+            A += tl.load(own, mask=(i // 16 == j // 16) & (j < left), other=0.0)
+    else:
         A *= L
     if READ:
         read += _dot(A, _load(w_NTR, at, place, inside, R))
@@ -371,3 +311,38 @@ def columns(
     if GRAD:
         dw += _dot(tl.trans(A), _load(c_NTR, at, place, inside, R))
         tl.store(dw_NTR + at * R + place, dw, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "count", "splits"])
+def gates(
+    x_NTD, w_NTR, gate_NT, r_NTD, c_NTR, products_pNT, dgate_NT, T, chunks, D, R, count, splits,
+    C: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one chunk's gates, one for all rows, with what `rows` left, in so many splits, of a count of
+    memories."""
+    program = tl.program_id(0).to(tl.int64)
+    n, chunk = program // chunks, program % chunks
+    at, left = n * T + chunk * C, T - chunk * C
+    i, j, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C)
+    dL, A = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    for block in tl.range(0, tl.cdiv(R, BD)):
+        k = (block * BD + tl.arange(0, BD))[None, :]
+        inside = (i < left) & (k < R)
+        dL += _dot(_load(c_NTR, at, i * R + k, inside, R), tl.trans(_load(w_NTR, at, i * R + k, inside, R)))
+    for block in tl.range(0, tl.cdiv(D, BD)):
+        d = (block * BD + tl.arange(0, BD))[None, :]
+        inside = (i < left) & (d < D)
+        A += _dot(_load(r_NTD, at, i * D + d, inside, D), tl.trans(_load(x_NTD, at, i * D + d, inside, D)))
+    dL *= A
+    dbefore, dafter = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
+    for part in tl.range(0, splits):
+        found = products_pNT + (program * 0 + part) * 2 * count * T + at + t
+        dbefore += tl.load(found, mask=t < left, other=0.0)
+        dafter += tl.load(found + (program * 0 + count) * T, mask=t < left, other=0.0)
+    earlier = tl.load(gate_NT + at + t - 1, mask=(t <= left) & (t > 0), other=1.0)
+    L, _, after = _products(tl.load(gate_NT + at + t, mask=t < left, other=1.0), C)
+    strictly = tl.cumprod(tl.where(i > j + 1, earlier[:, None], 1.0), 0)
+    strictly = tl.where(i > j, strictly, 0.0)  # Π_{j<m<l}
+    dgate = tl.sum(_dot(tl.trans(L), dL) * strictly, 1) + after * tl.sum(strictly * dafter[None, :], 1)
+    dgate += tl.cumprod(earlier, 0) * tl.sum(L * dbefore[:, None], 0)
+    tl.store(dgate_NT + at + t, dgate, mask=t < left)

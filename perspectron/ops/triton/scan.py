@@ -138,19 +138,24 @@ def _forward(
 
     (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
     if T >= SHORTEST:
-        chunk = blocks.tile("states", R, wide).chunk
+        chunk = blocks.tile("states", R).chunk
         o, count = torch.empty_like(x if columns else w), -(-T // chunk)
         most = count if keep else min(count, SEGMENT // chunk)
-        borders, pairs = first.new_empty(N, most, D, R), x.new_empty(N, T, 16) if columns else o
+        before = first.new_empty(N, most, D, R)
+        pairs = x.new_empty(N, T, 16) if columns else o
+        given, r = (x, gate), reader
+        if wide:
+            x, gate, r, A = _prepared(x, gate, None if columns else reader)
+            pairs = pairs if columns else A
         for start in range(0, count, most):
             chunks = min(most, count - start)
-            _states(False, x, w, gate, first if start == 0 else last, last, borders, start, chunks)
-            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (o, o))
+            _states(False, wide, x, w, gate, first if start == 0 else last, last, before, start, chunks)
+            kind, outputs = ("rows", (o, o, o, pairs)) if columns else ("columns", (pairs, o, o))
             span = (start, chunks)
-            _chunks(kind, False, True, x, w, gate, reader, reader, borders, borders, outputs, span)
-        if columns:
-            _inner(False, True, x, gate, x, o, o, o, pairs, o, o, o)
-        return o, borders if keep else None
+            _chunks(kind, False, True, wide, x, w, gate, r, reader, before, before, outputs, span)
+        if columns and wide:
+            _inner(False, True, *given, o, o, o, o, pairs, o, o, o)
+        return o, before if keep else None
     tile = kernels.tile(R)
     parts = -(-D // tile.rows)
     o = x.new_empty(N, T, D) if columns else x.new_empty(parts, N, T, R)
@@ -164,45 +169,61 @@ def _forward(
 
 
 def _states(
-    back: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor, start: int,
-    chunks: int,
+    back: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, first: Tensor, last: Tensor, borders: Tensor,
+    start: int, chunks: int,
 ) -> None:  # fmt: skip
     """Write the states before so many chunks or, back, the adjoints after them, and the last one."""
     from perspectron.ops.triton import blocks
 
-    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
-    tile = blocks.tile("states", R, wide)
+    (N, T, D), R = x.shape, w.shape[2]
+    tile = blocks.tile("states", R)
     with _on(x):
         blocks.states[(N, -(-D // tile.rows), -(-R // tile.columns))](
             x, w, gate, first, last, borders, T, start, chunks, D, R,
-            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
 
 
 def _chunks(
-    kind: str, grad: bool, read: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor, borders: Tensor,
-    after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
+    kind: str, grad: bool, read: bool, wide: bool, x: Tensor, w: Tensor, gate: Tensor, r: Tensor, c: Tensor,
+    borders: Tensor, after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
 ) -> None:  # fmt: skip
     """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
     from perspectron.ops.triton import blocks
 
-    (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
-    tile = blocks.tile(kind, R, wide)
+    (N, T, D), R = x.shape, w.shape[2]
+    tile = blocks.tile(kind, R, grad and read)
     parts = -(-D // tile.rows) if kind == "rows" else -(-R // tile.columns)
+    more = () if kind == "rows" else (N, len(outputs[0]))
     with _on(x):
         getattr(blocks, kind)[(N * span[1] * parts,)](
-            x, w, gate, r, c, borders, after, *outputs, T, *span, D, R,
-            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            x, w, gate, r, c, borders, after, *outputs, T, *span, D, R, *more,
+            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
+
+
+def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x to the end of its block of 16 tokens, the products of their gates, r from the start, and the products of tokens
+    and readers [p,N,T,16]; the last two only if r is given."""
+    from perspectron.ops.triton import rows
+
+    N, T, D = x.shape
+    parts, X, P = -(-D // rows.WIDTH), torch.empty_like(x), x.new_empty(N, -(-T // 16), D)
+    R, A = (X, X) if r is None else (torch.empty_like(x), x.new_empty(parts, N, T, 16))
+    with _on(x):
+        rows.prepare[(N * -(-T // 16) * parts,)](
+            x, gate, x if r is None else r, X, P, R, A, T, D, 1, N, r is not None, rows.WIDTH, num_warps=1
+        )
+    return X, P, R, A
 
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
     """Run the kernel on the blocks of 16 tokens."""
-    from perspectron.ops.triton import blocks
+    from perspectron.ops.triton import rows
 
     N, T, D = x.shape
     with _on(x):
-        blocks.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
+        rows.inner[(N * -(-T // 16) * -(-D // 32),)](x, *given, T, D, 1, grad, read, 32, num_warps=1)
 
 
 def _backward(
@@ -216,27 +237,33 @@ def _backward(
     r, c = (do, reader) if columns else (reader, do)
     if T >= SHORTEST:
         after, chunks = torch.empty_like(borders), borders.shape[1]
-        _states(True, r, c, gate, dlast, dfirst, after, 0, chunks)
-        dw, dreader = torch.empty_like(w), torch.empty_like(reader)
-        parts = 1 if wide else -(-D // blocks.tile("rows", R, wide).rows)
-        dgate = gate.new_empty(parts, *gate.shape)
-        given, dr = (x, w, gate, r, c, borders, after), torch.empty_like(x) if columns else dreader
-        if wide:
-            pairs, s, e, both = x.new_empty(N, T, 16), dr, dx, dgate[0]  # written over
-            _chunks("rows", True, True, *given, (e, both, s, pairs), (0, chunks))
-            _inner(True, not columns, x, gate, r, s, e, both, pairs, dx, dgate, dr)
+        X, P, faded, A = _prepared(x, gate, r) if wide else (x, gate, r, x)
+        _states(True, wide, faded, c, P, dlast, dfirst, after, 0, chunks)
+        dw, dreader, dgate = torch.empty_like(w), torch.empty_like(reader), torch.empty_like(gate)
+        given, dr = (wide, X, w, P, faded, c, borders, after), torch.empty_like(x) if columns else dreader
+        if wide:  # what is between the two kernels stands where the gradients will
+            pairs = x.new_empty(N, T, 16)
+            _chunks("rows", True, True, *given, (dx, dgate, dr, pairs), (0, chunks))
+            _inner(True, not columns, x, gate, r, dr, dx, dgate, pairs, dx, dgate, dr)
         else:
-            _chunks("rows", True, True, *given, (dx, dgate, dr, dr), (0, chunks))
-        _chunks("columns", True, columns, *given, (dw, dreader if columns else dw), (0, chunks))
-        return dx, dw, dgate[0] if parts == 1 else dgate.sum(0), dreader, dfirst
-    tile = kernels.tile(R)
-    parts = -(-D // tile.rows)
+            tile = blocks.tile("gates", R)
+            products = gate.new_empty(-(-D // tile.rows), 2, N, T)
+            _chunks("rows", True, True, *given, (dx, products, dr, dr), (0, chunks))
+            with _on(x):
+                blocks.gates[(N * chunks,)](
+                    x, w, gate, r, c, products, dgate, T, chunks, D, R, N, len(products), tile.chunk, tile.rows,
+                    num_warps=tile.warps, num_stages=2,
+                )  # fmt: skip
+        _chunks("columns", True, columns, *given, (A, dw, dreader if columns else dw), (0, chunks))
+        return dx, dw, dgate, dreader, dfirst
+    few = kernels.tile(R)
+    parts = -(-D // few.rows)
     dgate, dw = torch.empty_like(x), w.new_empty(parts, N, T, R)
     dreader = torch.empty_like(dw) if columns else torch.empty_like(x)
     with _on(x):
         kernels.backward[(N, parts)](
             x, w, gate, r, c, borders, dlast, dx, dw, dgate, dreader, dfirst, T, D, R,
-            wide, columns, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
+            wide, columns, few.chunk, few.rows, few.columns, num_warps=few.warps,
         )  # fmt: skip
     dgate = dgate if wide else dgate.sum(2, keepdim=True)
     return dx, dw.sum(0), dgate, dreader.sum(0) if columns else dreader, dfirst
