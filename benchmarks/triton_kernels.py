@@ -113,7 +113,7 @@ def _compiled(
     return Compiled(form.name, R, name, tile, registers, spills, shared, spills <= SPILLS and shared <= most)
 
 
-def packed(name: str) -> Iterator[Compiled]:
+def packed(name: str, formats: tuple[str, ...] = tuple(LAYOUTS)) -> Iterator[Compiled]:
     """The kernels of packed matrices, of which R rows have common bytes; in the columns of the table the blocks and
     columns of a tile and, as its chunk, tokens."""
     pointers = {"q_TS": "*i8", "codes_bS": "*u8", "codes2_bS": "*u8"}
@@ -122,7 +122,8 @@ def packed(name: str) -> Iterator[Compiled]:
         tile = {"rows": 1, "columns": packed_kernels.WIDE, "chunk": 1, "warps": 8}
         form = Form(f"packed, quantise{', gated' if gated else ''}", packed_kernels.quantise, {})
         yield _packed(form, 1, name, tile, fixed, pointers)
-    for format, layout in LAYOUTS.items():
+    for format in formats:
+        layout = LAYOUTS[format]
         scales = dict.fromkeys(("scales", "scales2"), "*fp16" if layout.zero is None else "*fp32")
         tiles = {
             packed_kernels.tile(layout.rows, T, blocks, 2048)
@@ -175,7 +176,8 @@ def main() -> None:
     report = common.Report(args, TESTS, dtype="float32", shapes=shapes)
     report.say(f"   triton: {triton.__version__}", "")
     found = [compiled(form, R, target) for form in FORMS for R in columns for target in TARGETS]
-    found += [one for target in TARGETS for one in packed(target)]
+    formats = ("int8",) if args.quick else tuple(LAYOUTS)
+    found += [one for target in TARGETS for one in packed(target, formats)]
     rows = [
         [one.form, str(one.R), one.target, f"{one.tile['rows']} x {one.tile['columns']}", str(one.tile["chunk"]),
          str(one.tile["warps"]), str(one.registers), str(one.spills), str(one.shared), "yes" if one.holds else "NO"]
