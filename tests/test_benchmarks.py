@@ -347,7 +347,13 @@ def test_routing(results):
 def test_triton_kernels(results):
     found = results("triton_kernels")
     assert {one["target"] for one in found["kernels"]} == set(found["bars"]["shared"])
-    assert {one["form"].split(",")[0] for one in found["kernels"]} >= {"pdr", "gla", "ssd", "packed", "packed int8"}
+    assert {one["form"].split(",")[0] for one in found["kernels"]} >= {
+        "pdr",
+        "gla",
+        "ssd",
+        "packed",
+        "packed int8",
+    }
     for one in found["kernels"]:
         assert one["registers"] > 0 and one["holds"]
         assert (

@@ -130,9 +130,7 @@ def test_a_state_saved_on_one_device_goes_on_on_the_other(design, tmp_path):
             perspectron.save_state(tmp_path / "a.state", state, model)
             loaded = perspectron.load_state(tmp_path / "a.state", other)
             assert all(
-                leaf.device.type == "cpu"
-                for leaf in pytree.tree_leaves(loaded)
-                if isinstance(leaf, Tensor)
+                leaf.device.type == "cpu" for leaf in pytree.tree_leaves(loaded) if isinstance(leaf, Tensor)
             )
             found = other(ids(other.device), loaded.to(other.device)).logits
         torch.testing.assert_close(found.cpu(), wanted.cpu(), rtol=1e-9, atol=1e-9)

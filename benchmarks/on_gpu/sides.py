@@ -114,8 +114,8 @@ def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dic
         if place.rehearsed and backend == "chunks tf32":  # the interpreter has one precision
             continue
         sides[backend] = Side(name, leaves, partial(_run, name, backend), do)
-    if (d, T) == (width(place, 1024), length(place, 2048)):
-        sides["torch, tf32"] = Side(name, leaves, partial(_run, name, "torch"), do, "high")
+    if "triton" in kind.backends and not place.rehearsed:  # the interpreter has one precision
+        sides["triton, tf32"] = Side(name, leaves, partial(_run, name, "triton"), do, "high")
     found, outputs = _checked(sides, exact, tokens)
     if other != name:
         values, exact, do = _case(place, other, B, T, d, tokens)

@@ -22,12 +22,8 @@ chunks, BD rows and BR columns in registers, W width, p parts, b block of the tr
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-
-DOT = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
-"""The precision of matrix products: float32, which NVIDIA's matrix units make of three products."""
 
 
 class Tile(NamedTuple):
@@ -54,7 +50,7 @@ def _load(x, at, index, inside, width):
 
 
 @triton.jit
-def _dot(a, b):
+def _dot(a, b, DOT: tl.constexpr):
     return tl.dot(a, b, input_precision=DOT)
 
 
@@ -62,6 +58,7 @@ def _dot(a, b):
 def states(
     x_NTD, w_NTR, gate_NTA, first_NDR, last_NDR, border_NnDR, T, start, chunks, D, R,
     WIDE: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """The states before each chunk and the last one, of so many chunks from the one at `start` on. BACK: x is r and w
     is c, and they are the adjoints after each chunk, from the last to the first. `last` may be `first`."""
@@ -99,7 +96,7 @@ def states(
                 reach = tl.cumprod(later, 0, reverse=True)
                 S *= tl.sum(tl.where(t == 0, reach * gate, 0.0), 0)
             x *= reach[:, None]
-        S += _dot(tl.trans(x), w)
+        S += _dot(tl.trans(x), w, DOT)
     tl.store(last_NDR + n * D * R + place, S, mask=inside)
 
 
@@ -150,18 +147,18 @@ def _reach(P_NbD, n, chunk, d, in_D, T, D, b: tl.constexpr, LEFT: tl.constexpr, 
 
 
 @triton.jit
-def _down_r(dr, M, x, other, b: tl.constexpr, C: tl.constexpr):
+def _down_r(dr, M, x, other, b: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
     """The gradient of the readers of blocks of b from that of 2b."""
-    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x)
+    return tl.where(_right(b, C), dr * other, dr) + _dot(_pairs(M, b, C), x, DOT)
 
 
 @triton.jit
-def _down(dr, dx, dP, M, r, x, other, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+def _down(dr, dx, dP, M, r, x, other, b: tl.constexpr, C: tl.constexpr, W: tl.constexpr, DOT: tl.constexpr):
     """The gradients of readers, tokens and products of blocks of b from those of 2b."""
     right, M = _right(b, C), _pairs(M, b, C)
     dP = dP * other + _sibling(tl.where(right, dr * r, dx * x), b, C, W)
-    dr = tl.where(right, dr * other, dr) + _dot(M, x)
-    dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r)
+    dr = tl.where(right, dr * other, dr) + _dot(M, x, DOT)
+    dx = tl.where(right, dx, dx * other) + _dot(tl.trans(M), r, DOT)
     return dr, dx, dP
 
 
@@ -188,6 +185,7 @@ def rows(
     x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, dx_NTD, dgate, read_NTD, M_NTB,
     T, start, chunks, D, R,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its rows. READ: S_t c_t, the outputs or the gradient of r. GRAD: with r, the adjoints after
     the chunk, the gradients of x and of the products of gates, which `gates` needs, in parts [p,2,N,T].
@@ -212,11 +210,11 @@ def rows(
         c = _load(c_NTR, at, i * R + k, (i < left) & (k < R), R)
         w = _load(w_NTR, at, i * R + k, (i < left) & (k < R), R)
         S = _load(border_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
-        M += _dot(c, tl.trans(w))
-        dr += _dot(c, tl.trans(S))
+        M += _dot(c, tl.trans(w), DOT)
+        dr += _dot(c, tl.trans(S), DOT)
         if GRAD:
             E = _load(after_NnDR, program * D, d[:, None] * R + k, in_D & (k < R), R)
-            dx += _dot(w, tl.trans(E))
+            dx += _dot(w, tl.trans(E), DOT)
             both += tl.sum(S * E, 1)
     x = _load(x_NTD, at, place, inside, D)
     r = _load(r_NTD, at, place, inside, D) if GRAD else x
@@ -226,12 +224,12 @@ def rows(
         n32 = _others(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, C)
         if GRAD:
             dP = tl.broadcast_to(both[None, :], [C, BD])
-            dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD)
-            dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD)
+            dr, dx, dP = _down(dr, dx, dP, M, r32, x32, n32, 32, C, BD, DOT)
+            dr, dx, dP = _down(dr, dx, dP, M, r, x, n16, 16, C, BD, DOT)
             tl.store(dgate + at * D + place, dP, mask=inside & (i % 16 == 0))
         else:
-            dr = _down_r(dr, M, x32, n32, 32, C)
-            dr = _down_r(dr, M, x, n16, 16, C)
+            dr = _down_r(dr, M, x32, n32, 32, C, DOT)
+            dr = _down_r(dr, M, x, n16, 16, C, DOT)
         tl.store(
             M_NTB + at * 16 + j * 16 + i % 16,
             M,
@@ -247,8 +245,8 @@ def rows(
             last = tl.where(t == tl.minimum(left, C) - 1, tl.sum(both, 0), 0.0)  # as a reader at the end
             tl.store(found, tl.sum(r * dr, 1) + last, mask=t < left)
             tl.store(found + count.to(tl.int64) * T, tl.sum(x * dx, 1), mask=t < left)
-            dx = after[:, None] * dx + _dot(tl.trans(L * M), r)
-        dr = before[:, None] * dr + _dot(L * M, x)
+            dx = after[:, None] * dx + _dot(tl.trans(L * M), r, DOT)
+        dr = before[:, None] * dr + _dot(L * M, x, DOT)
     if GRAD:
         tl.store(dx_NTD + at * D + place, dx, mask=inside)
     if READ or WIDE:
@@ -260,6 +258,7 @@ def columns(
     x_NTD, w_NTR, gate_NTA, r_NTD, c_NTR, border_NnDR, after_NnDR, A_pNTB, dw_NTR, read_NTR,
     T, start, chunks, D, R, count, splits,
     WIDE: tl.constexpr, GRAD: tl.constexpr, READ: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """One chunk, some of its columns. GRAD: with c and the adjoints after the chunk, the gradient of w. READ: with w
     and the states before, S_tᵀ r_t, the outputs or the gradient of c. WIDE: with A of `prepare`, in so many splits,
@@ -284,21 +283,21 @@ def columns(
         in_D = (i < left) & (d < D)[None, :]
         x, r = _load(x_NTD, at, i * D + d[None, :], in_D, D), _load(r_NTD, at, i * D + d[None, :], in_D, D)
         if WIDE:
-            A += _pairs(_dot(r, tl.trans(x)), 16, C)
+            A += _pairs(_dot(r, tl.trans(x), DOT), 16, C)
             r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, False, C)
             x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 1, True, C)
-            A += _pairs(_dot(r, tl.trans(x)), 32, C)
+            A += _pairs(_dot(r, tl.trans(x), DOT), 32, C)
             r *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, False, C)
             x *= _reach(gate_NTA, n, chunk, d[None, :], (d < D)[None, :], T, D, 2, True, C)
         else:
-            A += _dot(r, tl.trans(x))
+            A += _dot(r, tl.trans(x), DOT)
             r *= before[:, None]
             x *= after[:, None]
         in_place = (d < D)[:, None] & (k < R)
         if READ:
-            read += _dot(r, _load(border_NnDR, program * D, d[:, None] * R + k, in_place, R))
+            read += _dot(r, _load(border_NnDR, program * D, d[:, None] * R + k, in_place, R), DOT)
         if GRAD:
-            dw += _dot(x, _load(after_NnDR, program * D, d[:, None] * R + k, in_place, R))
+            dw += _dot(x, _load(after_NnDR, program * D, d[:, None] * R + k, in_place, R), DOT)
     if WIDE:
         for part in tl.range(0, splits):
             own = A_pNTB + ((program * 0 + part) * count * T + at) * 16 + j * 16 + i % 16
@@ -306,17 +305,17 @@ def columns(
     else:
         A *= L
     if READ:
-        read += _dot(A, _load(w_NTR, at, place, inside, R))
+        read += _dot(A, _load(w_NTR, at, place, inside, R), DOT)
         tl.store(read_NTR + at * R + place, read, mask=inside)
     if GRAD:
-        dw += _dot(tl.trans(A), _load(c_NTR, at, place, inside, R))
+        dw += _dot(tl.trans(A), _load(c_NTR, at, place, inside, R), DOT)
         tl.store(dw_NTR + at * R + place, dw, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "count", "splits"])
 def gates(
     x_NTD, w_NTR, gate_NT, r_NTD, c_NTR, products_pNT, dgate_NT, T, chunks, D, R, count, splits,
-    C: tl.constexpr, BD: tl.constexpr,
+    C: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one chunk's gates, one for all rows, with what `rows` left, in so many splits, of a count of
     memories."""
@@ -328,11 +327,15 @@ def gates(
     for block in tl.range(0, tl.cdiv(R, BD)):
         k = (block * BD + tl.arange(0, BD))[None, :]
         inside = (i < left) & (k < R)
-        dL += _dot(_load(c_NTR, at, i * R + k, inside, R), tl.trans(_load(w_NTR, at, i * R + k, inside, R)))
+        dL += _dot(
+            _load(c_NTR, at, i * R + k, inside, R), tl.trans(_load(w_NTR, at, i * R + k, inside, R)), DOT
+        )
     for block in tl.range(0, tl.cdiv(D, BD)):
         d = (block * BD + tl.arange(0, BD))[None, :]
         inside = (i < left) & (d < D)
-        A += _dot(_load(r_NTD, at, i * D + d, inside, D), tl.trans(_load(x_NTD, at, i * D + d, inside, D)))
+        A += _dot(
+            _load(r_NTD, at, i * D + d, inside, D), tl.trans(_load(x_NTD, at, i * D + d, inside, D)), DOT
+        )
     dL *= A
     dbefore, dafter = tl.zeros([C], dtype=tl.float32), tl.zeros([C], dtype=tl.float32)
     for part in tl.range(0, splits):
@@ -343,6 +346,6 @@ def gates(
     L, _, after = _products(tl.load(gate_NT + at + t, mask=t < left, other=1.0), C)
     strictly = tl.cumprod(tl.where(i > j + 1, earlier[:, None], 1.0), 0)
     strictly = tl.where(i > j, strictly, 0.0)  # Π_{j<m<l}
-    dgate = tl.sum(_dot(tl.trans(L), dL) * strictly, 1) + after * tl.sum(strictly * dafter[None, :], 1)
+    dgate = tl.sum(_dot(tl.trans(L), dL, DOT) * strictly, 1) + after * tl.sum(strictly * dafter[None, :], 1)
     dgate += tl.cumprod(earlier, 0) * tl.sum(L * dbefore[:, None], 0)
     tl.store(dgate_NT + at + t, dgate, mask=t < left)

@@ -15,7 +15,7 @@ from torch import Tensor
 from perspectron.errors import BackendError
 from perspectron.ops import dispatch
 from perspectron.ops.triton import record
-from perspectron.ops.triton.scan import _on, _written
+from perspectron.ops.triton.scan import _on, _written, precision
 from perspectron.ops.triton.scan import obstacle as general_obstacle
 
 
@@ -116,7 +116,7 @@ class _Call:
         self.chunks = -(-self.T // delta.C.value)
         self.sizes = (self.T, fixed.heads, self.K, self.V)
         self.walkers = (self.N, -(-self.V // self.tile.columns))
-        self.precision = "ieee" if torch.version.hip else "tf32x3"
+        self.precision = precision()
 
     def new(self, *shape: int) -> Tensor:
         return self.like.new_empty(*shape)

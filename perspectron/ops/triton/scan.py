@@ -125,6 +125,14 @@ class _Scan(torch.autograd.Function):
     jvp = dispatch.refuse("the scan on Triton has no forward-mode derivative; use backend='torch'")
 
 
+def precision() -> str:
+    """The precision of the kernels' matrix products, as Triton names it: float32, which NVIDIA's matrix units make of
+    three products, or TensorFloat-32 where PyTorch's own may take it (`torch.set_float32_matmul_precision`)."""
+    if torch.version.hip is not None:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 def _on(x: Tensor) -> AbstractContextManager[Any]:
     """The context in which x's device is the current one, to which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -180,7 +188,7 @@ def _states(
     with _on(x):
         blocks.states[(N, -(-D // tile.rows), -(-R // tile.columns))](
             x, w, gate, first, last, borders, T, start, chunks, D, R,
-            wide, back, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
+            wide, back, tile.chunk, tile.rows, tile.columns, precision(), num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
 
 
@@ -198,7 +206,7 @@ def _chunks(
     with _on(x):
         getattr(blocks, kind)[(N * span[1] * parts,)](
             x, w, gate, r, c, borders, after, *outputs, T, *span, D, R, *more,
-            wide, grad, read, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps, num_stages=2,
+            wide, grad, read, tile.chunk, tile.rows, tile.columns, precision(), num_warps=tile.warps, num_stages=2,
         )  # fmt: skip
 
 
@@ -252,7 +260,7 @@ def _backward(
             with _on(x):
                 blocks.gates[(N * chunks,)](
                     x, w, gate, r, c, products, dgate, T, chunks, D, R, N, len(products), tile.chunk, tile.rows,
-                    num_warps=tile.warps, num_stages=2,
+                    precision(), num_warps=tile.warps, num_stages=2,
                 )  # fmt: skip
         _chunks("columns", True, columns, *given, (A, dw, dreader if columns else dw), (0, chunks))
         return dx, dw, dgate, dreader, dfirst
