@@ -22,8 +22,8 @@ from on_gpu.frame import ROOT, Place, Result, Skip, Unit
 
 ABOUT = "the suite's tests of mixers, models, states and decoding, on the device"
 LIMIT = 240
-CONTRACT = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64 or autocast or bytes_are"
-"""Of the contract's 2,600 tests of mixers, those that come first."""
+CONTRACT = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64"
+CONTRACT += " or autocast or bytes_are" """Of the contract's 2,600 tests of mixers, those that come first."""
 MODELS = "tests/test_state.py tests/test_block.py tests/test_model.py tests/test_mixers.py tests/decode"
 UNITS = {  # in order of worth: the paths, which of their tests, and the seconds that they may take
     "states, models, decoding and the mixers' contract": (MODELS, f"not test_mixers or {CONTRACT}", 120),
