@@ -44,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if name != "cpu":
         from tests import places
 
-        mode = places.OfAway(places.AWAY) if name == "away" else places.OfTheRun(torch.device(name))
+        # without its number PyTorch would ask a new tensor of its own for it, which lies on the CPU
+        mode = places.OfAway(places.AWAY) if name == "away" else places.OfTheRun(torch.device(name, 0))
         mode.__enter__()  # for as long as the process lasts
 
 
