@@ -10,8 +10,9 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ def units(place: Place) -> Iterator[Unit]:
         else sorted(tried, key=lambda case: case is not first[case.op])
     )
     names = [f"{case.op} ({case.shape})" for case in tried]
-    if any("triton" in case.backends for case in tried):
-        yield Unit("kernels compiled beforehand", partial(compiled, place, tried), seconds=30)
+    together = [name for name, case in zip(names, tried, strict=True) if "triton" in case.backends]
+    if together:
+        yield Unit("cases of Triton, together", partial(compiled, place, len(together)), seconds=45)
     for name, case in zip(names, tried, strict=True):
-        yield Unit(name, partial(_compared, case, place), seconds=4.0 if "triton" in case.backends else 1.0)
+        yield Unit(name, partial(_compared, case, name, place), seconds=4.0 if name in together else 1.0)
     # Of this machine and these versions: on another one it is written anew.
     now = record.conditions(place.device) | ({"rehearsed": "yes"} if place.rehearsed else {})
     name = f"record {zlib.crc32(json.dumps(now).encode()):08x}"
@@ -49,37 +51,53 @@ def units(place: Place) -> Iterator[Unit]:
 
 
 SHARDS = 8
-"""Processes that compile kernels before they are tested: one process would compile them one after the other."""
+"""Processes that try the cases of Triton: one would compile all kernels one after the other."""
 
 
-def compiled(place: Place, tried: list[Case]) -> Result:
-    """Run the cases of Triton by several processes, whose results are not used: Triton keeps what it compiles."""
-    if place.rehearsed:
-        shard(0, len(tried))
-        return {"processes": 1}
-    code = "import sys; from on_gpu import selftest; selftest.shard(int(sys.argv[1]), int(sys.argv[2]))"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
-    }
-    command = [sys.executable, "-c", code]
-    running = [
-        subprocess.Popen([*command, str(i), str(SHARDS)], env=environment, stderr=subprocess.DEVNULL)
-        for i in range(SHARDS)
-    ]
-    codes = [process.wait() for process in running]
-    return {"processes": SHARDS, "exit": codes}
+def compiled(place: Place, count: int) -> Result:
+    """Run the cases of Triton by several processes. The milliseconds that they find are those of a busy GPU."""
+    shards = 1 if place.rehearsed else SHARDS
+    code = "import sys; from on_gpu import selftest; selftest.shard(*sys.argv[1:])"
+    path = os.pathsep.join(
+        [str(frame.ROOT), str(frame.ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    running = []
+    for number in range(shards):
+        of = count if place.rehearsed else shards  # in a rehearsal a single case
+        command = [sys.executable, "-c", code, str(place.folder), str(number), str(of)]
+        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+    try:
+        codes = [process.wait(max(1.0, place.left - 5)) for process in running]
+    except subprocess.TimeoutExpired:
+        codes = []
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return {"processes": shards, "exit": codes}
 
 
-def shard(number: int, of: int) -> None:
-    """Run every so manieth case of Triton."""
+def shard(folder: str, number: str, of: str) -> None:
+    """Try every so manieth case of Triton, and write its rows to a file of this shard."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for case in [case for case in cases(device) if "triton" in case.backends][number::of]:
-        list(selftest.rows(replace(case, backends=("triton",)), device))
+    path, rows = _shard(Path(folder), number), dict[str, Any]()
+    for case in [case for case in cases(device) if "triton" in case.backends][int(number) :: int(of)]:
+        rows[f"{case.op} ({case.shape})"] = [asdict(row) for row in selftest.rows(case, device)]
+        frame.write(path, rows)
 
 
-def _compared(case: Case, place: Place) -> Result:
-    """The rows. RuntimeError, with their errors, if one does not hold: the case is tried again by `--resume`."""
-    rows = list(selftest.rows(case, place.device))
+def _shard(folder: Path, number: str) -> Path:
+    return folder / f".selftest.{number}.json"
+
+
+def _compared(case: Case, name: str, place: Place) -> Result:
+    """The rows, those of a shard if there are any. RuntimeError, with their errors, if one does not hold: the case is
+    tried again by `--resume`."""
+    found = [frame.read(path).pop(name, None) for path in place.folder.glob(_shard(Path(), "*").name)]
+    rows = [Row(**row) for row in next(filter(None, found), [])]
+    if not rows or not all(row.holds for row in rows):
+        rows = list(selftest.rows(case, place.device))
     if broken := [row for row in rows if not row.holds]:
         raise RuntimeError("does not hold: " + "; ".join(map(_told, broken)))
     return {"rows": [asdict(row) | {"holds": row.holds} for row in rows]}

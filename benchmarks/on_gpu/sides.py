@@ -20,7 +20,7 @@ from perspectron.ops.triton import record
 TOKENS = 32768
 CHECKED = 256
 """Tokens that are compared with float64."""
-SLOW = 0.4
+SLOW = 0.05
 """Seconds of a forward pass from which on its backward pass is left out."""
 TURNS = 1.2
 """Seconds that the turns of a unit take, as far as three rounds are enough."""

@@ -1,15 +1,17 @@
-"""The suite's tests that take a device, run on it: `pytest --device cuda`, a unit for each of the paths.
+"""The suite's tests that take a device, run on it: `pytest --device cuda`.
 
-A test that fails is a result: its name and the first line of its error are written.
+A test that fails is a result: its name and its error are written. A run of tests that is cut off keeps those that
+ended.
 """
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -20,115 +22,97 @@ from on_gpu.frame import ROOT, Place, Result, Skip, Unit
 
 ABOUT = "the suite's tests of mixers, models, states and decoding, on the device"
 LIMIT = 240
-FIRST = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64 or autocast or bytes_are"
-"""Of the contract's 2,600 tests of mixers, those that come first."""
-UNITS = {  # in order of worth: the path, which of its tests, and the seconds that they may take
-    "state": ("tests/test_state.py", "", 30),
-    "mixers by the contract": ("tests/test_mixers.py", FIRST, 50),
-    "model": ("tests/test_model.py", "", 40),
-    "decode": ("tests/decode", "", 50),
-    "block": ("tests/test_block.py", "", 20),
-    "mixers": ("tests/mixers", "", 45),
-    "operations": ("tests/ops", "", 45),
-    "mixers by the contract, the rest": ("tests/test_mixers.py", f"not ({FIRST})", 60),
+CONTRACT = "table or split_anywhere or rows_do_not or saved_and or resets_and or follows_float64"
+CONTRACT += " or autocast or bytes_are" """Of the contract's 2,600 tests of mixers, those that come first."""
+MODELS = "tests/test_state.py tests/test_block.py tests/test_model.py tests/test_mixers.py tests/decode"
+UNITS = {  # in order of worth: the paths, which of their tests, and the seconds that they may take
+    "states, models, decoding and the mixers' contract": (MODELS, f"not test_mixers or {CONTRACT}", 120),
+    "mixers and operations": ("tests/mixers tests/ops", "", 80),
+    "the mixers' contract, the rest": ("tests/test_mixers.py", f"not ({CONTRACT})", 80),
 }
-REHEARSED = {"state": ("tests/test_state.py", "extra_is_empty", 60)}
-WORKERS, TEST_SECONDS = 8, 40
+REHEARSED = {"states": ("tests/test_state.py", "extra_is_empty", 60)}
+WORKERS, TEST_SECONDS = 6, 40
 MOST = 80  # failures that are named
 
 
 def units(place: Place) -> Iterator[Unit]:
-    for name, (path, only, seconds) in (REHEARSED if place.rehearsed else UNITS).items():
-        yield Unit(name, partial(tests, place, name, path, only, seconds), seconds=20)
+    for name, (paths, only, seconds) in (REHEARSED if place.rehearsed else UNITS).items():
+        yield Unit(name, partial(tests, place, paths, only, seconds), seconds=30)
 
 
-def tests(place: Place, name: str, path: str, only: str, seconds: float) -> Result:
-    """Run the tests of a path, for so many seconds at most; those that ended by then count."""
+def tests(place: Place, paths: str, only: str, seconds: float) -> Result:
+    """Run tests, for so many seconds at most."""
     for needed in ("pytest", "hypothesis"):
         if importlib.util.find_spec(needed) is None:
             raise Skip(f"{needed} is not installed")
-    found = place.folder / f"suite-{name.replace(' ', '-').replace(',', '')}.xml"
-    found.unlink(missing_ok=True)
-    begun = time.time()
-    command = command_of(path, only, place, found)
-    code, cut, tail = _run(command, max(5.0, min(seconds, place.left - 18)))
-    said = {"command": command[1:], "exit": code, "cut_off": cut, "seconds": round(time.time() - begun, 1)}
-    return said | counts(found) | ({} if code in (0, 1) else {"tail": tail})
+    told, begun = place.folder / ".tests.jsonl", time.time()
+    told.unlink(missing_ok=True)
+    command = command_of(paths, only, place)
+    code, tail = _run(command, told, max(5.0, min(seconds, place.left - 8)))
+    said = {
+        "command": command[1:],
+        "exit": code,
+        "cut_off": code is None,
+        "seconds": round(time.time() - begun, 1),
+    }
+    if code not in (0, 1, None):
+        raise RuntimeError(f"exit code {code}: {tail}")
+    return said | counts(told)
 
 
-def command_of(path: str, only: str, place: Place, found: Path) -> list[str]:
+def command_of(paths: str, only: str, place: Place) -> list[str]:
     """pytest, on several processes where there is xdist, with a limit for each test where there is pytest-timeout."""
-    command = [sys.executable, "-m", "pytest", path, f"--device={place.device.type}", f"--junitxml={found}"]
-    command += [
-        "-q",
-        "-o",
-        "addopts=--import-mode=importlib",
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *paths.split(),
+        f"--device={place.device.type}",
         "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "--tb=short",
+        "on_gpu.told",
     ]
-    command += ["--continue-on-collection-errors"]
-    command += ["-k", only] if only else []
+    command += ["-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command += ["--tb=short", "--continue-on-collection-errors", *(["-k", only] if only else [])]
     if importlib.util.find_spec("xdist") and not place.rehearsed:
-        command += ["-n", str(WORKERS), "--dist=worksteal"]
-    if importlib.util.find_spec("pytest_timeout") and not place.rehearsed:
+        command += ["-n", str(WORKERS)]
+    if importlib.util.find_spec("pytest_timeout"):
         command += [f"--timeout={TEST_SECONDS}"]
     return command
 
 
-def _run(command: list[str], seconds: float) -> tuple[int, bool, str]:
-    """(exit status, whether it was interrupted, the end of what it said)."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _run(command: list[str], told: Path, seconds: float) -> tuple[int | None, str]:
+    """(exit status, None if it was cut off; the end of what it said)."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TESTS_TOLD": str(told)}
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", start_new_session=True,
     )  # fmt: skip
-    cut = False
     try:
         said, _ = process.communicate(timeout=seconds)
+        return process.returncode, said[-2000:]
     except subprocess.TimeoutExpired:
-        cut = True
-        process.send_signal(signal.SIGINT)  # then it writes what it has
-        try:
-            said, _ = process.communicate(timeout=15)
-        except subprocess.TimeoutExpired:
-            said = ""
+        return None, ""
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return process.returncode, cut, said[-2000:]
+        process.wait()
 
 
-def counts(found: Path) -> dict[str, Any]:
-    """Tests that passed, failed and were skipped; the failures by name with the first line of their error; the
-    slowest."""
-    try:
-        cases = list(ElementTree.parse(found).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
-        return {"passed": 0, "failed": 0, "skipped": 0, "unread": "no report was written"}
-    failed, skipped, slow = [], 0, []
-    for case in cases:
-        name = f"{case.get('classname', '')}::{case.get('name', '')}"
-        slow.append((float(case.get("time", "0")), name))
-        fault = case.find("failure") if case.find("failure") is not None else case.find("error")
-        if fault is not None:
-            failed.append(f"{name}: {_line(fault)}")
-        skipped += fault is None and case.find("skipped") is not None
+def counts(told: Path) -> dict[str, Any]:
+    """Tests that passed, failed and were skipped; the failures by name with their errors; the slowest."""
+    lines: list[dict[str, Any]] = []
+    if told.exists():
+        for line in told.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # the last one may be cut
+                lines.append(json.loads(line))
+    count = Counter(line["outcome"] for line in lines)
+    slow = sorted(((line["seconds"], line["test"]) for line in lines), reverse=True)[:5]
     return {
-        "passed": len(cases) - len(failed) - skipped,
-        "failed": len(failed),
-        "skipped": skipped,
-        "failures": failed[:MOST],
-        "slowest": [f"{seconds:.1f} s {name}" for seconds, name in sorted(slow, reverse=True)[:5]],
+        **{outcome: count[outcome] for outcome in ("passed", "failed", "skipped")},
+        "failures": [f"{line['test']}: {line['error']}" for line in lines if line["outcome"] == "failed"][
+            :MOST
+        ],
+        "slowest": [f"{seconds:.1f} s {name}" for seconds, name in slow],
     }
-
-
-def _line(fault: ElementTree.Element) -> str:
-    """The first line of an error, and the last place in the project's own files."""
-    places = [line for line in (fault.text or "").splitlines() if line.startswith(("perspectron/", "tests/"))]
-    said = (fault.get("message") or "").split("\n")[0]
-    return f"{said[:300]}{' at ' + places[-1][:100] if places else ''}"
