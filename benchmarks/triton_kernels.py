@@ -36,23 +36,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10, ("ieee",)),
 }
 """Each GPU, the bytes of shared memory that one of its blocks can have, and the precisions of its products."""
-INTEGERS = [
-    "T",
-    "D",
-    "R",
-    "K",
-    "V",
-    "N",
-    "S",
-    "G",
-    "h",
-    "blocks",
-    "start",
-    "chunks",
-    "one",
-    "count",
-    "splits",
-]
+INTEGERS = (*"TDRKVNSGh", "blocks", "start", "chunks", "one", "count", "splits")
 FLOATS = ("scale", "sign")
 UNEVEN = ("count", "splits", *FLOATS)
 """Numbers that 16 need not divide, though Triton would make a form of its own where it does."""
