@@ -347,19 +347,13 @@ def test_routing(results):
 def test_triton_kernels(results):
     found = results("triton_kernels")
     assert {one["target"] for one in found["kernels"]} == set(found["bars"]["shared"])
-    assert {one["form"].split(",")[0] for one in found["kernels"]} >= {
-        "pdr",
-        "gla",
-        "ssd",
-        "packed",
-        "packed int8",
-    }
+    uses = {"pdr", "gla", "ssd", "gated delta", "delta", "rwkv7", "packed", "packed int8"}
+    assert {one["form"].split(",")[0] for one in found["kernels"]} == uses
     for one in found["kernels"]:
+        bars = found["bars"]
+        most = bars["spills"] if one["known"] is None else bars["known"][one["known"]]
         assert one["registers"] > 0 and one["holds"]
-        assert (
-            one["spills"] <= found["bars"]["spills"]
-            and one["shared"] <= found["bars"]["shared"][one["target"]]
-        )
+        assert one["spills"] <= most and one["shared"] <= bars["shared"][one["target"]]
     assert found["missed"] == []
 
 

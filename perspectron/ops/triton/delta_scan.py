@@ -1,5 +1,5 @@
 """The delta rules with gates on a GPU: what `delta.scan` and `delta.scan_rwkv7` run by the kernels of
-`perspectron.ops.triton.delta` and `delta_gradients`, whose docstrings say how.
+`perspectron.ops.triton.kernels.delta` and `delta_gradients`, whose docstrings say how.
 
 Shapes: B batch, H heads, T time, K key width, A gate width (K or 1), V value width; N memories, M rows of them all, C
 tokens of a chunk, n chunks.
@@ -24,7 +24,7 @@ def obstacle(*tensors: Tensor) -> str | None:
     can."""
     if (why := general_obstacle(1, *tensors)) is not None:
         return why
-    from perspectron.ops.triton.delta import WIDEST
+    from perspectron.ops.triton.kernels.delta import WIDEST
 
     if tensors[0].shape[-1] > WIDEST:
         return f"keys of {tensors[0].shape[-1]} channels, must be ≤ {WIDEST}; use backend='torch'"
@@ -106,7 +106,7 @@ class _Call:
     """The sizes of one call, and what its kernels share."""
 
     def __init__(self, fixed: Fixed, q: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> None:
-        from perspectron.ops.triton import delta
+        from perspectron.ops.triton.kernels import delta
 
         self.N, self.K, self.V = state.shape
         self.M, self.A = q.numel() // self.K, gate.shape[-1]
@@ -129,7 +129,7 @@ class _Call:
         self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor
     ) -> dict[str, Tensor]:
         """The outputs of `prepare`, by its names."""
-        from perspectron.ops.triton import delta
+        from perspectron.ops.triton.kernels import delta
 
         M, K, first = self.M, self.K, self.fixed.first
         inverse, A_qu = self.pairs(2)
@@ -155,7 +155,7 @@ class _Call:
         border: Tensor | None,
     ) -> None:
         """The chunks, one after the other; with borders, the states there and the whole U."""
-        from perspectron.ops.triton import delta
+        from perspectron.ops.triton.kernels import delta
 
         delta.forward[self.walkers](
             made["Z"], made["Y"], made["Xu"], made["Xv"], made["U"], v, made["A_qu"], made["A_qv"], made["P"], first,
@@ -178,7 +178,7 @@ def _backward(
     dlast: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of the inputs and of the first state; all else is computed again."""
-    from perspectron.ops.triton import delta, delta_gradients
+    from perspectron.ops.triton.kernels import delta, delta_gradients
 
     call, first = _Call(fixed, q, v, gate, state), fixed.first
     dq, de, dw, dv, dgate, dfirst = (torch.empty_like(x) for x in (q, e, w, v, gate, state))

@@ -1,5 +1,5 @@
 """Products of packed matrices on a GPU: `perspectron.ops.packed` by the kernels of
-`perspectron.ops.triton.packed_kernels`, whose docstring says how. Two launches a matrix, four a SwiGLU.
+`perspectron.ops.triton.kernels.packed`, whose docstring says how. Two launches a matrix, four a SwiGLU.
 
 Shapes: T tokens, N rows, K columns, S columns stored, G groups of 128.
 """
@@ -38,7 +38,7 @@ def swiglu(x_TD: Tensor, gate: Packed, up: Packed, down: Packed) -> Tensor:
 
 def _rounded(x_TK: Tensor, S: int, up_TK: Tensor | None = None) -> Tokens:
     """The tokens of 8 bits; with `up`, those of SiLU(x) ⊙ up."""
-    from perspectron.ops.triton import packed_kernels as kernels
+    from perspectron.ops.triton.kernels import packed as kernels
 
     x_TK, (T, K), G = x_TK.contiguous(), x_TK.shape, -(-S // GROUP)
     made = (
@@ -55,7 +55,7 @@ def _rounded(x_TK: Tensor, S: int, up_TK: Tensor | None = None) -> Tokens:
 
 def _product(tokens: Tokens, *matrices: Packed) -> Tensor:
     """The products [m,T,N] with m matrices, one or two, of one shape."""
-    from perspectron.ops.triton import packed_kernels as kernels
+    from perspectron.ops.triton.kernels import packed as kernels
 
     q_TS, first = tokens[0], matrices[0]
     (T, S), N, (blocks, _), R = q_TS.shape, first.shape[0], first.codes.shape, LAYOUTS[first.format].rows

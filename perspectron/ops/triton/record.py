@@ -18,7 +18,7 @@ from perspectron.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
 TESTS = ("selftest.py", "case.py", "cases.py", "layer_cases.py")
-SOURCES = (*sorted((OPS / "triton").glob("*.py")), *(OPS / name for name in TESTS))
+SOURCES = (*sorted((OPS / "triton").rglob("*.py")), *(OPS / name for name in TESTS))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Memories whose rows decay, on a GPU: what `pdr.scan` and `gla.scan` run by the kernels of
-`perspectron.ops.triton.blocks` or, few tokens, of `perspectron.ops.triton.kernels`, whose docstrings say how.
+`perspectron.ops.triton.kernels.blocks` or, few tokens, of `perspectron.ops.triton.kernels.token`, whose docstrings say
+how.
 
 Shapes: N memories, T time, D rows of a memory, R columns, A gate width (D or 1), n chunks, p parts of a sum over rows.
 """
@@ -33,13 +34,13 @@ def obstacle(columns: int, *tensors: Tensor) -> str | None:
             return f"got {x.dtype}, must be torch.float32; use backend='torch'"
         if x.device != tensors[0].device:
             return f"got tensors on {tensors[0].device} and {x.device}, must be on one device"
-    from perspectron.ops.triton import kernels
+    from perspectron.ops.triton.kernels import token
 
     device = tensors[0].device
-    if device.type != "cuda" and not (device.type == "cpu" and kernels.INTERPRETED):
+    if device.type != "cuda" and not (device.type == "cpu" and token.INTERPRETED):
         return f"got tensors on {device}, must be on cuda (or set TRITON_INTERPRET=1, before Python starts)"
-    if columns > kernels.WIDEST:
-        return f"{columns} columns of the state, must be ≤ {kernels.WIDEST}; use backend='torch'"
+    if columns > token.WIDEST:
+        return f"{columns} columns of the state, must be ≤ {token.WIDEST}; use backend='torch'"
     return None
 
 
@@ -142,7 +143,7 @@ def _forward(
     columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, first: Tensor, last: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The outputs and, if kept, the states before each chunk; writes the last state."""
-    from perspectron.ops.triton import blocks, kernels
+    from perspectron.ops.triton.kernels import blocks, token
 
     (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
     if T >= SHORTEST:
@@ -164,12 +165,12 @@ def _forward(
         if columns and wide:
             _inner(False, True, *given, o, o, o, o, pairs, o, o, o)
         return o, before if keep else None
-    tile = kernels.tile(R)
+    tile = token.tile(R)
     parts = -(-D // tile.rows)
     o = x.new_empty(N, T, D) if columns else x.new_empty(parts, N, T, R)
     borders = first.new_empty(N, -(-T // tile.chunk), D, R) if keep else None
     with _on(x):
-        kernels.forward[(N, parts)](
+        token.forward[(N, parts)](
             x, w, gate, reader, first, o, last, last if borders is None else borders, T, D, R,
             wide, columns, keep, tile.chunk, tile.rows, tile.columns, num_warps=tile.warps,
         )  # fmt: skip
@@ -181,7 +182,7 @@ def _states(
     start: int, chunks: int,
 ) -> None:  # fmt: skip
     """Write the states before so many chunks or, back, the adjoints after them, and the last one."""
-    from perspectron.ops.triton import blocks
+    from perspectron.ops.triton.kernels import blocks
 
     (N, T, D), R = x.shape, w.shape[2]
     tile = blocks.tile("states", R)
@@ -197,7 +198,7 @@ def _chunks(
     borders: Tensor, after: Tensor, outputs: tuple[Tensor, ...], span: tuple[int, int],
 ) -> None:  # fmt: skip
     """Run a kernel on the chunks of a span, their first and how many: it writes the outputs."""
-    from perspectron.ops.triton import blocks
+    from perspectron.ops.triton.kernels import blocks
 
     (N, T, D), R = x.shape, w.shape[2]
     tile = blocks.tile(kind, R, grad and read)
@@ -213,7 +214,7 @@ def _chunks(
 def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x to the end of its block of 16 tokens, the products of their gates, r from the start, and the products of tokens
     and readers [p,N,T,16]; the last two only if r is given."""
-    from perspectron.ops.triton import rows
+    from perspectron.ops.triton.kernels import rows
 
     N, T, D = x.shape
     parts, X, P = -(-D // rows.WIDTH), torch.empty_like(x), x.new_empty(N, -(-T // 16), D)
@@ -227,7 +228,7 @@ def _prepared(x: Tensor, gate: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor
 
 def _inner(grad: bool, read: bool, x: Tensor, *given: Tensor) -> None:
     """Run the kernel on the blocks of 16 tokens."""
-    from perspectron.ops.triton import rows
+    from perspectron.ops.triton.kernels import rows
 
     N, T, D = x.shape
     with _on(x):
@@ -238,7 +239,7 @@ def _backward(
     columns: bool, x: Tensor, w: Tensor, gate: Tensor, reader: Tensor, borders: Tensor, do: Tensor, dlast: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of x, w, the gate, the reader and the first state."""
-    from perspectron.ops.triton import blocks, kernels
+    from perspectron.ops.triton.kernels import blocks, token
 
     (N, T, D), R, wide = x.shape, w.shape[2], gate.shape[2] > 1
     dx, dfirst = torch.empty_like(x), torch.empty_like(dlast)
@@ -264,12 +265,12 @@ def _backward(
                 )  # fmt: skip
         _chunks("columns", True, columns, *given, (A, dw, dreader if columns else dw), (0, chunks))
         return dx, dw, dgate, dreader, dfirst
-    few = kernels.tile(R)
+    few = token.tile(R)
     parts = -(-D // few.rows)
     dgate, dw = torch.empty_like(x), w.new_empty(parts, N, T, R)
     dreader = torch.empty_like(dw) if columns else torch.empty_like(x)
     with _on(x):
-        kernels.backward[(N, parts)](
+        token.backward[(N, parts)](
             x, w, gate, r, c, borders, dlast, dx, dw, dgate, dreader, dfirst, T, D, R,
             wide, columns, few.chunk, few.rows, few.columns, num_warps=few.warps,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The parts inside blocks of 16 tokens of `perspectron.ops.triton.blocks`, where gates are of rows.
+"""The parts inside blocks of 16 tokens of `perspectron.ops.triton.kernels.blocks`, where gates are of rows.
 
 A program is one warp. Each thread has a row and all tokens of the block in registers, so nothing is exchanged but for
 sums over rows.
@@ -9,7 +9,7 @@ Shapes: N memories, T time, D rows of a memory, W rows of a program, b blocks of
 import triton
 import triton.language as tl
 
-from perspectron.ops.triton.blocks import _load
+from perspectron.ops.triton.kernels.blocks import _load
 
 WIDTH = 64
 """Rows of a program of `prepare`."""

@@ -1,5 +1,5 @@
 """The gradients of the delta rules' chunks, all at once, in Triton: from the states before the chunks, the adjoints
-after them, and U and its gradient (`perspectron.ops.triton.delta`, whose names and shapes these are).
+after them, and U and its gradient (`perspectron.ops.triton.kernels.delta`, whose names and shapes these are).
 
 With R = z − Y_e S, D the rows of −dR and do, and W those of U and v: dA = D Wᵀ, dY = D Sᵀ, dX = W Eᵀ, and dP the row
 sums of S ⊙ E. The gradient of a gate is a sum over the pairs of what is written before it and read after it, with the
@@ -9,7 +9,7 @@ gates between them but its own.
 import triton
 import triton.language as tl
 
-from perspectron.ops.triton.delta import C, _between, _dot, _ends, _gates, _keep, _row, _tile
+from perspectron.ops.triton.kernels.delta import C, _between, _dot, _ends, _gates, _keep, _row, _tile
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The recurrence of `perspectron.ops.triton.kernels` by chunks of tokens, all chunks at once, for whole sequences.
+"""The recurrence of the module `token` by chunks of tokens, all chunks at once, for whole sequences.
 
     S_t = diag(g_t) S_{t-1} + x_t w_tᵀ,  o_t = S_t c_t  or  o_t = S_tᵀ r_t
 

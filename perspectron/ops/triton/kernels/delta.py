@@ -11,7 +11,7 @@ With G_ij the product of the gates after j up to i, a chunk of C tokens is
 
 What does not depend on the state is made for all chunks at once by `prepare`, which stores (I + A_e)⁻¹ times z and Y_e;
 `forward` has some columns of one memory in registers and goes through its chunks. Backwards, `backward` does so with
-the adjoint E; `perspectron.ops.triton.delta_gradients` then takes all chunks at once. Only products of gates are
+the adjoint E; the module `delta_gradients` then takes all chunks at once. Only products of gates are
 formed, no logarithm or quotient, so any gate in [0, 1] is exact, 0 and 1 included. The inverse is by substitution: its
 powers would cancel where keys repeat.
 
