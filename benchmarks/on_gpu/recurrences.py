@@ -24,9 +24,8 @@ Result = tuple[Tensor, Tensor]
 
 
 class Kind(NamedTuple):
-    """A recurrence with heads of K × V. backends: ours, but for the reference; those
-    by chunks are of `perspectron.ops.triton.chunk`. fla: its module and its two functions,
-    of chunks and of steps. narrow: one gate a head. products: of a token with each number of the state. more: its
+    """A recurrence with heads of K × V. backends: ours, but for the reference. fla: its module and its two functions, of
+    chunks and of steps. narrow: one gate a head. products: of a token with each number of the state. more: its
     inputs beside q, k, v and the gate. half: fla's layers have the logarithms of gates in bfloat16, not float32."""
 
     K: int
@@ -42,11 +41,11 @@ class Kind(NamedTuple):
 KINDS: Mapping[str, Kind] = {
     "gla": Kind(64, 128, ("torch", "triton"), ("gla", "chunk_gla", "fused_recurrent_gla")),
     "ssd": Kind(
-        128, 64, ("torch", "triton", "chunks tf32x3", "chunks tf32"),
+        128, 64, ("torch", "triton"),
         ("simple_gla", "chunk_simple_gla", "fused_recurrent_simple_gla"), narrow=True, half=False,
     ),
     "gdn": Kind(
-        128, 128, ("torch", "triton", "chunks tf32x3", "chunks tf32"),
+        128, 128, ("torch", "triton"),
         ("gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
         narrow=True, products=3, more=("beta",), half=False,
     ),
@@ -123,27 +122,12 @@ def run_ours(name: str, leaves: Values, first: Tensor | None, backend: str, **op
     options = {"backend": backend, "checked": False, **options}
     if name == "pdr":
         return pdr.scan(q, k, v, gate, first, **options)
-    if backend.startswith("chunks"):
-        return _chunks(name, leaves, first, backend.split()[1])
     if name in ("gla", "gla64", "ssd"):
         return gla.scan(q, k, v, gate, first, **options)
     if name == "rwkv7":
         return delta.scan_rwkv7(q, k, v, leaves["a"], leaves["b"], gate, first, scale=1.0, **options)
     beta = leaves["beta"]
     return delta.scan(q, k, beta * k, beta * v, gate, first, scale=q.shape[-1] ** -0.5, **options)
-
-
-def _chunks(name: str, leaves: Values, first: Tensor | None, precision: str) -> Result:
-    """Those of `perspectron.ops.triton.chunk` and `chunk_delta`, with products in this precision."""
-    from perspectron.ops.triton import chunk, chunk_delta
-
-    q, k, v, gate = (leaves[key] for key in ("q", "k", "v", "gate"))
-    q = q * q.shape[-1] ** -0.5
-    first = v.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1]) if first is None else first
-    if name == "ssd":
-        return chunk.ssd(q, k, v, gate, first, precision)
-    beta = leaves["beta"]
-    return chunk_delta.gdn(q, k, beta * k, beta * v, gate, first, precision)
 
 
 # ---------------------------------------------------------------- theirs

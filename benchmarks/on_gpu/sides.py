@@ -111,8 +111,6 @@ def sequence(place: Place, name: str, d: int, T: int, dtype: torch.dtype) -> dic
     values, exact, do = _case(place, name, B, T, d, tokens)
     sides, leaves = {}, recurrences.ours(name, values)
     for backend in kind.backends:
-        if place.rehearsed and backend == "chunks tf32":  # the interpreter has one precision
-            continue
         sides[backend] = Side(name, leaves, partial(_run, name, backend), do)
     if "triton" in kind.backends and not place.rehearsed:  # the interpreter has one precision
         sides["triton, tf32"] = Side(name, leaves, partial(_run, name, "triton"), do, "high")
