@@ -24,7 +24,7 @@ Result = tuple[Tensor, Tensor]
 
 
 class Kind(NamedTuple):
-    """A recurrence with heads of K × V. backends: ours, but for the reference. fla: its module and its two functions, of
+    """A recurrence with heads of K × V. backends: ours, but for the reference. fla: its module and two functions, of
     chunks and of steps. narrow: one gate a head. products: of a token with each number of the state. more: its
     inputs beside q, k, v and the gate. half: fla's layers have the logarithms of gates in bfloat16, not float32."""
 
