@@ -24,7 +24,8 @@ def page() -> str:
     """The page with its tables as the results say."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{tables(RESULTS)}{END}{rest.split(END)[1]}"
+    parts = [tables(folder) for folder in sorted(RESULTS.glob("*/"))] or [f"\n{NOTHING}\n\n"]
+    return f"{before}{BEGIN}\n{''.join(parts)}{END}{rest.split(END)[1]}"
 
 
 def tables(folder: Path) -> str:
@@ -38,6 +39,10 @@ def tables(folder: Path) -> str:
         results = {unit: how["result"] for unit, how in stage["units"].items() if "result" in how}
         if results:
             parts.append(TABLES[name](results).rstrip())
+            if left := len(stage["units"]) - len(results):
+                parts[-1] += (
+                    f"\n\nLeft of this stage, for want of time or memory: {left} of {len(stage['units'])} measurements."
+                )
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -49,9 +54,8 @@ def _conditions(stages: Sequence[Mapping[str, Any]]) -> str:
     versions = f"torch {first['torch']}, Triton {first['triton']}"
     if "cuda" in first:
         versions += f", CUDA {first['cuda']}, driver {first['driver']}"
-    return (
-        f"Measured on {' and '.join(names)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {versions}."
-    )
+    said = f"Measured on {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {versions}."
+    return f"#### {' and '.join(names)}\n\n{said}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -108,7 +112,11 @@ def _kernels(units: Units) -> str:
         if "sides" not in unit or "shape" not in unit:
             continue
         for side, of in unit["sides"].items():
-            if "forward + backward" not in of or isinstance(of["forward + backward"], str) or side in BESIDE:
+            if (
+                "forward + backward" not in of
+                or isinstance(of["forward + backward"], str)
+                or side not in OURS
+            ):
                 continue
             ratios = {
                 way: unit["fla_seconds_by_ours"][way].get(side) for way in of if way.startswith("forward")
@@ -122,8 +130,8 @@ def _kernels(units: Units) -> str:
     return said + table(("recurrence", "ours", "ms", "fla's ms", "forward", "forward + backward"), rows)
 
 
-BESIDE = ("torch", "fla")
-"""Sides that have no line of their own."""
+OURS = ("triton", "triton, tf32")
+"""Sides that have a line of their own."""
 WAYS = ("forward", "forward + backward")
 
 
@@ -131,10 +139,18 @@ def _training(units: Units) -> str:
     rows = [
         [name, _count(unit["params"]), f"{unit['rows']} × {unit['T']}", _count(unit["tokens_per_second"]),
          f"{unit['speed_of_transformer']['median']:.2f}" if "speed_of_transformer" in unit else "–",
-         f"{unit['peak_bytes'] / 1e9:.1f}"]
+         f"{unit['peak_bytes'] / 1e9:.1f}", "yes" if unit["triton"] else "no"]
         for name, unit in units.items() if "tokens_per_second" in unit
     ]  # fmt: skip
-    head = ("model", "parameters", "batch", "tokens/s", "by the transformer's, in turns", "peak, GB")
+    head = (
+        "model",
+        "parameters",
+        "batch",
+        "tokens/s",
+        "by the transformer's, in turns",
+        "peak, GB",
+        "Triton",
+    )
     return "**Training**: autocast to bfloat16, fused AdamW\n\n" + table(head, rows)
 
 
@@ -164,18 +180,29 @@ def _decoding(units: Units) -> str:
 
 
 def _streaming(units: Units) -> str:
-    bus = units.get("bus", {}).get("pinned", {}).get("bytes_per_second")
     rows = [
         [name, _ms(unit["seconds_of_a_token"]), f"{unit['tokens_per_second']:.2f}",
          f"{unit['tokens_per_second_of_the_bus']:.1f}", f"{(unit['peak_device_memory'] or 0) / 1e9:.1f}"]
         for name, unit in units.items() if "seconds_of_a_token" in unit
     ]  # fmt: skip
-    said = (
-        f"**Streaming `perspective-1t`** from host memory; the bus moves {bus / 1e9:.1f} GB/s\n\n"
-        if bus
-        else ""
-    )
-    return said + table(("unit", "ms a token", "tokens/s", "the bus alone", "peak, GB"), rows)
+    packed = [
+        [name, tokens, *(_ms(one["seconds"][way]) for way in ("triton", "triton, in a graph", "torch"))]
+        for name, unit in units.items()
+        for tokens, one in unit.items()
+        if isinstance(one, dict) and "triton, in a graph" in one.get("seconds", {})
+    ]
+    said = []
+    if "bus" in units:
+        bus = units["bus"]["pinned"]["bytes_per_second"] / 1e9
+        said += [
+            f"**Streaming `perspective-1t`** from pinned host memory, of which the bus moves {bus:.1f} GB/s"
+        ]
+    if rows:
+        said.append(table(("unit", "ms a token", "tokens/s", "the bus alone", "peak, GB"), rows))
+    if packed:
+        ways = ("Triton, ms", "in a graph, ms", "PyTorch, ms")
+        said += ["**Packed matrices**, several together", table(("matrices", "read", *ways), packed)]
+    return "\n\n".join(said)
 
 
 def _long(units: Units) -> str:
