@@ -37,7 +37,7 @@ def kept(folder: Path, stage: str = "some") -> dict[str, Any]:
 
 def contents(folder: Path) -> dict[str, Any]:
     """What the files of a run have, without its figures: the units of each stage, and how each ended."""
-    files = {path.name: frame.read(path) for path in folder.glob("*.json")}
+    files = {path.name: frame.read(path) for path in folder.glob("[a-z]*.json")}
     return {
         name: (
             found["done"],
