@@ -147,7 +147,11 @@ def _stage(args: argparse.Namespace, name: str, end: float, lock: IO[str]) -> in
     """Run a stage in processes of its own until it has ended or its time has; 0 if all of it is there."""
     from on_gpu import frame
 
-    limit = import_module(f"on_gpu.{name}").LIMIT * args.minutes / 25
+    try:
+        limit = import_module(f"on_gpu.{name}").LIMIT * args.minutes / 25
+    except ImportError as why:
+        print(f"== {name} is left out: {why}", flush=True)
+        return 1
     until = end if name == args.stages[-1] else min(end, time.time() + limit)
     print(f"== {name}, at most {max(0, until - time.time()):.0f} s", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--out", str(args.out), "--child", name]

@@ -195,6 +195,19 @@ def test_results_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--resume" in done.stderr
 
 
+def test_a_stage_without_what_it_needs_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'xxhash'")
+
+    monkeypatch.setattr(gpu, "import_module", absent)
+    args = gpu._parsed(["--out", str(tmp_path)])
+    with gpu._locked(tmp_path) as lock:
+        assert gpu._stage(args, "streaming", time.time() + 60, lock) == 1
+    assert "streaming is left out: No module named 'xxhash'" in capsys.readouterr().out
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with gpu._locked(tmp_path):
         done = run("--out", tmp_path, "--rehearse")
