@@ -18,7 +18,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode.held import Unsettled, caches, fill, like, settled, tensors, with_caches
+from perspectron.decode.held import (
+    MOST_UNSETTLED,
+    Unsettled,
+    caches,
+    fill,
+    is_cache,
+    like,
+    settled,
+    tensors,
+    with_caches,
+)
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -37,8 +47,6 @@ MOST_IDLE = 2 << 30
 """Bytes of states that those may keep which are not the latest."""
 LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
-MOST_UNSETTLED = 8
-"""Captures of a kind of state that may change its shape before it is taken for one that never settles."""
 MOST_COMPARED = 1 << 30
 """Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
 COMPILER = "inductor"
@@ -90,12 +98,14 @@ class Graphs:
     @torch.no_grad()
     def _taken(self, state: LMState) -> "tuple[_Step | None, LMState]":
         """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
-        if (there := next((one for one in self._made.values() if one and one.at(state)), None)) is not None:
-            return there, state
+        for key, there in self._made.items():
+            if there is not None and there.at(state):
+                self._made[key] = self._made.pop(key)  # the latest is the last
+                return there, state
         model = self._model()
         assert model is not None
         model.own(state)
-        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
+        parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
         if any(x.device != self.device for x in tensors(state)) or any(c.used == 0 for c in caches(state)):
             return None, state
         shapes = tuple(_shape(part) for part in parts)
@@ -107,13 +117,13 @@ class Graphs:
                 if self._asked[key] <= PATIENCE:
                     return None, state
                 self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
-            made = self._made[key] = self._made.pop(key)  # the latest is the last
+            made = self._made[key] = self._made.pop(key)
             self._shrink()
             if made is None:
                 return None, state
             if (taken := made.take(state)) is not None:
                 return (made, taken) if made.left > 0 else (None, state)
-            del self._made[key]  # somebody looks on at its memory, which is left to them
+            del self._made[key]  # its memory is left to those who have it
         return None, state
 
     def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "_Step | None":
@@ -198,12 +208,12 @@ class _Step:
         return self.left > 0 and self._handed() is state
 
     def take(self, state: LMState) -> LMState | None:
-        """Go on from a copy of this state: the same one, in the graph's memory; or None if somebody else has views of
-        that memory."""
+        """Go on from a copy of this state: the same one, in the graph's memory; or None if others cannot give that
+        memory up."""
         if not self._left(tensors(state)):
             return None
-        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
-        own = pytree.tree_leaves(self._static, is_leaf=_is_cache)
+        parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
+        own = pytree.tree_leaves(self._static, is_leaf=is_cache)
         taken = [_copied(*both) for both in zip(own, parts, strict=True)]
         handed: LMState = dataclasses.replace(pytree.tree_unflatten(taken, spec), model=self._number)
         self._handed = weakref.ref(handed)
@@ -215,12 +225,16 @@ class _Step:
         return handed
 
     def _left(self, coming: list[Tensor]) -> bool:
-        """Give the state that is handed out memory of its own, if somebody has it still; False where the memory has
-        other views than those of the state that comes: it may be the same one, which modules have gone on with."""
-        for base, leaf in zip(self._bases, self._leaves, strict=False):
-            if (x := leaf()) is not None:
-                x.set_(base.clone())
-            del x
+        """Give the state that is handed out memory of its own, if somebody has it still; False where there is none for
+        it, or the graph's has other views than those of the state that comes: it may be the same one, which modules
+        have gone on with."""
+        alive = [(i, x) for i, leaf in enumerate(self._leaves) if (x := leaf()) is not None]
+        try:
+            own = [self._bases[i].clone() for i, _ in alive]
+        except torch.OutOfMemoryError:  # before any has moved
+            return False
+        for (_, x), place in zip(alive, own, strict=True):
+            x.set_(place)
         self._handed, self._leaves, self._caches, self.left = _gone, [], [], 0
         pairs = zip(self._bases, coming, self._holders, strict=True)
         return all(_holders(base) == count + _same(base, x) for base, x, count in pairs)
@@ -229,6 +243,7 @@ class _Step:
         """`Graphs.step`, after the state that it is at."""
         self._ids_B1.copy_(ids_B1)
         self._graph.replay()
+        torch.autograd.graph.increment_version(self._bases)  # what autograd has saved of the state is no more
         self.left -= 1
         for known in self._caches:  # no other state has them: they were made when this one was taken
             if (cache := known()) is not None:
@@ -302,14 +317,20 @@ class Graph:
             if asks:
                 with _Unasked():
                     run()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # libraries and compilers do at their first call what a capture must not
-                    run()
-            torch.cuda.current_stream().wait_stream(stream)
+            current = torch.cuda.current_stream()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(2):  # libraries and compilers do at their first call what a capture must not
+                        run()
+            finally:  # its memory may go to others now
+                current.wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                run()
+            try:
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                    run()
+            finally:  # a capture that fails may leave its own stream the current one
+                torch.cuda.set_stream(current)
 
     def replay(self) -> None:
         """Do it again, on the current stream."""
@@ -380,10 +401,6 @@ def _same(x: Tensor, y: Tensor) -> bool:
     """True if two tensors are one in memory."""
     places = [(memory(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
     return places[0] == places[1]
-
-
-def _is_cache(part: object) -> bool:
-    return isinstance(part, Cache)
 
 
 def _gone() -> None:
