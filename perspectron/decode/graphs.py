@@ -321,7 +321,9 @@ class Graph:
             stream.wait_stream(current)
             try:
                 with torch.cuda.stream(stream):
-                    for _ in range(2):  # libraries and compilers do at their first call what a capture must not
+                    for _ in range(
+                        2
+                    ):  # libraries and compilers do at their first call what a capture must not
                         run()
             finally:  # its memory may go to others now
                 current.wait_stream(stream)

@@ -270,7 +270,9 @@ class _Recording:
         for group, places in enumerate(self._places):
             places[1:4] = [start + group * apart for start, apart in zip(starts, self._apart, strict=True)]
             (run or self._tape.run)(places)
-        torch.autograd.graph.increment_version(self._leaves)  # what autograd has saved of the state is no more
+        torch.autograd.graph.increment_version(
+            self._leaves
+        )  # what autograd has saved of the state is no more
         self.left -= 1
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)

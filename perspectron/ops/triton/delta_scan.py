@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.errors import BackendError
 from perspectron.ops import dispatch
-from perspectron.ops.triton import record
-from perspectron.ops.triton.scan import _on, _written, precision
+from perspectron.ops.triton.scan import _on, _written, chosen, precision
 from perspectron.ops.triton.scan import obstacle as general_obstacle
 
 
@@ -32,25 +30,8 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def wanted(backend: str, *tensors: Tensor) -> bool:
-    """True if the kernels are to run: they are asked for, or `auto` takes them, as `perspectron.ops.triton.scan` says.
-    BackendError: they are asked for and cannot run."""
-    if backend == "triton":
-        if (why := obstacle(*tensors)) is not None:
-            raise BackendError(f"backend = 'triton': {why}")
-        return True
-    device = tensors[0].device
-    if backend != "auto" or device.type != "cuda" or obstacle(*tensors) is not None:
-        return False
-    taken = record.passed(device)
-    if taken:
-        dispatch.say("auto runs Triton's kernels for the delta rules on %s", str(device))
-    else:
-        dispatch.say(
-            "auto runs PyTorch's operations for the delta rules on %s; to have Triton's kernels, test them once on "
-            "this machine: perspectron selftest --device cuda",
-            str(device),
-        )
-    return taken
+    """True if the kernels are to run on these, of which the first are queries. BackendError as `chosen`."""
+    return chosen(backend, "the delta rules", tensors[0].device, lambda: obstacle(*tensors))
 
 
 def run(
@@ -122,7 +103,7 @@ class _Call:
         return self.like.new_empty(*shape)
 
     def pairs(self, count: int) -> list[Tensor]:
-        """Matrices [M,C], of which those that only the order needs that reads first are there for it alone."""
+        """So many matrices [M,C]."""
         return [self.new(self.M, 16) for _ in range(count)]
 
     def prepared(
