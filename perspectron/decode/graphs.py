@@ -58,8 +58,10 @@ log = logging.getLogger("perspectron")
 
 
 class Graphs:
-    """Graphs of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model that
-    should have had them, as was said. compiled: what the compiler makes kernels of; None: the modules' own run."""
+    """Graphs of one model's step, by the shapes of its state and the thread that asks. plain: there can be some. told:
+    why not of a model that should have had them, as was said. compiled: what the compiler makes kernels of; None: the
+    modules' own run. A text may change its thread; while the modules read more of it, in a thread that has not stepped
+    it, the one before must step no other."""
 
     def __init__(
         self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
@@ -109,22 +111,21 @@ class Graphs:
         if any(x.device != self.device for x in tensors(state)) or any(c.used == 0 for c in caches(state)):
             return None, state
         shapes = tuple(_shape(part) for part in parts)
-        key = spec, *shapes
+        key = threading.get_ident(), spec, *shapes
         kind = spec, state.batch_size > 1, *(dtype for _, dtype in shapes)
-        for _ in range(2):
-            if key not in self._made:
-                self._asked[key] += 1
-                if self._asked[key] <= PATIENCE:
-                    return None, state
-                self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
-            made = self._made[key] = self._made.pop(key)
-            self._shrink()
-            if made is None:
+        if key not in self._made:
+            self._asked[key] += 1
+            if self._asked[key] <= PATIENCE:
                 return None, state
-            if (taken := made.take(state)) is not None:
-                return (made, taken) if made.left > 0 else (None, state)
-            del self._made[key]  # its memory is left to those who have it
-        return None, state
+            self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
+        made = self._made[key] = self._made.pop(key)
+        self._shrink()
+        if made is None:
+            return None, state
+        if (taken := made.take(state)) is None:
+            del self._made[key], self._asked[key]  # its memory is left to those who have it
+            return None, state
+        return (made, taken) if made.left > 0 else (None, state)
 
     def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "_Step | None":
         """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
@@ -183,6 +184,7 @@ class _Step:
 
         self._graph = Graph(run, model.device, asks=compiled is None)
         self._handed: Callable[[], LMState | None] = _gone
+        self._thread = threading.get_ident()  # of the last step
         self._leaves, self._caches = list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
         self._check(model.config.vocab_size, lambda: run(body))
@@ -226,9 +228,11 @@ class _Step:
 
     def _left(self, coming: list[Tensor]) -> bool:
         """Give the state that is handed out memory of its own, if somebody has it still; False where there is none for
-        it, or the graph's has other views than those of the state that comes: it may be the same one, which modules
-        have gone on with."""
+        it, another thread may be reading it, or the graph's has other views than those of the state that comes: it may
+        be the same one, which modules have gone on with."""
         alive = [(i, x) for i, leaf in enumerate(self._leaves) if (x := leaf()) is not None]
+        if alive and self._thread != threading.get_ident():
+            return False
         try:
             own = [self._bases[i].clone() for i, _ in alive]
         except torch.OutOfMemoryError:  # before any has moved
@@ -242,6 +246,7 @@ class _Step:
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState]:
         """`Graphs.step`, after the state that it is at."""
         self._ids_B1.copy_(ids_B1)
+        self._thread = threading.get_ident()
         self._graph.replay()
         torch.autograd.graph.increment_version(self._bases)  # what autograd has saved of the state is no more
         self.left -= 1

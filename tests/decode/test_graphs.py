@@ -4,6 +4,7 @@ same memory, and what a device must not be asked for is looked for on tensors wi
 import contextlib
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
@@ -476,6 +477,36 @@ def test_a_graph_that_is_gone_back_to_is_kept():
         go_on(graphs, model, tokens(rows, 1), read(model, rows))
         _, kept = go_on(graphs, model, tokens(1, 1), kept)
     assert any(one is made for one in graphs._made.values()) and made.at(kept)
+
+
+def test_a_state_that_another_thread_may_be_reading_stays_where_it_is():
+    """To move it would lose what is written between the copy and the move."""
+    model, ids, told = here("gla"), tokens(1, 6), []
+    wanted, _ = go_on(None, model, ids, read(model, 1))
+    graphs = Graphs(model)
+    said, state = go_on(graphs, model, ids[:2], read(model, 1), 2)
+    places = [x.data_ptr() for x in tensors(state)]
+
+    def elsewhere(state):
+        told.append(go_on(graphs, model, tokens(1, 3, 1), state, 3)[0])
+
+    def run(*states):
+        threads = [threading.Thread(target=elsewhere, args=(state,)) for state in states]
+        for thread in threads:
+            thread.start()
+            thread.join()
+
+    run(read(model, 1))
+    assert [x.data_ptr() for x in tensors(state)] == places
+    rest, state = go_on(graphs, model, ids[2:], state, 4)
+    for one, other in zip(said + rest, wanted, strict=True):
+        same(one, other)
+    run(state.fork(), state)  # the second goes on in its own memory, by another thread
+    assert [x.data_ptr() for x in tensors(state)] == places
+    go_on(graphs, model, ids, read(model, 1), 0)  # of the thread that had it before
+    assert [x.data_ptr() for x in tensors(state)] == places
+    for one, other in zip(*told[1:], strict=True):
+        same(one, other)
 
 
 class Fake:

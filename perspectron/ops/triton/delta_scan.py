@@ -102,39 +102,28 @@ class _Call:
     def new(self, *shape: int) -> Tensor:
         return self.like.new_empty(*shape)
 
-    def pairs(self, count: int) -> list[Tensor]:
-        """So many matrices [M,C]."""
-        return [self.new(self.M, 16) for _ in range(count)]
-
     def prepared(
         self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor
     ) -> dict[str, Tensor]:
-        """The outputs of `prepare`, by its names."""
+        """The outputs of `prepare`, by its names and in its order; one that the order has no use for is another's."""
         from perspectron.ops.triton.kernels import delta
 
         M, K, first = self.M, self.K, self.fixed.first
-        inverse, A_qu = self.pairs(2)
-        A_qv, A_ev = self.pairs(2) if first else (A_qu, A_qu)
-        Z, Y, Xu = (self.new(M, K) for _ in range(3))
-        Xv = self.new(M, K) if first else Xu
-        U, P = self.new(M, self.V), self.new(self.N, self.chunks, self.A)
+        made = {name: self.new(M, 16) for name in ("inverse", "A_qu")}
+        made |= {name: self.new(M, 16) if first else made["A_qu"] for name in ("A_qv", "A_ev")}
+        made |= {name: self.new(M, K) for name in ("Z", "Y", "Xu")}
+        made["Xv"] = self.new(M, K) if first else made["Xu"]
+        made |= {"U": self.new(M, self.V), "P": self.new(self.N, self.chunks, self.A)}
         delta.prepare[(self.N * self.chunks,)](
-            q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, self.fixed.scale, self.fixed.sign,
+            q, e, w, k, v, gate, *made.values(), self.fixed.scale, self.fixed.sign,
             *self.sizes, self.wide, first, self.tile.rows, self.tile.some, self.tile.some, self.precision,
             num_warps=self.tile.warps // 2,
         )  # fmt: skip
-        names = ("inverse", "A_qu", "A_qv", "A_ev", "Z", "Y", "Xu", "Xv", "U", "P")
-        return dict(zip(names, (inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P), strict=True))
+        return made
 
     def walk(
-        self,
-        made: dict[str, Tensor],
-        v: Tensor,
-        first: Tensor,
-        o: Tensor,
-        last: Tensor,
-        border: Tensor | None,
-    ) -> None:
+        self, made: dict[str, Tensor], v: Tensor, first: Tensor, o: Tensor, last: Tensor, border: Tensor | None
+    ) -> None:  # fmt: skip
         """The chunks, one after the other; with borders, the states there and the whole U."""
         from perspectron.ops.triton.kernels import delta
 
