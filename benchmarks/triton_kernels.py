@@ -81,14 +81,14 @@ def compiled(form: Form, name: str, precision: str | None) -> Compiled:
     """The kernel with pointers and sizes that 16 divides as far as they do."""
     target, most, _ = TARGETS[name]
     names, fixed = form.kernel.arg_names, form.fixed | ({} if precision is None else {"DOT": precision})
-    known = dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(FLOATS, "fp32") | form.types
-    known |= dict.fromkeys(fixed, "constexpr")
+    kinds = dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(FLOATS, "fp32") | form.types
+    kinds |= dict.fromkeys(fixed, "constexpr")
     odd = {p.name for p in form.kernel.params if p.do_not_specialize} | {*fixed, *UNEVEN}
     if uneven(form):
         odd |= {"R", "K", "V"}
     source = ASTSource(
         form.kernel,
-        {n: known.get(n, "*fp32") for n in names},
+        {n: kinds.get(n, "*fp32") for n in names},
         {(names.index(n),): value for n, value in fixed.items()},
         {(names.index(n),): [["tt.divisibility", 16]] for n in names if n not in odd},
     )
