@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from perspectron.decode import joined
 from perspectron.decode.held import (
     MOST_UNSETTLED,
     Unsettled,
@@ -53,7 +54,6 @@ COMPILER = "inductor"
 Compiled = Literal["between", "all"]
 """Parts of a step that are compiled: those between products with weights; of one row, these products too."""
 COPIES = ("to", "_to_copy", "copy_", "copy")
-aten = torch.ops.aten
 log = logging.getLogger("perspectron")
 
 
@@ -163,7 +163,7 @@ class _Step:
     def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
         self.batch_size, self.left = state.batch_size, 0
         self._positions, self._number = model.config.positions, model.number
-        self._near = near if compiled is None else _nearly
+        self._near = near if compiled is None else joined.nearly
         self._static = with_caches(like(state, self.batch_size, _room), _open)
         self._bases = bases = tensors(self._static)
         self.nbytes = sum(x.nbytes for x in bases)
@@ -174,7 +174,7 @@ class _Step:
         ]
         step = body = _body(model, self._static)
         if compiled is not None:
-            step = _compiled(body, (ids_B1, *bases), compiled)
+            step = joined.joined(body, (ids_B1, *bases), backend=COMPILER, products=compiled == "all")
 
         @torch.inference_mode(False)
         @torch.no_grad()
@@ -280,36 +280,6 @@ def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, 
         return hidden_B1D[:, 0], logits_BV
 
     return step
-
-
-def _compiled(
-    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], compiled: Compiled
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    sums: dict[Any, Callable[..., Tensor]] = {aten.mm.default: _product, aten.addmm.default: _biased}
-    table = sums if compiled == "all" and len(given[0]) == 1 else {}
-    traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
-    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)
-
-
-def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
-    return (x_1K.mT * w_KN).sum(0, keepdim=True) if len(x_1K) == 1 else NotImplemented
-
-
-def _biased(bias_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    return bias_N + _product(x_1K, w_KN) if len(x_1K) == 1 else NotImplemented
-
-
-def _nearly(found: Tensor, wanted: Tensor) -> bool:
-    """True if numbers that were rounded at other places are near."""
-    if wanted.numel() == 0:
-        return True
-    share = 1e-2 if found.dtype in (torch.float32, torch.float64) else 0.2
-    found, wanted = found.double(), wanted.double()
-    return bool((found - wanted).abs().max() <= share * wanted.abs().max())
 
 
 class Graph:
