@@ -113,6 +113,9 @@ class Graphs:
         shapes = tuple(_shape(part) for part in parts)
         key = threading.get_ident(), spec, *shapes
         kind = spec, state.batch_size > 1, *(dtype for _, dtype in shapes)
+        idle = (k for k, made in self._made.items() if k[1:] == key[1:] and made is not None and made.idle)
+        if key not in self._made and (other := next(idle, None)) is not None:
+            self._made[key] = self._made.pop(other)
         if key not in self._made:
             self._asked[key] += 1
             if self._asked[key] <= PATIENCE:
@@ -208,6 +211,11 @@ class _Step:
     def at(self, state: LMState) -> bool:
         """True if it goes on from this state, and can."""
         return self.left > 0 and self._handed() is state
+
+    @property
+    def idle(self) -> bool:
+        """True if nobody has the state that was handed out, or a part of it."""
+        return all(leaf() is None for leaf in self._leaves)
 
     def take(self, state: LMState) -> LMState | None:
         """Go on from a copy of this state: the same one, in the graph's memory; or None if others cannot give that

@@ -509,6 +509,17 @@ def test_a_state_that_another_thread_may_be_reading_stays_where_it_is():
         same(one, other)
 
 
+def test_a_graph_whose_text_has_ended_is_taken_by_any_thread():
+    model = here("gla")
+    graphs, before = Graphs(model), read(model, 1)
+    go_on(graphs, model, tokens(1, 2), read(model, 1), 2)
+    made = [*graphs._made.values()]
+    thread = threading.Thread(target=go_on, args=(graphs, model, tokens(1, 2), before))
+    thread.start()
+    thread.join()
+    assert [*graphs._made.values()] == made and threading.get_ident() not in {key[0] for key in graphs._made}
+
+
 class Fake:
     """CUDA's streams without CUDA; `current` is the one that is so. A capture fails as PyTorch's does: its stream
     stays the current one."""
