@@ -258,8 +258,7 @@ class LanguageModel(nn.Module):
         if length_B is None:
             return x_BTD, None
         P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)
-        unseen = x_BTD.is_meta or torch.compiler.is_exporting() or recorder() is not None or captured()
-        if not unseen:
+        if not (x_BTD.is_meta or torch.compiler.is_exporting() or recorder() is not None or captured()):
             last = int(at.position_BT.masked_fill(~at.valid_BT, 0).max())
             require(last < P, "position", last, f"< positions = {P}, the learned table of {self.config.name}")
         return x_BTD + self.positions(at.position_BT.clamp(0, P - 1)), at.length_B

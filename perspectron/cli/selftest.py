@@ -16,8 +16,8 @@ class Selftest:
 
     Each is computed from fixed inputs in float32 and bfloat16, forward and with gradients, with gates of 0, 1 and 1e-30
     among them, and compared with the reference in float64. The result is kept in the cache ($XDG_CACHE_HOME, else
-    ~/.cache). Where it holds on a GPU with Triton, PDR, GLA and SSD run Triton's kernels there from then on. The exit
-    code is 1 if an error is over its bound or an operation fails.
+    ~/.cache). Where it holds on a GPU with Triton, PDR, GLA, SSD, the delta rules and packed matrices run Triton's
+    kernels there from then on. The exit code is 1 if an error is over its bound or an operation fails.
 
     Example: perspectron selftest
     """

@@ -18,7 +18,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.decode.held import Unsettled, caches, fill, like, settled, tensors, with_caches
+from perspectron.decode import joined
+from perspectron.decode.held import (
+    MOST_UNSETTLED,
+    Unsettled,
+    caches,
+    fill,
+    is_cache,
+    like,
+    settled,
+    tensors,
+    with_caches,
+)
 from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -37,21 +48,20 @@ MOST_IDLE = 2 << 30
 """Bytes of states that those may keep which are not the latest."""
 LEAST_SLOTS = 256
 """Slots of a cache come in multiples of it, and of a quarter of what is used, so that few graphs do for all."""
-MOST_UNSETTLED = 8
-"""Captures of a kind of state that may change its shape before it is taken for one that never settles."""
 MOST_COMPARED = 1 << 30
 """Bytes of a state up to which it is compared itself with that of the modules, beside what they say."""
 COMPILER = "inductor"
 Compiled = Literal["between", "all"]
 """Parts of a step that are compiled: those between products with weights; of one row, these products too."""
 COPIES = ("to", "_to_copy", "copy_", "copy")
-aten = torch.ops.aten
 log = logging.getLogger("perspectron")
 
 
 class Graphs:
-    """Graphs of one model's step, by the shapes of its state. plain: there can be some. told: why not of a model that
-    should have had them, as was said. compiled: what the compiler makes kernels of; None: the modules' own run."""
+    """Graphs of one model's step, by the shapes of its state and the thread that asks. plain: there can be some. told:
+    why not of a model that should have had them, as was said. compiled: what the compiler makes kernels of; None: the
+    modules' own run. A text may change its thread; while the modules read more of it, in a thread that has not stepped
+    it, the one before must step no other."""
 
     def __init__(
         self, model: LanguageModel, told: str | None = None, *, compiled: Compiled | None = None
@@ -90,31 +100,35 @@ class Graphs:
     @torch.no_grad()
     def _taken(self, state: LMState) -> "tuple[_Step | None, LMState]":
         """The graph for a state of these shapes, and the state with its memory, to go on from; or none."""
-        if (there := next((one for one in self._made.values() if one and one.at(state)), None)) is not None:
-            return there, state
+        for key, there in self._made.items():
+            if there is not None and there.at(state):
+                self._made[key] = self._made.pop(key)  # the latest is the last
+                return there, state
         model = self._model()
         assert model is not None
         model.own(state)
-        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
+        parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
         if any(x.device != self.device for x in tensors(state)) or any(c.used == 0 for c in caches(state)):
             return None, state
         shapes = tuple(_shape(part) for part in parts)
-        key = spec, *shapes
+        key = threading.get_ident(), spec, *shapes
         kind = spec, state.batch_size > 1, *(dtype for _, dtype in shapes)
-        for _ in range(2):
-            if key not in self._made:
-                self._asked[key] += 1
-                if self._asked[key] <= PATIENCE:
-                    return None, state
-                self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
-            made = self._made[key] = self._made.pop(key)  # the latest is the last
-            self._shrink()
-            if made is None:
+        idle = (k for k, made in self._made.items() if k[1:] == key[1:] and made is not None and made.idle)
+        if key not in self._made and (other := next(idle, None)) is not None:
+            self._made[key] = self._made.pop(other)
+        if key not in self._made:
+            self._asked[key] += 1
+            if self._asked[key] <= PATIENCE:
                 return None, state
-            if (taken := made.take(state)) is not None:
-                return (made, taken) if made.left > 0 else (None, state)
-            del self._made[key]  # somebody looks on at its memory, which is left to them
-        return None, state
+            self._made[key] = None if kind in self._refused else self._captured(model, state, kind)
+        made = self._made[key] = self._made.pop(key)
+        self._shrink()
+        if made is None:
+            return None, state
+        if (taken := made.take(state)) is None:
+            del self._made[key], self._asked[key]  # its memory is left to those who have it
+            return None, state
+        return (made, taken) if made.left > 0 else (None, state)
 
     def _captured(self, model: LanguageModel, state: LMState, kind: Any) -> "_Step | None":
         """A graph. One that is refused is so for states of this kind in all shapes, and for the same reason it is said
@@ -152,7 +166,7 @@ class _Step:
     def __init__(self, model: LanguageModel, state: LMState, compiled: Compiled | None) -> None:
         self.batch_size, self.left = state.batch_size, 0
         self._positions, self._number = model.config.positions, model.number
-        self._near = near if compiled is None else _nearly
+        self._near = near if compiled is None else joined.nearly
         self._static = with_caches(like(state, self.batch_size, _room), _open)
         self._bases = bases = tensors(self._static)
         self.nbytes = sum(x.nbytes for x in bases)
@@ -163,7 +177,7 @@ class _Step:
         ]
         step = body = _body(model, self._static)
         if compiled is not None:
-            step = _compiled(body, (ids_B1, *bases), compiled)
+            step = joined.joined(body, (ids_B1, *bases), backend=COMPILER, products=compiled == "all")
 
         @torch.inference_mode(False)
         @torch.no_grad()
@@ -173,6 +187,7 @@ class _Step:
 
         self._graph = Graph(run, model.device, asks=compiled is None)
         self._handed: Callable[[], LMState | None] = _gone
+        self._thread = threading.get_ident()  # of the last step
         self._leaves, self._caches = list[Any](), list[Any]()
         self._holders = [_holders(x) for x in bases]
         self._check(model.config.vocab_size, lambda: run(body))
@@ -197,13 +212,18 @@ class _Step:
         """True if it goes on from this state, and can."""
         return self.left > 0 and self._handed() is state
 
+    @property
+    def idle(self) -> bool:
+        """True if nobody has the state that was handed out, or a part of it."""
+        return all(leaf() is None for leaf in self._leaves)
+
     def take(self, state: LMState) -> LMState | None:
-        """Go on from a copy of this state: the same one, in the graph's memory; or None if somebody else has views of
-        that memory."""
+        """Go on from a copy of this state: the same one, in the graph's memory; or None if others cannot give that
+        memory up."""
         if not self._left(tensors(state)):
             return None
-        parts, spec = pytree.tree_flatten(state, is_leaf=_is_cache)
-        own = pytree.tree_leaves(self._static, is_leaf=_is_cache)
+        parts, spec = pytree.tree_flatten(state, is_leaf=is_cache)
+        own = pytree.tree_leaves(self._static, is_leaf=is_cache)
         taken = [_copied(*both) for both in zip(own, parts, strict=True)]
         handed: LMState = dataclasses.replace(pytree.tree_unflatten(taken, spec), model=self._number)
         self._handed = weakref.ref(handed)
@@ -215,12 +235,18 @@ class _Step:
         return handed
 
     def _left(self, coming: list[Tensor]) -> bool:
-        """Give the state that is handed out memory of its own, if somebody has it still; False where the memory has
-        other views than those of the state that comes: it may be the same one, which modules have gone on with."""
-        for base, leaf in zip(self._bases, self._leaves, strict=False):
-            if (x := leaf()) is not None:
-                x.set_(base.clone())
-            del x
+        """Give the state that is handed out memory of its own, if somebody has it still; False where there is none for
+        it, another thread may be reading it, or the graph's has other views than those of the state that comes: it may
+        be the same one, which modules have gone on with."""
+        alive = [(i, x) for i, leaf in enumerate(self._leaves) if (x := leaf()) is not None]
+        if alive and self._thread != threading.get_ident():
+            return False
+        try:
+            own = [self._bases[i].clone() for i, _ in alive]
+        except torch.OutOfMemoryError:  # before any has moved
+            return False
+        for (_, x), place in zip(alive, own, strict=True):
+            x.set_(place)
         self._handed, self._leaves, self._caches, self.left = _gone, [], [], 0
         pairs = zip(self._bases, coming, self._holders, strict=True)
         return all(_holders(base) == count + _same(base, x) for base, x, count in pairs)
@@ -228,7 +254,9 @@ class _Step:
     def step(self, ids_B1: Tensor, state: LMState) -> tuple[Tensor, Tensor, LMState]:
         """`Graphs.step`, after the state that it is at."""
         self._ids_B1.copy_(ids_B1)
+        self._thread = threading.get_ident()
         self._graph.replay()
+        torch.autograd.graph.increment_version(self._bases)  # what autograd has saved of the state is no more
         self.left -= 1
         for known in self._caches:  # no other state has them: they were made when this one was taken
             if (cache := known()) is not None:
@@ -262,36 +290,6 @@ def _body(model: LanguageModel, static: LMState) -> Callable[..., tuple[Tensor, 
     return step
 
 
-def _compiled(
-    step: Callable[..., tuple[Tensor, Tensor]], given: tuple[Tensor, ...], compiled: Compiled
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The step with kernels that the compiler makes, of what it does to tensors of these shapes."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    sums: dict[Any, Callable[..., Tensor]] = {aten.mm.default: _product, aten.addmm.default: _biased}
-    table = sums if compiled == "all" and len(given[0]) == 1 else {}
-    traced = make_fx(step, decomposition_table=table)(*(x.clone() for x in given))
-    return torch.compile(traced, dynamic=False, fullgraph=True, backend=COMPILER)
-
-
-def _product(x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    """x w of one row, as a sum that the compiler joins with what stands before and behind it."""
-    return (x_1K.mT * w_KN).sum(0, keepdim=True) if len(x_1K) == 1 else NotImplemented
-
-
-def _biased(bias_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
-    return bias_N + _product(x_1K, w_KN) if len(x_1K) == 1 else NotImplemented
-
-
-def _nearly(found: Tensor, wanted: Tensor) -> bool:
-    """True if numbers that were rounded at other places are near."""
-    if wanted.numel() == 0:
-        return True
-    share = 1e-2 if found.dtype in (torch.float32, torch.float64) else 0.2
-    found, wanted = found.double(), wanted.double()
-    return bool((found - wanted).abs().max() <= share * wanted.abs().max())
-
-
 class Graph:
     """A function without arguments, captured: `replay` does to the device's memory what it does. It must ask the device
     for nothing and copy nothing to it; with `asks`, what does is looked for first. Unrecordable: it does."""
@@ -302,14 +300,22 @@ class Graph:
             if asks:
                 with _Unasked():
                     run()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # libraries and compilers do at their first call what a capture must not
-                    run()
-            torch.cuda.current_stream().wait_stream(stream)
+            current = torch.cuda.current_stream()
+            stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(
+                        2
+                    ):  # libraries and compilers do at their first call what a capture must not
+                        run()
+            finally:  # its memory may go to others now
+                current.wait_stream(stream)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                run()
+            try:
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                    run()
+            finally:  # a capture that fails may leave its own stream the current one
+                torch.cuda.set_stream(current)
 
     def replay(self) -> None:
         """Do it again, on the current stream."""
@@ -380,10 +386,6 @@ def _same(x: Tensor, y: Tensor) -> bool:
     """True if two tensors are one in memory."""
     places = [(memory(z), z.storage_offset(), z.shape, z.stride()) for z in (x, y)]
     return places[0] == places[1]
-
-
-def _is_cache(part: object) -> bool:
-    return isinstance(part, Cache)
 
 
 def _gone() -> None:

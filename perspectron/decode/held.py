@@ -14,6 +14,9 @@ from perspectron.mixers.cache import Cache
 from perspectron.native.tape import Unrecordable, memory
 from perspectron.state import LMState
 
+MOST_UNSETTLED = 8
+"""Steps that may change the shape of a kind of state before it is taken for one that never settles."""
+
 
 class Unsettled(Unrecordable):
     """A state whose next one has another shape, as an empty one may: that one may be recorded."""
@@ -25,13 +28,17 @@ def tensors(state: LMState) -> list[Tensor]:
 
 def caches(state: Any) -> list[Cache]:
     """The growing caches among its parts."""
-    parts = pytree.tree_leaves(state, is_leaf=_is_cache)
+    parts = pytree.tree_leaves(state, is_leaf=is_cache)
     return [part for part in parts if isinstance(part, Cache)]
+
+
+def is_cache(part: object) -> bool:
+    return isinstance(part, Cache)
 
 
 def with_caches(state: LMState, change: Callable[[Cache], Cache]) -> LMState:
     """The state with other caches."""
-    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=_is_cache)
+    return state._map(lambda part: change(part) if isinstance(part, Cache) else part, is_leaf=is_cache)
 
 
 def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache: cache.slots) -> LMState:
@@ -45,13 +52,13 @@ def like(state: LMState, rows: int, slots: Callable[[Cache], int] = lambda cache
             return Cache(k, v, part.length_B.new_ones(rows), 1)
         return part.new_zeros(rows, *part.shape[1:]) if isinstance(part, Tensor) else part
 
-    return fill(state._map(made, is_leaf=_is_cache))
+    return fill(state._map(made, is_leaf=is_cache))
 
 
 def fill(state: LMState) -> LMState:
     """The state, filled with numbers that are the same whatever was read: whether a step can be recorded must not
     depend on the text. Caches have one slot filled."""
-    for part in pytree.tree_leaves(state, is_leaf=_is_cache):
+    for part in pytree.tree_leaves(state, is_leaf=is_cache):
         if isinstance(part, Cache):
             for x in (part.k_BHSK, part.v_BHSV):
                 x.zero_()
@@ -75,7 +82,3 @@ def settled(before: list[Tensor], after: list[Tensor]) -> None:
     for base, end in zip(before, after, strict=True):
         if base.shape != end.shape or (memory(end) in own and memory(end) != memory(base)):
             raise Unsettled("a state that changes its shape, or parts that change places")
-
-
-def _is_cache(part: object) -> bool:
-    return isinstance(part, Cache)

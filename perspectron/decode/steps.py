@@ -21,7 +21,7 @@ from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.held import Unsettled, caches, like, settled, tensors, with_caches
+from perspectron.decode.held import MOST_UNSETTLED, Unsettled, caches, like, settled, tensors, with_caches
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
@@ -39,8 +39,6 @@ ROWS = 8
 row has the same bits in batches of any size."""
 MOST_BYTES = 1 << 30
 """Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
-MOST_UNSETTLED = 8
-"""Steps that may change the shape of a kind of state before it is taken for one that never settles."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
@@ -251,15 +249,15 @@ class _Recording:
         self.left = min((cache.slots - cache.used for cache in self._caches), default=sys.maxsize)
         if state.length_B is not None:
             self.left = min(self.left, self._positions - int(state.length_B.max()))
-        leaves = tensors(state)
+        self._leaves = tensors(state)
         self._places = [
-            places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in leaves)])
+            places_of([0, 0, 0, *(x.data_ptr() + first * x[:1].nbytes for x in self._leaves)])
             for first in range(0, self.batch_size, self._rows)
         ]
 
     def leave(self) -> None:
         """Let go of the state."""
-        self.state, self._caches = None, []
+        self.state, self._caches, self._leaves = None, [], list[Tensor]()
 
     def step(
         self, ids_B1: Tensor, run: Callable[[Array[c_int64]], None] | None = None
@@ -272,6 +270,9 @@ class _Recording:
         for group, places in enumerate(self._places):
             places[1:4] = [start + group * apart for start, apart in zip(starts, self._apart, strict=True)]
             (run or self._tape.run)(places)
+        torch.autograd.graph.increment_version(
+            self._leaves
+        )  # what autograd has saved of the state is no more
         self.left -= 1
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)

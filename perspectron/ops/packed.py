@@ -33,10 +33,10 @@ NO_GRADIENT = "packed products have no derivatives, in reverse or in forward mod
 def linear(x: Tensor, packed: Packed, *, backend: str = "auto") -> Tensor:
     """The product x Wᵀ [..., N] of x [..., K], computed in float32 on x rounded to 8 bits; in x's dtype.
 
-    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "triton" is kernels for
-    a GPU; "torch" runs anywhere; "reference" computes in float64; "auto": native where it can, or, once a selftest has
-    passed on the GPU, triton. No derivatives: backward and forward mode
-    raise RuntimeError. BackendError: unknown, or it cannot run here.
+    A token that is not finite gives NaN. backend: "native" is the compiled library, on a CPU; "triton" is kernels for a
+    GPU; "torch" runs anywhere; "reference" computes in float64; "auto": native where it can, or, once a selftest has
+    passed on the GPU, triton. No derivatives: backward and forward mode raise RuntimeError. BackendError: unknown, or
+    it cannot run here.
     """
     if x.shape[-1] != packed.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the matrix {packed.shape[1]}")

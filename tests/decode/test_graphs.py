@@ -1,8 +1,10 @@
 """A step that is captured gives what the modules give. Without CUDA a graph is a function that is called again, on the
 same memory, and what a device must not be asked for is looked for on tensors without numbers."""
 
+import contextlib
 import gc
 import logging
+import threading
 import weakref
 
 import pytest
@@ -29,6 +31,7 @@ from tests.decode.test_rows import prompt_of
 from tests.decode.test_steps import DESIGNS, VARIANTS, near, tokens
 from tests.decode.test_store import small
 
+GRAPH = graphs_module.Graph
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ASK = {
     "drm": "the strength of its metric, and which rows refresh their geometry",
@@ -417,3 +420,150 @@ def test_trees_of_states_have_their_caches_in_order():
     state = read(model, 2)
     assert len(tensors(state)) == sum(isinstance(x, Tensor) for x in pytree.tree_leaves(state))
     assert presets.DESIGNS
+
+
+def test_a_gradient_through_a_state_that_a_graph_has_used_up_is_refused():
+    model, ids = here("gla"), tokens(1, 1).to(DEVICE)
+    graphs, state = Graphs(model), read(model, 1).fork()
+    with torch.no_grad():
+        state = graphs.step(ids[0], state)[2]
+    (made,), unchanged = graphs._made.values(), torch.autograd._unsafe_preserve_version_counter
+    replay = made._graph.replay
+
+    def unseen():  # as a graph of CUDA writes
+        with unchanged(tuple(made._bases)):
+            replay()
+
+    made._graph.replay = unseen
+    loss = model.hidden(ids[0], state)[0].sum()
+    with torch.no_grad():
+        assert graphs.step(ids[0], state) is not None
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()
+
+
+def test_a_state_stays_whole_where_memory_runs_out_while_it_gets_memory_of_its_own(monkeypatch):
+    model, ids = here("gla"), tokens(1, 8)
+    wanted, _ = go_on(None, model, ids, read(model, 1))
+    graphs = Graphs(model)
+    said, state = go_on(graphs, model, ids[:2], read(model, 1), 2)
+    (made,), clone, given = graphs._made.values(), Tensor.clone, []
+
+    def full(x, **how):
+        given.extend(i for i, base in enumerate(made._bases) if x is base)
+        if given == [0, 1]:
+            raise torch.OutOfMemoryError
+        return clone(x, **how)
+
+    def refused(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(graphs_module, "Graph", refused)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "clone", full)
+        go_on(graphs, model, tokens(1, 1, 1), read(model, 1), 0)
+    assert given == [0, 1]
+    rest, _ = go_on(graphs, model, ids[2:], state, 0)
+    for one, other in zip(said + rest, wanted, strict=True):
+        same(one, other)
+
+
+def test_a_graph_that_is_gone_back_to_is_kept():
+    model = here("gla")
+    graphs, kept = Graphs(model), read(model, 1)
+    _, kept = go_on(graphs, model, tokens(1, 1), kept)
+    (made,) = graphs._made.values()
+    for rows in range(2, graphs_module.MOST_GRAPHS + 4):
+        go_on(graphs, model, tokens(rows, 1), read(model, rows))
+        _, kept = go_on(graphs, model, tokens(1, 1), kept)
+    assert any(one is made for one in graphs._made.values()) and made.at(kept)
+
+
+def test_a_state_that_another_thread_may_be_reading_stays_where_it_is():
+    """To move it would lose what is written between the copy and the move."""
+    model, ids, told = here("gla"), tokens(1, 6), []
+    wanted, _ = go_on(None, model, ids, read(model, 1))
+    graphs = Graphs(model)
+    said, state = go_on(graphs, model, ids[:2], read(model, 1), 2)
+    places = [x.data_ptr() for x in tensors(state)]
+
+    def elsewhere(state):
+        told.append(go_on(graphs, model, tokens(1, 3, 1), state, 3)[0])
+
+    def run(*states):
+        threads = [threading.Thread(target=elsewhere, args=(state,)) for state in states]
+        for thread in threads:
+            thread.start()
+            thread.join()
+
+    run(read(model, 1))
+    assert [x.data_ptr() for x in tensors(state)] == places
+    rest, state = go_on(graphs, model, ids[2:], state, 4)
+    for one, other in zip(said + rest, wanted, strict=True):
+        same(one, other)
+    run(state.fork(), state)  # the second goes on in its own memory, by another thread
+    assert [x.data_ptr() for x in tensors(state)] == places
+    go_on(graphs, model, ids, read(model, 1), 0)  # of the thread that had it before
+    assert [x.data_ptr() for x in tensors(state)] == places
+    for one, other in zip(*told[1:], strict=True):
+        same(one, other)
+
+
+def test_a_graph_whose_text_has_ended_is_taken_by_any_thread():
+    model = here("gla")
+    graphs, before = Graphs(model), read(model, 1)
+    go_on(graphs, model, tokens(1, 2), read(model, 1), 2)
+    made = [*graphs._made.values()]
+    thread = threading.Thread(target=go_on, args=(graphs, model, tokens(1, 2), before))
+    thread.start()
+    thread.join()
+    assert [*graphs._made.values()] == made and threading.get_ident() not in {key[0] for key in graphs._made}
+
+
+class Fake:
+    """CUDA's streams without CUDA; `current` is the one that is so. A capture fails as PyTorch's does: its stream
+    stays the current one."""
+
+    class Stream(str):
+        def wait_stream(self, other):
+            Fake.waits.append((self, other))
+
+    class graph:
+        def __init__(self, *_, stream, **__):
+            self.stream = stream
+
+        def __enter__(self):
+            Fake.current = self.stream
+
+        def __exit__(self, *_):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class stream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.before, Fake.current = Fake.current, self.stream
+
+        def __exit__(self, *_):
+            Fake.current = self.before
+
+
+@pytest.mark.parametrize("fails", ["the capture", "a run before it"])
+def test_a_capture_that_fails_leaves_the_streams_as_they_were(fails, monkeypatch):
+    main, side = Fake.Stream("main"), Fake.Stream("side")
+    Fake.current, Fake.waits = main, []
+    for name, fake in {
+        "device": lambda _: contextlib.nullcontext(), "current_stream": lambda: Fake.current, "stream": Fake.stream,
+        "set_stream": lambda stream: setattr(Fake, "current", stream), "CUDAGraph": object, "graph": Fake.graph,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(graphs_module, "_side", lambda _: side)
+
+    def run():
+        if fails != "the capture":
+            raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError):
+        GRAPH(run, DEVICE, asks=False)
+    assert Fake.current == main and Fake.waits == [(side, main), (main, side)]

@@ -421,3 +421,15 @@ def test_recordings_are_few_and_states_are_let_go():
     del after
     gc.collect()
     assert known() is None
+
+
+def test_a_gradient_through_a_state_that_a_recording_has_used_up_is_refused():
+    model, ids = small("gla"), tokens(1, 1)
+    with torch.no_grad():
+        state = model.hidden(torch.tensor([prompt_of(12, 0)[:12]]))[1]
+        steps = recorded(model)
+    loss = model.hidden(ids[0], state)[0].sum()
+    with torch.no_grad():
+        assert steps.step(ids[0], state) is not None
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()

@@ -124,10 +124,12 @@ def test_only_a_pass_of_these_conditions_with_triton_counts(monkeypatch):
         return record.passed(CPU)
 
     assert not passed()
-    for rows, holds in (([{"backend": "torch"}], True), ([{"backend": "triton"}], False), ([], True)):
+    torch_row, triton_row = ({"backend": backend, "holds": True} for backend in ("torch", "triton"))
+    failed = {"backend": "torch", "holds": False}
+    for rows, holds in (([torch_row], True), ([triton_row], False), ([], True), ([triton_row, failed], True)):
         record.write(now, rows, holds)
         assert not passed()
-    file = record.write(now, [{"backend": "torch"}, {"backend": "triton"}], True)
+    file = record.write(now, [torch_row, triton_row], True)
     assert passed()
     with monkeypatch.context() as patch:
         patch.setattr(record, "version", lambda: "another")

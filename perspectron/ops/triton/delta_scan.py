@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.errors import BackendError
 from perspectron.ops import dispatch
-from perspectron.ops.triton import record
-from perspectron.ops.triton.scan import _on, _written, precision
+from perspectron.ops.triton.scan import _on, _written, chosen, precision
 from perspectron.ops.triton.scan import obstacle as general_obstacle
 
 
@@ -32,25 +30,8 @@ def obstacle(*tensors: Tensor) -> str | None:
 
 
 def wanted(backend: str, *tensors: Tensor) -> bool:
-    """True if the kernels are to run: they are asked for, or `auto` takes them, as `perspectron.ops.triton.scan` says.
-    BackendError: they are asked for and cannot run."""
-    if backend == "triton":
-        if (why := obstacle(*tensors)) is not None:
-            raise BackendError(f"backend = 'triton': {why}")
-        return True
-    device = tensors[0].device
-    if backend != "auto" or device.type != "cuda" or obstacle(*tensors) is not None:
-        return False
-    taken = record.passed(device)
-    if taken:
-        dispatch.say("auto runs Triton's kernels for the delta rules on %s", str(device))
-    else:
-        dispatch.say(
-            "auto runs PyTorch's operations for the delta rules on %s; to have Triton's kernels, test them once on "
-            "this machine: perspectron selftest --device cuda",
-            str(device),
-        )
-    return taken
+    """True if the kernels are to run on these, of which the first are queries. BackendError as `chosen`."""
+    return chosen(backend, "the delta rules", tensors[0].device, lambda: obstacle(*tensors))
 
 
 def run(
@@ -121,39 +102,28 @@ class _Call:
     def new(self, *shape: int) -> Tensor:
         return self.like.new_empty(*shape)
 
-    def pairs(self, count: int) -> list[Tensor]:
-        """Matrices [M,C], of which those that only the order needs that reads first are there for it alone."""
-        return [self.new(self.M, 16) for _ in range(count)]
-
     def prepared(
         self, q: Tensor, e: Tensor, w: Tensor, k: Tensor, v: Tensor, gate: Tensor
     ) -> dict[str, Tensor]:
-        """The outputs of `prepare`, by its names."""
+        """The outputs of `prepare`, by its names and in its order; one that the order has no use for is another's."""
         from perspectron.ops.triton.kernels import delta
 
         M, K, first = self.M, self.K, self.fixed.first
-        inverse, A_qu = self.pairs(2)
-        A_qv, A_ev = self.pairs(2) if first else (A_qu, A_qu)
-        Z, Y, Xu = (self.new(M, K) for _ in range(3))
-        Xv = self.new(M, K) if first else Xu
-        U, P = self.new(M, self.V), self.new(self.N, self.chunks, self.A)
+        made = {name: self.new(M, 16) for name in ("inverse", "A_qu")}
+        made |= {name: self.new(M, 16) if first else made["A_qu"] for name in ("A_qv", "A_ev")}
+        made |= {name: self.new(M, K) for name in ("Z", "Y", "Xu")}
+        made["Xv"] = self.new(M, K) if first else made["Xu"]
+        made |= {"U": self.new(M, self.V), "P": self.new(self.N, self.chunks, self.A)}
         delta.prepare[(self.N * self.chunks,)](
-            q, e, w, k, v, gate, inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P, self.fixed.scale, self.fixed.sign,
+            q, e, w, k, v, gate, *made.values(), self.fixed.scale, self.fixed.sign,
             *self.sizes, self.wide, first, self.tile.rows, self.tile.some, self.tile.some, self.precision,
             num_warps=self.tile.warps // 2,
         )  # fmt: skip
-        names = ("inverse", "A_qu", "A_qv", "A_ev", "Z", "Y", "Xu", "Xv", "U", "P")
-        return dict(zip(names, (inverse, A_qu, A_qv, A_ev, Z, Y, Xu, Xv, U, P), strict=True))
+        return made
 
     def walk(
-        self,
-        made: dict[str, Tensor],
-        v: Tensor,
-        first: Tensor,
-        o: Tensor,
-        last: Tensor,
-        border: Tensor | None,
-    ) -> None:
+        self, made: dict[str, Tensor], v: Tensor, first: Tensor, o: Tensor, last: Tensor, border: Tensor | None
+    ) -> None:  # fmt: skip
         """The chunks, one after the other; with borders, the states there and the whole U."""
         from perspectron.ops.triton.kernels import delta
 

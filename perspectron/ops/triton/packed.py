@@ -16,11 +16,10 @@ Tokens = tuple[Tensor, Tensor, Tensor]
 
 
 def wanted(backend: str, x_TK: Tensor, *matrices: Packed) -> bool:
-    """True if the kernels are to run, by the rules of `scan.wanted`. BackendError as there, or matrices elsewhere."""
-    here = all(part.device == x_TK.device for matrix in matrices for part in matrix[:2])
-    if not scan.wanted(backend, 1, x_TK):
+    """True if the kernels are to run, by the rules of `scan.chosen`. BackendError as there, or matrices elsewhere."""
+    if not scan.chosen(backend, "packed matrices", x_TK.device, lambda: scan.obstacle(1, x_TK)):
         return False
-    if not here:
+    if any(part.device != x_TK.device for matrix in matrices for part in matrix[:2]):
         raise BackendError(f"backend = {backend!r}: the matrix must be on {x_TK.device}, as its input")
     return True
 
@@ -41,9 +40,7 @@ def _rounded(x_TK: Tensor, S: int, up_TK: Tensor | None = None) -> Tokens:
     from perspectron.ops.triton.kernels import packed as kernels
 
     x_TK, (T, K), G = x_TK.contiguous(), x_TK.shape, -(-S // GROUP)
-    made = (
-        torch.empty(T, S, dtype=torch.int8, device=x_TK.device), x_TK.new_empty(T), x_TK.new_empty(T, G)
-    )  # fmt: skip
+    made = x_TK.new_empty(T, S, dtype=torch.int8), x_TK.new_empty(T), x_TK.new_empty(T, G)
     if T:
         with scan._on(x_TK):
             kernels.quantise[(T,)](

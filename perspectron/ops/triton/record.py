@@ -68,6 +68,6 @@ def passed(device: torch.device) -> bool:
     now = conditions(device)
     with suppress(PerspectronError, AttributeError, KeyError, TypeError):
         found = read_json(path(now), BackendError)
-        triton = any(row["backend"] == "triton" for row in found["rows"])
-        return found["conditions"] == now and found["holds"] is True and triton
+        triton, held = ({row[key] for row in found["rows"]} for key in ("backend", "holds"))
+        return found["conditions"] == now and found["holds"] is True and "triton" in triton and held == {True}
     return False

@@ -5,6 +5,7 @@ how.
 Shapes: N memories, T time, D rows of a memory, R columns, A gate width (D or 1), n chunks, p parts of a sum over rows.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,25 +46,29 @@ def obstacle(columns: int, *tensors: Tensor) -> str | None:
 
 
 def wanted(backend: str, columns: int, *tensors: Tensor) -> bool:
-    """True if the kernels are to run: they are asked for, or `auto` takes them, which it does on CUDA once a selftest
-    has passed there (`record.passed`). The log says once which it takes and, where only that is missing, how to make
-    one. BackendError: they are asked for and cannot run."""
+    """True if the kernels are to run on these, with so many columns of a state. BackendError as `chosen`."""
+    return chosen(backend, "PDR, GLA and SSD", tensors[0].device, lambda: obstacle(columns, *tensors))
+
+
+def chosen(backend: str, what: str, device: torch.device, obstacle: Callable[[], str | None]) -> bool:
+    """True if the kernels of `what` are to run: they are asked for, or `auto` takes them, which it does on CUDA once a
+    selftest has passed there (`record.passed`). The log says once which it takes and, where only that is missing, how
+    to make one. BackendError: they are asked for and cannot run."""
     if backend == "triton":
-        if (why := obstacle(columns, *tensors)) is not None:
+        if (why := obstacle()) is not None:
             raise BackendError(f"backend = 'triton': {why}")
         return True
-    device = tensors[0].device
-    if backend != "auto" or device.type != "cuda" or obstacle(columns, *tensors) is not None:
+    if backend != "auto" or device.type != "cuda" or obstacle() is not None:
         return False
-    if record.passed(device):
-        dispatch.say("auto runs Triton's kernels for PDR, GLA and SSD on %s", str(device))
-        return True
-    dispatch.say(
-        "auto runs PyTorch's operations on %s; to have Triton's kernels, test them once on this machine: "
-        "perspectron selftest --device cuda",
-        str(device),
-    )
-    return False
+    taken = record.passed(device)
+    told = "auto runs Triton's kernels for %s on %s"
+    if not taken:
+        told = (
+            "auto runs PyTorch's operations for %s on %s; to have Triton's kernels, test them once on this machine: "
+            "perspectron selftest --device cuda"
+        )
+    dispatch.say(told, what, str(device))
+    return taken
 
 
 def pdr(
