@@ -30,6 +30,8 @@ from typing import IO, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from on_gpu import watch  # noqa: E402
+
 STAGES = ("selftest", "suite", "kernels", "training", "decoding", "streaming", "long")
 THERE = {"torch", "triton", "numpy", "safetensors", "tokenizers"}
 """What every machine must have; the wheels are the rest."""
@@ -41,6 +43,8 @@ TORCH, TRITON = (2, 11), (3, 6)
 
 def main(arguments: list[str] | None = None) -> int:
     args = _parsed(arguments)
+    if args.child:
+        watch.end_with(args.parent)
     if args.wheels is not None:
         print(wheels(args.wheels))
         return 0
@@ -80,6 +84,7 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     wheels = "print a `pip download` line for this version of Python (%(const)s) on x86-64 Linux, and end"
     parser.add_argument("--wheels", nargs="?", const="3.12", choices=("3.11", "3.12", "3.13"), help=wheels)
     parser.add_argument("--child", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--since", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -116,7 +121,9 @@ def _release(name: str) -> tuple[int, ...]:
 def _locked(folder: Path) -> IO[str]:
     """A file that only one run has open with a lock; the processes it starts have it too."""
     lock = (folder / ".lock").open("w")
-    for _ in range(50):  # those of a run that was killed end within a second
+    for _ in range(
+        100
+    ):  # those of a run that was killed end within a second, or as soon as what they load lets them
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
@@ -180,7 +187,6 @@ def _stage(args: argparse.Namespace, name: str, end: float, lock: IO[str]) -> in
 def _child(args: argparse.Namespace, device: "torch.device") -> int:  # noqa: F821
     from on_gpu import frame
 
-    frame.end_with_parent()
     place = frame.Place(device, args.rehearse, args.until, args.out.resolve(), args.since)
     stage = import_module(f"on_gpu.{args.child}")
     return 0 if frame.measure(args.child, stage.units(place), place) else 1

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -150,18 +149,6 @@ def _broken(place: Place) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os.killpg(os.getpid(), signal.SIGKILL)  # with what it started
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run(unit: Unit) -> dict[str, Any]:

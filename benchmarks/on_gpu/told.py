@@ -5,6 +5,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from on_gpu import watch
+
+
+def pytest_configure() -> None:
+    """A run that is cut off leaves no tests behind: it leads a group of its own, which its workers are in."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        watch.end_with(os.getppid())
+
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Only in the process that has all reports, not in xdist's workers."""
