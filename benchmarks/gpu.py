@@ -163,6 +163,8 @@ def _stage(args: argparse.Namespace, name: str, end: float, lock: IO[str]) -> in
     print(f"== {name}, at most {max(0, until - time.time()):.0f} s", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--out", str(args.out), "--child", name]
     command += [
+        "--parent",
+        str(os.getpid()),
         "--since",
         str(time.time()),
         "--until",
