@@ -200,7 +200,10 @@ def _child(args: argparse.Namespace, device: "torch.device") -> int:  # noqa: F8
 def needed() -> dict[str, list[str]]:
     """Requirements beyond THERE: of the package, and of single stages (the extra `gpu-benchmark`)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = {"perspectron": project["dependencies"], "stages": project["optional-dependencies"]["gpu-benchmark"]}
+    groups = {
+        "perspectron": project["dependencies"],
+        "stages": project["optional-dependencies"]["gpu-benchmark"],
+    }
     return {name: [line for line in lines if _name(line) not in THERE] for name, lines in groups.items()}
 
 

@@ -27,7 +27,12 @@ def test_a_model_is_on_one_device_and_hardly_waits_for_it():
     designs += ["perspective2@", "transformer@"]
     root = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, root / "another_device.py", *designs],
+        [
+            sys.executable,
+            "-m",
+            "tests.another_device",
+            *designs,
+        ],  # as a file it would take tests/triton for Triton
         env=os.environ | {"PYTHONPATH": str(root.parent)},
         capture_output=True,
         text=True,

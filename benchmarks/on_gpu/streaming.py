@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from on_gpu import frame
-from on_gpu.frame import Place, Result, Unit
+from on_gpu.frame import Place, Result, Skip, Unit
 from perspectron import presets
 from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
@@ -28,6 +28,7 @@ from perspectron.mixers.pdr import GATE_BIAS
 from perspectron.model import LanguageModel
 from perspectron.ops import packed, packing
 from perspectron.ops.packing import Packed
+from perspectron.ops.triton import record
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream.artifact import FORMAT, Header, expert_files
 from perspectron.stream.device import DeviceExperts
@@ -222,9 +223,15 @@ def _compared(place: Place, calls: dict[str, Callable[[], Tensor]], size: int) -
     }
 
 
+def _with_triton() -> None:
+    if record.version() is None:
+        raise Skip("triton is not installed")
+
+
 def products(place: Place, format: str, N: int, K: int) -> Result:
     """A packed matrix times few and many tokens: Triton's kernels against PyTorch's operations. Copies of the matrix,
     used in turns, are more than a processor caches. Bytes are the matrix's, once."""
+    _with_triton()
     if place.rehearsed:
         N, K = N // 128, K // 16
     legal = torch.from_numpy(TERNARY) if format == "ternary" else torch.arange(1, 256, dtype=torch.uint8)
@@ -249,6 +256,7 @@ def products(place: Place, format: str, N: int, K: int) -> Result:
 
 def expert(place: Place, shared: _Shared) -> Result:
     """An expert on the device, likewise; four copies in turns."""
+    _with_triton()
     shards = [shared.device_shard() for _ in range(1 if place.rehearsed else 4)]
     result: dict[str, Any] = {"bytes": shared.layout.bytes, "experts": len(shards)}
     for T in (5,) if place.rehearsed else (1, 16, 64, 512):
