@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import perspectron
 from perspectron import presets
 from perspectron.model import LanguageModel
 
@@ -30,6 +32,7 @@ libraries = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "
 libraries[0].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 waits = Counter()
+PACKAGE = str(Path(perspectron.__file__).parent)
 
 
 def rule(name, dtype):
@@ -48,7 +51,7 @@ def rule(name, dtype):
 
 def waited(mode, func, x):
     """A number that the host waits for: 1, and where it was asked for."""
-    ours = [frame for frame in traceback.extract_stack() if "perspectron" in frame.filename]
+    ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     waits[f"{ours[-1].filename.rpartition('/')[2]}: {ours[-1].name}"] += 1
     return True if x.dtype == torch.bool else 1.0 if x.is_floating_point() else 1
 
@@ -106,7 +109,7 @@ for design in sys.argv[1:]:  # with @, also where no documents begin
             line["elsewhere"] = tried(design.strip("@"), resets)
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)
-            ours = [frame for frame in last if "perspectron" in frame.filename]
+            ours = [frame for frame in last if frame.filename.startswith(PACKAGE)]
             line["error"] = (
                 f"{ours[-1].filename}:{ours[-1].lineno}: {type(error).__name__}: {str(error)[:300]}"
             )
