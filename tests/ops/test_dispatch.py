@@ -100,6 +100,7 @@ def test_autocast_does_not_reach_inside():
     assert product.__doc__ == "Of x and itself."
 
 
+@pytest.mark.cpu_only("a compiler does not trace the mode that places the tests' tensors")
 def test_a_line_is_said_once_and_never_to_a_compiler(caplog):
     def op(x: Tensor) -> Tensor:
         dispatch.say("test: auto runs the loop on %s", x.device.type)
