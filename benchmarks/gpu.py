@@ -155,12 +155,13 @@ def _stage(args: argparse.Namespace, name: str, end: float, lock: IO[str]) -> in
     from on_gpu import frame
 
     try:
-        limit = import_module(f"on_gpu.{name}").LIMIT * args.minutes / 25
+        stage = import_module(f"on_gpu.{name}")
     except ImportError as why:
         print(f"== {name} is left out: {why}", flush=True)
         return 1
+    limit = stage.LIMIT * args.minutes / 25
     until = end if name == args.stages[-1] else min(end, time.time() + limit)
-    print(f"== {name}, at most {max(0, until - time.time()):.0f} s", flush=True)
+    print(f"== {name}, at most {max(0, until - time.time()):.0f} s: {stage.ABOUT}", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--out", str(args.out), "--child", name]
     command += [
         "--parent",
