@@ -60,15 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
     start, codes = time.time(), {}
     end = start + 60 * args.minutes
     for name, what in missing():
-        print(f"{name} is not installed: {what}", flush=True)
+        watch.say(f"{name} is not installed: {what}")
     for name in [stage for stage in STAGES if stage in args.stages]:
         codes[name] = _stage(args, name, end, lock)
     whole = not any(codes.values())
-    print(
+    watch.say(
         f"{sum(code == 0 for code in codes.values())} of {len(codes)} stages are whole, in {time.time() - start:.0f} s"
     )
     for name in [name for name, code in codes.items() if code]:
-        print(f"{name}: something failed or is left, see {args.out / f'{name}.json'}; go on with --resume")
+        watch.say(
+            f"{name}: something failed or is left, see {args.out / f'{name}.json'}; go on with --resume"
+        )
     return 0 if whole else 1
 
 
@@ -157,11 +159,11 @@ def _stage(args: argparse.Namespace, name: str, end: float, lock: IO[str]) -> in
     try:
         stage = import_module(f"on_gpu.{name}")
     except ImportError as why:
-        print(f"== {name} is left out: {why}", flush=True)
+        watch.say(f"== {name} is left out: {why}")
         return 1
     limit = stage.LIMIT * args.minutes / 25
     until = end if name == args.stages[-1] else min(end, time.time() + limit)
-    print(f"== {name}, at most {max(0, until - time.time()):.0f} s: {stage.ABOUT}", flush=True)
+    watch.say(f"== {name}, at most {max(0, until - time.time()):.0f} s: {stage.ABOUT}")
     command = [sys.executable, str(Path(__file__).resolve()), "--out", str(args.out), "--child", name]
     command += [
         "--parent",

@@ -171,6 +171,15 @@ def test_without_results_the_page_says_that_nothing_ran(tmp_path: Path) -> None:
     assert page.tables(tmp_path).strip() == page.NOTHING
 
 
+def test_a_run_whose_reader_has_gone_goes_on(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "--out", tmp_path / "new", "--rehearse", "--stages", "long"], stdout=subprocess.PIPE
+    )
+    child.stdout.close()
+    assert child.wait() == 0
+    assert contents(tmp_path / "new")["long.json"][0]
+
+
 # ---------------------------------------------------------------- what it refuses
 
 

@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path not in sys.path]
 
+from on_gpu.watch import say  # noqa: E402
 from perspectron import machine  # noqa: E402
 
 Result = Mapping[str, Any]
@@ -168,10 +169,6 @@ def _run(unit: Unit) -> dict[str, Any]:
 def _line(found: Mapping[str, Any]) -> str:
     (key, value) = next(iter(found.items()))
     return f"{found['seconds']} s" if key == "result" else f"{key}: {str(value)[:300]}"
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""A process that ends with the one that started it. It loads nothing, so that it may come before what takes seconds."""
+"""What a run does before it loads anything that takes seconds: say what it does, and end with what started it."""
 
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 
 def end_with(parent: int) -> None:
@@ -16,3 +17,9 @@ def end_with(parent: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def say(line: str) -> None:
+    """Print a line; a run whose reader has gone goes on without."""
+    with suppress(OSError):
+        print(line, flush=True)
