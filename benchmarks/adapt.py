@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from perspectron import presets
-from perspectron.adapt import AdaptConfig, Adapter, Learner, merge
-from perspectron.adapt.gradient import Piece, losses
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, prefill
-from perspectron.model import LanguageModel, build
+from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner, merge
+from perspectron.designs.perspective.adapt.gradient import Piece, losses
+from perspectron.model.model import LanguageModel, build
 from perspectron.opening import Opened, open_model
 from perspectron.train.heldout import heldout
 

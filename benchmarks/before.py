@@ -44,8 +44,9 @@ def serve() -> None:
     from torch import nn
 
     sys.meta_path.insert(0, importlib.machinery.PathFinder)  # an editable installation would come first
-    from perspectron import machine, presets
-    from perspectron.model import build
+    from perspectron import presets
+    from perspectron.model.model import build
+    from perspectron.util import machine
 
     if (found := Path(presets.__file__).parents[2]) != Path.cwd():
         raise SystemExit(f"this would measure {found}, not {Path.cwd()}")
@@ -103,7 +104,7 @@ def measure(setting: Setting, trees: dict[str, Path], rounds: int) -> dict[str, 
     import common
 
     from perspectron import presets
-    from perspectron.census import census
+    from perspectron.model.census import census
 
     versions = {name: Version(tree, setting) for name, tree in trees.items()}
     seconds: dict[str, list[float]] = {name: [] for name in versions}

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from perspectron import machine  # noqa: E402
 from perspectron.eval import timing  # noqa: E402
 from perspectron.eval.timing import take_turns, timed  # noqa: E402
-from perspectron.machine import Peak  # noqa: E402, F401
-from perspectron.machine import free_memory as available_bytes  # noqa: E402
 from perspectron.train.optim import OptimConfig, optimizer_of  # noqa: E402
 from perspectron.train.precision import autocast  # noqa: E402
+from perspectron.util import machine  # noqa: E402
+from perspectron.util.machine import Peak  # noqa: E402, F401
+from perspectron.util.machine import free_memory as available_bytes  # noqa: E402
 
 MATMUL_SIZES = (384, 768, 1536, 3072)
 

@@ -24,7 +24,7 @@ from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.timing import take_turns
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 
 TESTS = ("tests/decode/test_constrain.py",)
 BARS = {"fit": 1.0, "differ": 0, "cost": 1.3}

@@ -16,7 +16,7 @@ import torch
 from perspectron import presets
 from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
 from perspectron.eval.timing import take_turns
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 
 TESTS = ("tests/eval/test_contexts.py",)
 REFERENCE = common.ROOT / "results" / "reference" / "results.json"

@@ -13,9 +13,9 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.mixers.cache import Cache
-from perspectron.model import LanguageModel, build
-from perspectron.state import LMState
+from perspectron.model.cache import Cache
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState
 
 TESTS = (
     "tests/test_model.py::test_prefill_any_split_and_steps_agree_over_1000_tokens",

@@ -13,8 +13,8 @@ import torch
 
 from perspectron import presets
 from perspectron.decode.batch import WIDTH
-from perspectron.model import LanguageModel, build
-from perspectron.state import LMState
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState
 
 TESTS = ("tests/decode/test_verify.py",)
 

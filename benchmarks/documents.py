@@ -24,14 +24,14 @@ from perspectron.data import Tokenizer, open_shards
 from perspectron.decode.generate import generate
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.adr.mixer import ADR
 from perspectron.eval.reading import byte_counts
-from perspectron.files import plain
-from perspectron.mixers.adr import ADR
-from perspectron.model import LanguageModel
-from perspectron.narrow import Dtype
+from perspectron.model.model import LanguageModel
+from perspectron.model.narrow import Dtype
+from perspectron.model.state import load_state, save_state
 from perspectron.opening import open_model
-from perspectron.state import load_state, save_state
-from perspectron.stats import interval
+from perspectron.util.files import plain
+from perspectron.util.stats import interval
 
 TESTS = ("tests/eval/test_geometry.py", "tests/eval/test_depth.py", "tests/mixers/test_adr.py")
 SMALL = ["d_model=64", "layers=4"]

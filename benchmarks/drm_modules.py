@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import ModelConfig
-from perspectron.heads import Emitter
-from perspectron.mixers.drm import DRMConfig
-from perspectron.model import LanguageModel
+from perspectron.designs.drm.mixer import DRMConfig
+from perspectron.model.config import ModelConfig
+from perspectron.model.heads import Emitter
+from perspectron.model.model import LanguageModel
 
 
 def trunk(S: int, H: int) -> nn.Sequential:

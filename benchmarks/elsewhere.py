@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import presets
-from perspectron.config import ModelConfig
-from perspectron.ffn import MLPConfig
-from perspectron.machine import memory_kept
-from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.ssd import SSDConfig
-from perspectron.model import build
+from perspectron.designs.ssd.mixer import SSDConfig
+from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.model.config import ModelConfig
+from perspectron.model.ffn import MLPConfig
+from perspectron.model.model import build
+from perspectron.util.machine import memory_kept
 
 TESTS = ("tests/native/test_training.py", "tests/test_gpt2.py")
 BAR = 1.5

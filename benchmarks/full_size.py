@@ -25,18 +25,18 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import native, presets
-from perspectron.census import touched
 from perspectron.data import Tokenizer, open_corpus
 from perspectron.decode.reading import prefill
-from perspectron.errors import ConfigError, StorageError
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.cost import decode, reader
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.state import LMState
+from perspectron.model.census import touched
+from perspectron.model.state import LMState
 from perspectron.stream.artifact import SHARED, layer_file, read_header
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.synthetic import synthesize
 from perspectron.stream.tensors import HUGE, aligned
+from perspectron.util.errors import ConfigError, StorageError
 
 TESTS = ("tests/stream/test_engine.py::test_streamed_is_resident_bit_by_bit",)
 BARS = {"memory_share": 0.70, "disk_share": 0.75, "over_budget": 64 << 20}

@@ -12,7 +12,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
-from perspectron import foreign
+from perspectron.interop import foreign
 
 TESTS = ("tests/test_foreign.py", "-k", "logits or lenses")
 SMALL = {"n_embd": 64, "n_layer": 2, "n_head": 2}

@@ -10,9 +10,10 @@ from pathlib import Path
 import common
 import torch
 
-from perspectron import onnx, presets
+from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.model import build
+from perspectron.interop import onnx
+from perspectron.model.model import build
 
 PRESETS = (
     "perspective-tiny-dense",

@@ -21,7 +21,7 @@ VOCAB, N = 128, 6
 def ours() -> Any:
     """perspective2, small."""
     from perspectron import presets
-    from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+    from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM
 
     config = presets.get("perspective2", vocab_size=VOCAB, d_model=32, hidden=32, layers=3, window=8)
     return PerspectronForCausalLM(PerspectronConfig.of(config))

@@ -17,12 +17,12 @@ import common
 import torch
 
 from perspectron import native, presets
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import sample
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.cost import GREEDY, reader
-from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model.config import ModelConfig
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize
 

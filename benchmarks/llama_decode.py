@@ -28,7 +28,7 @@ import torch
 from perspectron import presets
 from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
 from perspectron.eval.timing import take_turns
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import convert
 
 TESTS = ("tests/decode/test_steps.py",)

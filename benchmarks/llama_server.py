@@ -27,10 +27,10 @@ from sessions import Letters
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from perspectron import foreign
 from perspectron.decode.batch import Piece
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.store import PrefixStore
+from perspectron.interop import foreign
 from perspectron.serve.engine import Engine, Job
 
 TESTS = ("tests/decode/test_store.py", "tests/test_foreign.py")

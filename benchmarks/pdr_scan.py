@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from perspectron.machine import memory_kept
 from perspectron.ops import pdr
+from perspectron.util.machine import memory_kept
 
 TESTS = ("tests/ops/test_pdr.py", "tests/native/test_scan.py")
 BARS = {"ratio_to_loop": 20.0, "peak_bytes": 0.6e9}

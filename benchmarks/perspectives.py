@@ -18,7 +18,11 @@ from facts import COUNTS, LR, QUICK, SEEDS, SIZES, STEPS, TRAIN, Fact, facts, pr
 from torch import Tensor
 
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import (
+from perspectron.decode.reading import END_OF_TEXT_ID, read
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.suites import views as suite
+from perspectron.designs.perspective.suites.detection import auroc
+from perspectron.designs.perspective.views import (
     Perspectives,
     PerspectivesConfig,
     compared,
@@ -26,13 +30,9 @@ from perspectron.decode.perspectives import (
     majority,
     probabilities,
 )
-from perspectron.decode.reading import END_OF_TEXT_ID, read
-from perspectron.decode.sampling import SamplingConfig
-from perspectron.eval import perspectives as suite
-from perspectron.eval.detection import auroc
 from perspectron.eval.subject import Subject
-from perspectron.files import plain
 from perspectron.opening import Opened
+from perspectron.util.files import plain
 
 TESTS = ("tests/decode/test_perspectives.py",)
 FALSE_FLAGS = 0.1  # share of right answers that a detector may flag

@@ -19,7 +19,7 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Loader, Shards, Tokenizer
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import Report, convert
 from perspectron.stream.artifact import save_artifact
 from perspectron.stream.engine import load_artifact

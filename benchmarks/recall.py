@@ -17,12 +17,12 @@ from typing import Any
 import common
 import torch
 
-from perspectron.config import ModelConfig
+from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.recall import SOLVED, Options, Setting, config_for, measure_setting
 from perspectron.eval.tasks import MQAR, Needle
 from perspectron.eval.tracking import Parity
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model.config import ModelConfig
 
 TESTS = ("tests/eval/test_tasks.py::test_answers_are_those_of_a_plain_solver",)
 DESIGNS = ("transformer", "perspective", "ssd", "lens", "gpt2", "gla", "drm", "adr")

@@ -20,7 +20,7 @@ from torch import Tensor
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.torus import gini
-from perspectron.ffn import SwiGLU, SwiGLUConfig
+from perspectron.model.ffn import SwiGLU, SwiGLUConfig
 from perspectron.ops.experts import load
 
 TESTS = ("tests/experts/test_layer.py", "tests/experts/test_router.py", "tests/experts/test_torus.py")

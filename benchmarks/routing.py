@@ -24,14 +24,12 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.census import census
-from perspectron.config import ModelConfig
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.data.loader import IGNORE, windows
-from perspectron.errors import DataError
-from perspectron.eval.routes import joined, measure, summary, trace
-from perspectron.files import read_json, write_json
-from perspectron.model import LanguageModel
+from perspectron.designs.perspective.suites.routes import joined, measure, summary, trace
+from perspectron.model.census import census
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
@@ -39,6 +37,8 @@ from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.precision import autocast
 from perspectron.train.prepare import prepare
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_json, write_json
 
 TESTS = ("tests/eval/test_routes.py",)
 BARS = {"gini": 0.15, "reached": 1.0, "ternary": 1.10}

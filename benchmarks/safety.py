@@ -18,9 +18,9 @@ from torch import Tensor
 
 from perspectron.data import IGNORE, windows
 from perspectron.decode.projection import Faces, faces, project
-from perspectron.decode.safety import Polytope, fit, of_tokens, states
-from perspectron.files import plain
+from perspectron.designs.perspective.safety import Polytope, fit, of_tokens, states
 from perspectron.opening import Opened
+from perspectron.util.files import plain
 
 TESTS = ("tests/decode/test_safety.py",)
 ALPHA = 0.02

@@ -21,10 +21,10 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.machine import Peak
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState, read_state, write_state
 from perspectron.serve.engine import Engine, Event, Full, Job
-from perspectron.state import LMState, read_state, write_state
+from perspectron.util.machine import Peak
 
 TESTS = ("tests/decode/test_store.py", "tests/decode/test_session.py")
 SAMPLING = SamplingConfig(temperature=0.0)

@@ -21,8 +21,8 @@ from typing import Any
 
 import common
 
-from perspectron.census import census
 from perspectron.cli.main import main as main_of
+from perspectron.model.census import census
 from perspectron.opening import describe
 from perspectron.train.metrics import read_metrics
 

@@ -21,7 +21,7 @@ from perspectron import native, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
 from perspectron.eval.timing import take_turns
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize
 

@@ -21,7 +21,7 @@ import torch
 from perspectron import presets
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
 
 TESTS = ("tests/decode/test_steps.py", "tests/native/test_tape.py")

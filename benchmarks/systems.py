@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import presets
-from perspectron.model import LanguageModel, build
-from perspectron.ops import attention, gru, lens
+from perspectron.designs.adr import gru
+from perspectron.designs.lens import op as lens
+from perspectron.model.model import LanguageModel, build
+from perspectron.ops import attention
 from perspectron.train.optim import OptimConfig, optimizer_of
 
 TESTS = (

@@ -18,11 +18,11 @@ import pdr_scan
 import torch
 
 from perspectron import presets
-from perspectron.config import ModelConfig
-from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel, build
+from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build
 from perspectron.train.optim import OptimConfig, optimizer_of
 from perspectron.train.precision import autocast
 

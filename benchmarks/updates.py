@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from perspectron import native, presets
-from perspectron.config import ModelConfig
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.machine import in_large_pages, memory_kept
-from perspectron.model import build
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import build
+from perspectron.util.machine import in_large_pages, memory_kept
 
 TESTS = ("tests/native/test_training.py", "tests/ops/test_fused.py", "tests/ops/test_memory.py")
 DESIGNS = (

@@ -11,8 +11,8 @@ import tyro
 from claims import ledger
 from claims.claim import Row
 from claims.results import Results
-from perspectron.errors import PerspectronError
-from perspectron.files import atomic
+from perspectron.util.errors import PerspectronError
+from perspectron.util.files import atomic
 
 
 @dataclass(frozen=True)

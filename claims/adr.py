@@ -8,7 +8,7 @@ from claims.measures import adr as tried
 from claims.measures import built, common, documents, trained
 from claims.measures.built import blocks, counted, mixer_flops, model
 from claims.results import Results, command
-from perspectron.mixers.adr import ADRConfig, ADRState
+from perspectron.designs.adr.mixer import ADRConfig, ADRState
 from perspectron.presets import get
 
 DEMO, SMALL = "adr-demo", "adr-tiny"

@@ -7,8 +7,8 @@ from claims.measures import built, common, documents, trained
 from claims.measures import drm as tried
 from claims.measures.built import attention_calls, counted, model
 from claims.results import Results, command
-from perspectron.mixers.drm import DRM
-from perspectron.ops import drm
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.mixer import DRM
 
 SMALL = "drm-104k"
 NAMED = (

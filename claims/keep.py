@@ -9,9 +9,9 @@ from typing import Any
 from claims.measures.gates import gates
 from perspectron.compare import measure, results
 from perspectron.data.loader import windows
-from perspectron.errors import ConfigError
 from perspectron.eval.subject import Subject
-from perspectron.files import plain, read_json, write_json
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import plain, read_json, write_json
 
 WINDOWS = 8  # of text, in which gates are measured
 

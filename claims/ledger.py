@@ -7,8 +7,8 @@ from typing import NamedTuple
 from claims import adr, drm, lens, pdr, topology
 from claims.claim import ABOUT, ROUNDED, VERDICTS, Claim, Row, judge
 from claims.results import Results, command
-from perspectron.config import one_of
-from perspectron.stats import LEVEL
+from perspectron.model.config import one_of
+from perspectron.util.stats import LEVEL
 
 
 class Document(NamedTuple):

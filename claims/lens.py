@@ -9,7 +9,7 @@ from claims.measures import built, common, trained
 from claims.measures import lens as tried
 from claims.measures.built import counted, model, routed_residual
 from claims.results import Results, command
-from perspectron.block import Block
+from perspectron.model.block import Block
 
 FULL, PLAIN, E = "lens-gpt2-124m", "gpt2-124m", 768
 LAYERS = len(built.blocks(FULL))

@@ -11,10 +11,10 @@ from claims.measures import built, documents, trained
 from claims.measures import pdr as tried
 from claims.measures.built import HALF, PDR_LAYER, D, R, counted, mixer, mixer_flops, mixer_values
 from claims.results import Results, command
-from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.gla import GLAConfig
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.mixers.ssd import SSDConfig
+from perspectron.designs.gla.mixer import GLAConfig
+from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.ssd.mixer import SSDConfig
+from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.ops.pdr import renormalise
 
 ATTENTION, GLA = AttentionConfig(32), GLAConfig(32)

@@ -5,9 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from perspectron.config import require
-from perspectron.errors import DataError
-from perspectron.files import read_json
+from perspectron.model.config import require
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_json
 
 COMMANDS = {
     "adapt": "python benchmarks/adapt.py runs/python --texts prose=runs/prose.txt c=runs/c.txt json=runs/json.txt "

@@ -8,9 +8,9 @@ from claims.measures import built, common, documents, trained
 from claims.measures import pdr as tried
 from claims.measures.built import FULL, HALF, blocks, counted, experts, needed, places, vectors
 from claims.results import Results, command
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import trits
-from perspectron.mixers.window_gqa import WindowGQAConfig
 from perspectron.ops.packing import sizes
 from perspectron.presets import get
 

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import front  # noqa: E402
 
-from perspectron import plot  # noqa: E402
+from perspectron.util import plot  # noqa: E402
 
 ENTRIES, PAGE, PICTURE = (
     ROOT / "results" / "records",

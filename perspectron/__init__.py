@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from perspectron import ops as ops
     from perspectron import presets as presets
-    from perspectron.config import ModelConfig
     from perspectron.decode.generate import generate as generate
     from perspectron.decode.session import Session
-    from perspectron.errors import PerspectronError
-    from perspectron.model import LanguageModel, Output
+    from perspectron.model.config import ModelConfig
+    from perspectron.model.model import LanguageModel, Output
+    from perspectron.model.state import LMState, load_extra, load_state, save_state
     from perspectron.opening import load
-    from perspectron.state import LMState, load_extra, load_state, save_state
+    from perspectron.util.errors import PerspectronError
 
 __version__ = "0.2.0"
 __all__ = [
@@ -38,20 +38,21 @@ def build(preset_or_config: "str | ModelConfig", seed: int = 0) -> "LanguageMode
 
     Raises ConfigError for an unknown preset; the message lists the known ones.
     """
-    from perspectron import model, presets
+    from perspectron import presets
+    from perspectron.model import model
 
     config = presets.get(preset_or_config) if isinstance(preset_or_config, str) else preset_or_config
     return model.build(config, seed)
 
 
 _MODULES = {
-    "config": ("ModelConfig",),
+    "model.config": ("ModelConfig",),
     "decode.session": ("Session",),
     "decode.generate": ("generate",),
-    "errors": ("PerspectronError",),
-    "model": ("LanguageModel", "Output"),
+    "util.errors": ("PerspectronError",),
+    "model.model": ("LanguageModel", "Output"),
     "opening": ("load",),
-    "state": ("LMState", "load_extra", "load_state", "save_state"),
+    "model.state": ("LMState", "load_extra", "load_state", "save_state"),
 }
 """The other public names and their modules. Each is imported when it is first used, so that `perspectron --help` does
 not wait for torch."""

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from perspectron.config import ModelConfig, require
 from perspectron.data import Shards, Tokenizer, encode, open_corpus, open_shards
 from perspectron.data.template import Template
-from perspectron.errors import ConfigError, DataError
-from perspectron.model import LanguageModel
+from perspectron.model.config import ModelConfig, require
+from perspectron.model.model import LanguageModel
 from perspectron.stream.artifact import ExpertFiles, Trained, is_artifact, read_header
 from perspectron.stream.engine import load_artifact
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.prepare import prepare
+from perspectron.util.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import perspectron
 from perspectron import presets
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 
 NARROW = "linear matmul mm bmm addmm baddbmm mv addmv scaled_dot_product_attention"
 WIDE = "softplus cumsum cumprod log_softmax.int softmax.int nll_loss exp log rsqrt prod sum pow.Tensor_Scalar"

@@ -94,7 +94,7 @@ def test_it_is_trained_and_listed_by_its_name(clone):
     options = ["--data", "text.txt", "--out", "run", "--steps", "3", "--batch-size", "2", "--seq-len", "32"]
     run(clone, "-m", "perspectron", "train", "--preset", "ema", *sizes, *options)
     assert '"name": "ema"' in (clone / "run" / "config.json").read_text()
-    run(clone, "-m", "perspectron.catalogue")
+    run(clone, "-m", "perspectron.cli.catalogue")
     assert "moving averages, a baseline" in run(clone, "-m", "perspectron", "list")
 
 

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 import perspectron
 from perspectron import presets
-from perspectron.block import Block, NoState
-from perspectron.config import (
+from perspectron.data import Shards, Tokenizer, encode, open_corpus
+from perspectron.designs.lens.mixer import LensConfig
+from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.model.block import Block, NoState
+from perspectron.model.config import (
     BlockConfig,
     Law5Config,
     ModelConfig,
@@ -27,19 +30,16 @@ from perspectron.config import (
     RouteGatedConfig,
     SequentialConfig,
 )
-from perspectron.data import Shards, Tokenizer, encode, open_corpus
-from perspectron.errors import ConfigError
-from perspectron.ffn import ContextMLPConfig, FFNConfig, MLPConfig, SwiGLUConfig, TiedConfig
-from perspectron.heads import EmitterConfig, LinearHeadConfig
-from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.lens import LensConfig
-from perspectron.model import LanguageModel, Output
-from perspectron.state import LMState
-from perspectron.terms import Term
+from perspectron.model.ffn import ContextMLPConfig, FFNConfig, MLPConfig, SwiGLUConfig, TiedConfig
+from perspectron.model.heads import EmitterConfig, LinearHeadConfig
+from perspectron.model.model import LanguageModel, Output
+from perspectron.model.state import LMState
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.errors import ConfigError
+from perspectron.util.terms import Term
 
 V, D = 64, 16
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": 64}

@@ -2,12 +2,13 @@
 
 import pytest
 
-from perspectron import budget, presets
-from perspectron.budget import Budget, sized
-from perspectron.census import active_parameters
+from perspectron import presets
 from perspectron.data import open_corpus
-from perspectron.errors import ConfigError
+from perspectron.eval import budget
+from perspectron.eval.budget import Budget, sized
+from perspectron.model.census import active_parameters
 from perspectron.train.config import TrainConfig
+from perspectron.util.errors import ConfigError
 
 MANY = 1e12
 

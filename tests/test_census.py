@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from perspectron import build, presets
-from perspectron.census import census, touched
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.census import census, touched
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 
 W, LAYERS, D, F, E = 8, 4, 32, 24, 6  # three PDR layers with experts, one of attention
 

@@ -7,13 +7,14 @@ import math
 import pytest
 
 import perspectron
-from perspectron import catalogue, presets
-from perspectron.config import BlockConfig, ModelConfig, dump, load
-from perspectron.errors import ConfigError
+from perspectron import presets
+from perspectron.cli import catalogue
+from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.experts.router import RoutedConfig
-from perspectron.ffn import SwiGLUConfig
 from perspectron.mixers import MIXERS
-from perspectron.mixers.pdr import PDRConfig
+from perspectron.model.config import BlockConfig, ModelConfig, dump, load
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.util.errors import ConfigError
 
 
 def fails(message: str, call, *args, **kwargs) -> None:

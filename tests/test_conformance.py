@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig, NoResidualConfig
-from perspectron.heads import EmitterConfig
-from perspectron.mixers.drm import DRMConfig, Risk
-from perspectron.mixers.drm_terms import Losses
-from perspectron.ops import drm
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.mixer import DRMConfig, Risk
+from perspectron.designs.drm.terms import Losses
+from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
+from perspectron.model.heads import EmitterConfig
 
 OWN = Path(__file__).parent / "vectors"
 NORM_EPS = 1e-6

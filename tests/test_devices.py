@@ -14,15 +14,15 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.config import BlockConfig, ModelConfig
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.projection import faces, project
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.ffn import SwiGLUConfig
+from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.mixers import MIXERS
-from perspectron.model import LanguageModel
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.model import LanguageModel
 from perspectron.presets.fit import small
 from tests.places import AWAY, Away, OfAway
 

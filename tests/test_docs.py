@@ -184,7 +184,7 @@ def test_the_site_has_every_page_and_citations_in_the_reference_are_links(site):
         assert (site / f"{name}.html").is_file()
     mixers = (site / "reference" / "mixers.html").read_text(encoding="utf-8")
     assert 'href="../designs/perspective.html#the-recurrence"' in mixers
-    assert 'id="perspectron.mixers.pdr.PDRConfig"' in mixers
+    assert 'id="perspectron.designs.perspective.pdr.PDRConfig"' in mixers
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

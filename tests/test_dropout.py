@@ -5,8 +5,8 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.errors import ConfigError
-from perspectron.mixers.parts import Dropout
+from perspectron.model.parts import Dropout
+from perspectron.util.errors import ConfigError
 
 TINY = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2}
 IDS = torch.arange(24).view(2, 12)

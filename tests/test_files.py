@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.errors import ArtifactError
-from perspectron.files import parse_json, read_json, safe_join
+from perspectron.util.errors import ArtifactError
+from perspectron.util.files import parse_json, read_json, safe_join
 
 
 def test_names_do_not_lead_out_of_a_folder(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM
 
 import perspectron
-from perspectron import foreign
 from perspectron.cli.main import main
 from perspectron.data.adopt import adopt
 from perspectron.data.tokenizer import blank
-from perspectron.errors import CheckpointError, DataError
+from perspectron.interop import foreign
+from perspectron.util.errors import CheckpointError, DataError
 from tests.foreign_models import HEADS, MODELS, SMALL, TEXT, V, saved
 from tests.foreign_models import tokenizer as made_tokenizer
 
@@ -295,7 +295,7 @@ def test_weights_are_those_of_one_file_or_of_an_index(bpe, tmp_path, monkeypatch
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     index = tmp_path / "model.safetensors.index.json"
     assert foreign.read(tmp_path)[0].fingerprint() == expected
-    monkeypatch.setattr("perspectron.foreign.source.memory", lambda: 2 * whole - 8192)
+    monkeypatch.setattr("perspectron.interop.foreign.source.memory", lambda: 2 * whole - 8192)
     with pytest.raises(CheckpointError, match="bytes of weights, must be ≤"):
         foreign.read(tmp_path)
     for places in (

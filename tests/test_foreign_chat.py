@@ -11,7 +11,6 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import perspectron
-from perspectron import foreign
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
 from perspectron.data.adopt import adopt
@@ -19,10 +18,11 @@ from perspectron.data.template import FILE, Template
 from perspectron.data.tokenizer import END_OF_TEXT, Tokenizer
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import CheckpointError, ConfigError, DataError
-from perspectron.hf import PerspectronForCausalLM
+from perspectron.interop import foreign
+from perspectron.interop.hf import PerspectronForCausalLM
 from perspectron.opening import Refused, open_model
 from perspectron.serve.web.app import create
+from perspectron.util.errors import CheckpointError, ConfigError, DataError
 from tests.foreign_models import SMALL, TEXT, saved
 
 transformers.logging.set_verbosity_error()

@@ -21,9 +21,9 @@ from perspectron.compare import plan as plans
 from perspectron.compare import run as comparison
 from perspectron.compare.plan import Arm, Plan, Settings, models_of_designs
 from perspectron.data import Tokenizer, encode, open_corpus, open_shards
-from perspectron.errors import CheckpointError, ConfigError, DataError, PerspectronError, StorageError
 from perspectron.eval.recall import _done
 from perspectron.train import checkpoint
+from perspectron.util.errors import CheckpointError, ConfigError, DataError, PerspectronError, StorageError
 from tests.train.test_shared_folders import held
 from tests.waiting import PATIENCE
 

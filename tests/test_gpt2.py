@@ -17,12 +17,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import perspectron
 from perspectron import presets
-from perspectron.census import census
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.reading import prefill
-from perspectron.errors import ConfigError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.census import census
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import ConfigError
 
 V, D, P = 64, 16, 64
 SIZES = {"vocab_size": V, "d_model": D, "layers": 3, "heads": 2, "hidden": 24, "positions": P}

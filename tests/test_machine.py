@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron import machine
+from perspectron.util import machine
 
 
 def test_the_commit_that_ran(tmp_path, monkeypatch):

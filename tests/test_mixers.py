@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.ffn import SwiGLUConfig
+from perspectron.designs.adr.mixer import ADRConfig
+from perspectron.designs.delta.gdn import GDNConfig
+from perspectron.designs.delta.gdn2 import GDN2Config
+from perspectron.designs.delta.kda import KDAConfig
+from perspectron.designs.lens.mixer import LensConfig
+from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.mixers import MIXERS
-from perspectron.mixers.adr import ADRConfig
-from perspectron.mixers.gdn import GDNConfig
-from perspectron.mixers.gdn2 import GDN2Config
-from perspectron.mixers.kda import KDAConfig
-from perspectron.mixers.lens import LensConfig
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.state import LMState
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.state import LMState
 
 D = 16
 LENGTHS = [1, 63, 64, 65, 150]

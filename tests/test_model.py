@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 import perspectron
 from perspectron import presets
-from perspectron.block import NoState
-from perspectron.config import BlockConfig, FFNConfig, MixerConfig, ModelConfig
-from perspectron.errors import ConfigError, StateError
+from perspectron.designs.gla.mixer import GLAConfig
+from perspectron.designs.perspective.pdr import PDR, PDRConfig
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.ffn import SwiGLUConfig, TiedConfig
 from perspectron.mixers import MIXERS
-from perspectron.mixers.gla import GLAConfig
-from perspectron.mixers.pdr import PDR, PDRConfig
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel, build, init
+from perspectron.model.block import NoState
+from perspectron.model.config import BlockConfig, FFNConfig, MixerConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig, TiedConfig
+from perspectron.model.model import LanguageModel, build, init
 from perspectron.ops import pdr
+from perspectron.util.errors import ConfigError, StateError
 
 V, D = 64, 32
 GQA = WindowGQAConfig(heads=4, kv_heads=2, window=32)
@@ -628,7 +628,7 @@ def test_a_state_of_another_model_is_refused():
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_allocated(monkeypatch):
     config = presets.get("perspective-tiny")
     build(config)
-    monkeypatch.setattr(perspectron.model, "memory", lambda: 1000)
+    monkeypatch.setattr(perspectron.model.model, "memory", lambda: 1000)
     with pytest.raises(
         ConfigError, match=r"weights of perspective-tiny = '.* GB', must be ≤ 0.0 GB, the memory"
     ):

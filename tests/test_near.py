@@ -15,19 +15,19 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.block import Block, ShiftedState
-from perspectron.census import census
-from perspectron.config import ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.eval.geometry import mixer_of
-from perspectron.mixers.gdn import GDNConfig
-from perspectron.mixers.parts import TokenShift
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel
+from perspectron.designs.delta.gdn import GDNConfig
+from perspectron.designs.drm.geometry import mixer_of
+from perspectron.designs.lens.prune import prune
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
+from perspectron.model.block import Block, ShiftedState
+from perspectron.model.census import census
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
+from perspectron.model.parts import TokenShift
+from perspectron.model.state import load_state, save_state
 from perspectron.presets.fit import small
-from perspectron.quant.prune import prune
-from perspectron.state import load_state, save_state
 from perspectron.stream.step import Unsuited, check
+from perspectron.util.errors import ConfigError
 
 V, T = 40, 23
 MIXED = "mixed"

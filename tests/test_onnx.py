@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from perspectron import onnx, presets
+from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.errors import ArtifactError, ConfigError
-from perspectron.model import LanguageModel, build
+from perspectron.interop import onnx
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.errors import ArtifactError, ConfigError
 
 SIZES = {
     "perspective-tiny-dense": {

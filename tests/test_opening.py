@@ -7,10 +7,10 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.errors import DataError
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Folder, Opened
 from perspectron.stream.artifact import Trained
+from perspectron.util.errors import DataError
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

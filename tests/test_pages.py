@@ -59,8 +59,9 @@ def test_the_playground(tmp_path):
 
 
 def test_the_demo_and_the_geometry(tmp_path):
-    from perspectron.cli import demo, geometry
-    from perspectron.eval.geometry import Options, measure
+    from perspectron.designs.adr import demo
+    from perspectron.designs.drm import geometry_command as geometry
+    from perspectron.designs.drm.geometry import Options, measure
     from tests.eval.test_geometry import FEW, TINY
 
     model = {"parameters": 1000, "likeliest": [[" Rome", 0.8]] + [[" ,", 0.1]] * 4,

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from perspectron import plot
 from perspectron.experts.torus import cells
-from perspectron.plot import Chart, Line, Torus, draw, draw_tori
+from perspectron.util import plot
+from perspectron.util.plot import Chart, Line, Torus, draw, draw_tori
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = [
@@ -153,5 +153,5 @@ def test_a_way_goes_the_shorter_way_round():
 
 
 def test_matplotlib_is_imported_when_a_picture_is():
-    code = "import sys, perspectron.plot, perspectron.cli.compare; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, perspectron.util.plot, perspectron.cli.compare; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.census import active_parameters, census
-from perspectron.config import BlockConfig, ModelConfig, between_commas
-from perspectron.errors import ConfigError
-from perspectron.ffn import SwiGLUConfig
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import build
+from perspectron.designs.presets_old import stack
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
+from perspectron.model.census import active_parameters, census
+from perspectron.model.config import BlockConfig, ModelConfig, between_commas
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.model import build
 from perspectron.presets import fit, table
-from perspectron.presets.designs import stack
+from perspectron.util.errors import ConfigError
 
 DESIGNS = list(presets.DESIGNS)
 BUDGETS = [(300_000, 512, 128), (1_000_000, 1024, 256), (5_000_000, 4096, 512), (100_000_000, 16384, 512)]

@@ -19,13 +19,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import perspectron
-import perspectron.state as state_module
-from perspectron import narrow, presets
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import StateError, StorageError
-from perspectron.ffn import SwiGLUConfig
-from perspectron.files import MAX_JSON
+import perspectron.model.state as state_module
+from perspectron import presets
 from perspectron.mixers import MIXERS
+from perspectron.model import narrow
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.util.errors import StateError, StorageError
+from perspectron.util.files import MAX_JSON
 
 CONFIG = ModelConfig(
     "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in MIXERS.values())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from perspectron.stats import RESAMPLINGS, bootstrap, interval, middle, paired, student
+from perspectron.util.stats import RESAMPLINGS, bootstrap, interval, middle, paired, student
 
 
 def test_three_seeds_by_hand():
@@ -69,5 +69,5 @@ def test_the_bootstrap_of_a_mean_is_as_wide_as_its_error():
 
 
 def test_scipy_is_imported_when_used():
-    code = "import sys, perspectron.stats; sys.exit('scipy' in sys.modules)"
+    code = "import sys, perspectron.util.stats; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import torch
 
-from perspectron.streams import START, WORDS, normal_slices, stream
+from perspectron.util.streams import START, WORDS, normal_slices, stream
 
 
 def test_a_stream_is_a_mersenne_twister_in_the_state_of_the_hash():
@@ -39,7 +39,7 @@ def test_whole_numbers_of_numpy_are_those_of_python():
 
 def test_a_stream_is_the_same_in_every_process():
     draw = "torch.rand(3, generator=stream(7, 'x')).tolist()"
-    code = f"import torch; from perspectron.streams import stream; print({draw})"
+    code = f"import torch; from perspectron.util.streams import stream; print({draw})"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == f"{torch.rand(3, generator=stream(7, 'x')).tolist()}\n"
 

@@ -27,11 +27,11 @@ from perspectron.decode.graphs import Compiled, Graphs
 from perspectron.decode.held import caches
 from perspectron.decode.recorder import Mode
 from perspectron.decode.steps import stepped
-from perspectron.mixers.cache import Cache
-from perspectron.mixers.window_gqa import WindowGQAState
-from perspectron.model import LanguageModel
+from perspectron.designs.transformer.window_gqa import WindowGQAState
+from perspectron.model.cache import Cache
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState, load_state, save_state
 from perspectron.ops import attention
-from perspectron.state import LMState, load_state, save_state
 
 ABOUT = (
     "decoding: tokens/s at 1 to 512 rows, with and without graphs, and the share of the bandwidth; sessions"

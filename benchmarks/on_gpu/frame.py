@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "benchmarks")) if path not in sys.path]
 
 from on_gpu.watch import say  # noqa: E402
-from perspectron import machine  # noqa: E402
+from perspectron.util import machine  # noqa: E402
 
 Result = Mapping[str, Any]
 AGAIN = 3

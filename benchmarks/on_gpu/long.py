@@ -24,13 +24,13 @@ import torch
 from on_gpu.frame import ROOT, Place, Result, Skip, Unit, read
 from on_gpu.training import SIZES, Size, config_of
 from perspectron import presets
-from perspectron.budget import size_of
 from perspectron.data import Corpus, Tokenizer, is_encoded, open_corpus, open_shards
-from perspectron.errors import DataError
+from perspectron.eval.budget import size_of
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import measured, noting, read_metrics
 from perspectron.train.optim import OptimConfig
+from perspectron.util.errors import DataError
 
 ABOUT = "one long training: 20 M parameters, 400 M tokens, five designs in turns, resumable"
 LIMIT = 1500

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from on_gpu import frame
 from on_gpu.frame import Place, Result, Skip, Unit
 from perspectron import presets
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
+from perspectron.designs.perspective.pdr import GATE_BIAS
 from perspectron.experts.router import RoutedConfig
-from perspectron.mixers.pdr import GATE_BIAS
-from perspectron.model import LanguageModel
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
 from perspectron.ops import packed, packing
 from perspectron.ops.packing import Packed
 from perspectron.ops.triton import record

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from on_gpu import tuning
 from on_gpu.frame import ROOT, Place, Result, Skip, Unit, ratio, read, say, spread, version
 from perspectron import presets
-from perspectron.config import ModelConfig
-from perspectron.model import LanguageModel, build
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build
 from perspectron.ops.triton import record
 from perspectron.train.loop import compiled
 from perspectron.train.optim import OptimConfig, optimizer_of

@@ -13,9 +13,9 @@ from claims.measures.common import (
     first,
 )
 from perspectron import presets
-from perspectron.mixers.adr import ADR
-from perspectron.model import build
-from perspectron.ops import gru
+from perspectron.designs.adr import gru
+from perspectron.designs.adr.mixer import ADR
+from perspectron.model.model import build
 
 
 def largest_memory(tokens: int = 2000, decay: bool = True) -> float:

@@ -16,14 +16,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from perspectron import presets
-from perspectron.census import Census, FlopCounter, census
-from perspectron.config import BlockConfig, MixerConfig, RouteGatedConfig, SequentialConfig
-from perspectron.hooks import hooked
+from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.mixers import MIXERS
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.model import LanguageModel
+from perspectron.model.census import Census, FlopCounter, census
+from perspectron.model.config import BlockConfig, MixerConfig, RouteGatedConfig, SequentialConfig
+from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
 from perspectron.stream.plan import Needs, needs
+from perspectron.util.hooks import hooked
 
 FULL = "perspective-1t"
 D = presets.get(FULL).d_model

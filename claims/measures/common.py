@@ -12,7 +12,7 @@ from torch import Tensor
 from claims.claim import Evidence
 from claims.measures.gates import gates
 from perspectron import presets
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

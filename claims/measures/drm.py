@@ -19,10 +19,10 @@ from claims.measures.common import (
 )
 from claims.measures.gates import gates
 from perspectron import presets
-from perspectron.mixers.drm import DRM
-from perspectron.model import build
-from perspectron.ops import drm
-from perspectron.ops.drm_law import Geometry, State
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.law import Geometry, State
+from perspectron.designs.drm.mixer import DRM
+from perspectron.model.model import build
 
 
 @cache

@@ -11,16 +11,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perspectron.block import Block
-from perspectron.hooks import hooked
-from perspectron.mixers.adr import ADR, ADRState
-from perspectron.mixers.drm import DRM, DRMState
-from perspectron.mixers.lens import Lens
-from perspectron.mixers.pdr import PDR
-from perspectron.model import LanguageModel
-from perspectron.ops import attention, drm
-from perspectron.ops.drm_law import State
-from perspectron.quant.prune import route_gates
+from perspectron.designs.adr.mixer import ADR, ADRState
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.law import State
+from perspectron.designs.drm.mixer import DRM, DRMState
+from perspectron.designs.lens.mixer import Lens
+from perspectron.designs.lens.prune import route_gates
+from perspectron.designs.perspective.pdr import PDR
+from perspectron.model.block import Block
+from perspectron.model.model import LanguageModel
+from perspectron.ops import attention
+from perspectron.util.hooks import hooked
 
 Gates = dict[str, list[Any]]
 

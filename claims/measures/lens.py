@@ -21,12 +21,12 @@ from claims.measures.common import (
     text,
 )
 from perspectron import presets
-from perspectron.block import Block, RouteGate
-from perspectron.config import RouteGatedConfig
-from perspectron.mixers.lens import Lens
-from perspectron.model import build
-from perspectron.ops import lens
-from perspectron.quant.prune import prune
+from perspectron.designs.lens import op as lens
+from perspectron.designs.lens.mixer import Lens
+from perspectron.designs.lens.prune import prune
+from perspectron.model.block import Block, RouteGate
+from perspectron.model.config import RouteGatedConfig
+from perspectron.model.model import build
 
 
 @cache

@@ -26,14 +26,14 @@ from claims.measures.common import (
     text,
 )
 from perspectron import presets
-from perspectron.decode.perspectives import Perspectives, PerspectivesConfig
 from perspectron.decode.reading import read
+from perspectron.designs.perspective.pdr import PDR, PDRState
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.experts.ternary import Rule, trits
-from perspectron.hooks import hooked
-from perspectron.mixers.pdr import PDR, PDRState
-from perspectron.model import build
+from perspectron.model.model import build
+from perspectron.model.state import load_state, save_state
 from perspectron.ops import pdr
-from perspectron.state import load_state, save_state
+from perspectron.util.hooks import hooked
 
 LONG = 1 << 17  # tokens
 HALF_MAX = 65504  # of an FP16 number

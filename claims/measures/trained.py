@@ -2,7 +2,7 @@
 
 The files are results.json of `compare` and `ablate`, kept as compare.json, reference/results.json (embeddings normed,
 losses alone) and ablate-DESIGN.json. A difference of losses is judged as the report judges it: by the interval of the
-mean over seeds (`perspectron.stats`).
+mean over seeds (`perspectron.util.stats`).
 """
 
 import math
@@ -19,8 +19,8 @@ from claims.measures.common import text
 from claims.measures.gates import gates
 from claims.results import Missing, Results, command
 from perspectron import presets
-from perspectron.model import build
-from perspectron.stats import LEVEL, paired
+from perspectron.model.model import build
+from perspectron.util.stats import LEVEL, paired
 
 LOWER = (float("-inf"), -1e-9)
 """Of a difference: less than."""

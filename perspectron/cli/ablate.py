@@ -7,21 +7,21 @@ from pathlib import Path
 
 import tyro
 
-from perspectron.census import active_parameters
 from perspectron.cli.compare import finish
 from perspectron.cli.console import progress
 from perspectron.cli.options import answer, count
 from perspectron.cli.progress import Work
 from perspectron.compare.ablations import Ablation, ablate, ablations_of
 from perspectron.compare.plan import Models, Settings, plan, threads_for
-from perspectron.config import ModelConfig, between_commas, one_of, require
 from perspectron.data import absolute
-from perspectron.errors import ConfigError
 from perspectron.eval.suites import OF_TEXT
-from perspectron.files import locked
+from perspectron.model.census import active_parameters
+from perspectron.model.config import ModelConfig, between_commas, one_of, require
 from perspectron.opening import describe
 from perspectron.presets import DESIGNS, design_of
 from perspectron.train.config import RunConfig
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import locked
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,18 @@ import tyro
 
 from perspectron.cli.options import open_model, say, spoken
 from perspectron.cli.progress import Work
-from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, NonFiniteError, PerspectronError
-from perspectron.machine import pick_device
-from perspectron.model import LanguageModel
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Refused
 from perspectron.train.guard import signals
+from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError
+from perspectron.util.machine import pick_device
 
 FENCE = '"""'
 HELP = f"""\

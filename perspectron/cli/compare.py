@@ -29,11 +29,11 @@ from perspectron.compare.plan import (
 )
 from perspectron.compare.pool import Ended
 from perspectron.compare.run import Cell, Rate
-from perspectron.config import between_commas, require
 from perspectron.data import Tokenizer, absolute, with_encoding
-from perspectron.errors import ConfigError
 from perspectron.eval.suites import BESIDE_LOSS
-from perspectron.files import locked
+from perspectron.model.config import between_commas, require
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import locked
 
 DESIGNS = "perspective,adr,lens,drm,gpt2,transformer,gla,ssd"
 

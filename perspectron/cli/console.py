@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 
-from perspectron.errors import escaped
+from perspectron.util.errors import escaped
 
 
 class Console(RichConsole):

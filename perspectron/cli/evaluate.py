@@ -9,14 +9,14 @@ import tyro
 
 from perspectron.cli.options import Sets, answer, assignments, open_model, say
 from perspectron.cli.progress import Work
-from perspectron.config import load, one_of, require
 from perspectron.data import Split, encode, open_corpus, with_encoding
 from perspectron.data.template import Template
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import SUITES, Suite
-from perspectron.files import plain
-from perspectron.machine import pick_device
+from perspectron.model.config import load, one_of, require
 from perspectron.opening import Opened
+from perspectron.util.files import plain
+from perspectron.util.machine import pick_device
 
 HELDOUT = 0.5  # share of another text that is held out
 SEQ_LEN = 128  # tokens of a window where nothing says how long they were in training

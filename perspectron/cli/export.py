@@ -7,7 +7,7 @@ import tyro
 
 from perspectron.cli.options import answer, needs, open_model, say
 from perspectron.cli.progress import Work
-from perspectron.config import require
+from perspectron.model.config import require
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Export:
 
     def _hf(self, out: Path) -> int:
         needs("transformers", "hf")
-        from perspectron.hf import export
+        from perspectron.interop.hf import export
         from perspectron.opening import Refused
 
         with Work(f"writing {out}"):
@@ -61,7 +61,7 @@ class Export:
         for package in ("onnx", "onnxscript", "onnxruntime"):
             needs(package, "onnx")
         require(not out.exists(), "onnx", str(out), "a new file")
-        from perspectron import onnx
+        from perspectron.interop import onnx
 
         with Work(f"writing {out}"):
             opened = open_model(self.run)

@@ -15,13 +15,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
-from perspectron.config import require
 from perspectron.data import Shards, Tokenizer, cores
-from perspectron.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
-from perspectron.files import locked, plain, remove, write_json
-from perspectron.machine import memory_kept, pick_device
+from perspectron.model.config import require
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
@@ -34,6 +31,9 @@ from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
+from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
+from perspectron.util.files import locked, plain, remove, write_json
+from perspectron.util.machine import memory_kept, pick_device
 
 CLOSING = 3.0  # seconds from the last checkpoint to the end: the curve, compressors
 WHOLE_SHARE, WHOLE_SECONDS = 0.1, 5.0

@@ -11,25 +11,25 @@ import tyro
 from rich.table import Table
 
 from perspectron import native
-from perspectron.adapt import AdaptConfig, Adapter, Learner
 from perspectron.cli.keep import ADAPTER, CONVERSATION, USAGE, keep, kept
 from perspectron.cli.options import answer, open_model, perspectives_of, say, spoken, table
 from perspectron.cli.progress import Work
-from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.decode.batch import Piece
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
-from perspectron.decode.safety import Action, Polytope, Safety
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, DataError
+from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner
+from perspectron.designs.perspective.safety import Action, Polytope, Safety
 from perspectron.eval.cost import Bench, bench
-from perspectron.machine import pick_device
-from perspectron.model import LanguageModel
-from perspectron.narrow import Dtype
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.narrow import Dtype
 from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.usage import FIRST, Usage
+from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.machine import pick_device
 
 UNDERLINED = "\033[4m{}\033[24m"
 PROMPT = "def read_lines(path):\n"  # of a measurement

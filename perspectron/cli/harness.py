@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from perspectron.cli.options import open_model
-from perspectron.config import one_of, require
-from perspectron.errors import ConfigError
 from perspectron.eval.harness import Answers
-from perspectron.machine import pick_device
+from perspectron.model.config import one_of, require
+from perspectron.util.errors import ConfigError
+from perspectron.util.machine import pick_device
 
 NAME = "perspectron"
 INSTALL = "pip install 'perspectron[eval]'"

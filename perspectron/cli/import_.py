@@ -7,7 +7,7 @@ import tyro
 
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
-from perspectron.config import require
+from perspectron.model.config import require
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Import:
 
     def __call__(self) -> int:
         require(not self.out.exists(), "out", str(self.out), "a new folder")
-        from perspectron import foreign
+        from perspectron.interop import foreign
         from perspectron.train import checkpoint
         from perspectron.train.config import RunConfig, TrainConfig
 

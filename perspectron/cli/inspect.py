@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 import tyro
 from rich.table import Table
 
-from perspectron.census import Census, census
 from perspectron.cli.options import Sets, answer, describe, table
+from perspectron.model.census import Census, census
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ it was written under and, of a streamed model, which experts were used; with a m
 import shutil
 from pathlib import Path
 
-from perspectron.adapt import Adapter
 from perspectron.decode.conversation import Conversation
-from perspectron.errors import StateError
-from perspectron.files import atomic, read_json, sha256, write_json
-from perspectron.model import LanguageModel
-from perspectron.narrow import Dtype
+from perspectron.designs.perspective.adapt import Adapter
+from perspectron.model.model import LanguageModel
+from perspectron.model.narrow import Dtype
+from perspectron.util.errors import StateError
+from perspectron.util.files import atomic, read_json, sha256, write_json
 
 FORMAT = "perspectron-kept-1"
 MANIFEST, CONVERSATION, ADAPTER, USAGE = (

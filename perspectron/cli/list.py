@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron import catalogue
+from perspectron.cli import catalogue
 
 
 @dataclass(frozen=True)

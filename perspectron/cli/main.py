@@ -19,42 +19,42 @@ from pathlib import Path
 from typing import Any
 
 import perspectron
-from perspectron.config import require
-from perspectron.errors import ConfigError, PerspectronError, escaped
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError, PerspectronError, escaped
 
 COMMANDS = {
-    "quickstart": "quickstart:Quickstart",
-    "demo": "demo:Demo",
-    "train": "train:Train",
-    "generate": "generate:Generate",
-    "serve": "serve:Serve",
-    "chat": "chat:Chat",
-    "verify": "verify:Verify",
-    "selftest": "selftest:Selftest",
-    "eval": "evaluate:Eval",
-    "adapt": "adapt:Adapt",
-    "perspectives": "perspectives:PerspectivesOf",
-    "safety": "safety:SafetyOf",
-    "geometry": "geometry:GeometryOf",
-    "gate": "gate:Gate",
-    "inspect": "inspect:Inspect",
-    "list": "list:List",
-    "plan": "plan:Plan",
-    "prune-attention": "prune_attention:PruneAttention",
-    "routes": "routes:ShowRoutes",
-    "quantize": "quantize:Quantize",
-    "export": "export:Export",
-    "import": "import_:Import",
-    "synthesize": "synthesize:Synthesize",
-    "tokenize": "tokenize:Tokenize",
-    "ablate": "ablate:Ablate",
-    "compare": "compare:Compare",
-    "search": "search:Search",
-    "trace": "trace:TraceRoutes",
-    "lm-eval": "harness:run",
-    "completion": "completion:Completion",
+    "quickstart": "cli.quickstart:Quickstart",
+    "demo": "designs.adr.demo:Demo",
+    "train": "cli.train:Train",
+    "generate": "cli.generate:Generate",
+    "serve": "cli.serve:Serve",
+    "chat": "cli.chat:Chat",
+    "verify": "cli.verify:Verify",
+    "selftest": "cli.selftest:Selftest",
+    "eval": "cli.evaluate:Eval",
+    "adapt": "designs.perspective.commands.adapt:Adapt",
+    "perspectives": "designs.perspective.commands.views:PerspectivesOf",
+    "safety": "designs.perspective.commands.safety:SafetyOf",
+    "geometry": "designs.drm.geometry_command:GeometryOf",
+    "gate": "designs.perspective.commands.gate:Gate",
+    "inspect": "cli.inspect:Inspect",
+    "list": "cli.list:List",
+    "plan": "cli.plan:Plan",
+    "prune-attention": "designs.lens.prune_command:PruneAttention",
+    "routes": "designs.perspective.commands.routes:ShowRoutes",
+    "quantize": "cli.quantize:Quantize",
+    "export": "cli.export:Export",
+    "import": "cli.import_:Import",
+    "synthesize": "cli.synthesize:Synthesize",
+    "tokenize": "cli.tokenize:Tokenize",
+    "ablate": "cli.ablate:Ablate",
+    "compare": "cli.compare:Compare",
+    "search": "cli.search:Search",
+    "trace": "designs.perspective.commands.trace:TraceRoutes",
+    "lm-eval": "cli.harness:run",
+    "completion": "cli.completion:Completion",
 }
-"""The commands, and where in `perspectron.cli` each is defined. A class is parsed from the arguments, and its
+"""The commands, and where in `perspectron` each is defined. A class is parsed from the arguments, and its
 instance called for the exit code; a function takes the arguments as they are."""
 
 MOST = 10**9
@@ -245,7 +245,7 @@ def _one_source(arguments: list[str]) -> list[str]:
 def command_of(name: str) -> Any:
     """The command of a name in COMMANDS, imported."""
     module, _, attribute = COMMANDS[name].partition(":")
-    return getattr(import_module(f"perspectron.cli.{module}"), attribute)
+    return getattr(import_module(f"perspectron.{module}"), attribute)
 
 
 def _overview() -> None:
@@ -258,7 +258,7 @@ def _overview() -> None:
 def about(name: str) -> str:
     """The first line of a command's docstring, read from its source, since importing it takes torch."""
     module, _, attribute = COMMANDS[name].partition(":")
-    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    source = Path(perspectron.__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
     tree = ast.parse(source).body
     (found,) = (n for n in tree if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
     return str(ast.get_docstring(found)).partition("\n")[0]

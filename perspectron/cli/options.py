@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from perspectron.cli.progress import Work
-from perspectron.config import assignment, require
-from perspectron.errors import ConfigError, escaped
+from perspectron.model.config import assignment, require
+from perspectron.util.errors import ConfigError, escaped
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from perspectron.decode.perspectives import PerspectivesConfig
+    from perspectron.designs.perspective.views import PerspectivesConfig
     from perspectron.opening import Folder, Opened
 
 POWERS = "KMGT"
@@ -121,7 +121,7 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
 def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "PerspectivesConfig | None":
     """The perspectives to ask, if any: with fixed thresholds, or calibrated for this model. ConfigError for a
     calibration without them, or of another model."""
-    from perspectron.decode.perspectives import PerspectivesConfig, load_calibration
+    from perspectron.designs.perspective.views import PerspectivesConfig, load_calibration
 
     require(asked or calibration is None, "calibration", str(calibration), "left out without --perspectives")
     if calibration is None:

@@ -10,9 +10,7 @@ from rich.table import Table
 
 from perspectron.cli.options import Sets, answer, describe, rate, size, table
 from perspectron.cli.plan_training import plan_training
-from perspectron.config import require
-from perspectron.errors import ConfigError
-from perspectron.files import safe_join
+from perspectron.model.config import require
 from perspectron.opening import Folder
 from perspectron.stream import speed
 from perspectron.stream.artifact import layer_file
@@ -20,6 +18,8 @@ from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case,
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
 from perspectron.train.layout import Layout
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import safe_join
 
 CONTEXT = 8192
 

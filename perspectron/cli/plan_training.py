@@ -3,10 +3,10 @@
 import math
 from dataclasses import asdict
 
-from perspectron.census import state_bytes
 from perspectron.cli.options import answer, table
-from perspectron.config import ModelConfig, require
 from perspectron.experts.router import RoutedConfig
+from perspectron.model.census import state_bytes
+from perspectron.model.config import ModelConfig, require
 from perspectron.train.footprint import Batch, Memory, Rates, memory, seconds, shape_of, traffic
 from perspectron.train.layout import Layout
 

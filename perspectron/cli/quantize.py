@@ -11,16 +11,16 @@ from torch import Tensor
 
 from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
-from perspectron.config import require
 from perspectron.data import Shards, Split, Tokenizer, encode, open_corpus
 from perspectron.data.template import copy
-from perspectron.errors import ConfigError, DataError
-from perspectron.model import LanguageModel
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened, describe, load, open_model
 from perspectron.quant.convert import Report, convert
 from perspectron.stream.artifact import expert_files, save_artifact
 from perspectron.train.config import TrainConfig
 from perspectron.train.heldout import heldout
+from perspectron.util.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

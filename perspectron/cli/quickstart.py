@@ -9,18 +9,18 @@ from rich.table import Table
 
 import perspectron
 from perspectron import presets
-from perspectron.census import census
 from perspectron.cli import playground
 from perspectron.cli.console import Console
 from perspectron.cli.fit import fit
 from perspectron.cli.options import table
 from perspectron.cli.tokenize import Tokenize
-from perspectron.config import require
 from perspectron.data import absolute, open_shards
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.perplexity import compressors, text_of
+from perspectron.model.census import census
+from perspectron.model.config import require
 from perspectron.presets import rates
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import CURVE

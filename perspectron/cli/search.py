@@ -12,9 +12,9 @@ from perspectron.cli.options import count
 from perspectron.cli.progress import Work
 from perspectron.compare import pool, search
 from perspectron.compare.plan import Settings, plan, threads_for
-from perspectron.config import between_commas, require
 from perspectron.data import absolute, with_encoding
-from perspectron.files import locked
+from perspectron.model.config import between_commas, require
+from perspectron.util.files import locked
 
 SHOWN = 10  # candidates of a rung
 

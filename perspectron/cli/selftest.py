@@ -28,9 +28,9 @@ class Selftest:
     """Print one JSON object."""
 
     def __call__(self) -> int:
-        from perspectron.machine import pick_device
         from perspectron.ops import selftest
         from perspectron.ops.triton import record
+        from perspectron.util.machine import pick_device
 
         device = pick_device(self.device)
         now, rows = record.conditions(device), []

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import tyro
 
 from perspectron.cli.options import needs, open_model, perspectives_of, say, size
-from perspectron.config import require
-from perspectron.errors import ConfigError
+from perspectron.model.config import require
 from perspectron.ops.experts import FEW
+from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from perspectron.opening import Opened

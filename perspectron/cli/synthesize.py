@@ -10,8 +10,8 @@ import tyro
 from perspectron import presets
 from perspectron.cli.options import Sets, answer, assignments
 from perspectron.cli.progress import Work
-from perspectron.config import one_of, require
 from perspectron.data import Tokenizer, open_corpus, with_encoding
+from perspectron.model.config import one_of, require
 from perspectron.stream.synthetic import synthesize
 
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from perspectron.config import dump, load
 from perspectron.data import Shards, Tokenizer, open_shards
-from perspectron.files import sha256
+from perspectron.model.config import dump, load
 from perspectron.train.config import RunConfig
 from perspectron.train.layout import Layout
 from perspectron.train.pace import Pace
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
+from perspectron.util.files import sha256
 
 NEVER = 1e9  # seconds: rank 0's clock decides
 

@@ -7,10 +7,10 @@ import tyro
 
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
-from perspectron.config import require
 from perspectron.data import cores, encode, made_in, open_corpus, with_encoding
-from perspectron.errors import StorageError
-from perspectron.files import locked
+from perspectron.model.config import require
+from perspectron.util.errors import StorageError
+from perspectron.util.files import locked
 
 
 @dataclass(frozen=True)

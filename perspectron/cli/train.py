@@ -12,11 +12,9 @@ from typing import Any, Literal
 import tyro
 
 from perspectron import presets
-from perspectron.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
 from perspectron.cli.fit import CLOSING, fit
 from perspectron.cli.options import Sets, assignments, count, differences, needs
 from perspectron.cli.progress import Work
-from perspectron.config import ModelConfig, load, one_of, require
 from perspectron.data import (
     Shards,
     Tokenizer,
@@ -30,15 +28,17 @@ from perspectron.data import (
 from perspectron.data.corpus import RULE
 from perspectron.data.template import PLAIN, Template
 from perspectron.data.vocabulary import KINDS, made
-from perspectron.errors import ConfigError
-from perspectron.files import read_text
-from perspectron.machine import memory_kept
+from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary, settled, size_of, sized
+from perspectron.model.config import ModelConfig, load, one_of, require
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.extend import extend
 from perspectron.train.layout import Layout, launched, processes
 from perspectron.train.loggers import Kind
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import read_text
+from perspectron.util.machine import memory_kept
 
 STAGED = "perspective-tiny"  # what the staged recipe trains where no preset is named
 MINUTES = 5.0  # where nothing says how long

@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from perspectron.census import active_parameters
-from perspectron.config import (
+from perspectron.designs.adr.mixer import ADRConfig
+from perspectron.designs.drm.mixer import DRMConfig
+from perspectron.designs.drm.terms import OF_METRIC, Losses
+from perspectron.designs.lens.mixer import LensConfig
+from perspectron.designs.perspective.pdr import PDRConfig
+from perspectron.designs.perspective.pdr2 import PDR2Config
+from perspectron.designs.presets_old import numbered
+from perspectron.designs.transformer.attention import AttentionConfig
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
+from perspectron.experts.router import RoutedConfig
+from perspectron.model.census import active_parameters
+from perspectron.model.config import (
     BlockConfig,
     MixerConfig,
     ModelConfig,
@@ -20,20 +30,10 @@ from perspectron.config import (
     one_of,
     require,
 )
-from perspectron.errors import ConfigError
-from perspectron.experts.router import RoutedConfig
-from perspectron.ffn import ContextMLPConfig, MLPConfig
-from perspectron.heads import EmitterConfig
-from perspectron.mixers.adr import ADRConfig
-from perspectron.mixers.attention import AttentionConfig
-from perspectron.mixers.drm import DRMConfig
-from perspectron.mixers.drm_terms import OF_METRIC, Losses
-from perspectron.mixers.lens import LensConfig
-from perspectron.mixers.pdr import PDRConfig
-from perspectron.mixers.pdr2 import PDR2Config
-from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model.ffn import ContextMLPConfig, MLPConfig
+from perspectron.model.heads import EmitterConfig
 from perspectron.presets import TOLERANCE, design_of
-from perspectron.presets.designs import numbered
+from perspectron.util.errors import ConfigError
 
 GATE_RANK = 16  # as published for gated linear attention
 STEP = 4  # of a hidden width

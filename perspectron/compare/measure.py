@@ -15,14 +15,14 @@ import torch
 from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
-from perspectron.errors import ConfigError
 from perspectron.eval import cost_suite
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES
-from perspectron.files import plain, read_json, safe_join, write_json
-from perspectron.machine import pick_device
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import plain, read_json, safe_join, write_json
+from perspectron.util.machine import pick_device
 
 MODULE = "perspectron.compare.measure"
 OF_CELLS = ("perplexity", *OF_TEXT)

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from perspectron import machine
-from perspectron.census import census
 from perspectron.compare import measure, report, run
 from perspectron.compare.plan import CURVE_TOKENS, REFERENCE, Arm, Plan, prepare
 from perspectron.compare.report.page import VERSION
 from perspectron.compare.run import Cell
-from perspectron.config import dump, require
 from perspectron.data import NAMED, Shards
-from perspectron.errors import ConfigError
-from perspectron.files import plain, read_json, write_json, write_text
+from perspectron.model.census import census
+from perspectron.model.config import dump, require
+from perspectron.util import machine
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import plain, read_json, write_json, write_text
 
 CONDITIONS = "conditions.json"
 RESULTS, PAGE = "results.json", "results.html"

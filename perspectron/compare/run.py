@@ -19,11 +19,11 @@ from perspectron.compare.plan import Plan, data_of, train_config, warm_up
 from perspectron.compare.pool import Ended, Job
 from perspectron.data import Tokenizer
 from perspectron.data.shuffle import ORDER
-from perspectron.errors import CheckpointError, ConfigError, NonFiniteError
-from perspectron.files import open_file, read_json, safe_join, write_json
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.metrics import METRICS, measured, read_metrics
+from perspectron.util.errors import CheckpointError, ConfigError, NonFiniteError
+from perspectron.util.files import open_file, read_json, safe_join, write_json
 
 FAILED = "failed.json"
 RATES = "rates.json"

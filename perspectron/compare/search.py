@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perspectron import presets
-from perspectron.census import census
 from perspectron.compare import run
 from perspectron.compare.plan import Models, Plan, Settings, models_of_designs, warm_up
 from perspectron.compare.run import Cell, Rate
-from perspectron.config import require
-from perspectron.errors import ConfigError
-from perspectron.files import read_json, safe_join, write_json
+from perspectron.model.census import census
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import read_json, safe_join, write_json
 
 RESULTS = "search.json"
 SPACE = "space.json"

@@ -15,8 +15,8 @@ from perspectron.data.tokenizer import (
     blank,
     byte_letters,
 )
-from perspectron.errors import DataError
-from perspectron.files import parse_json, read_text
+from perspectron.util.errors import DataError
+from perspectron.util.files import parse_json, read_text
 
 SEPARATORS = (END_OF_TEXT, "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 """Spellings of the token between documents where no id says which one it is: the first that is there counts."""

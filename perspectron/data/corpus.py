@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from perspectron.data.reading import PIECE
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 SplitName = Literal["train", "dev", "heldout"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)

@@ -20,8 +20,8 @@ from perspectron.data.manifest import JOURNAL, MANIFEST, Head, Ids, Journal, Mix
 from perspectron.data.mixture import Mixture
 from perspectron.data.shards import Shards, open_shards
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError, StorageError
-from perspectron.files import atomic, locked, remove, sweep
+from perspectron.util.errors import DataError, StorageError
+from perspectron.util.files import atomic, locked, remove, sweep
 
 BATCH_CHARACTERS = 2**20
 BATCH_DOCUMENTS = 8192

@@ -8,7 +8,7 @@ from typing import Any
 from perspectron.data.corpus import Corpus, Place, Shares, fingerprint
 from perspectron.data.reading import library
 from perspectron.data.records import Fields, Records, Row, require_columns, row_of
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 PREFIX = "hf:"
 SAVED = ("state.json", "dataset_dict.json")

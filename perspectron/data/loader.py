@@ -17,7 +17,7 @@ from torch import Tensor
 from perspectron.data.shards import Source, Split
 from perspectron.data.shuffle import ORDER, shuffle
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 IGNORE = -100
 """The target at padding, which torch's cross entropy ignores by default."""

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from perspectron.data.corpus import SPLITS, Place, SplitName
 from perspectron.data.mixture import FINEST, MOST_SOURCES
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
-from perspectron.files import open_file, opened, read_json, safe_join, sha256, write_json
+from perspectron.util.errors import DataError
+from perspectron.util.files import open_file, opened, read_json, safe_join, sha256, write_json
 
 MANIFEST = "manifest.json"
 JOURNAL = "progress.json"

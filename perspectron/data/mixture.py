@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from perspectron.data.corpus import Corpus, Joined, fingerprint
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 MOST_SOURCES = 64
 FINEST = 10**6

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from perspectron.data.corpus import Corpus, Shares, fingerprint
 from perspectron.data.texts import HIDDEN, Files, divide, walk
-from perspectron.files import sha256
+from perspectron.util.files import sha256
 
 
 class _Named(NamedTuple):

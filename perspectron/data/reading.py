@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perspectron.errors import DataError
-from perspectron.files import open_file
+from perspectron.util.errors import DataError
+from perspectron.util.files import open_file
 
 PIECE = 2**20
 """Maximum size of a document in bytes; longer files become several documents."""

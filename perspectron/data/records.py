@@ -14,8 +14,8 @@ from perspectron.data.corpus import Corpus, Document, Label, Place, Shares, Spli
 from perspectron.data.pages import widest
 from perspectron.data.reading import COMPRESSED, library, reading
 from perspectron.data.template import Template
-from perspectron.errors import DataError
-from perspectron.files import open_file
+from perspectron.util.errors import DataError
+from perspectron.util.files import open_file
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET = ".parquet"

@@ -36,8 +36,8 @@ from perspectron.data.manifest import (
     named,
     read,
 )
-from perspectron.errors import DataError
-from perspectron.files import opened
+from perspectron.util.errors import DataError
+from perspectron.util.files import opened
 
 
 class Source(NamedTuple):

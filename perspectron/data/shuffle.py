@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 Indices = NDArray[np.int64]
 ORDERS = (1, 2)

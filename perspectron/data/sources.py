@@ -12,7 +12,7 @@ from perspectron.data.records import Fields, Records, Table
 from perspectron.data.tables import is_table, open_table, table_of
 from perspectron.data.template import Template
 from perspectron.data.texts import HIDDEN, Files, NoText, divide, open_file, walk
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 _PATTERN = frozenset("*?[")
 _ENCODING = "encoding="

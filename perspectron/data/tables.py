@@ -23,7 +23,7 @@ from perspectron.data.records import (
     require_columns,
     row_of,
 )
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 LOOSE = (".csv", ".tsv", ".json")
 """Extensions of tables that may as well be texts: in a folder they are, unless they have the field with the text."""

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.config import require
-from perspectron.errors import ConfigError
-from perspectron.files import read_text, write_text
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import read_text, write_text
 
 SECONDS, MEMORY = 2.0, 512 << 20
 """Limits for one prompt: seconds of a processor, and bytes of memory of the process that makes it."""

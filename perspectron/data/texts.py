@@ -20,7 +20,7 @@ from perspectron.data.corpus import (
     share_of,
 )
 from perspectron.data.reading import COMPRESSED, Text, border_at, examined, pieces, refusal
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 HIDDEN = (".*",)
 RARE = 0.05

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from perspectron.data import worker
-from perspectron.errors import DataError
-from perspectron.files import parse_json, read_text, write_text
+from perspectron.util.errors import DataError
+from perspectron.util.files import parse_json, read_text, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 STOP = "<|stop|>"

@@ -7,8 +7,8 @@ from pathlib import Path
 from perspectron.data.adopt import adopt
 from perspectron.data.corpus import Corpus
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
-from perspectron.files import read_json, sha256, write_json
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_json, sha256, write_json
 
 KINDS = ("bpe", "bytes", "characters")
 NOTE = "vocabulary.json"

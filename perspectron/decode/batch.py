@@ -14,14 +14,14 @@ from torch import Tensor
 
 from perspectron.decode.constrain import Matcher
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.perspectives import Verdict
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Read, Watched
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.designs.perspective.views import Verdict
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 
 Finish = Literal["stop", "end", "length", "error", "unsafe"]
 """Reasons to end: a stop string or a text that a constraint has complete; the end-of-text token or a stop id;

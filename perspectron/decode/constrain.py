@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perspectron.config import require
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.errors import ConfigError
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from perspectron.decode.rows import Vocabulary

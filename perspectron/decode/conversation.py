@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perspectron.errors import StateError
-from perspectron.narrow import Dtype
-from perspectron.state import MOST_TOKENS, LMState, Stateful, read_state, save_state
+from perspectron.model.narrow import Dtype
+from perspectron.model.state import MOST_TOKENS, LMState, Stateful, read_state, save_state
+from perspectron.util.errors import StateError
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perspectron.config import require
-from perspectron.errors import PerspectronError, StorageError
-from perspectron.files import locked, remove, sweep, temporary_beside
-from perspectron.state import LMState, Stateful, read_state, write_state
+from perspectron.model.config import require
+from perspectron.model.state import LMState, Stateful, read_state, write_state
+from perspectron.util.errors import PerspectronError, StorageError
+from perspectron.util.files import locked, remove, sweep, temporary_beside
 
 INDEX = "index.sqlite"
 PATIENCE = 30.0  # seconds to wait for another process that writes

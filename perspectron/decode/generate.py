@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from perspectron.config import require
 from perspectron.decode.batch import Finish, Piece
 from perspectron.decode.constrain import Constraint
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.perspectives import PerspectivesConfig, Verdict
 from perspectron.decode.reading import CHUNK
 from perspectron.decode.rows import Rows, Vocabulary
-from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, NonFiniteError
-from perspectron.model import LanguageModel
+from perspectron.designs.perspective.safety import Safety
+from perspectron.designs.perspective.views import PerspectivesConfig, Verdict
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import ConfigError, NonFiniteError
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from perspectron.decode.recorder import ASKED, Mode, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import Routed
-from perspectron.mixers.cache import Cache
-from perspectron.model import LanguageModel
+from perspectron.model.cache import Cache
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.native.tape import Unrecordable, memory
 from perspectron.ops.dispatch import capturing
-from perspectron.state import LMState
 
 PATIENCE = 8
 """Steps of one shape that the modules take first: a capture takes as long as some dozens of them."""

@@ -10,9 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from perspectron.mixers.cache import Cache
+from perspectron.model.cache import Cache
+from perspectron.model.state import LMState
 from perspectron.native.tape import Unrecordable, memory
-from perspectron.state import LMState
 
 MOST_UNSETTLED = 8
 """Steps that may change the shape of a kind of state before it is taken for one that never settles."""

@@ -4,7 +4,7 @@ import itertools
 import threading
 from weakref import WeakSet, WeakValueDictionary
 
-from perspectron.state import LMState
+from perspectron.model.state import LMState
 
 MARKED = 256 << 20
 """Bytes of the marks of all sessions of a process."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.errors import ConfigError
+from perspectron.util.errors import ConfigError
 
 SLACK = 1e-6  # by which a point may be outside, after rounding to its type
 RIDGE, ROUNDS, SWEEPS, PATIENCE = 1e-12, 50, 1000, 3

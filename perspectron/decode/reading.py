@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.errors import ConfigError
 from perspectron.experts.router import Views
-from perspectron.model import LanguageModel
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.ops.attention import places
-from perspectron.state import LMState
+from perspectron.util.errors import ConfigError
 
 END_OF_TEXT_ID = 0
 """The id that stands before every document. Models are trained to remember nothing across it."""

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.decode import reading
 from perspectron.decode.batch import Batch, Piece, Row
 from perspectron.decode.constrain import Constraint
 from perspectron.decode.conversation import Conversation
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_room
-from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
 from perspectron.decode.text import TextStream
 from perspectron.decode.watch import Mark, Read, Watch
-from perspectron.errors import StateError
-from perspectron.model import LanguageModel
-from perspectron.state import MOST_TOKENS, LMState
+from perspectron.designs.perspective.safety import Safety
+from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import MOST_TOKENS, LMState
+from perspectron.util.errors import StateError
 
 
 class Vocabulary(Protocol):

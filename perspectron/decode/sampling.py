@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perspectron.config import require
-from perspectron.errors import ConfigError, NonFiniteError
-from perspectron.streams import gumbel
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError, NonFiniteError
+from perspectron.util.streams import gumbel
 
 ROUNDING = 1e-12
 """A sum or a logarithm may be off by this much without changing which tokens pass."""

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.log import Log
 from perspectron.decode.marks import Marks
@@ -18,9 +17,10 @@ from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, lengths
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
-from perspectron.errors import NonFiniteError, StateError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState, Stateful, read_state, save_state
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.util.errors import NonFiniteError, StateError
 
 Likely = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a token, and the most likely tokens in its place with theirs."""

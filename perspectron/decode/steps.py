@@ -26,13 +26,13 @@ from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import Routed
-from perspectron.mixers.cache import Cache
-from perspectron.model import LanguageModel
+from perspectron.model.cache import Cache
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.native import tape
 from perspectron.native.tape import Stale, Unrecordable, memory, places_of
 from perspectron.ops.dispatch import check_consumed, owned, watched
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
-from perspectron.state import LMState
 
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from perspectron import native
-from perspectron.config import require
 from perspectron.decode.disk import Counters, Disk, Prefix, saved
 from perspectron.decode.reading import CHUNK
-from perspectron.errors import StateError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import StateError
 
 FORMAT = "perspectron-prefix-1"
 

@@ -14,7 +14,7 @@ from perspectron.decode.reading import CHUNK
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 
 BATCHES = (1, 2, 7, 8, 9, 33, 64)
 PIECES = (1, 5, CHUNK, CHUNK + 1)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from perspectron.decode import reading
-from perspectron.decode.perspectives import Perspectives, PerspectivesConfig, Verdict
 from perspectron.decode.projection import Report
 from perspectron.decode.reading import END_OF_TEXT_ID
-from perspectron.decode.safety import Safety
 from perspectron.decode.sampling import sample
-from perspectron.errors import NonFiniteError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.designs.perspective.safety import Safety
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig, Verdict
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from perspectron.decode.batch import Batch, Row

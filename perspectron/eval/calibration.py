@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.data.loader import IGNORE, windows
 from perspectron.eval.reading import LEAST, ROWS
 from perspectron.eval.subject import Subject
-from perspectron.stats import Floats, bootstrap, middle
+from perspectron.model.config import require
+from perspectron.util.stats import Floats, bootstrap, middle
 
 SIMULATIONS = 100
 

@@ -14,13 +14,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from perspectron.census import is_cache, touched
-from perspectron.config import ModelConfig
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.eval.timing import take_turns, timed
-from perspectron.machine import free_memory
-from perspectron.model import LanguageModel, build
-from perspectron.state import LMState
+from perspectron.model.census import is_cache, touched
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState
+from perspectron.util.machine import free_memory
 
 PROMPT = 64  # tokens read before a state is filled
 BLOCK = 1 << 20  # random numbers, of which there are copies

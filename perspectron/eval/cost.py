@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from perspectron.census import Touched, touched
 from perspectron.decode.reading import END_OF_TEXT_ID, prefill
 from perspectron.decode.sampling import SamplingConfig, sample
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.census import Touched, touched
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.stream.speed import reading
 
 GREEDY = SamplingConfig(temperature=0)

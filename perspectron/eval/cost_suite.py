@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-from perspectron import census, presets
-from perspectron.config import ModelConfig, one_of, require
-from perspectron.errors import ConfigError
+from perspectron import presets
 from perspectron.eval import contexts, training
 from perspectron.eval.contexts import FREE_SHARE, Decoded
 from perspectron.eval.subject import Subject
 from perspectron.eval.timing import Spread
 from perspectron.eval.training import Dtype, Setting
-from perspectron.machine import pick_device
+from perspectron.model import census
+from perspectron.model.config import ModelConfig, one_of, require
 from perspectron.train.estimate import PER_PARAMETER
+from perspectron.util.errors import ConfigError
+from perspectron.util.machine import pick_device
 
 REFERENCE = "transformer"
 Result = dict[str, Any]

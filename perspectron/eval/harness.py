@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perspectron.config import one_of, require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import NonFiniteError
 from perspectron.eval.reading import CHUNK
-from perspectron.model import LanguageModel
+from perspectron.model.config import one_of, require
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import NonFiniteError
 
 MAX_TOKENS = 256
 """Generated where a request does not say how many, as in the harness."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.eval.reading import (
     LEAST,
     ROWS,
@@ -26,6 +25,7 @@ from perspectron.eval.reading import (
     stretches,
 )
 from perspectron.eval.subject import Subject
+from perspectron.model.config import require
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
 from perspectron.eval.subject import Subject
-from perspectron.state import LMState
-from perspectron.stats import student
+from perspectron.model.state import LMState
+from perspectron.util.errors import DataError
+from perspectron.util.stats import student
 
 ROWS = 8
 """Stretches read side by side; designs that go token by token are slow without them."""

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from perspectron import presets
-from perspectron.census import active_parameters
-from perspectron.config import BlockConfig, ModelConfig, dump, one_of, require
 from perspectron.data.loader import IGNORE
-from perspectron.errors import ConfigError
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations
-from perspectron.files import read_json, write_json
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel, build
+from perspectron.model.census import active_parameters
+from perspectron.model.config import BlockConfig, ModelConfig, dump, one_of, require
+from perspectron.model.model import LanguageModel, build
+from perspectron.util.errors import ConfigError
+from perspectron.util.files import read_json, write_json
 
 CPU = torch.device("cpu")
 SOLVED = 0.95

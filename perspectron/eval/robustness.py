@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.eval.reading import (
     ROWS,
@@ -26,7 +25,8 @@ from perspectron.eval.reading import (
     stretches,
 )
 from perspectron.eval.subject import Subject
-from perspectron.state import LMState, load_state, save_state
+from perspectron.model.config import require
+from perspectron.model.state import LMState, load_state, save_state
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Opened
 
 

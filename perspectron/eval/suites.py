@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Suite:
-    """module: in `perspectron.eval`. reads_text: it measures on the held-out text. draws: it depends
+    """module: in `perspectron`. reads_text: it measures on the held-out text. draws: it depends
     on the subject's seed. on_device: it runs the subject's model, or one of its own on the same device."""
 
     module: str
@@ -22,18 +22,18 @@ class Suite:
     @property
     def code(self) -> Any:
         """The module, imported: `Options`, `measure` and `lines`."""
-        return import_module(f"perspectron.eval.{self.module}")
+        return import_module(f"perspectron.{self.module}")
 
 
 SUITES = {
-    "perplexity": Suite("perplexity"),
-    "position": Suite("position"),
-    "calibration": Suite("calibration", draws=True),
-    "robustness": Suite("robustness", draws=True),
-    "perspectives": Suite("perspectives", draws=True),
-    "depth": Suite("depth", draws=True),
-    "cost": Suite("cost_suite", reads_text=False),
-    "recall": Suite("recall", reads_text=False, on_device=False),
+    "perplexity": Suite("eval.perplexity"),
+    "position": Suite("eval.position"),
+    "calibration": Suite("eval.calibration", draws=True),
+    "robustness": Suite("eval.robustness", draws=True),
+    "perspectives": Suite("designs.perspective.suites.views", draws=True),
+    "depth": Suite("designs.perspective.suites.depth", draws=True),
+    "cost": Suite("eval.cost_suite", reads_text=False),
+    "recall": Suite("eval.recall", reads_text=False, on_device=False),
 }
 BESIDE_LOSS = tuple(name for name in SUITES if name not in ("perplexity", "perspectives", "depth"))
 """Suites of a comparison: those that apply to every design."""

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.config import one_of, require
 from perspectron.data.loader import IGNORE
+from perspectron.model.config import one_of, require
 
 Ids = NDArray[np.int64]
 

@@ -14,9 +14,9 @@ from itertools import permutations
 
 import numpy as np
 
-from perspectron.config import require
 from perspectron.data.loader import IGNORE
 from perspectron.eval.tasks import Ids, Task, empty
+from perspectron.model.config import require
 
 
 @dataclass(frozen=True)

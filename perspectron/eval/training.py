@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from perspectron.config import ModelConfig, dump, load, require
 from perspectron.eval.contexts import FREE_SHARE, free
 from perspectron.eval.timing import take_turns, timed
-from perspectron.machine import Peak, pick_device, return_memory, trim
-from perspectron.model import build
+from perspectron.model.config import ModelConfig, dump, load, require
+from perspectron.model.model import build
 from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.machine import Peak, pick_device, return_memory, trim
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron import ranks
 from perspectron.experts.router import Choice, Routed, RoutedConfig, Views, wider
 from perspectron.experts.ternary import int8, ternary
 from perspectron.experts.torus import balance, gini, likeness, neighbour_delta, nudged, smoothness
 from perspectron.ops import experts
 from perspectron.ops.dispatch import once, recorder
-from perspectron.streams import normal_slices
-from perspectron.terms import Term
+from perspectron.util import ranks
+from perspectron.util.streams import normal_slices
+from perspectron.util.terms import Term
 
 if TYPE_CHECKING:
     from perspectron.experts.spread import Spread

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perspectron import native
-from perspectron.config import FFNConfig, at_least, one_of, positive, require
-from perspectron.errors import ConfigError
 from perspectron.experts.ternary import Rule, Schedule
 from perspectron.experts.torus import distance2, lattice
+from perspectron.model.config import FFNConfig, at_least, one_of, positive, require
 from perspectron.ops.dispatch import affine, full_precision, watched
-from perspectron.streams import gumbel
+from perspectron.util.errors import ConfigError
+from perspectron.util.streams import gumbel
 
 SPREAD = (
     0.15  # of queries, in turns. Free to grow, it does, until routing is a hash of noise (docs/lab-notes.md)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from perspectron import ranks
 from perspectron.ops.attention import follows
+from perspectron.util import ranks
 
 Lengths = tuple[int, ...]
 

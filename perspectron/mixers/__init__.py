@@ -2,26 +2,20 @@
 
 from typing import Any, NamedTuple
 
-from perspectron.config import MixerConfig
-from perspectron.mixers import (
-    adr,
-    attention,
-    drm,
-    gdn,
-    gdn2,
-    gla,
-    hgrn2,
-    kda,
-    lens,
-    mamba3,
-    mingru,
-    pdr,
-    pdr2,
-    rwkv7,
-    rwkv7_channel,
-    ssd,
-    window_gqa,
-)
+from perspectron.designs.adr import mixer as adr
+from perspectron.designs.delta import gdn, gdn2, kda
+from perspectron.designs.drm import mixer as drm
+from perspectron.designs.gla import mixer as gla
+from perspectron.designs.hgrn2 import mixer as hgrn2
+from perspectron.designs.lens import mixer as lens
+from perspectron.designs.mamba3 import mixer as mamba3
+from perspectron.designs.mingru import mixer as mingru
+from perspectron.designs.perspective import pdr, pdr2
+from perspectron.designs.rwkv7 import channel as rwkv7_channel
+from perspectron.designs.rwkv7 import mixer as rwkv7
+from perspectron.designs.ssd import mixer as ssd
+from perspectron.designs.transformer import attention, window_gqa
+from perspectron.model.config import MixerConfig
 
 
 class Mixer(NamedTuple):

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron import native
-from perspectron.ops import conv, delta, drm, eligibility, gla, gru, layer_cases, pdr
+from perspectron.designs.adr import gru
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.law import Law, State, Weights
+from perspectron.designs.perspective import eligibility
+from perspectron.ops import conv, delta, gla, layer_cases, pdr
 from perspectron.ops.case import LOOSE, Case, Tensors, drawn, gates, rounded, steps
-from perspectron.ops.drm_law import Law, State, Weights
 from perspectron.ops.triton import scan as on_gpu
 
 

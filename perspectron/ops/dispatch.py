@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from perspectron.errors import BackendError
+from perspectron.util.errors import BackendError
 
 P = ParamSpec("P")
 R = TypeVar("R")

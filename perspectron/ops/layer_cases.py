@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from perspectron.ops import attention, experts, fused, lens, packed, packing
+from perspectron.designs.lens import op as lens
+from perspectron.ops import attention, experts, fused, packed, packing
 from perspectron.ops.case import LOOSE, Case, Tensors, U, drawn, half, steps
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from perspectron import native
-from perspectron.errors import BackendError
 from perspectron.ops.dispatch import full_precision, known, refuse, say, watched
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, dequantise, digits, parameters
 from perspectron.ops.triton import packed as on_gpu
+from perspectron.util.errors import BackendError
 
 BACKENDS = ("auto", "reference", "torch", "native", "triton")
 EXACT = 1024  # columns whose products of two int8 a float32 sums exactly: 127² · 1024 < 2²⁴

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 ALIGN = 64  # columns
 GROUP = 128  # columns

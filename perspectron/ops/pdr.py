@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from perspectron import native
-from perspectron.errors import BackendError
 from perspectron.native import training
 from perspectron.ops import dispatch
 from perspectron.ops.tree import Recurrence, blocks, halves
 from perspectron.ops.triton import scan as on_gpu
+from perspectron.util.errors import BackendError
 
 CHUNK = 128
 WIDEST = 256  # columns of a state that the kernel trains; for more, the tree's matrix products may be faster

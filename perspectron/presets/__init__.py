@@ -5,8 +5,8 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 (`fit.py`).
 """
 
-from perspectron.presets import baselines as baselines
-from perspectron.presets import designs as designs
+from perspectron.designs import baselines_old as baselines
+from perspectron.designs import presets_old as designs
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
 from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
 from perspectron.presets.table import DESIGNS, PRESETS, design_of, get, names, sizes, title, variant

@@ -8,10 +8,10 @@ import contextlib
 import math
 from types import MappingProxyType
 
-from perspectron.census import active_parameters, state_bytes
-from perspectron.config import ModelConfig, require
-from perspectron.errors import ConfigError
+from perspectron.model.census import active_parameters, state_bytes
+from perspectron.model.config import ModelConfig, require
 from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Design, Shape, Sizes, made, sizes_of, variant
+from perspectron.util.errors import ConfigError
 
 TOLERANCE = 0.02  # of the parameters
 DEPTHS = ((8e6, 4), (60e6, 8), (math.inf, 12))  # layers below so many parameters

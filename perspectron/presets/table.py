@@ -8,8 +8,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hi
 
 import torch
 
-from perspectron.config import ModelConfig, assignment, between_commas, load, one_of, require
-from perspectron.model import LanguageModel
+from perspectron.model.config import ModelConfig, assignment, between_commas, load, one_of, require
+from perspectron.model.model import LanguageModel
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}

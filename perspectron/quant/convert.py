@@ -12,17 +12,17 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.block import Block
-from perspectron.config import one_of, require
+from perspectron.designs.drm.mixer import DRM
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
-from perspectron.hooks import hooked
-from perspectron.mixers.drm import DRM
-from perspectron.model import LanguageModel
+from perspectron.model.block import Block
+from perspectron.model.config import one_of, require
+from perspectron.model.model import LanguageModel
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
+from perspectron.util.hooks import hooked
 
 SMALL = 32  # rows or columns: less is not worth its bits
 BATCH = 8  # texts at a time

@@ -6,9 +6,9 @@ Shapes: N rows, K columns, C columns of one group, G groups.
 import torch
 from torch import Tensor
 
-from perspectron.errors import DataError
 from perspectron.experts.ternary import trits
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed, pack, sizes
+from perspectron.util.errors import DataError
 
 SHRINK = tuple(
     1 - step / 20 for step in range(13)

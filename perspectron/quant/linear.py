@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.config import require
+from perspectron.model.config import require
 from perspectron.ops import packed
 from perspectron.ops.packing import LAYOUTS, Packed, dequantise, sizes
 

@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from perspectron.config import require
 from perspectron.decode.batch import WIDTH, Piece
 from perspectron.decode.constrain import Constraint
 from perspectron.decode.graphs import PATIENCE, Graphs
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows, Vocabulary
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.steps import stepped, steps_of
 from perspectron.decode.store import PrefixStore
-from perspectron.errors import PerspectronError
-from perspectron.model import LanguageModel
+from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import PerspectronError
 
 T = TypeVar("T")
 Event = Piece | PerspectronError

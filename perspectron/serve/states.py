@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perspectron.config import require
 from perspectron.decode.session import Session
-from perspectron.errors import PerspectronError, StateError
-from perspectron.files import opened, parse_json, remove, safe_join, sweep, temporary_beside
-from perspectron.tensors import JSON_ROOM, parse_header, read_header
+from perspectron.model.config import require
+from perspectron.util.errors import PerspectronError, StateError
+from perspectron.util.files import opened, parse_json, remove, safe_join, sweep, temporary_beside
+from perspectron.util.tensors import JSON_ROOM, parse_header, read_header
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 ENDING = ".state"

@@ -17,21 +17,21 @@ from typing import Any, cast
 
 import torch
 
-from perspectron.block import Block
-from perspectron.config import MOST_SIZE, ModelConfig, dump, load, require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import ArtifactError, ConfigError
 from perspectron.experts.layer import EXPERTS, RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.ternary import converted
-from perspectron.files import atomic, opened, read_json, safe_join, sha256
-from perspectron.model import LanguageModel
+from perspectron.model.block import Block
+from perspectron.model.config import MOST_SIZE, ModelConfig, dump, load, require
+from perspectron.model.model import LanguageModel
 from perspectron.ops.packing import LAYOUTS
 from perspectron.quant.convert import pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
 from perspectron.stream import tensors
 from perspectron.stream.expert_file import ExpertLayout, Shard, planned, write_layer
 from perspectron.stream.tensors import Spec
+from perspectron.util.errors import ArtifactError, ConfigError
+from perspectron.util.files import atomic, opened, read_json, safe_join, sha256
 
 FORMAT = "perspectron-artifact-1"
 CONFIG, TOKENIZER, SHARED, MANIFEST = "config.json", "tokenizer.json", "shared.safetensors", "manifest.json"

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from perspectron.errors import ConfigError, ShardError
 from perspectron.stream.expert_file import Shard
 from perspectron.stream.reader import DEADLINE, Cancelled, ShardFile
 from perspectron.stream.schedule import Counters, Entry, Key, Schedule, Slot, State
 from perspectron.stream.tensors import HUGE, aligned
 from perspectron.stream.usage import Usage
+from perspectron.util.errors import ConfigError, ShardError
 
 READERS = 2
 

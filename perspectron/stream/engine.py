@@ -11,19 +11,16 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.block import Block
-from perspectron.config import require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import ArtifactError, ConfigError, DataError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig, Views
-from perspectron.files import cache_folder
-from perspectron.machine import free_memory, return_memory
-from perspectron.model import LanguageModel
+from perspectron.model.block import Block
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.ops import packing
 from perspectron.ops.dispatch import recorder
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
-from perspectron.state import LMState
 from perspectron.stream import artifact, tensors
 from perspectron.stream.artifact import SHARED, TOKENIZER, Header, Manifest
 from perspectron.stream.cache import ExpertSource, ShardCache, needed
@@ -34,7 +31,10 @@ from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
 from perspectron.stream.step import Step, step_of
 from perspectron.stream.usage import Usage
-from perspectron.terms import Term
+from perspectron.util.errors import ArtifactError, ConfigError, DataError
+from perspectron.util.files import cache_folder
+from perspectron.util.machine import free_memory, return_memory
+from perspectron.util.terms import Term
 
 AHEAD = 2  # layers whose experts are guessed, so that the disk has work until the next guess
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from perspectron.errors import ArtifactError
 from perspectron.experts.router import MOST_EXPERTS
-from perspectron.files import atomic, parse_json
 from perspectron.ops.packing import MAX_COLUMNS, Packed, check, sizes
 from perspectron.stream import tensors
 from perspectron.stream.tensors import PAGE, Bytes
+from perspectron.util.errors import ArtifactError
+from perspectron.util.files import atomic, parse_json
 
 FORMAT = "perspectron-experts-2"
 CODES = "ternary"

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import require
 from perspectron.experts.router import Distances, FixedRouter, Routed, RoutedConfig, Views
+from perspectron.model.config import require
 from perspectron.ops import packed
 from perspectron.stream.cache import ExpertSource
 from perspectron.stream.expert_file import Shard
-from perspectron.terms import Term
+from perspectron.util.terms import Term
 
 
 class PackedExperts(Routed):

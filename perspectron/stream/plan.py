@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from perspectron.census import Part, footprint, packed_expert
-from perspectron.config import ModelConfig, one_of
 from perspectron.experts.router import RoutedConfig
-from perspectron.model import LanguageModel
+from perspectron.model.census import Part, footprint, packed_expert
+from perspectron.model.config import ModelConfig, one_of
+from perspectron.model.model import LanguageModel
 from perspectron.quant.gptq import FORMATS
 from perspectron.stream.device import BUFFERS
 from perspectron.stream.expert_file import ExpertLayout

@@ -18,10 +18,10 @@ from typing import Literal
 
 from xxhash import xxh3_64
 
-from perspectron.errors import ArtifactError, ConfigError, DataError, ShardError
 from perspectron.ops.packing import check
 from perspectron.stream.expert_file import MATRICES, PARTS, Header, parse
 from perspectron.stream.tensors import PAGE, Bytes, aligned
+from perspectron.util.errors import ArtifactError, ConfigError, DataError, ShardError
 
 PIECE = 4 << 20  # bytes read at a time: between pieces a read can be given up
 FIRST = 64 << 10  # of the first piece of a file, before it is known how fast its disk is

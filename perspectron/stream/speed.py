@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from perspectron import native
-from perspectron.errors import ArtifactError, ConfigError
 from perspectron.stream.cache import READERS
 from perspectron.stream.reader import PIECE, Method, ShardFile
 from perspectron.stream.tensors import Bytes, aligned
+from perspectron.util.errors import ArtifactError, ConfigError
 
 BUFFER = 256 << 20
 TRIES = 6

@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 
 from perspectron import native
-from perspectron.block import Block
-from perspectron.config import BlockConfig, ModelConfig, SequentialConfig
-from perspectron.errors import StateError
+from perspectron.designs.perspective.pdr import PDR, PDRConfig, PDRState
+from perspectron.designs.transformer.window_gqa import WindowGQA, WindowGQAConfig, WindowGQAState
 from perspectron.experts.router import FixedRouter, RoutedConfig
-from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
-from perspectron.mixers.pdr import PDR, PDRConfig, PDRState
-from perspectron.mixers.window_gqa import WindowGQA, WindowGQAConfig, WindowGQAState
-from perspectron.model import LanguageModel
+from perspectron.model.block import Block
+from perspectron.model.config import BlockConfig, ModelConfig, SequentialConfig
+from perspectron.model.ffn import SwiGLU, SwiGLUConfig, TiedConfig
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.native.library import load
 from perspectron.quant.linear import QuantLinear
-from perspectron.state import LMState
 from perspectron.stream.experts import PackedExperts
+from perspectron.util.errors import StateError
 
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 

@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.config import ModelConfig, require
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import StorageError
+from perspectron.designs.perspective.pdr import GATE_BIAS
 from perspectron.experts.router import RoutedConfig
-from perspectron.mixers.pdr import GATE_BIAS
-from perspectron.model import LanguageModel
+from perspectron.model.config import ModelConfig, require
+from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.ops.packing import LAYOUTS, Packed
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
@@ -32,6 +31,7 @@ from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
 from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
+from perspectron.util.errors import StorageError
 
 PIECE = 1 << 24  # bytes drawn at once
 MARGIN = 1 << 20  # of an expert file: its header

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perspectron.errors import ArtifactError
-from perspectron.files import open_file
-from perspectron.machine import memory
-from perspectron.tensors import NAMES, Place, parse_header, read_header
+from perspectron.util.errors import ArtifactError
+from perspectron.util.files import open_file
+from perspectron.util.machine import memory
+from perspectron.util.tensors import NAMES, Place, parse_header, read_header
 
 PAGE = 4096  # the data begin on a page, so that they can be read past the page cache
 HUGE = 2 << 20

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from perspectron.config import require
-from perspectron.errors import ConfigError, DataError
 from perspectron.experts.router import MOST_EXPERTS
-from perspectron.files import read_json, write_json
+from perspectron.model.config import require
+from perspectron.util.errors import ConfigError, DataError
+from perspectron.util.files import read_json, write_json
 
 FORMAT = "perspectron-trace-1"  # ids in two bytes, which is enough for MOST_EXPERTS
 MAX_BYTES = 1 << 30  # of a file

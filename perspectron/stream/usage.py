@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from perspectron.errors import DataError, PerspectronError
-from perspectron.files import read_json, write_json
+from perspectron.util.errors import DataError, PerspectronError
+from perspectron.util.files import read_json, write_json
 
 FORMAT = "perspectron-usage-1"
 MEMORY = 0.001

@@ -18,11 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perspectron.config import dump, load, unlike
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import CheckpointError, ConfigError
 from perspectron.experts.ternary import SHARE
-from perspectron.files import (
+from perspectron.model.config import dump, load, unlike
+from perspectron.model.model import LanguageModel, require_memory
+from perspectron.train import lora, moments
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.optim import falls_at
+from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.files import (
     atomic,
     opened,
     read_json,
@@ -33,11 +37,7 @@ from perspectron.files import (
     temporary_beside,
     write_json,
 )
-from perspectron.model import LanguageModel, require_memory
-from perspectron.tensors import load_tensors, save_tensors
-from perspectron.train import lora, moments
-from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.optim import falls_at
+from perspectron.util.tensors import load_tensors, save_tensors
 
 FORMAT = "perspectron-checkpoint-1"
 RUN_LOCK = ".run.lock"

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from perspectron.config import ModelConfig, at_least, one_of, positive, require
 from perspectron.data.corpus import RULE
 from perspectron.data.shuffle import ORDER
+from perspectron.model.config import ModelConfig, at_least, one_of, positive, require
 from perspectron.train.lora import LoraConfig
 from perspectron.train.optim import OptimConfig
 

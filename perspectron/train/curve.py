@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from perspectron.files import write_text
-from perspectron.plot import Chart, Line, Point
-from perspectron.plot import draw as picture
+from perspectron.util.files import write_text
+from perspectron.util.plot import Chart, Line, Point
+from perspectron.util.plot import draw as picture
 
 MOST = 1000  # points of a line
 TERMS = {

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perspectron import ranks
-from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.loader import IGNORE
-from perspectron.model import LanguageModel
-from perspectron.terms import Term
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
+from perspectron.util import ranks
+from perspectron.util.terms import Term
 
 
 class Teacher:

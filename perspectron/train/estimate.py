@@ -6,12 +6,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from perspectron.config import ModelConfig, require
 from perspectron.data.loader import Batch
-from perspectron.machine import Peak, free_memory, memory, resident
-from perspectron.model import LanguageModel
+from perspectron.model.config import ModelConfig, require
+from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig
 from perspectron.train.precision import training_pass, without_trace
+from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32
 PER_LOGIT = 12  # logits, their logarithms of probabilities, their gradient

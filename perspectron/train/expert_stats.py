@@ -13,9 +13,9 @@ from torch import Tensor
 from perspectron.experts import ternary
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.torus import gini, neighbour_pairs
-from perspectron.hooks import hooked
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.ops.experts import load
+from perspectron.util.hooks import hooked
 
 
 def experts_of(model: LanguageModel) -> dict[str, RoutedSwiGLU]:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from perspectron.errors import CheckpointError, ConfigError
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import falls_at
+from perspectron.util.errors import CheckpointError, ConfigError
 
 
 def how_to_go_on(run: Path, config: RunConfig) -> str:

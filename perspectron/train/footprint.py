@@ -11,11 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from perspectron.block import Block
-from perspectron.census import active_parameters
-from perspectron.config import ModelConfig
 from perspectron.experts.layer import RoutedSwiGLU
-from perspectron.model import LanguageModel
+from perspectron.model.block import Block
+from perspectron.model.census import active_parameters
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
 from perspectron.train.estimate import PER_LOGIT
 from perspectron.train.layout import Layout
 

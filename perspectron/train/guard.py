@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perspectron.hooks import hooked
+from perspectron.util.hooks import hooked
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], object]) -> str:

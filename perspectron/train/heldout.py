@@ -7,12 +7,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from perspectron import ranks
 from perspectron.data.loader import IGNORE, windows
 from perspectron.data.shards import Split
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import DataError
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
+from perspectron.util import ranks
+from perspectron.util.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from perspectron.config import at_least, one_of
+from perspectron.model.config import at_least, one_of
 
 Shard = Literal["ddp", "fsdp", "hsdp"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from perspectron.config import dump
 from perspectron.data import Split
+from perspectron.model.config import dump
 from perspectron.train.config import RunConfig
 
 Kind = Literal["", "tensorboard", "wandb", "trackio"]

@@ -12,17 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron import ranks
-from perspectron.block import Block
-from perspectron.config import require
 from perspectron.data import Batch, Loader, Shards, Tokenizer
-from perspectron.errors import CheckpointError, DataError, NonFiniteError
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
-from perspectron.files import locked, sweep, write_json
-from perspectron.machine import in_large_pages, pick_device
-from perspectron.mixers.parts import Dropout
-from perspectron.model import LanguageModel, build
+from perspectron.model.block import Block
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.parts import Dropout
 from perspectron.train import checkpoint, lora
 from perspectron.train.checkpoint import RUN_LOCK, Progress
 from perspectron.train.config import RunConfig, Turn
@@ -37,6 +33,10 @@ from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_o
 from perspectron.train.pace import Pace
 from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
+from perspectron.util import ranks
+from perspectron.util.errors import CheckpointError, DataError, NonFiniteError
+from perspectron.util.files import locked, sweep, write_json
+from perspectron.util.machine import in_large_pages, pick_device
 
 CURVE, TERMS, TERNARY = "loss.svg", "terms.svg", "ternary.json"
 SETTLED = 10  # updates, after which memory holds what it will hold

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perspectron.config import assignment, at_least, one_of, require
 from perspectron.data.loader import Batch
-from perspectron.errors import CheckpointError, ConfigError
-from perspectron.hooks import hooked
-from perspectron.model import LanguageModel
+from perspectron.model.config import assignment, at_least, one_of, require
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.hooks import hooked
 
 KEPT = "lora."
 """Prefix of these tensors' names in a training state."""

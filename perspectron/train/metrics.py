@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from perspectron.errors import CheckpointError, StorageError
-from perspectron.files import append_to, parse_json, plain, read_text, write_text
+from perspectron.util.errors import CheckpointError, StorageError
+from perspectron.util.files import append_to, parse_json, plain, read_text, write_text
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from perspectron.errors import CheckpointError
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.train import lora
+from perspectron.util.errors import CheckpointError
 
 OF_TRAINING = ("exp_avg.", "exp_avg_sq.", "momentum_buffer.", "step.", "rng.")
 """Prefixes of the names, which no tensor of a model has."""

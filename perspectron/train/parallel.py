@@ -23,16 +23,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
-from perspectron.block import Block
-from perspectron.config import require
 from perspectron.data import Loader
-from perspectron.errors import CheckpointError, NonFiniteError, StorageError
+from perspectron.designs.drm.mixer import DRMConfig
 from perspectron.experts.spread import Spread
-from perspectron.ffn import TiedConfig
-from perspectron.files import atomic, sweep
-from perspectron.mixers.drm import DRMConfig
-from perspectron.model import LanguageModel, init
-from perspectron.ranks import Ranks, together
+from perspectron.model.block import Block
+from perspectron.model.config import require
+from perspectron.model.ffn import TiedConfig
+from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import RunConfig
@@ -45,6 +42,9 @@ from perspectron.train.metrics import Metrics
 from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
+from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
+from perspectron.util.files import atomic, sweep
+from perspectron.util.ranks import Ranks, together
 
 
 class ParallelTrainer(Trainer):

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from perspectron import ranks
 from perspectron.data.loader import Batch
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
+from perspectron.util import ranks
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:

@@ -17,17 +17,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from perspectron.block import Block
-from perspectron.config import ModelConfig, require
 from perspectron.data import Shards, Tokenizer
-from perspectron.errors import CheckpointError
 from perspectron.experts.align import arrange, distances
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.torus import hops
-from perspectron.ffn import SwiGLU, SwiGLUConfig, TiedConfig
-from perspectron.files import read_json, write_json
-from perspectron.model import LanguageModel, build
+from perspectron.model.block import Block
+from perspectron.model.config import ModelConfig, require
+from perspectron.model.ffn import SwiGLU, SwiGLUConfig, TiedConfig
+from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.curve import draw
@@ -35,6 +33,8 @@ from perspectron.train.expert_stats import delta, experts_of, loads, mean, numbe
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import read_metrics
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import read_json, write_json
 
 Row = dict[str, Any]
 ROWS, STAGES = "stages.json", "stages"

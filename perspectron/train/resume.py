@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from perspectron.config import dump, unlike
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.errors import CheckpointError, ConfigError, StorageError
-from perspectron.files import remove
-from perspectron.model import LanguageModel
+from perspectron.model.config import dump, unlike
+from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
+from perspectron.util.errors import CheckpointError, ConfigError, StorageError
+from perspectron.util.files import remove
 
 WITHOUT_EFFECT = ("init", "keep", "save_every", "eval_every", "eval_tokens")
 """Fields of a training that decide nothing of an update after the first."""

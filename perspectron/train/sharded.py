@@ -2,7 +2,7 @@
 A file holds parts of tensors, and in its header where they belong; any number of ranks, and one process alone, can
 read them.
 
-Headers are checked as those of other files of tensors are (perspectron.tensors) before torch reads them. It maps the
+Headers are checked as those of other files of tensors are (perspectron.util.tensors) before torch reads them. It maps the
 files, and reads a part at a time: beside what is filled that takes the files' pages, which the system may drop, and the
 largest part.
 """
@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from perspectron.errors import CheckpointError
-from perspectron.files import opened, parse_json
-from perspectron.machine import memory
-from perspectron.tensors import JSON_ROOM, parse_header, read_header
+from perspectron.util.errors import CheckpointError
+from perspectron.util.files import opened, parse_json
+from perspectron.util.machine import memory
+from perspectron.util.tensors import JSON_ROOM, parse_header, read_header
 
 
 def shard_of(rank: int) -> str:

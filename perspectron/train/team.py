@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from perspectron.errors import ConfigError, PerspectronError, RankError
+from perspectron.util.errors import ConfigError, PerspectronError, RankError
 
 A = TypeVar("A")
 MEETING = 300.0  # seconds in which all ranks must have come

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.config import ModelConfig
-from perspectron.model import LanguageModel, build
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build
 
 VOCAB = 300
 SIZES = {"vocab_size": VOCAB, "d_model": 32, "hidden": 48, "rank": 8, "heads": 4, "kv_heads": 2, "window": 16}

@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.adapt.adapter import Adapter, AdapterConfig
-from perspectron.adapt.gradient import Piece, Subspace, Weights, by_backprop, by_jvp, by_traces
-from perspectron.block import of_mixer
-from perspectron.model import LanguageModel
-from perspectron.ops import eligibility, pdr
+from perspectron.designs.perspective import eligibility
+from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
+from perspectron.designs.perspective.adapt.gradient import (
+    Piece,
+    Subspace,
+    Weights,
+    by_backprop,
+    by_jvp,
+    by_traces,
+)
+from perspectron.model.block import of_mixer
+from perspectron.model.model import LanguageModel
+from perspectron.ops import pdr
 from tests.adapt.conftest import make, make2, text
 
 

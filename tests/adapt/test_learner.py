@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-import perspectron.adapt.learner
-from perspectron.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
-from perspectron.adapt.gradient import Piece, losses
-from perspectron.adapt.learner import PATIENCE
-from perspectron.block import of_mixer
+import perspectron.designs.perspective.adapt.learner
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, StateError
-from perspectron.mixers.pdr import Adapted
+from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, AdapterConfig, Learner, merge
+from perspectron.designs.perspective.adapt.gradient import Piece, losses
+from perspectron.designs.perspective.adapt.learner import PATIENCE
+from perspectron.designs.perspective.pdr import Adapted
+from perspectron.model.block import of_mixer
 from perspectron.quant.convert import convert
+from perspectron.util.errors import ConfigError, StateError
 from tests.adapt.conftest import make, text
 
 
@@ -106,7 +106,7 @@ def test_weights_that_are_worse_than_none_go_back_to_the_last_accepted_bits(mode
 
     assert not same(adapter.up, wanted[0])
     with monkeypatch.context() as patch:
-        patch.setattr(perspectron.adapt.learner, "losses", better)
+        patch.setattr(perspectron.designs.perspective.adapt.learner, "losses", better)
         for _ in range(PATIENCE):
             assert not learner.frozen
             assert not learner._stands()
@@ -131,7 +131,7 @@ def test_a_guard_that_finds_weights_worse_makes_no_step(model, monkeypatch):
     adapter, learner = learned(model, 40, guard=3)
     with monkeypatch.context() as patch:
         patch.setattr(
-            perspectron.adapt.learner,
+            perspectron.designs.perspective.adapt.learner,
             "losses",
             lambda model, piece, state: (torch.zeros(1, len(piece.ids) - 1), state),
         )

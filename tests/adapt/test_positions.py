@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from perspectron.adapt.positions import EDGE, SearchConfig, moved, search
-from perspectron.errors import ConfigError, DataError
+from perspectron.designs.perspective.adapt.positions import EDGE, SearchConfig, moved, search
+from perspectron.util.errors import ConfigError, DataError
 from tests.adapt.conftest import make, text
 
 

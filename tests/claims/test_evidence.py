@@ -10,7 +10,7 @@ from claims import ledger
 from claims.claim import CONDITION, FAILS, HOLDS, MISSING, UNCOMMITTED, UNTESTABLE, judge
 from claims.measures import built, pdr
 from claims.results import Results
-from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.ops import pdr as scan
 from tests.claims.conftest import cell, comparison, recalled, recalls
 

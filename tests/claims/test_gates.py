@@ -9,8 +9,8 @@ import torch
 from claims.measures.gates import gates
 from perspectron import presets
 from perspectron.compare.ablations import ABLATIONS, ablate
-from perspectron.mixers.adr import ADRConfig
-from perspectron.model import build
+from perspectron.designs.adr.mixer import ADRConfig
+from perspectron.model.model import build
 from perspectron.ops.attention import places
 from perspectron.presets import small
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from perspectron.adapt import AdaptConfig, Adapter
 from perspectron.cli.main import main
+from perspectron.designs.perspective.adapt import AdaptConfig, Adapter
 from perspectron.opening import load
 from tests.cli.small import SIZES
 

@@ -17,7 +17,7 @@ from perspectron.cli.quickstart import Quickstart
 from perspectron.data import open_shards
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import SamplingConfig, sample
-from perspectron.model import build
+from perspectron.model.model import build
 from perspectron.train import checkpoint
 from tests.cli.small import SIZES, TRAIN
 

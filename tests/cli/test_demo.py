@@ -7,11 +7,10 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.cli import demo
 from perspectron.cli.main import main
-from perspectron.eval import countries
-from perspectron.eval.countries import PHRASINGS, UNKNOWN, Sentences, facts
-from perspectron.eval.literal_adr import LiteralADR, tried
+from perspectron.designs.adr import countries, demo
+from perspectron.designs.adr.countries import PHRASINGS, UNKNOWN, Sentences, facts
+from perspectron.designs.adr.literal import LiteralADR, tried
 
 RIGHT = {"told": 0.9, "unseen": 0.8, "unknown": 0.2}
 

@@ -9,10 +9,10 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.cli.gate import Condition, Run, conversion, perplexity, verdict
 from perspectron.cli.main import main
-from perspectron.errors import ConfigError
-from perspectron.eval.scans import scan_error
+from perspectron.designs.perspective.commands.gate import Condition, Run, conversion, perplexity, verdict
+from perspectron.designs.perspective.suites.scans import scan_error
+from perspectron.util.errors import ConfigError
 from tests.cli.small import SIZES
 
 ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc")

@@ -137,7 +137,7 @@ def test_answers_that_do_not_wait_for_torch(arguments, tmp_path, environment):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_overview_says_what_a_command_says_of_itself(name):
     module, _, attribute = COMMANDS[name].partition(":")
-    command = getattr(import_module(f"perspectron.cli.{module}"), attribute)
+    command = getattr(import_module(f"perspectron.{module}"), attribute)
     assert about(name) == command.__doc__.splitlines()[0]
 
 

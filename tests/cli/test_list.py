@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from perspectron import catalogue, presets
+from perspectron import presets
+from perspectron.cli import catalogue
 from perspectron.cli.main import main
 from perspectron.mixers import MIXERS
 
@@ -29,7 +30,9 @@ def test_as_json_with_parameters_counted(capsys):
 
 
 def test_what_is_kept_is_what_the_tables_say():
-    assert catalogue.read() == catalogue.counted(), "catalogue.json is old: python -m perspectron.catalogue"
+    assert catalogue.read() == catalogue.counted(), (
+        "catalogue.json is old: python -m perspectron.cli.catalogue"
+    )
 
 
 def test_a_name_with_a_size_says_the_size_of_the_whole():

@@ -13,11 +13,11 @@ from perspectron.cli.main import main
 from perspectron.cli.options import rate, size
 from perspectron.cli.plan import digits
 from perspectron.data import Tokenizer
-from perspectron.errors import ConfigError
-from perspectron.eval.routes import trace as follow
+from perspectron.designs.perspective.suites.routes import trace as follow
 from perspectron.stream import trace as traces
 from perspectron.stream.plan import needs
 from perspectron.stream.synthetic import synthesize
+from perspectron.util.errors import ConfigError
 from tests.cli.small import SIZES, TRAIN
 
 TEXT = "The tree stood by the river, and nobody had asked it why it stood there at all.\n\n12, 5, x = [1]\n"
@@ -328,7 +328,9 @@ def planned(capsys, *more: str) -> dict:
 
 def test_a_training_needs_16_bytes_of_each_parameter_shared_by_the_gpus(capsys):
     with torch.device("meta"):
-        model = perspectron.model.LanguageModel(presets.get("perspective-tiny", **dict(map(_size, SIZES))))
+        model = perspectron.model.model.LanguageModel(
+            presets.get("perspective-tiny", **dict(map(_size, SIZES)))
+        )
     parameters = sum(p.numel() for p in model.parameters())
     held = ("parameters", "gradients", "moments")
     for gpus, layout, share in (("1", "fsdp", 1), ("8", "fsdp", 8), ("8", "ddp", 1), ("16", "hsdp", 8)):
@@ -372,7 +374,7 @@ def test_kept_activations_are_those_that_autograd_holds(capsys):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model.hidden(torch.zeros(1, 64, dtype=torch.long))
     with torch.device("meta"):
-        shapes = perspectron.model.LanguageModel(model.config).double()
+        shapes = perspectron.model.model.LanguageModel(model.config).double()
     assert kept(shapes, 64) == pytest.approx(sum(held.values()), rel=0.25)
     del out
 

@@ -9,7 +9,7 @@ import torch
 
 import perspectron
 from perspectron.cli.main import main
-from perspectron.eval.routes import measure, trace
+from perspectron.designs.perspective.suites.routes import measure, trace
 
 PROSE = "The tree stood by the river, and nobody had asked it why it stood there at all.\n\n"
 CODE = "def f(x):\n    return [y + 1 for y in x]\n\n"

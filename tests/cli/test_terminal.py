@@ -10,9 +10,9 @@ import pytest
 
 from perspectron import presets
 from perspectron.cli.main import COMMANDS, main
-from perspectron.config import dump
-from perspectron.errors import escaped
+from perspectron.model.config import dump
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.errors import escaped
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = (

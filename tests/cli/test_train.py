@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import perspectron
-from perspectron import budget, presets
-from perspectron.census import active_parameters
+from perspectron import presets
 from perspectron.cli import fit as fit_room
 from perspectron.cli import train as train_room
 from perspectron.cli.console import Console
@@ -19,7 +18,8 @@ from perspectron.cli.fit import Speed
 from perspectron.cli.main import main
 from perspectron.cli.train import defaults
 from perspectron.data import open_shards
-from perspectron.eval import perplexity
+from perspectron.eval import budget, perplexity
+from perspectron.model.census import active_parameters
 from perspectron.train import checkpoint
 from perspectron.train.pace import Pace
 from tests.cli.small import PLAIN

@@ -9,14 +9,14 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.census import active_parameters
 from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, ablations_of, rematch
-from perspectron.config import ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.pdr import PDR
-from perspectron.mixers.window_gqa import WindowGQA
-from perspectron.model import LanguageModel
+from perspectron.designs.perspective.pdr import PDR
+from perspectron.designs.transformer.window_gqa import WindowGQA
+from perspectron.model.census import active_parameters
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
 from perspectron.presets import small
+from perspectron.util.errors import ConfigError
 
 V, T = 64, 24
 CASES = [(design, name) for design, ablations in ABLATIONS.items() for name in ablations]

@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from perspectron import presets
-from perspectron.census import active_parameters
 from perspectron.cli.compare import _summary
 from perspectron.cli.main import main
 from perspectron.compare import plan as plans
 from perspectron.compare.plan import Settings, models_of_designs, plan
-from perspectron.errors import ConfigError, DataError
-from perspectron.model import build
+from perspectron.model.census import active_parameters
+from perspectron.model.model import build
+from perspectron.util.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

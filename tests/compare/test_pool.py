@@ -10,8 +10,8 @@ import pytest
 
 from perspectron.compare import pool
 from perspectron.compare.pool import Job, StoppedBy
-from perspectron.errors import StorageError
-from perspectron.files import locked
+from perspectron.util.errors import StorageError
+from perspectron.util.files import locked
 from tests.waiting import PATIENCE, until
 
 SCRIPT = """

@@ -23,8 +23,8 @@ from perspectron.compare import measure, results, run
 from perspectron.compare.plan import Settings, data_of, read
 from perspectron.compare.run import Cell, Rate
 from perspectron.data import Tokenizer, open_shards
-from perspectron.errors import CheckpointError
 from perspectron.train import checkpoint
+from perspectron.util.errors import CheckpointError
 
 STEPS = 40
 COMMAND = [

@@ -11,7 +11,7 @@ from perspectron.data import corpus as corpus_module
 from perspectron.data import named as named_module
 from perspectron.data import reading as reading_module
 from perspectron.data import records as records_module
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 
 def texts(corpus: Corpus, split: SplitName) -> dict[str, str]:

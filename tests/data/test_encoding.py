@@ -12,7 +12,7 @@ import pytest
 from perspectron.data import Document, Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.data import encoding as encoding_module
 from perspectron.data.vocabulary import BYTES, characters, made
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 from tests.data.conftest import sentence
 
 WEIGHTS = {"digits": 0.7, "words": 0.3}

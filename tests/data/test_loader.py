@@ -7,7 +7,7 @@ from torch import Tensor
 
 from perspectron.data import IGNORE, Batch, Loader, Shards, Tokenizer, windows
 from perspectron.data.shuffle import shuffle
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 
 def same(ours: Tensor | None, theirs: Tensor | None) -> bool:

@@ -10,14 +10,14 @@ import pytest
 
 from perspectron.data import open_corpus
 from perspectron.data.pages import widest
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 MIB = 1 << 20
 READ = """
 import resource, sys
 import pyarrow.parquet
 from perspectron.data import open_corpus
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     size = sum(len(document.text) for document in open_corpus(sys.argv[1]).documents("train"))

@@ -13,8 +13,8 @@ import pytest
 from perspectron.data import Corpus, Document, Shards, SplitName, Tokenizer, encode, open_corpus, open_shards
 from perspectron.data import encoding as encoding_module
 from perspectron.data import manifest as manifest_module
-from perspectron.errors import DataError, StorageError
-from perspectron.files import sha256
+from perspectron.util.errors import DataError, StorageError
+from perspectron.util.files import sha256
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perspectron.data.shuffle import shuffle
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 
 def whole(n: int, seed: int = 0, epoch: int = 0, order: int = 2) -> np.ndarray:

@@ -13,7 +13,7 @@ from backports import zstd
 from perspectron.data import Corpus, SplitName, absolute, label, open_corpus, with_encoding
 from perspectron.data import reading as reading_module
 from perspectron.data.template import Template
-from perspectron.errors import DataError
+from perspectron.util.errors import DataError
 
 TEXTS = [f"Row {i} says {'well, ' * (i % 4)}ünïcode {i * 7919}.\n" for i in range(300)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from perspectron.data import template as module
 from perspectron.data.template import RESERVED, Template
-from perspectron.errors import ConfigError
+from perspectron.util.errors import ConfigError
 from tests.data.templates import CONVERSATIONS, HOSTILE, TEMPLATES, WEATHER
 
 HI = [{"role": "user", "content": "hi"}]

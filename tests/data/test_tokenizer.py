@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perspectron.data import END_OF_TEXT, Tokenizer, open_corpus, tokenizer
-from perspectron.errors import DataError, StorageError
-from perspectron.machine import Peak
+from perspectron.util.errors import DataError, StorageError
+from perspectron.util.machine import Peak
 
 TEXTS = ["def f(x):\n        return x + 1\n" * 20, "The cat sat on the mat. 123456 äöü 😀\r\n" * 20]
 TOKENIZER = Tokenizer.train(TEXTS, 300)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from perspectron import presets
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.batch import Piece
 from perspectron.decode.rows import Rows
-from perspectron.model import LanguageModel, build, init
-from perspectron.state import LMState
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel, build, init
+from perspectron.model.state import LMState
 
 VOCAB = 300
 SIZES = {

@@ -11,13 +11,13 @@ from perspectron.decode import constrain
 from perspectron.decode.batch import Piece
 from perspectron.decode.constrain import Constraint, json_object, json_schema
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.rows import Rows
-from perspectron.decode.safety import Safety, of_tokens
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.errors import ConfigError, NonFiniteError
-from perspectron.model import LanguageModel
+from perspectron.designs.perspective.safety import Safety, of_tokens
+from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import VOCAB, Scripted, drain, make
 from tests.decode.test_rows import GREEDY, SETTINGS, ids, text
 

@@ -14,10 +14,10 @@ from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, NonFiniteError, StateError
-from perspectron.heads import TokenEmbedding
-from perspectron.model import LanguageModel, init
-from perspectron.state import save_state
+from perspectron.model.heads import TokenEmbedding
+from perspectron.model.model import LanguageModel, init
+from perspectron.model.state import save_state
+from perspectron.util.errors import ConfigError, NonFiniteError, StateError
 from tests.decode.conftest import SIZES, VOCAB, Scripted, drain, make
 
 PROMPTS = ["The cat", " sat on the mat, and then the cat sat; 123 times 😀!", "R"]
@@ -354,7 +354,7 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
-from perspectron.machine import Peak
+from perspectron.util.machine import Peak
 torch.set_num_threads(1)
 text = "the cat sat on the mat, and the dog sat on the log\\n" * 20_000
 tokenizer = Tokenizer.train([text[:50_000]], 400)

@@ -22,10 +22,10 @@ from perspectron.decode.graphs import PATIENCE, Graphs
 from perspectron.decode.held import tensors
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import stepped, steps_of
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState, load_state, save_state
 from perspectron.native.tape import Unrecordable
 from perspectron.ops import attention
-from perspectron.state import LMState, load_state, save_state
 from tests.decode.conftest import drain
 from tests.decode.test_rows import prompt_of
 from tests.decode.test_steps import DESIGNS, VARIANTS, near, tokens

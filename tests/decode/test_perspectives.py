@@ -9,7 +9,10 @@ import torch
 
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import (
+from perspectron.decode.reading import read
+from perspectron.decode.rows import Rows
+from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.views import (
     Perspectives,
     PerspectivesConfig,
     compared,
@@ -20,11 +23,8 @@ from perspectron.decode.perspectives import (
     probabilities,
     save_calibration,
 )
-from perspectron.decode.reading import read
-from perspectron.decode.rows import Rows
-from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, NonFiniteError
 from perspectron.experts.router import RoutedConfig, Views
+from perspectron.util.errors import ConfigError, NonFiniteError
 from tests.decode.conftest import drain
 
 GREEDY, WARM = SamplingConfig(temperature=0), SamplingConfig(temperature=1.0, seed=3)

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import END_OF_TEXT_ID, prefill
-from perspectron.errors import ConfigError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import ConfigError
 from tests.decode.conftest import VOCAB
 
 EXACT = {"rtol": 0, "atol": 1e-9}

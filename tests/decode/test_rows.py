@@ -14,9 +14,9 @@ from perspectron.decode.generate import generate
 from perspectron.decode.reading import prefill
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, StateError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, drain, make
 
 GREEDY = SamplingConfig(temperature=0.0)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.projection import SLACK, faces, hildreth, project
-from perspectron.decode.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError
-from perspectron.tensors import load_tensors, save_tensors
+from perspectron.designs.perspective.safety import Polytope, Safety, _digest, fit, given, of_tokens, states
+from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.util.errors import ConfigError
+from perspectron.util.tensors import load_tensors, save_tensors
 from tests.decode.conftest import VOCAB, make
 
 GREEDY = SamplingConfig(temperature=0)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.config import dump, load
 from perspectron.decode.sampling import SamplingConfig, filtered, sample
-from perspectron.errors import ConfigError, NonFiniteError
+from perspectron.model.config import dump, load
+from perspectron.util.errors import ConfigError, NonFiniteError
 
 PLAIN = SamplingConfig(temperature=1.0)
 LOGITS = torch.tensor([1, 8, 2, 4, 1]).log()[None]  # probabilities 1/16, 8/16, 2/16, 4/16, 1/16

@@ -15,8 +15,8 @@ from perspectron.decode.marks import Marks, _Mark
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.errors import ConfigError, StateError
-from perspectron.state import LMState, read_state, save_state
+from perspectron.model.state import LMState, read_state, save_state
+from perspectron.util.errors import ConfigError, StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import GREEDY, SETTINGS, equal, prompt_of
 from tests.decode.test_store import CHUNK, small

@@ -19,12 +19,12 @@ from perspectron.decode import steps as steps_module
 from perspectron.decode.operations import HANDLERS
 from perspectron.decode.rows import Rows
 from perspectron.decode.steps import Steps, stepped, steps_of
-from perspectron.errors import ConfigError
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState, load_state, save_state
 from perspectron.native import tape
 from perspectron.quant.convert import convert
 from perspectron.quant.linear import QuantLinear
-from perspectron.state import LMState, load_state, save_state
+from perspectron.util.errors import ConfigError
 from tests.decode.test_rows import prompt_of
 from tests.decode.test_store import small
 
@@ -288,7 +288,7 @@ def test_a_packed_model_is_recorded_without_the_compiler():
 import sys, torch
 from perspectron import presets
 from perspectron.decode.steps import steps_of
-from perspectron.model import build
+from perspectron.model.model import build
 from perspectron.quant.convert import convert
 model = build(presets.small("gla", vocab_size=300, d_model=32, layers=2, seq_len=64)).eval()
 convert(model, "4bit")

@@ -12,10 +12,10 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.errors import StateError
-from perspectron.model import LanguageModel, build
-from perspectron.state import LMState
+from perspectron.model.model import LanguageModel, build
+from perspectron.model.state import LMState
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.errors import StateError
 from tests.decode.conftest import VOCAB, make
 from tests.decode.test_rows import equal, prompt_of
 

@@ -17,7 +17,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.steps import steps_of
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 from perspectron.quant.convert import convert
 from perspectron.quant.linear import QuantLinear
 from perspectron.train.optim import OptimConfig, optimizer_of

@@ -12,7 +12,7 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.eval.subject import Subject
-from perspectron.model import LanguageModel
+from perspectron.model.model import LanguageModel
 from perspectron.opening import Folder, Opened
 
 VOCAB = 300

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from perspectron.errors import ConfigError
 from perspectron.eval import calibration
 from perspectron.eval.calibration import Options, Predictions, judged, measure, predictions, summary
+from perspectron.util.errors import ConfigError
 
 
 def drawn(accuracy, low: float = 0.2, windows: int = 120, per_window: int = 64, seed: int = 0) -> Predictions:

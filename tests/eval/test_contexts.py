@@ -5,10 +5,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import build
-from perspectron.census import touched
-from perspectron.config import ModelConfig
 from perspectron.eval import contexts
 from perspectron.eval.contexts import Pool, Stepper, decode_model, filled, measure
+from perspectron.model.census import touched
+from perspectron.model.config import ModelConfig
 from perspectron.presets import DESIGNS, small
 
 CPU = torch.device("cpu")

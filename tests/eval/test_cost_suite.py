@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from perspectron import build
-from perspectron.census import census
-from perspectron.config import ModelConfig
-from perspectron.errors import ConfigError
 from perspectron.eval import contexts, cost_suite, training
 from perspectron.eval.cost_suite import QUICK, Options, compare_costs, lines
 from perspectron.eval.subject import Subject
 from perspectron.eval.training import Setting, peaks
+from perspectron.model.census import census
+from perspectron.model.config import ModelConfig
 from perspectron.opening import Folder, Opened
 from perspectron.presets import DESIGNS, small
+from perspectron.util.errors import ConfigError
 
 TINY = Options(contexts=(16, 128), rounds=2, visit=1, seconds=0, batch_size=2, seq_len=16, dtype="bfloat16")
 

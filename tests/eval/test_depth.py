@@ -10,10 +10,10 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.errors import ConfigError
-from perspectron.eval import depth
-from perspectron.eval.depth import contrast, correlation, information, layers_of, probe
-from perspectron.eval.labels import labels, of_tokens
+from perspectron.designs.perspective.suites import depth
+from perspectron.designs.perspective.suites.depth import contrast, correlation, information, layers_of, probe
+from perspectron.designs.perspective.suites.labels import labels, of_tokens
+from perspectron.util.errors import ConfigError
 
 SOURCE = """\
 import os  # é

@@ -8,10 +8,9 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.cli.geometry import findings, page
-from perspectron.errors import ConfigError, DataError
-from perspectron.eval import geometry
-from perspectron.eval.geometry import (
+from perspectron.designs.drm import geometry
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.geometry import (
     Options,
     energy,
     exponent,
@@ -22,8 +21,9 @@ from perspectron.eval.geometry import (
     turns,
     walk,
 )
-from perspectron.ops import drm
-from perspectron.ops.drm_law import State
+from perspectron.designs.drm.geometry_command import findings, page
+from perspectron.designs.drm.law import State
+from perspectron.util.errors import ConfigError, DataError
 
 TINY = {"vocab_size": 40, "d_model": 8, "d_token": 6, "hidden": 8, "emitter": 8, "directions": 3, "rank": 2}
 FEW = {"tokens": 2300, "sampled": 8, "pairs": 6, "span": 4, "rounds": 5, "points": 300, "steps": 40}

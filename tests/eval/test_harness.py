@@ -17,10 +17,10 @@ from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.decode import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError
 from perspectron.eval import harness
 from perspectron.eval.harness import Answers
 from perspectron.train.heldout import heldout
+from perspectron.util.errors import ConfigError
 
 PAIRS = [
     ("The quick brown", " fox"),

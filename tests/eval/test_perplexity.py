@@ -14,11 +14,11 @@ import torch
 from perspectron import build, presets
 from perspectron.data import Split, Tokenizer, encode, open_corpus
 from perspectron.data.template import Template
-from perspectron.errors import DataError
 from perspectron.eval.perplexity import Options, compressors, measure, text_of
 from perspectron.eval.subject import Subject
 from perspectron.opening import Folder, Opened
 from perspectron.train.heldout import Heldout, heldout
+from perspectron.util.errors import DataError
 
 MODELS = ("perspective-tiny", "transformer-tiny")
 

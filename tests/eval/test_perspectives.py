@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from perspectron import build, presets
-from perspectron.decode.perspectives import PerspectivesConfig
-from perspectron.errors import ConfigError, DataError
-from perspectron.eval import detection
-from perspectron.eval import perspectives as suite
+from perspectron.designs.perspective.suites import detection
+from perspectron.designs.perspective.suites import views as suite
+from perspectron.designs.perspective.views import PerspectivesConfig
+from perspectron.util.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

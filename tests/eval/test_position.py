@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.errors import ConfigError, DataError
 from perspectron.eval import position, reading
 from perspectron.eval.position import Options, measure
 from perspectron.eval.reading import longest, nats, span, stretches
+from perspectron.util.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("design", presets.DESIGNS)

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from perspectron import build, presets
-from perspectron.config import BlockConfig, ModelConfig, dump, load
 from perspectron.data.loader import IGNORE
-from perspectron.errors import ConfigError
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval import recall
 from perspectron.eval.recall import SOLVED, Options, Profile, Setting, Solved, config_for, solve_task
 from perspectron.eval.subject import Subject
 from perspectron.eval.tasks import MQAR, Needle, SelectiveCopy
 from perspectron.eval.tracking import Parity
-from perspectron.ffn import SwiGLUConfig
-from perspectron.mixers.window_gqa import WindowGQAConfig
+from perspectron.model.config import BlockConfig, ModelConfig, dump, load
+from perspectron.model.ffn import SwiGLUConfig
 from perspectron.opening import Folder, Opened
+from perspectron.util.errors import ConfigError
 
 EASY = SelectiveCopy(8, letters=1, kinds=4)
 

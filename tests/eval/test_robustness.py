@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.errors import ConfigError
 from perspectron.eval import robustness
 from perspectron.eval.reading import byte_counts, nats, stretches
 from perspectron.eval.robustness import Options, corrupted, measure, shuffled
+from perspectron.util.errors import ConfigError
 
 IDS = torch.arange(1, 3 * 41 + 1).view(3, 41)
 

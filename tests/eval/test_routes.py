@@ -9,15 +9,15 @@ import torch
 
 from perspectron import build, presets
 from perspectron.data import Tokenizer
-from perspectron.errors import ConfigError
-from perspectron.eval import routes
-from perspectron.eval.routes import Measures, Rates, Routes, measure, summary, trace
+from perspectron.designs.perspective.suites import routes
+from perspectron.designs.perspective.suites.routes import Measures, Rates, Routes, measure, summary, trace
 from perspectron.experts.torus import cells, hops, lattice
-from perspectron.ffn import TiedConfig
-from perspectron.model import LanguageModel
+from perspectron.model.ffn import TiedConfig
+from perspectron.model.model import LanguageModel
 from perspectron.ops import experts
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.synthetic import synthesize
+from perspectron.util.errors import ConfigError
 
 SHAPES = [(1,), (2,), (3,), (5,), (8,), (4, 4), (4, 2), (1, 3), (2, 2), (2, 1, 3), (3, 4, 2), (8, 4, 4)]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from perspectron.data.loader import IGNORE
-from perspectron.errors import ConfigError
 from perspectron.eval.recall import PROFILES, TEST, TRAIN, WATCH, stream
 from perspectron.eval.tasks import MQAR, Induction, Needle, SelectiveCopy, Task
 from perspectron.eval.tracking import Brackets, Parity, Permutations, products
+from perspectron.util.errors import ConfigError
 
 SMALL = (
     MQAR(32, pairs=4, keys=16, values=16),

@@ -14,14 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import perspectron
 from perspectron import presets
-from perspectron.census import census
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
+from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.experts.layer import RoutedSwiGLU, _StraightThrough, sparse
 from perspectron.experts.router import OFFSET, SPREAD, RoutedConfig
 from perspectron.experts.torus import gini, lattice, nudged
-from perspectron.mixers.pdr import PDRConfig
+from perspectron.model.census import census
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import experts
+from perspectron.util.errors import ConfigError
 
 D = 32
 WEIGHTS = ("gate_EFD", "up_EFD", "down_EDF")
@@ -648,7 +648,7 @@ def test_a_second_derivative_through_the_gate_is_an_error():
 def test_a_router_that_reads_what_the_mixer_gave():
     import perspectron
     from perspectron import presets
-    from perspectron.eval.routes import trace
+    from perspectron.designs.perspective.suites.routes import trace
 
     sizes = {"vocab_size": 60, "d_model": 32, "layers": 2, "hidden": 32, "rank": 4, "heads": 2, "kv_heads": 1,
              "period": 3, "torus": [2, 2]}  # fmt: skip

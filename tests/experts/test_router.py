@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from perspectron import native
-from perspectron.errors import ConfigError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import (
     OFFSET,
@@ -24,6 +23,7 @@ from perspectron.experts.router import (
 )
 from perspectron.experts.torus import cells, distance2, lattice
 from perspectron.stream.experts import PackedExperts
+from perspectron.util.errors import ConfigError
 from tests.native.isa import forced_isa
 
 D = 24

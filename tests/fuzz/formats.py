@@ -21,25 +21,23 @@ from xxhash import xxh3_64
 
 import perspectron
 from perspectron import opening, presets
-from perspectron.adapt.adapter import Adapter, AdapterConfig
 from perspectron.cli.main import main
 from perspectron.compare.report import figures
 from perspectron.compare.results import write_page_of
-from perspectron.config import BlockConfig, ModelConfig, dump
 from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
-from perspectron.decode import safety
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
-from perspectron.errors import ArtifactError, ConfigError, PerspectronError
-from perspectron.ffn import SwiGLUConfig
-from perspectron.files import write_json
+from perspectron.designs.perspective import safety
+from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
 from perspectron.mixers import MIXERS
+from perspectron.model.config import BlockConfig, ModelConfig, dump
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.state import digest_of as state_digest
+from perspectron.model.state import load_extra, load_state, save_state
 from perspectron.quant.convert import convert
 from perspectron.serve.states import States
-from perspectron.state import digest_of as state_digest
-from perspectron.state import load_extra, load_state, save_state
 from perspectron.stream.artifact import save_artifact
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.reader import ShardFile
@@ -48,6 +46,8 @@ from perspectron.stream.trace import load as load_trace
 from perspectron.stream.trace import stack_distances
 from perspectron.train import checkpoint, loop, metrics
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.errors import ArtifactError, ConfigError, PerspectronError
+from perspectron.util.files import write_json
 from tests.compare.report.conftest import made_up
 from tests.data.templates import CONVERSATIONS, TEMPLATES, WEATHER
 from tests.fuzz.mutate import header_of, with_header

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
-from perspectron import foreign, presets
-from perspectron.config import dump
+from perspectron import presets
 from perspectron.data import Tokenizer
+from perspectron.interop import foreign
+from perspectron.model.config import dump
 from tests.fuzz.formats import IMPORTED, SIZES, Format, digest
 
 
@@ -33,7 +34,7 @@ def imported(name: str, folder: Path) -> Format:
 
 
 def _own(folder: Path) -> None:
-    from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+    from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM
 
     torch.manual_seed(0)
     tokenizer = Tokenizer.train(["the quick brown fox jumps, and counts to 1234. " * 9], SIZES["vocab_size"])

@@ -24,19 +24,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import perspectron
-from perspectron import foreign
-from perspectron.config import BlockConfig, ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
-from perspectron.errors import PerspectronError
-from perspectron.ffn import SwiGLUConfig
-from perspectron.files import MAX_JSON
+from perspectron.interop import foreign
 from perspectron.mixers import MIXERS
-from perspectron.narrow import SCALE
-from perspectron.state import digest_of, load_state, save_state
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.narrow import SCALE
+from perspectron.model.state import digest_of, load_state, save_state
 from perspectron.stream.reader import ShardFile
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.errors import PerspectronError
+from perspectron.util.files import MAX_JSON
 from tests.fuzz.mutate import header_of, with_header
 
 ROOM = 64 << 20

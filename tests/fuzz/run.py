@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from perspectron.cli.main import main
-from perspectron.errors import PerspectronError
+from perspectron.util.errors import PerspectronError
 from tests.fuzz.formats import IMPORTED, NAMES, Format, Samples
 from tests.fuzz.imported import imported
 from tests.fuzz.mutate import mutated

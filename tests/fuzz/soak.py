@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from perspectron.cli.main import main as program
-from perspectron.machine import return_memory
+from perspectron.util.machine import return_memory
 
 PRESETS = (
     "perspective-tiny",

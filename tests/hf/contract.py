@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, Trainer, TrainingArguments, pipeline
 from transformers.trainer_callback import PrinterCallback
 
-from perspectron.hf import PerspectronForCausalLM, Schedules, StateCache
+from perspectron.interop.hf import PerspectronForCausalLM, Schedules, StateCache
 from tests.hf.subject import PROMPTS, N, Subject
 
 

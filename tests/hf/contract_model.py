@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, TextStreamer
 
-from perspectron import build, foreign
-from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, StateCache
+from perspectron import build
+from perspectron.interop import foreign
+from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, StateCache
 from tests.hf.subject import PROMPTS, N, Subject
 
 IDS = torch.arange(1, 13).view(2, 6)

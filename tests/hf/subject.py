@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 
 from perspectron import presets
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
-from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.model.config import ModelConfig
 
 N = 8
 PROMPTS = ["the quick brown", "fox", "the lazy dog jumps over"]

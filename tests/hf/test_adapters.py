@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from perspectron import presets
-from perspectron.errors import ConfigError
-from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM
+from perspectron.util.errors import ConfigError
 from tests.hf.subject import small
 
 peft = pytest.importorskip("peft")

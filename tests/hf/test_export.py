@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.config import dump
 from perspectron.data.template import Template
-from perspectron.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
-from perspectron.hf.card import card
-from perspectron.hf.modeling import _share
-from perspectron.model import build
+from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM, fast_tokenizer
+from perspectron.interop.hf.card import card
+from perspectron.interop.hf.modeling import _share
+from perspectron.model.config import dump
+from perspectron.model.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig

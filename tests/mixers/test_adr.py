@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from perspectron.errors import ConfigError
-from perspectron.mixers.adr import ADR, ADRConfig, ADRState
+from perspectron.designs.adr.mixer import ADR, ADRConfig, ADRState
+from perspectron.util.errors import ConfigError
 
 D, H, K = 12, 3, 4
 CONFIGS = [

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.errors import ConfigError
-from perspectron.mixers.attention import Attention, AttentionConfig
+from perspectron.designs.transformer.attention import Attention, AttentionConfig
+from perspectron.util.errors import ConfigError
 
 D, H = 16, 2
 K = D // H

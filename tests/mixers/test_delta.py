@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import perspectron
-from perspectron.config import BlockConfig, MixerConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.delta import Delta, DeltaState
-from perspectron.mixers.gdn import GDN, GDNConfig
-from perspectron.mixers.gdn2 import GDN2, GDN2Config
-from perspectron.mixers.kda import KDA, KDAConfig
+from perspectron.designs.delta.common import Delta, DeltaState
+from perspectron.designs.delta.gdn import GDN, GDNConfig
+from perspectron.designs.delta.gdn2 import GDN2, GDN2Config
+from perspectron.designs.delta.kda import KDA, KDAConfig
+from perspectron.model.config import BlockConfig, MixerConfig, ModelConfig
 from perspectron.ops import delta
+from perspectron.util.errors import ConfigError
 
 D, H = 16, 2
 KINDS = {"gdn": (GDN, GDNConfig), "kda": (KDA, KDAConfig), "gdn2": (GDN2, GDN2Config)}

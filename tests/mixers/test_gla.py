@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.gla import GLA, GLAConfig, GLAState
+from perspectron.designs.gla.mixer import GLA, GLAConfig, GLAState
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.util.errors import ConfigError
 
 D, H = 16, 2
 K, V = D // 2 // H, D // H

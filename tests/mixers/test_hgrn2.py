@@ -12,10 +12,10 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.ffn import SwiGLUConfig
-from perspectron.mixers.hgrn2 import HGRN2, HGRN2Config, HGRN2State
+from perspectron.designs.hgrn2.mixer import HGRN2, HGRN2Config, HGRN2State
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.model.ffn import SwiGLUConfig
+from perspectron.util.errors import ConfigError
 
 D, H, K, N = 8, 2, 4, 3
 EPS = 1e-6

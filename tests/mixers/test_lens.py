@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from perspectron.errors import ConfigError
-from perspectron.mixers.attention import Attention, AttentionConfig
-from perspectron.mixers.lens import Lens, LensConfig
+from perspectron.designs.lens.mixer import Lens, LensConfig
+from perspectron.designs.transformer.attention import Attention, AttentionConfig
+from perspectron.model.state import LMState
 from perspectron.ops.attention import angles, rope
-from perspectron.state import LMState
+from perspectron.util.errors import ConfigError
 
 D, H = 16, 2
 K = D // H

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.mamba3 import Mamba3, Mamba3Config, Mamba3State
+from perspectron.designs.mamba3.mixer import Mamba3, Mamba3Config, Mamba3State
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops import gla
+from perspectron.util.errors import ConfigError
 
 D, P, N, H = 12, 6, 8, 4
 INNER, EPS = 24, 1e-5

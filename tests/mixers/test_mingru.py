@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.mingru import MinGRU, MinGRUConfig, MinGRUState
+from perspectron.designs.mingru.mixer import MinGRU, MinGRUConfig, MinGRUState
+from perspectron.model.config import BlockConfig, ModelConfig
+from perspectron.util.errors import ConfigError
 
 D, INNER = 6, 12
 

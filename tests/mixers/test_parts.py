@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from perspectron.mixers.parts import between, logits_of_halflives, softplus_of_steps
+from perspectron.model.parts import between, logits_of_halflives, softplus_of_steps
 
 
 def plain(x, last, reset, pad):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import perspectron
 from perspectron import presets
-from perspectron.errors import ConfigError
-from perspectron.mixers.rwkv7 import RWKV7, RWKV7Config, RWKV7State
-from perspectron.mixers.rwkv7_channel import RWKV7Channel, RWKV7ChannelConfig, RWKV7ChannelState
+from perspectron.designs.rwkv7.channel import RWKV7Channel, RWKV7ChannelConfig, RWKV7ChannelState
+from perspectron.designs.rwkv7.mixer import RWKV7, RWKV7Config, RWKV7State
 from perspectron.train.optim import OptimConfig, optimizer_of
+from perspectron.util.errors import ConfigError
 
 D, H, K = 12, 3, 4
 

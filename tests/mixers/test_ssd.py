@@ -14,10 +14,10 @@ from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 import perspectron
-from perspectron.config import BlockConfig, ModelConfig
-from perspectron.errors import ConfigError
-from perspectron.mixers.ssd import SSD, SSDConfig, SSDState
+from perspectron.designs.ssd.mixer import SSD, SSDConfig, SSDState
+from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.ops.conv import convolve
+from perspectron.util.errors import ConfigError
 
 D, P, N = 12, 6, 5
 INNER, H = 24, 4

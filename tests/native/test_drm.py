@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from perspectron import native
-from perspectron.ops import drm, drm_loop
-from perspectron.ops.drm_law import Law, State, Weights
+from perspectron.designs.drm import loop as drm_loop
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.law import Law, State, Weights
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from perspectron import native
-from perspectron.ops import gru, gru_loop
-from perspectron.ops.gru import Cells
+from perspectron.designs.adr import gru, gru_loop
+from perspectron.designs.adr.gru import Cells
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")

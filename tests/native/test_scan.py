@@ -7,8 +7,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
-from perspectron.errors import BackendError
 from perspectron.ops import pdr
+from perspectron.util.errors import BackendError
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
 ISAS = ("avx512", "avx2", "scalar")

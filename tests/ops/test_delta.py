@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from perspectron.errors import BackendError
 from perspectron.ops import delta, gla
+from perspectron.util.errors import BackendError
 
 B, H, K, V = 2, 3, 5, 4
 LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 150]

@@ -8,8 +8,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from perspectron.errors import BackendError
-from perspectron.ops import conv, delta, dispatch, drm, drm_law, experts, gla, gru, pdr
+from perspectron.designs.adr import gru
+from perspectron.designs.drm import law as drm_law
+from perspectron.designs.drm import op as drm
+from perspectron.ops import conv, delta, dispatch, experts, gla, pdr
+from perspectron.util.errors import BackendError
 
 draw = torch.Generator().manual_seed(0)
 

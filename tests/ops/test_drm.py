@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perspectron.errors import BackendError
-from perspectron.ops import drm, drm_adjoint, drm_loop
-from perspectron.ops.drm_law import Geometry, Law, State, Trace, Weights, of_lines, plan, width
+from perspectron.designs.drm import adjoint as drm_adjoint
+from perspectron.designs.drm import loop as drm_loop
+from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.law import Geometry, Law, State, Trace, Weights, of_lines, plan, width
+from perspectron.util.errors import BackendError
 
 B, S, E, H, N, R = 3, 7, 4, 6, 5, 3
 LENGTHS = [1, 63, 64, 65]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.errors import BackendError
 from perspectron.ops import gla
+from perspectron.util.errors import BackendError
 
 B, H, K, V = 2, 3, 5, 4
 LENGTHS = [1, 2, 63, 64, 65, 150]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from perspectron.errors import BackendError
-from perspectron.ops import gru
-from perspectron.ops.gru import Cells
+from perspectron.designs.adr import gru
+from perspectron.designs.adr.gru import Cells
+from perspectron.util.errors import BackendError
 
 LENGTHS = [1, 2, 63, 64, 65, 150]
 MASKS = [(), ("reset_BT",), ("pad_BT",), ("reset_BT", "pad_BT")]

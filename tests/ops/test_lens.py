@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.ops import attention, lens
+from perspectron.designs.lens import op as lens
+from perspectron.ops import attention
 
 B, H, K = 2, 3, 8
 LENGTHS = [1, 2, 63, 64, 65]

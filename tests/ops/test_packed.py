@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from perspectron import native
-from perspectron.errors import BackendError, DataError
 from perspectron.ops import packed, packing
 from perspectron.ops.packed import linear, swiglu
 from perspectron.ops.packing import LAYOUTS, Packed, check, dequantise, pack, unpack
+from perspectron.util.errors import BackendError, DataError
 from tests.native.isa import forced_isa
 
 pytestmark = pytest.mark.cpu_only("packed matrices are the CPU's; on a device PyTorch unpacks them")

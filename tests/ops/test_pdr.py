@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from perspectron import native
-from perspectron.errors import BackendError
 from perspectron.ops import pdr
+from perspectron.util.errors import BackendError
 
 LENGTHS = [1, 2, 63, 64, 65, 200]
 

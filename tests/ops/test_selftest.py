@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from perspectron.cli.main import main
-from perspectron.errors import StorageError
 from perspectron.ops import case, cases, conv, dispatch, gla, layer_cases, pdr, selftest
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
+from perspectron.util.errors import StorageError
 
 pytestmark = pytest.mark.cpu_only(
     "the test that runs on a device is `perspectron selftest`, a stage of its own"

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.errors import ConfigError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import set_share
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 from perspectron.ops.packing import LAYOUTS, dequantise
 from perspectron.quant.convert import convert, pack_expert
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.util.errors import ConfigError
 
 V = 300
 DESIGNS = {

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.errors import DataError
 from perspectron.experts.ternary import ternary
 from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameters, unpack
 from perspectron.quant import formats
 from perspectron.quant.formats import quantise
+from perspectron.util.errors import DataError
 
 FORMATS = list(LAYOUTS)
 every_format = pytest.mark.parametrize("format", FORMATS)

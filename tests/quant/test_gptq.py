@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from perspectron.errors import ConfigError, DataError
 from perspectron.ops.packing import GROUP, LAYOUTS, check, dequantise, parameters, unpack
 from perspectron.quant.formats import decode, encode, grid, quantise
 from perspectron.quant.gptq import FORMATS, Hessian, gptq
+from perspectron.util.errors import ConfigError, DataError
 
 every_format = pytest.mark.parametrize("format", FORMATS)
 

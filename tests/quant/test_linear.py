@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from perspectron.errors import ConfigError
 from perspectron.ops.dispatch import affine
 from perspectron.ops.packing import LAYOUTS, dequantise
 from perspectron.quant.formats import quantise
 from perspectron.quant.linear import QuantEmbedding, QuantLinear, bytes_of
+from perspectron.util.errors import ConfigError
 
 every_format = pytest.mark.parametrize("format", LAYOUTS)
 CASTS = {

@@ -26,8 +26,8 @@ from fastapi.testclient import TestClient
 from perspectron.data import Tokenizer
 from perspectron.decode.disk import INDEX
 from perspectron.decode.store import PrefixStore
-from perspectron.machine import return_memory
 from perspectron.serve.web.app import create
+from perspectron.util.machine import return_memory
 from tests.decode.conftest import VOCAB
 from tests.decode.test_rows import equal, prompt_of
 from tests.decode.test_store import CHUNK, answered, small

@@ -19,8 +19,8 @@ from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.decode.store import PrefixStore
-from perspectron.errors import ConfigError, PerspectronError
 from perspectron.serve.engine import FAIR, Closed, Engine, Full, Job, row_by_row_cost
+from perspectron.util.errors import ConfigError, PerspectronError
 from tests.decode.conftest import make
 from tests.decode.test_rows import GREEDY, SETTINGS, prompt_of
 from tests.waiting import PATIENCE, until

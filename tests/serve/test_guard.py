@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from pydantic import BaseModel
 
-from perspectron.machine import Peak
 from perspectron.serve.web import guard, schema
 from perspectron.serve.web.guard import Guard
+from perspectron.util.machine import Peak
 
 VALUES = st.recursive(
     st.none() | st.integers() | st.text(alphabet='a"\\[]{},:é\n', max_size=6),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from perspectron.eval.harness import Answers
-from perspectron.hf.tokenizer import fast_tokenizer
+from perspectron.interop.hf.tokenizer import fast_tokenizer
 from tests.eval.test_harness import task
 from tests.serve.conftest import served
 from tests.serve.test_live import KEY, listening_at

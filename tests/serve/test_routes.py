@@ -17,13 +17,13 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 
 from perspectron.data.template import Template
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import PerspectivesConfig
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
+from perspectron.designs.perspective.views import PerspectivesConfig
 from perspectron.serve.states import States
 from perspectron.serve.web.app import create
 from perspectron.serve.web.likely import shown
-from perspectron.tensors import read_header
+from perspectron.util.tensors import read_header
 from tests.serve.conftest import TEMPLATE, served
 
 PROMPT = {"prompt": "The cat sat", "seed": 5, "max_tokens": 12}
@@ -285,7 +285,7 @@ def test_a_parameter_of_the_query_that_a_route_lacks_is_refused(client, method, 
 
 def test_a_long_prompt_on_a_table_of_positions(tmp_path, tokenizer) -> None:
     from perspectron import presets
-    from perspectron.model import build
+    from perspectron.model.model import build
 
     one = served(tmp_path, tokenizer)
     model = build(presets.small("gpt2", vocab_size=tokenizer.vocab_size, d_model=32, seq_len=64), seed=5)
@@ -376,7 +376,7 @@ def test_a_full_disk_is_said_and_the_server_goes_on(client, monkeypatch) -> None
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.state.save_tensors", full)
+        patch.setattr("perspectron.model.state.save_tensors", full)
         answer = client.post("/v1/states", json={"id": "a", "prompt": "The cat"})
         assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
     complete(client)
@@ -394,7 +394,7 @@ def test_no_answer_shows_where_files_are(client, tiny, monkeypatch) -> None:
         client.put("/v1/states/theirs", content=b"junk"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.state.save_tensors", full)
+        patch.setattr("perspectron.model.state.save_tensors", full)
         answers.append(client.post("/v1/states", json={"id": "a", "prompt": "The cat"}))
     assert [answer.status_code for answer in answers] == [400, 400, 400, 507]
     for answer, name in zip(answers, ("mine.state", "mine.state", "theirs", "a.state"), strict=True):
@@ -441,10 +441,10 @@ def test_what_was_drawn_is_answered_also_where_its_state_cannot_be_saved(
         raise OSError(28, "No space left on device")
 
     if wrong == "disk":
-        monkeypatch.setattr("perspectron.state.save_tensors", full)
+        monkeypatch.setattr("perspectron.model.state.save_tensors", full)
     else:
-        monkeypatch.setattr("perspectron.tensors.MAX_JSON", 300)
-        monkeypatch.setattr("perspectron.tensors.read_header", functools.partial(read_header, most=300))
+        monkeypatch.setattr("perspectron.util.tensors.MAX_JSON", 300)
+        monkeypatch.setattr("perspectron.util.tensors.read_header", functools.partial(read_header, most=300))
     failed = complete(client, save="a")
     assert failed["choices"] == whole["choices"] and failed["usage"]["completion_tokens"] == 12
     assert failed["state_error"].startswith("a.state: ") and words in failed["state_error"]

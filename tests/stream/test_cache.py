@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perspectron.errors import ConfigError, ShardError
 from perspectron.stream import reader as shards
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.reader import pread
 from perspectron.stream.schedule import Entry, Schedule
 from perspectron.stream.usage import Usage
+from perspectron.util.errors import ConfigError, ShardError
 from tests.waiting import PATIENCE, until
 
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from perspectron.errors import ShardError
 from perspectron.stream.cache import ShardCache
 from perspectron.stream.device import DeviceExperts, Lane, Pinned
+from perspectron.util.errors import ShardError
 
 EXPERTS, LAYERS = 5, 3
 

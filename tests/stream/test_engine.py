@@ -18,17 +18,16 @@ import torch
 
 import perspectron
 from perspectron import native, presets
-from perspectron.census import touched
-from perspectron.config import ModelConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.steps import steps_of
-from perspectron.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
+from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.eval.cost import bench
-from perspectron.mixers.window_gqa import WindowGQAConfig
-from perspectron.model import LanguageModel
+from perspectron.model.census import touched
+from perspectron.model.config import ModelConfig
+from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.convert import convert
 from perspectron.stream import tensors
@@ -50,6 +49,7 @@ from perspectron.stream.speed import probe
 from perspectron.stream.step import step_of
 from perspectron.stream.synthetic import Draw, synthesize
 from perspectron.stream.tensors import aligned
+from perspectron.util.errors import ArtifactError, ConfigError, ShardError, StateError, StorageError
 from tests.native.isa import forced_isa
 
 SIZES = {

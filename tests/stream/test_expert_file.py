@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest
 
-from perspectron.census import packed_expert
-from perspectron.errors import ArtifactError, DataError
+from perspectron.model.census import packed_expert
 from perspectron.ops.packing import unpack
 from perspectron.stream.expert_file import MAX_HEADER, PARTS, ExpertLayout, dump, write_layer
 from perspectron.stream.reader import ShardFile
 from perspectron.stream.tensors import aligned
+from perspectron.util.errors import ArtifactError, DataError
 
 KINDS = st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=5)
 

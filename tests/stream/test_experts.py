@@ -7,13 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from perspectron.errors import ConfigError
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import FixedRouter, RoutedConfig
 from perspectron.experts.ternary import trits
 from perspectron.ops import packing
 from perspectron.stream.expert_file import Shard
 from perspectron.stream.experts import PackedExperts
+from perspectron.util.errors import ConfigError
 
 D, F = 24, 20
 CONFIG = RoutedConfig(F, (3, 2), ternary=True, int8_activations=True)

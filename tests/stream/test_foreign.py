@@ -18,7 +18,6 @@ import torch
 from perspectron import native, presets
 from perspectron.cli.main import main
 from perspectron.data import Tokenizer
-from perspectron.errors import ArtifactError, NonFiniteError, ShardError
 from perspectron.ops import packed, packing
 from perspectron.ops.packing import Packed
 from perspectron.stream import engine, expert_file, tensors
@@ -29,6 +28,7 @@ from perspectron.stream.expert_file import ExpertLayout, write_layer
 from perspectron.stream.reader import FIRST, PIECE, ShardFile, pread
 from perspectron.stream.synthetic import synthesize
 from perspectron.stream.tensors import aligned
+from perspectron.util.errors import ArtifactError, NonFiniteError, ShardError
 from tests.native.isa import forced_isa
 from tests.waiting import PATIENCE, until
 

@@ -7,10 +7,10 @@ import torch
 
 import perspectron
 from perspectron import presets
-from perspectron.census import census, packed_bytes
-from perspectron.errors import ConfigError
+from perspectron.model.census import census, packed_bytes
 from perspectron.ops.packing import LAYOUTS, Packed, pack
 from perspectron.stream.plan import Needs, Rates, bounds, case, needs, place
+from perspectron.util.errors import ConfigError
 
 SMALL = {
     "d_model": 32,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from perspectron.errors import ConfigError, ShardError
 from perspectron.stream import expert_file, tensors
 from perspectron.stream import reader as shards
 from perspectron.stream.reader import Cancelled, ShardFile, pread
+from perspectron.util.errors import ConfigError, ShardError
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from perspectron.errors import ArtifactError
 from perspectron.stream import speed
 from perspectron.stream.reader import ShardFile
 from perspectron.stream.speed import probe
+from perspectron.util.errors import ArtifactError
 
 
 def test_the_faster_method_is_taken(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,15 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import native, presets
-from perspectron.config import BlockConfig, Law5Config, MixerConfig
 from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
-from perspectron.errors import StateError
-from perspectron.model import LanguageModel
-from perspectron.state import LMState
+from perspectron.model.config import BlockConfig, Law5Config, MixerConfig
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
 from perspectron.stream.engine import load_artifact
 from perspectron.stream.step import SUITED, Step, Unsuited, check
 from perspectron.stream.synthetic import synthesize
+from perspectron.util.errors import StateError
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="no native library")
 

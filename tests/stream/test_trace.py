@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perspectron.errors import ConfigError, DataError, PerspectronError
 from perspectron.stream.plan import uniform_hit_rate
 from perspectron.stream.trace import COLD, Trace, load, missed, save, stack_distances
+from perspectron.util.errors import ConfigError, DataError, PerspectronError
 
 KEYS = st.lists(st.integers(0, 9), max_size=60).map(lambda keys: np.array(keys, np.int64))
 

@@ -7,9 +7,9 @@ import perspectron
 from perspectron import presets
 from perspectron.data import Tokenizer
 from perspectron.decode.generate import generate
-from perspectron.decode.perspectives import Perspectives, PerspectivesConfig
 from perspectron.decode.reading import read
 from perspectron.decode.sampling import SamplingConfig
+from perspectron.designs.perspective.views import Perspectives, PerspectivesConfig
 from perspectron.experts.router import Views
 from perspectron.quant.convert import convert
 from perspectron.stream.artifact import read_header, save_artifact

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from perspectron import presets
-from perspectron.config import ModelConfig
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
+from perspectron.model.config import ModelConfig
 from perspectron.train import loop
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.loop import Trainer

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from killing import calls_in, dies_in
 
-from perspectron.config import load
 from perspectron.data import Tokenizer, open_shards
+from perspectron.model.config import load
 from perspectron.train.config import RunConfig
 from perspectron.train.loop import Trainer
 

@@ -16,13 +16,13 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.machine import Peak, resident
-from perspectron.ranks import together
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout, Shard
 from perspectron.train.loop import Trainer
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
+from perspectron.util.machine import Peak, resident
+from perspectron.util.ranks import together
 from tests.train.conftest import write_texts
 from tests.train.ranks import Cases, equal, fork, killed, wait
 

@@ -23,7 +23,6 @@ import torch._dynamo  # FSDP loads it: here once, and not in each rank
 import torch.distributed as dist
 
 from perspectron.data import Shards, Tokenizer, open_shards
-from perspectron.errors import PerspectronError
 from perspectron.train import checkpoint, loop
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout
@@ -31,6 +30,7 @@ from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team
+from perspectron.util.errors import PerspectronError
 from tests.train.conftest import small
 
 EXPERTS = {"ternary": True, "int8_activations": True, "delta": 0.001, "diversity": 0.01}

@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError
 
 import perspectron
-from perspectron import presets, tensors
+from perspectron import presets
 from perspectron.data import Tokenizer
-from perspectron.errors import CheckpointError, ConfigError, StorageError
-from perspectron.model import LanguageModel, build
+from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint, loop
 from perspectron.train.heldout import Heldout
+from perspectron.util import tensors
+from perspectron.util.errors import CheckpointError, ConfigError, StorageError
 
 FILES = (checkpoint.MODEL, checkpoint.TRAINING, checkpoint.INDEX)
 

@@ -8,7 +8,6 @@ import torch
 from torch.autograd import gradcheck
 
 from perspectron.data import Tokenizer
-from perspectron.errors import CheckpointError, ConfigError
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import load_run
 from perspectron.train.config import RunConfig, TrainConfig
@@ -16,6 +15,7 @@ from perspectron.train.distill import divergence
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
 from perspectron.train.prepare import prepare
+from perspectron.util.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_bad_values(wrong):
 
 
 def test_configs_of_before_still_load(runs):
-    from perspectron.config import dump, load
+    from perspectron.model.config import dump, load
 
     config = runs.config()
     plain = dump(config)

@@ -14,12 +14,12 @@ import torch
 
 from perspectron import presets
 from perspectron.cli.main import main
-from perspectron.errors import CheckpointError, ConfigError
-from perspectron.ranks import Ranks, shared, together, total
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout
 from perspectron.train.parallel import ParallelTrainer
+from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.ranks import Ranks, shared, together, total
 from tests.train.ranks import LAYOUTS
 from tests.waiting import PATIENCE
 

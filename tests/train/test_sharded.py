@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from perspectron.errors import CheckpointError
 from perspectron.train.sharded import shapes, shard_of, whole
+from perspectron.util.errors import CheckpointError
 from tests.fuzz.mutate import with_header
 
 

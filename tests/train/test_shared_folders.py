@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from perspectron import files
 from perspectron.cli.main import main
-from perspectron.errors import StorageError
-from perspectron.files import atomic, locked, sweep, write_json
 from perspectron.train import checkpoint, loop, metrics
+from perspectron.util import files
+from perspectron.util.errors import StorageError
+from perspectron.util.files import atomic, locked, sweep, write_json
 from tests.waiting import PATIENCE, until
 
 HOLDER = """

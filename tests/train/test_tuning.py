@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.cli.serve import Serve
-from perspectron.config import load
 from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corpus, open_shards, windows
 from perspectron.data.template import FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError, DataError
-from perspectron.ffn import SwiGLU
-from perspectron.model import build
+from perspectron.model.config import load
+from perspectron.model.ffn import SwiGLU
+from perspectron.model.model import build
 from perspectron.opening import open_model
 from perspectron.train import checkpoint, lora
 from perspectron.train.config import TrainConfig
 from perspectron.train.loop import read_metrics
 from perspectron.train.lora import LoraConfig
+from perspectron.util.errors import ConfigError, DataError
 
 PAIRS = [(f"What is {a} and {b}?", f"It is {a + b}.") for a in range(9) for b in range(9)]
 SMALL = [
@@ -230,7 +230,7 @@ def test_peft_on_the_model_of_transformers_computes_the_same(run: Path) -> None:
     pytest.importorskip("transformers")
     import peft
 
-    from perspectron.hf import PerspectronConfig, PerspectronForCausalLM
+    from perspectron.interop.hf import PerspectronConfig, PerspectronForCausalLM
 
     opened = open_model(run)
     theirs = PerspectronForCausalLM(PerspectronConfig.of(opened.model.config))

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perspectron.errors import BackendError
 from perspectron.ops import delta
 from perspectron.ops.triton import delta_scan as on_gpu
 from perspectron.ops.triton import record
+from perspectron.util.errors import BackendError
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)

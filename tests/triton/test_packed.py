@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from perspectron.errors import BackendError
 from perspectron.ops import packed, packing
 from perspectron.ops.packing import LAYOUTS, Packed, pack
+from perspectron.util.errors import BackendError
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)

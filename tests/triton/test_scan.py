@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron import presets
-from perspectron.errors import BackendError
-from perspectron.model import build
+from perspectron.model.model import build
 from perspectron.ops import gla, pdr
 from perspectron.ops.triton import record
 from perspectron.ops.triton import scan as on_gpu
+from perspectron.util.errors import BackendError
 
 if find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'perspectron[triton]'", allow_module_level=True)

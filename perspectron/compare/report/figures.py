@@ -8,9 +8,9 @@ from typing import Any
 
 from perspectron.compare.report.numbers import context, known, short, size
 from perspectron.compare.report.summary import Row, bits_of
-from perspectron.plot import Chart, Dot, Dots, Line, draw, draw_dots
 from perspectron.presets import DESIGNS
-from perspectron.stats import interval
+from perspectron.util.plot import Chart, Dot, Dots, Line, draw, draw_dots
+from perspectron.util.stats import interval
 
 REFERENCE = "transformer"
 START = 0.2  # share of a training from which its losses are drawn: before it, all of them fall steeply

@@ -11,10 +11,10 @@ from perspectron.compare.report import figures, tables
 from perspectron.compare.report.numbers import context, fixed, grouped, short
 from perspectron.compare.report.summary import Row, leader, ranked
 from perspectron.compare.report.tables import Table
-from perspectron.errors import ConfigError
-from perspectron.plot import page_template, variables
 from perspectron.presets import title
-from perspectron.stats import LEVEL, interval
+from perspectron.util.errors import ConfigError
+from perspectron.util.plot import page_template, variables
+from perspectron.util.stats import LEVEL, interval
 
 VERSION = 1
 """Version of results.json."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from perspectron.compare.report.numbers import known
 from perspectron.presets import title
-from perspectron.stats import Paired, paired
+from perspectron.util.stats import Paired, paired
 
 LOSS = "heldout_bits_per_byte"
 

@@ -20,7 +20,7 @@ from perspectron.compare.report.numbers import (
     size,
 )
 from perspectron.compare.report.summary import Row, bits_of, leader
-from perspectron.stats import interval
+from perspectron.util.stats import interval
 
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]

@@ -1,4 +1,4 @@
-// The recurrence of perspectron.ops.drm and its adjoint, a token of some texts at a time.
+// The recurrence of perspectron.designs.drm.op and its adjoint, a token of some texts at a time.
 
 // Abramowitz and Stegun 7.1.26, as PyTorch has it: to 1.5e-7.
 inline Floats gelu_of(Floats x) {

@@ -1,4 +1,4 @@
-// The tokens of perspectron.ops.gru_loop, forward and back, of some memories at a time that share weights.
+// The tokens of perspectron.designs.adr.gru_loop, forward and back, of some memories at a time that share weights.
 
 // Exactly 0 far below, as padding has it.
 inline Floats gate_of(Floats x) { return chosen(x, broadcast(-87.0f), broadcast(0), sigmoid_of(x)); }

@@ -147,7 +147,7 @@ struct Turn {  // rotary positions of N rows of heads
   int64_t H, K, stride;
 };
 
-// Of perspectron.ops.drm, with G = 3H, M = NS + N, Y = S + RS and C coefficients. Weights are in panels of 32 columns, of
+// Of perspectron.designs.drm.op, with G = 3H, M = NS + N, Y = S + RS and C coefficients. Weights are in panels of 32 columns, of
 // y = x W: see walk.inl.
 struct DrmSizes {
   int64_t T, B, S, H, N, R;

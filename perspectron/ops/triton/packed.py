@@ -7,9 +7,9 @@ Shapes: T tokens, N rows, K columns, S columns stored, G groups of 128.
 import torch
 from torch import Tensor
 
-from perspectron.errors import BackendError
 from perspectron.ops.packing import GROUP, LAYOUTS, Packed
 from perspectron.ops.triton import scan
+from perspectron.util.errors import BackendError
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 """Rounded ones: whole numbers [T,S], their step [T], and their sums [T,G]."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from perspectron.errors import BackendError, PerspectronError, StorageError
-from perspectron.files import cache_folder, read_json, write_json
+from perspectron.util.errors import BackendError, PerspectronError, StorageError
+from perspectron.util.files import cache_folder, read_json, write_json
 
 OPS = Path(__file__).parents[1]
 TESTS = ("selftest.py", "case.py", "cases.py", "layer_cases.py")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from perspectron.errors import BackendError
 from perspectron.ops import dispatch
 from perspectron.ops.triton import record
+from perspectron.util.errors import BackendError
 
 INSTALL = "pip install 'perspectron[triton]'"
 SHORTEST = 16  # tokens that go by chunks; fewer go one by one

@@ -12,15 +12,15 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from perspectron.config import require
 from perspectron.decode.batch import Piece
 from perspectron.decode.session import Session
-from perspectron.errors import NonFiniteError, PerspectronError
+from perspectron.model.config import require
 from perspectron.serve.engine import Event, Job
 from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, prompts_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
+from perspectron.util.errors import NonFiniteError, PerspectronError
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served

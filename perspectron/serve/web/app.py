@@ -18,18 +18,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from perspectron import __version__
-from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.template import Template
 from perspectron.decode.session import Session
-from perspectron.errors import ConfigError, PerspectronError, StorageError
-from perspectron.machine import memory
+from perspectron.model.config import require
 from perspectron.serve.engine import Closed, Engine, Full
 from perspectron.serve.states import Missing, States
 from perspectron.serve.web import schema
 from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
 from perspectron.serve.web.metrics import Metrics
+from perspectron.util.errors import ConfigError, PerspectronError, StorageError
+from perspectron.util.machine import memory
 
 T = TypeVar("T")
 SHORT = 1 << 13  # characters of a text that is encoded at once

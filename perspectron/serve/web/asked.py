@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from perspectron.config import require
 from perspectron.data import Tokenizer
 from perspectron.data.template import RESERVED, Template
 from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.errors import ConfigError
+from perspectron.model.config import require
 from perspectron.serve.web import schema
+from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served

@@ -20,7 +20,7 @@ from pydantic import (
 )  # fmt: skip
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from perspectron.files import parse_json
+from perspectron.util.files import parse_json
 
 STOPS, STOP_LENGTH, CHOICES, PROMPTS, LOGPROBS = 16, 256, 16, 64, 20
 Name = Annotated[str, Field(max_length=200)]

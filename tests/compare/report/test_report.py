@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from perspectron import plot
 from perspectron.compare.report import figures, html
 from perspectron.compare.report.page import sections
 from perspectron.compare.report.summary import ranked
 from perspectron.compare.report.tables import estimate, varied_of
-from perspectron.errors import ConfigError
 from perspectron.presets import title
+from perspectron.util import plot
+from perspectron.util.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,94 @@
+"""The tokens of `perspectron.designs.adr.gru_loop` on a CPU, forward and backward, in place.
+
+Everything is float32; results depend neither on the number of threads nor on the instruction set.
+Source: docs/designs/adr.md#memories.
+
+Shapes: L tokens, G groups of weights, N memories that share a group's, D width, p panels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perspectron.native import _check, _library, threads
+from perspectron.native.panels import PANEL
+
+
+def _reset(reset_L1N1: Tensor | None, L: int, N: int) -> Tensor | None:
+    """Bytes."""
+    if reset_L1N1 is not None:
+        _check(reset_L1N1, torch.bool, (L, 1, N, 1))
+    return reset_L1N1
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _check_all(shapes: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
+    for tensor, shape in shapes:
+        _check(tensor, torch.float32, shape)
+
+
+def _rates(rate: float | Tensor, G: int, N: int) -> tuple[Tensor | None, float]:
+    """(one for each memory, or None; the one for all)."""
+    if not isinstance(rate, Tensor):
+        return None, rate
+    _check(rates := rate.expand(G, N, 1).contiguous(), torch.float32, (G, N, 1))
+    return rates, 0.0
+
+
+def forward(
+    gates_LGNF: Tensor,
+    n_LGND: Tensor,
+    h_LGND: Tensor,
+    wh_GpDP: Tensor,
+    rate: float | Tensor,
+    reset_L1N1: Tensor | None,
+) -> None:
+    """Fill the memories [L + 1,G,N,D] from h[0] on, as `gru_loop._walk` does. wh: in panels of [G,D,3D]; rate: a number
+    or [G,N,1]."""
+    L, G, N, D = n_LGND.shape
+    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D)), (h_LGND, (L + 1, G, N, D))])
+    _check_all([(wh_GpDP, (G, -(-3 * D // PANEL), D, PANEL))])
+    rates, one = _rates(rate, G, N)
+    _library().pspx_gru(
+        *_pointers(wh_GpDP, rates),
+        one,
+        *_pointers(_reset(reset_L1N1, L, N)),
+        *(L, G, N, D),
+        *_pointers(gates_LGNF, n_LGND, h_LGND),
+        threads(),
+    )
+
+
+def backward(
+    dgates_GLN4D: Tensor,
+    dh_LGND: Tensor,
+    draw_LGND: Tensor | None,
+    gates_LGNF: Tensor,
+    n_LGND: Tensor,
+    h_LGND: Tensor,
+    wh_GpFP: Tensor,
+    rate: float | Tensor,
+    reset_L1N1: Tensor | None,
+) -> None:
+    """Complete the gradients of the memories [L + 1,G,N,D], and fill those of the gates, as `gru_loop._walk_back`
+    does, from what `forward` left. draw: the gradient of ĥ over the rate; wh: in panels of [G,3D,D]."""
+    L, G, N, D = n_LGND.shape
+    draw = None if draw_LGND is None else draw_LGND.contiguous()
+    _check_all([(dgates_GLN4D, (G, L, N, 4, D)), (dh_LGND, (L + 1, G, N, D)), (h_LGND, (L + 1, G, N, D))])
+    _check_all([(gates_LGNF, (L, G, N, 3 * D)), (n_LGND, (L, G, N, D))])
+    _check_all(
+        [(wh_GpFP, (G, -(-D // PANEL), 3 * D, PANEL)), *([] if draw is None else [(draw, (L, G, N, D))])]
+    )
+    rates, one = _rates(rate, G, N)
+    _library().pspx_gru_backward(
+        *_pointers(wh_GpFP, rates),
+        one,
+        *_pointers(gates_LGNF, n_LGND, h_LGND, draw, _reset(reset_L1N1, L, N)),
+        *(L, G, N, D),
+        *_pointers(dgates_GLN4D, dh_LGND),
+        threads(),
+    )

@@ -1,0 +1,108 @@
+"""The common part of mixers by a gated delta rule: everything except the gates (`perspectron.ops.delta`, decay first).
+
+Shapes: B batch, T time, D model width, H heads, K key width, V value width, A gates of a head (K or 1), E erasing gates
+(K or 1), W writing gates (V or 1), C = H(2K + V) channels of the convolution, Z inputs that it remembers.
+"""
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.model.masks import Mask, masked
+from perspectron.model.parts import Lean, ShortConv, softplus, softplus_of_steps, unit
+from perspectron.model.state import register
+from perspectron.ops import delta
+from perspectron.ops.fused import RMSNorm
+from perspectron.util.terms import Term
+
+SLOWEST = 1e-3  # the least decay rate that a head starts with
+
+
+@register
+@dataclass(frozen=True)
+class DeltaState:
+    """memory: S [B,H,K,V]; window: the last inputs of the convolution [B,Z,C], zeros before the document's first. Both
+    float32 or float64."""
+
+    memory_BHKV: Tensor
+    window_BZC: Tensor
+
+
+class Delta(nn.Module, abc.ABC):
+    """q, k, v = swish(conv(W x)), q and k of length 1; α = exp(−e^{A_log} softplus(f + b));
+    S ← diag(α) S;  S ← S + k (w ⊙ v − Sᵀ (β ⊙ k))ᵀ;  y = W_o (norm(Sᵀ q / √K) ⊙ g), with f, β, w, g by `gates`.
+
+    rates: what e^{A_log} starts at, evenly between. A: 1, or K for decays of each channel."""
+
+    def __init__(
+        self,
+        d_model: int,
+        norm_eps: float,
+        heads: int,
+        K: int,
+        V: int,
+        A: int,
+        conv: int,
+        rates: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.shape, self.rates = (heads, K, V), rates
+        self.value_channels = heads * V
+        self.qkv_proj = nn.Linear(d_model, heads * (2 * K + V), bias=False)
+        self.conv1d = ShortConv(heads * (2 * K + V), conv, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * A))
+        self.norm = RMSNorm(V, norm_eps)
+        self.o_proj = nn.Linear(heads * V, d_model, bias=False)
+
+    @abc.abstractmethod
+    def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The numbers that decays are made of [B,T,H,A], β [B,T,H,E], w [B,T,H,W] and the output's gate [B,T,HV]."""
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Spread the rates over the heads, and the steps as Mamba-2 does. KDA's paper starts its own at softplus(0): a
+        memory of 0.003 of a token's, with which it learns no recall (docs/lab-notes.md)."""
+        self.conv1d.draw(generator)
+        self.A_log.uniform_(*self.rates, generator=generator).clamp_min_(SLOWEST).log_()
+        softplus_of_steps(self.dt_bias, generator)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> DeltaState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        memory = torch.zeros(batch_size, *self.shape, device=device, dtype=dtype)
+        return DeltaState(memory, self.conv1d.window(batch_size, device, dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: DeltaState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
+    ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
+        u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
+        H, K, V = self.shape
+        q, k, v = u_BTC.split([H * K, H * K, H * V], -1)
+        v = v if lean is None else lean(v, x_BTD)
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in (q, k, v))
+        f, beta, write, gate_BTV = self.gates(x_BTD)
+        full = torch.promote_types(f.dtype, torch.float32)
+        step = softplus(f.to(full) + self.dt_bias.unflatten(0, (H, -1)))
+        if pad_BT is not None:
+            step, beta, write = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (step, beta, write))
+        alpha = torch.exp(-step * torch.exp(self.A_log.to(full))[:, None])
+        if reset_BT is not None:
+            alpha = alpha.masked_fill(reset_BT[:, :, None, None], 0)
+        q, k = unit(q), unit(k)
+        q, k, e, v, alpha = (x.transpose(1, 2) for x in (q, k, beta * k, write * v, alpha))
+        o_BHTV, memory_BHKV = delta.scan(
+            q, k, e, v, alpha, state.memory_BHKV, scale=K**-0.5, consume_state=consume_state, checked=False
+        )
+        o_BTV = self.norm(o_BHTV.transpose(1, 2).to(x_BTD.dtype)).flatten(2)
+        return self.o_proj(o_BTV * gate_BTV), DeltaState(memory_BHKV, window_BZC), {}

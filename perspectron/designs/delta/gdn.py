@@ -1,0 +1,49 @@
+"""Gated DeltaNet: a matrix memory with delta-rule writes and one decay per head, behind a short convolution (Yang,
+Kautz & Hatamizadeh 2024, arXiv 2412.06464).
+
+Shapes: B batch, T time, D model width, H heads, K = 3D/4H key width, V = 2K value width.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.designs.delta.common import Delta
+from perspectron.model.config import MixerConfig, at_least, require
+from perspectron.model.parts import sigmoid
+from perspectron.ops.fused import evenly
+
+
+@dataclass(frozen=True)
+class GDNConfig(MixerConfig):
+    """The options of Gated DeltaNet.
+
+    heads: H, must divide ¾ of the model width. conv: tokens that the short convolution sees. negative: β up to 2
+    instead of 1, so that a token can negate what its key holds (arXiv 2411.12537)."""
+
+    kind = "gdn"
+    heads: int
+    conv: int = 4
+    negative: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "heads", "conv")
+
+
+class GDN(Delta):
+    """`Delta` with f = W_a x and β = w = σ(W_b x), one of a head, and g = swish(W_g x)."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: GDNConfig) -> None:
+        bound = f"a divisor of 3/4 d_model = {3 * d_model / 4:g}"
+        require(3 * d_model % (4 * config.heads) == 0, "heads", config.heads, bound)
+        K = 3 * d_model // (4 * config.heads)
+        super().__init__(d_model, norm_eps, config.heads, K, 2 * K, 1, config.conv, (0.0, 16.0))
+        self.config = config
+        self.a_proj = nn.Linear(d_model, config.heads, bias=False)
+        self.b_proj = nn.Linear(d_model, config.heads, bias=False)
+        self.g_proj = nn.Linear(d_model, config.heads * 2 * K, bias=False)
+
+    def gates(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        beta = (1 + self.config.negative) * sigmoid(self.b_proj(x_BTD))[..., None]
+        return self.a_proj(x_BTD)[..., None], beta, beta, evenly(F.silu, self.g_proj(x_BTD))

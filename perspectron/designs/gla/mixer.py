@@ -1,0 +1,103 @@
+"""Gated linear attention: a matrix memory for each head, with its own decay for each key channel (Yang et al. 2023,
+arXiv 2312.06635; docs/designs/baselines.md#gated-linear-attention).
+
+Shapes: B batch, T time, D model width, H heads, K = D/2H key width, V = D/H value width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.config import MixerConfig, at_least, divides, positive
+from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.parts import Lean, apart
+from perspectron.model.state import register
+from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.terms import Term
+
+
+@dataclass(frozen=True)
+class GLAConfig(MixerConfig):
+    """The options of gated linear attention.
+
+    heads: H, must divide half the model width. gate_rank: of the map from the input to the gates. gate_temperature:
+    the gate is this root of a sigmoid, so that memories are long at initialisation."""
+
+    kind = "gla"
+    heads: int
+    gate_rank: int = 16
+    gate_temperature: float = 16.0
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "heads", "gate_rank")
+        positive(self, "gate_temperature")
+
+
+@register
+@dataclass(frozen=True)
+class GLAState:
+    """The state of GLA. memory: S [B,H,K,V], float32 or float64."""
+
+    memory_BHKV: Tensor
+
+
+class GLA(nn.Module):
+    """S ← diag(α) S + k vᵀ with α = σ(W₂ W₁ x + b)^(1/temperature); y = W_o (norm(Sᵀ q / √K) ⊙ swish(W_g x))."""
+
+    bends = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
+
+    def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
+        super().__init__()
+        divides(config.heads, d_model, even=True)
+        self.config = config
+        self.value_channels = d_model
+        self.q_proj = nn.Linear(d_model, d_model // 2, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model // 2, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.g_proj = nn.Linear(d_model, d_model, bias=False)
+        self.gk_proj = nn.Sequential(
+            nn.Linear(d_model, config.gate_rank, bias=False), nn.Linear(config.gate_rank, d_model // 2)
+        )
+        self.norm = RMSNorm(d_model // config.heads, norm_eps)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> GLAState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        H, D = self.config.heads, self.o_proj.in_features
+        dtype = torch.promote_types(dtype, torch.float32)
+        return GLAState(torch.zeros(batch_size, H, D // (2 * H), D // H, device=device, dtype=dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Inputs,
+        state: GLAState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
+    ) -> tuple[Tensor, GLAState, dict[str, Term]]:
+        x_q, x_k, x_v, x_g = apart(x_BTD, len(self.bends))
+        gate_BTK = self.gk_proj(x_g)
+        gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
+        # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
+        by = self.config.gate_temperature
+        gate_BTK = evenly(lambda gate: torch.exp(F.logsigmoid(gate) / by), gate_BTK)
+        if pad_BT is not None:
+            gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
+        if reset_BT is not None:
+            gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
+        v_BTD = self.v_proj(x_v) if lean is None else lean(self.v_proj(x_v), x_v)
+        inputs = (self.q_proj(x_q), self.k_proj(x_k), v_BTD, gate_BTK)
+        q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
+        o_BHTV, memory_BHKV = gla.scan(
+            q, k, v, gate, state.memory_BHKV, consume_state=consume_state, checked=False
+        )
+        o_BTD = self.norm(o_BHTV.transpose(1, 2).to(x_q.dtype)).flatten(2)
+        y_BTD = self.o_proj(o_BTD * evenly(F.silu, self.g_proj(x_g)))
+        return y_BTD, GLAState(memory_BHKV), {}

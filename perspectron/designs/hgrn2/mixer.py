@@ -1,0 +1,122 @@
+"""HGRN2: a matrix memory for each head that writes as much as it forgets, with lower bounds on the forget gates that
+grow with depth (Qin et al. 2024, arXiv 2404.07904).
+
+Shapes: B batch, T time, D model width, N layers, H heads, K = D/H key and value width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.config import MixerConfig, at_least, divides, require
+from perspectron.model.masks import Mask, masked
+from perspectron.model.parts import Lean, Shared
+from perspectron.model.state import register
+from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.terms import Term
+
+BOUNDS = "hgrn2.bounds"  # what layer 0 hands on: of the gates of all layers [N,D]
+
+
+@dataclass(frozen=True)
+class HGRN2Config(MixerConfig):
+    """The options of HGRN2.
+
+    heads: H, must divide the model width. layer: index of this one among the HGRN2 layers of the model. layers: N, how
+    many there are; layer 0 owns the bounds of all."""
+
+    kind = "hgrn2"
+    heads: int
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "heads", "layers")
+        require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, layers) = [0, {self.layers})")
+
+
+@register
+@dataclass(frozen=True)
+class HGRN2State:
+    """The state of HGRN2. memory: S [B,H,K,K], float32 or float64."""
+
+    memory_BHKK: Tensor
+
+
+class HGRN2(nn.Module):
+    """α = l + (1 − l) σ(W_f x); S ← diag(α) S + (1 − α)(W_i x)ᵀ; y = W_o norm(Sᵀ swish(W_q x) / √K).
+
+    l [D] is the layer's bound: what layers below it have of softmax(Γ) over the layers. It is 0 in layer 0, and in a
+    layer that is run by itself."""
+
+    shares = True
+
+    def __init__(self, d_model: int, norm_eps: float, config: HGRN2Config) -> None:
+        super().__init__()
+        divides(config.heads, d_model)
+        self.config = config
+        self.value_channels = d_model
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.f_proj = nn.Linear(d_model, d_model, bias=False)
+        self.i_proj = nn.Linear(d_model, d_model, bias=False)
+        self.norm = RMSNorm(d_model, norm_eps)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        if config.layer == 0 and config.layers > 1:
+            self.gamma_ND = nn.Parameter(torch.empty(config.layers, d_model))
+            self.no_decay = ("gamma_ND",)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Bounds that rise evenly, by 1/N a layer."""
+        if hasattr(self, "gamma_ND"):
+            self.gamma_ND.zero_()
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> HGRN2State:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        H, D = self.config.heads, self.o_proj.in_features
+        dtype = torch.promote_types(dtype, torch.float32)
+        return HGRN2State(torch.zeros(batch_size, H, D // H, D // H, device=device, dtype=dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: HGRN2State,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        shared: Shared | None = None,
+        lean: Lean | None = None,
+    ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
+        f_BTD = self.f_proj(x_BTD)
+        f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
+        k_BTD = evenly(torch.sigmoid, -f_BTD)
+        if shared is not None and self.config.layers > 1:
+            if self.config.layer == 0:
+                share_ND = self.gamma_ND.to(f_BTD.dtype).softmax(0)
+                shared[BOUNDS] = share_ND.cumsum(0) - share_ND
+            else:
+                require(
+                    shared.get(BOUNDS) is not None,
+                    "layer",
+                    self.config.layer,
+                    "above layer 0 in the same model",
+                )
+                k_BTD = k_BTD * (1 - shared[BOUNDS][self.config.layer])
+        if pad_BT is not None:
+            k_BTD = k_BTD.masked_fill(pad_BT[:, :, None], 0)
+        gate_BTD = 1 - k_BTD
+        if reset_BT is not None:
+            gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
+        v_BTD = self.i_proj(x_BTD) if lean is None else lean(self.i_proj(x_BTD), x_BTD)
+        inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
+        q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
+        o_BHTK, memory_BHKK = gla.scan(
+            q, k, v, gate, state.memory_BHKK, consume_state=consume_state, checked=False
+        )
+        o_BTD = o_BHTK.transpose(1, 2).flatten(2).to(x_BTD.dtype)
+        return self.o_proj(self.norm(o_BTD)), HGRN2State(memory_BHKK), {}

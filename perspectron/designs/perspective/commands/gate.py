@@ -1,0 +1,194 @@
+"""`perspectron gate`."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from perspectron.cli.options import answer, table
+from perspectron.cli.progress import Work
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.designs.perspective.suites.scans import scan_error
+from perspectron.model.config import require
+from perspectron.opening import Opened, open_model
+from perspectron.presets import TOLERANCE, design_of
+from perspectron.train.expert_stats import experts_of, loads, mean, use
+from perspectron.train.heldout import heldout
+from perspectron.train.metrics import measured, read_metrics
+from perspectron.train.recipe import ROWS
+from perspectron.util.errors import CheckpointError, ConfigError
+from perspectron.util.files import read_json
+
+PDR, RIVAL = ("perspective", "perspective2"), "gla"
+SCAN, GINI, TERNARY = 1e-5, 0.15, 1.10
+TOKENS = 4096
+"""Tokens of text that experts and scans are measured on."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's own numbers."""
+
+    path: Path
+    design: str
+    parameters: int
+    tokens: int
+    bits_per_byte: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One of the four. holds: None where nothing here decides it."""
+
+    name: str
+    bound: str
+    measured: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Check the four conditions that Perspective's document sets before a larger model is trained.
+
+    Example: perspectron gate runs/letters runs/routed
+
+    For PDR's loss beside GLA's, give runs of both with as many parameters and tokens.
+    """
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs: perspective and gla with as many parameters and tokens, and runs with experts."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        require(len(self.runs) >= 1, "runs", list(self.runs), "one or more folders of runs")
+        with Work("measuring"):
+            opened = [open_model(path) for path in self.runs]
+            conditions = [
+                perplexity([read(one) for one in opened]),
+                scans(opened),
+                experts(opened),
+                conversion([one.folder.path for one in opened]),
+            ]
+        said = verdict(conditions)
+        words = {True: "holds", False: "fails", None: "not measured"}
+        rows = [(c.name, c.bound, c.measured, words[c.holds]) for c in conditions]
+        fields = {"conditions": [asdict(condition) for condition in conditions], "verdict": said}
+        return answer(self.json, fields, table("", ("condition", "bound", "measured", ""), rows), said)
+
+
+def verdict(conditions: Sequence[Condition]) -> str:
+    """The plan's rule: proceed where all four hold."""
+    if failed := [condition.name for condition in conditions if condition.holds is False]:
+        return f"do not proceed: {'; '.join(failed)}"
+    if missing := [condition.name for condition in conditions if condition.holds is None]:
+        return f"not decided: {'; '.join(missing)}"
+    return "proceed: all four conditions hold"
+
+
+def read(opened: Opened) -> Run:
+    """ConfigError for what is no run of a training, or has not been measured."""
+    path, config = opened.folder.path, opened.folder.run
+    require(config is not None, "runs", str(path), "the folder of a run, not an artifact")
+    assert config is not None
+    lines = read_metrics(path)
+    bits = [value for line in lines if (value := measured(line)[1]) is not None]
+    if (path / ROWS).is_file():
+        bits = [row["heldout_bits_per_byte"] for row in read_json(path / ROWS, CheckpointError)][-1:]
+    if not bits:
+        raise ConfigError(f"{path}: no held-out loss; finish it with: perspectron train --resume {path}")
+    train = config.train
+    return Run(
+        path,
+        _design(opened),
+        sum(parameter.numel() for parameter in opened.model.parameters()),
+        train.steps * train.batch_size * train.seq_len * train.accumulate,
+        bits[-1],
+        opened.shards(path).tokenizer_fingerprint,
+    )
+
+
+def _design(opened: Opened) -> str:
+    try:
+        return design_of(opened.folder.model)
+    except ConfigError:
+        return ""
+
+
+def perplexity(runs: Sequence[Run]) -> Condition:
+    """PDR's loss is no higher than GLA's. ConfigError for runs that cannot be compared: of other sizes, tokens or
+    text."""
+    name, bound = "PDR's loss is no higher than GLA's", "≤ GLA"
+    ours, theirs = ([run for run in runs if run.design in designs] for designs in (PDR, (RIVAL,)))
+    if not ours or not theirs:
+        lacks = "a dense run of perspective" if not ours else "a run of gla"
+        return Condition(name, bound, f"needs {lacks}", None)
+    first = ours[0]
+    for run in (*ours, *theirs):
+        apart = abs(run.parameters / first.parameters - 1)
+        near = f"within {TOLERANCE:.0%} of {first.parameters:,}, those of {first.path}"
+        require(apart <= TOLERANCE, f"parameters of {run.path}", run.parameters, near)
+        require(
+            run.tokens == first.tokens,
+            f"tokens of {run.path}",
+            run.tokens,
+            f"{first.tokens}, as {first.path}",
+        )
+        same = run.text == first.text
+        require(same, f"tokenizer of {run.path}", run.text[:12], f"{first.text[:12]}, as {first.path}")
+    pdr, gla = (statistics.fmean(run.bits_per_byte for run in group) for group in (ours, theirs))
+    counts = f"{len(ours)} and {len(theirs)} runs, {first.tokens / 1e6:.3g} M tokens"
+    return Condition(name, bound, f"{pdr:.3f} against {gla:.3f} bits per byte ({counts})", pdr <= gla)
+
+
+@torch.no_grad()
+def scans(opened: Sequence[Opened]) -> Condition:
+    """The scan that runs gives what the plain loop gives, on what the trained layers read."""
+    errors = [error for one in opened if (error := scan_error(one.model, _ids(one))) is not None]
+    name, bound = "the scan is the recurrence", f"≤ {SCAN:g}"
+    if not errors:
+        return Condition(name, bound, "needs a run of perspective", None)
+    worst = max(errors)
+    return Condition(name, bound, f"{worst:.1e} of the largest output, {len(errors)} runs", worst <= SCAN)
+
+
+def _ids(opened: Opened) -> list[int]:
+    split = opened.shards(opened.folder.path).split("train")
+    return [END_OF_TEXT_ID, *split.read(0, min(split.tokens, TOKENS // 8)).tolist()]
+
+
+def experts(opened: Sequence[Opened]) -> Condition:
+    """Imbalance of the experts' use, on text of the training."""
+    name, bound, found = "experts are used evenly in training", f"Gini < {GINI:g}", []
+    for one in opened:
+        if experts_of(one.model):
+            assert one.folder.run is not None
+            with loads(one.model) as by_layer:
+                shards = one.shards(one.folder.path)
+                train = one.folder.run.train
+                heldout(one.model, shards.split("train"), one.tokenizer, seq_len=train.seq_len,
+                        limit_tokens=TOKENS, spread=True)  # fmt: skip
+            found.append(mean(use(by_layer), "gini") or 0.0)
+    if not found:
+        return Condition(name, bound, "needs a run with experts", None)
+    return Condition(
+        name, bound, f"{max(found):.3f}, mean of the layers, {len(found)} runs", max(found) < GINI
+    )
+
+
+def conversion(paths: Sequence[Path]) -> Condition:
+    """Perplexity after the experts became ternary over that before, of staged runs."""
+    name, bound, found = "ternary experts cost little", f"perplexity × < {TERNARY:.2f}", []
+    for path in paths:
+        if (path / ROWS).is_file():
+            rows = {row["stage"]: row for row in read_json(path / ROWS, CheckpointError)}
+            if {"differentiate", "ternary"} <= rows.keys():
+                before, after = (rows[stage]["heldout_perplexity"] for stage in ("differentiate", "ternary"))
+                found.append(after / before)
+    if not found:
+        return Condition(name, bound, "needs a run of the staged recipe", None)
+    return Condition(name, bound, f"× {max(found):.3f}, {len(found)} runs", max(found) < TERNARY)

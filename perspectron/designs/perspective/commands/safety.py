@@ -1,0 +1,97 @@
+"""`perspectron safety`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from perspectron.cli.options import answer, open_model
+from perspectron.cli.progress import Work
+from perspectron.data import Tokenizer
+from perspectron.decode.projection import project
+from perspectron.designs.perspective.safety import Polytope, fit, states
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.util.errors import DataError
+from perspectron.util.files import read_text
+
+
+@dataclass(frozen=True)
+class SafetyOf:
+    """Fit a safe set of hidden states to allowed and blocked text, or test one.
+
+    Example: perspectron safety fit runs/letters set.safe --allowed letters.txt --blocked verse=other.txt
+
+    Test it on texts: perspectron safety test runs/letters set.safe --allowed letters.txt --blocked other.txt
+
+    Then: perspectron generate runs/letters "The key" --safety set.safe
+    """
+
+    action: tyro.conf.Positional[Literal["fit", "test"]]
+    """ "fit" writes the file; "test" prints the share of each text that is outside."""
+    run: tyro.conf.Positional[Path]
+    """Folder of a run, of one of its checkpoints, or of an artifact."""
+    file: tyro.conf.Positional[Path]
+    """File of the safe set."""
+    allowed: Path
+    """Text file of allowed sentences, one per line."""
+    blocked: tuple[str, ...]
+    """Text files of blocked sentences; NAME=FILE names their category."""
+    facets: int = 8
+    """Half-spaces for each category (fit only)."""
+    alpha: float = 0.02
+    """Share of allowed text that may lie outside (fit only)."""
+    seed: int = 0
+    """Seed of the clusters and of the split of the allowed text (fit only)."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __call__(self) -> int:
+        require(len(self.blocked) > 0, "blocked", "none", "one file or more")
+        opened = open_model(self.run)
+        model, tokenizer = opened.model, opened.tokenizer
+        with Work("reading the sentences"):
+            allowed_ND = _states(self.allowed, model, tokenizer)
+            blocked = {name: _states(path, model, tokenizer) for name, path in map(_named, self.blocked)}
+        if self.action == "fit":
+            options: dict[str, Any] = {"facets": self.facets, "alpha": self.alpha, "seed": self.seed}
+            made = fit(model, allowed_ND, blocked, **options)
+            made.save(self.file)
+            fields = {"half_spaces": len(made.labels), "epsilon": made.epsilon, "alpha": made.alpha}
+            said = (
+                f"{len(made.labels)} half-spaces, moved out by {made.epsilon:.2f} deviations; in {self.file}"
+            )
+            return answer(self.json, fields, said)
+        made = Polytope.load(self.file, model)
+        shares = {name: outside(made, h_ND) for name, h_ND in {"allowed": allowed_ND, **blocked}.items()}
+        moved = float(project(allowed_ND, made.faces)[1].moved_N.mean())
+        lines = [f"{name}: {share:.1%} outside" for name, share in shares.items()]
+        return answer(self.json, {"outside": shares, "moved": moved}, *lines)
+
+
+def outside(made: Polytope, h_ND: torch.Tensor) -> float:
+    """Share of states outside."""
+    return float((made.scores(h_ND) > 0).double().mean())
+
+
+def _named(text: str) -> tuple[str, Path]:
+    name, _, path = (
+        text.partition("=") if "=" in text and not Path(text).exists() else (Path(text).stem, "", text)
+    )
+    require(name != "", "blocked", text, "FILE or NAME=FILE")
+    return name, Path(path)
+
+
+def _states(path: Path, model: LanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+    try:
+        lines = read_text(path).splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise DataError(f"{path}: no sentences, need one a line")
+    return states(model, tokenizer, texts)

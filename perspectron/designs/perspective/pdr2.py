@@ -1,0 +1,146 @@
+"""Improved Perspective Decay Recurrence: `pdr` with groups of rows that have their own queries and keys, initial
+half-lives from one token to a thousand, and inputs scaled by the decay; a norm and a gate on the output are an option
+(docs/designs/perspective.md#perspective2).
+
+Shapes: B batch, T time, D model width, G groups, R state rank.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.designs.perspective import eligibility
+from perspectron.designs.perspective.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
+from perspectron.model.config import MixerConfig, at_least, require
+from perspectron.model.masks import Inputs, Mask, masked
+from perspectron.model.parts import Lean, apart, logits_of_halflives
+from perspectron.model.state import register
+from perspectron.ops import pdr
+from perspectron.ops.fused import RMSNorm, decayed, evenly
+from perspectron.util.terms import Term
+
+
+@dataclass(frozen=True)
+class PDR2Config(MixerConfig):
+    """The options of PDR2.
+
+    rank: R, columns of the state. groups: G, groups of state rows with their own queries and keys; must divide the
+    model width. gated: multiply the output by swish(W_z x) and norm it. longest: initial half-life of the slowest rows
+    in tokens (the fastest have 1); 0 starts all rows at γ = 0.95, as PDR does. unit_input: scale values by √(1 − γ²),
+    so that slow rows do not grow larger than fast ones."""
+
+    kind = "pdr2"
+    rank: int
+    groups: int = 1
+    gated: bool = False
+    longest: float = 1000.0
+    unit_input: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "rank", "groups")
+        require(self.longest == 0 or self.longest >= 1, "longest", self.longest, "≥ 1, or 0")
+
+
+@register
+@dataclass(frozen=True)
+class PDR2State:
+    """The state of PDR2. memory: S [B,D,R], float32 or float64."""
+
+    memory_BDR: Tensor
+
+
+@register
+@dataclass(frozen=True)
+class AdaptedPDR2State(Adapted, PDR2State):
+    """The state of PDR2 under an adapter."""
+
+
+class PDR2(nn.Module):
+    """γ = σ(W_p x + b_p); S ← diag(γ) S + (√(1 − γ²) ⊙ W_v x)(W_k x)ᵀ; y = W_o S W_q x / √R, in each group of rows;
+    gated, y = W_o norm(S W_q x / √R ⊙ swish(W_z x))."""
+
+    bends = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
+
+    def __init__(self, d_model: int, norm_eps: float, config: PDR2Config) -> None:
+        super().__init__()
+        bound = f"a divisor of d_model = {d_model}"
+        require(d_model % config.groups == 0, "groups", config.groups, bound)
+        self.config = config
+        self.value_channels = d_model
+        widths = (config.groups * config.rank, config.groups * config.rank, d_model)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, n, bias=False) for n in widths)
+        self.p_proj = nn.Linear(d_model, d_model)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+        if config.gated:
+            self.z_proj = nn.Linear(d_model, d_model, bias=False)
+            self.norm = RMSNorm(d_model, norm_eps)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """W_p = I + (0.01/√D) N(0,1), as PDR; half-lives log-uniform from 1 to `longest` tokens."""
+        D = self.p_proj.in_features
+        self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
+        if self.config.longest:
+            logits_of_halflives(self.p_proj.bias, 1, self.config.longest, generator)
+        else:
+            self.p_proj.bias.fill_(GATE_BIAS)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> PDR2State:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        D, dtype = self.value_channels, torch.promote_types(dtype, torch.float32)
+        return PDR2State(torch.zeros(batch_size, D, self.config.rank, device=device, dtype=dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Inputs,
+        state: PDR2State,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
+    ) -> tuple[Tensor, PDR2State, dict[str, Term]]:
+        x_q, x_k, x_v, x_p = apart(x_BTD, len(self.bends))
+        q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
+        v_BTD = v_BTD if lean is None else lean(v_BTD, x_v)
+        p_BTD = self.p_proj(x_p)
+        if isinstance(state, Adapted):
+            p_BTD, u_BTr = state.gates(p_BTD, x_p)
+        if self.config.unit_input:
+            gamma_BTD, v_BTD = decayed(p_BTD, v_BTD)
+        else:
+            gamma_BTD = evenly(torch.sigmoid, p_BTD.to(torch.promote_types(p_BTD.dtype, torch.float32)))
+        own_BTD = gamma_BTD
+        if pad_BT is not None:
+            v_BTD = v_BTD.masked_fill(pad_BT[:, :, None], 0)
+            gamma_BTD = gamma_BTD.masked_fill(pad_BT[:, :, None], 1)
+        if reset_BT is not None:
+            gamma_BTD = gamma_BTD.masked_fill(reset_BT[:, :, None], 0)
+        q, k, v, gamma = (self._groups(x) for x in (q, k, v_BTD, gamma_BTD))
+        memory_BDR, more = state.memory_BDR, dict[str, Tensor]()
+        if isinstance(state, AdaptedPDR2State) and state.traced:  # before the memory is written into
+            u = u_BTr.repeat_interleave(self.config.groups, 0)
+            trace = state.trace_BrDR.unflatten(2, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)
+            slope = None
+            if self.config.unit_input:  # of log √(1 − γ²) in p
+                slope = self._groups(-own_BTD.square() / (1 + own_BTD))
+            before = memory_BDR.reshape(len(v), -1, self.config.rank)
+            trace = eligibility.carried(k, v, gamma, u, before, trace, slope_BTD=slope)
+            more["trace_BrDR"] = trace.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2, 3)
+            memory_BDR = state.learned(memory_BDR)
+        memory = memory_BDR.reshape(len(v), -1, self.config.rank)
+        o, memory = pdr.scan(q, k, v, gamma, memory, consume_state=consume_state, checked=False)
+        o_BTD = o.unflatten(0, (len(x_q), -1)).transpose(1, 2).flatten(2)
+        if self.config.gated:
+            o_BTD = self.norm((o_BTD * evenly(F.silu, self.z_proj(x_q))).to(x_q.dtype))
+        memory_BDR = memory.reshape(len(x_q), -1, self.config.rank)
+        return self.o_proj(o_BTD.to(x_q.dtype)), replace(state, memory_BDR=memory_BDR, **more), {}
+
+    def _groups(self, x_BTC: Tensor) -> Tensor:
+        """The groups [B·G,T,C/G] of [B,T,C]."""
+        if self.config.groups == 1:
+            return x_BTC
+        return x_BTC.unflatten(-1, (self.config.groups, -1)).transpose(1, 2).flatten(0, 1)

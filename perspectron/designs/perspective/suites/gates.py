@@ -1,0 +1,51 @@
+"""The decays of a trained memory, token by token: the gates of PDR's rows over a text, and their half-lives.
+
+Shapes: B batch, T time, D rows of a layer's state.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.decode.reading import END_OF_TEXT_ID
+from perspectron.model.block import Block
+from perspectron.model.model import LanguageModel
+from perspectron.util.hooks import hooked
+
+LONGEST = 1e6  # tokens: beyond, float32 does not tell decays from 1
+
+
+def gates_of(model: LanguageModel) -> dict[int, nn.Module]:
+    """The modules that give the logits of decays for each row, by the number of their block: of `pdr` and `pdr2`."""
+    found = {}
+    for number, block in enumerate(model.blocks):
+        gate = (
+            getattr(block.mixer, "p_proj", None) if isinstance(block, Block) and block.config.mixer else None
+        )
+        if isinstance(gate, nn.Module):
+            found[number] = gate
+    return found
+
+
+def recorded(model: LanguageModel, ids: list[int]) -> tuple[dict[int, Tensor], Tensor]:
+    """The logits of the decays [T,D] at each token of a text that begins with its first id, by block, and the model's
+    logits [T+1,V] after the separator and each of them."""
+    found = dict[int, Tensor]()
+
+    def keep(number: int, p_BTD: Tensor) -> None:
+        found[number] = p_BTD[0, 1:].double().cpu()  # the first is the separator's
+
+    gates = gates_of(model).items()
+    with hooked(gate.register_forward_hook(lambda _, __, p, n=number: keep(n, p)) for number, gate in gates):
+        logits = model(torch.tensor([[END_OF_TEXT_ID, *ids]], device=model.device)).logits
+    return found, logits[0]
+
+
+@torch.inference_mode()
+def halflives(model: LanguageModel, ids: list[int]) -> dict[int, Tensor]:
+    """Half-lives [T,D] in tokens, log ½ / log γ, at each token of a text, by the number of the block; empty for models
+    without such decays."""
+    logits, _ = recorded(model, ids)
+    return {n: (-math.log(2) / F.logsigmoid(p)).clamp_max(LONGEST) for n, p in logits.items()}

@@ -1,0 +1,76 @@
+"""RWKV-7's channel mix, the network that stands beside its time mix. It reads the token before, too, and so has a state
+and stands in a block of its own (Peng et al. 2025, arXiv 2503.14456; starts as in BlinkDL/RWKV-LM).
+
+Shapes: B batch, T time, D model width, F hidden width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.config import MixerConfig, at_least, require
+from perspectron.model.masks import Mask, masked
+from perspectron.model.parts import between, mixes
+from perspectron.model.state import register
+from perspectron.util.terms import Term
+
+
+@dataclass(frozen=True)
+class RWKV7ChannelConfig(MixerConfig):
+    """The options of RWKV-7's channel mix.
+
+    hidden: F. layer: its place among the `layers` of this kind, from 0, by which it starts."""
+
+    kind = "rwkv7_channel"
+    hidden: int
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "hidden")
+        require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, {self.layers})")
+
+
+@register
+@dataclass(frozen=True)
+class RWKV7ChannelState:
+    """last: what the last token read [B,D], zeros before the document's first; float32 or float64."""
+
+    last_BD: Tensor
+
+
+class RWKV7Channel(nn.Module):
+    """x_k lies between x and the token before; y = W_v relu(W_k x_k)²."""
+
+    shifts = True
+
+    def __init__(self, d_model: int, norm_eps: float, config: RWKV7ChannelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mix_D = nn.Parameter(torch.empty(d_model))
+        self.k_proj = nn.Linear(d_model, config.hidden, bias=False)
+        self.v_proj = nn.Linear(config.hidden, d_model, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """The mix spread over the channels, by the layer; outputs start at 0."""
+        D = len(self.mix_D)
+        self.mix_D.copy_(mixes(D, (1 - self.config.layer / self.config.layers) ** 4))
+        self.k_proj.weight.uniform_(-0.5 * D**-0.5, 0.5 * D**-0.5, generator=generator)
+        self.v_proj.weight.zero_()
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> RWKV7ChannelState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        return RWKV7ChannelState(torch.zeros(batch_size, len(self.mix_D), device=device, dtype=dtype))
+
+    @masked
+    def forward(
+        self, x_BTD: Tensor, state: RWKV7ChannelState, reset_BT: Mask, pad_BT: Mask, consume_state: bool
+    ) -> tuple[Tensor, RWKV7ChannelState, dict[str, Term]]:
+        (x_BTD,), last_BD = between(x_BTD, state.last_BD, self.mix_D[None], reset_BT, pad_BT)
+        h_BTF = F.relu(self.k_proj(x_BTD)).square()
+        return self.v_proj(h_BTF), RWKV7ChannelState(last_BD), {}

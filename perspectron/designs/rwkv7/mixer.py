@@ -1,0 +1,163 @@
+"""RWKV-7's time mix: a matrix memory with a decay for each row, which is read and corrected before it decays (Peng et
+al. 2025, arXiv 2503.14456; starts as in BlinkDL/RWKV-LM). Its channel mix is `rwkv7_channel`.
+
+Shapes: B batch, T time, D model width, H heads, K = D/H head width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.config import MixerConfig, at_least, require
+from perspectron.model.masks import Mask, masked
+from perspectron.model.parts import (
+    Shared,
+    between,
+    first_value_gate,
+    low_rank,
+    mixes,
+    start_first_value_gate,
+    start_low_rank,
+    toward,
+    unit,
+)
+from perspectron.model.state import register
+from perspectron.ops import delta
+from perspectron.ops.fused import evenly
+from perspectron.util.terms import Term
+
+BENDS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)  # of the mixes for r, w, k, v, a, g
+NORM_EPS = 64e-5
+
+
+@dataclass(frozen=True)
+class RWKV7Config(MixerConfig):
+    """The options of RWKV-7's time mix.
+
+    head_dim: K, must divide the model width. layer: its place among the `layers` of this kind, from 0. It starts by it,
+    and the first one hands its values on to the others."""
+
+    kind = "rwkv7"
+    head_dim: int
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(2, self, "head_dim")
+        require(0 <= self.layer < self.layers, "layer", self.layer, f"in [0, {self.layers})")
+
+
+@register
+@dataclass(frozen=True)
+class RWKV7State:
+    """memory: S [B,H,K,K]; last: what the last token read [B,D], zeros before the document's first. Both float32 or
+    float64."""
+
+    memory_BHKK: Tensor
+    last_BD: Tensor
+
+
+class RWKV7(nn.Module):
+    """x_r, x_w, x_k, x_v, x_a, x_g lie between x and the token before; r, k, v are linear in theirs, and v goes to the
+    first layer's by σ(v₂ v₁ x_v + v₀). α = exp(−e^{−½} σ(w₂ tanh(w₁ x_w) + w₀)), η = σ(a₂ a₁ x_a + a₀), κ = k ⊙ k_k of
+    length 1 in each head, k ← k ⊙ (1 + (η − 1) ⊙ k_a);  S ← diag(α) S − (κ ⊙ η) (Sᵀ κ)ᵀ + k vᵀ;
+    y = W_o ((norm(Sᵀ r) + (Σ r ⊙ r_k ⊙ k) v) ⊙ g₂ σ(g₁ x_g))."""
+
+    shares = shifts = True
+    no_decay = ("mix_6D",)
+
+    def __init__(self, d_model: int, norm_eps: float, config: RWKV7Config) -> None:
+        super().__init__()
+        D, K = d_model, config.head_dim
+        require(D % K == 0, "head_dim", K, f"a divisor of d_model = {D}")
+        self.config = config
+        self.mix_6D = nn.Parameter(torch.empty(6, D))
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(D, D, bias=False) for _ in range(3))
+        self.w_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Tanh())
+        self.a_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Identity())
+        self.g_low = low_rank(D, 5 * D**0.5, nn.Sigmoid(), bias=False)
+        self.v_low = first_value_gate(D, D) if config.layer > 0 else None
+        self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(D)) for _ in range(3))
+        self.norm_weight, self.norm_bias = (nn.Parameter(torch.empty(D)) for _ in range(2))
+        self.o_proj = nn.Linear(D, D, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Mixes, decays and rates spread over the channels, by the layer; low ranks and outputs start at 0."""
+        D, K, (layer, layers) = len(self.k_k), self.config.head_dim, (self.config.layer, self.config.layers)
+        channel = torch.arange(D, dtype=torch.float64)
+        line, zigzag = channel / (D - 1), 2 * (channel % K) / (K - 1) - 1
+        zigzag = zigzag * zigzag.abs()
+        self.mix_6D.copy_(torch.stack([mixes(D, bend * (1 - layer / layers)) for bend in BENDS]))
+        slope = 1 + (layer / max(1, layers - 1)) ** 0.3
+        start_low_rank(self.w_low, generator, 6 * line**slope - 5.5 + 2.5 * zigzag)
+        start_low_rank(self.a_low, generator, 0.4 * (line - 0.5) - 0.19 + 0.3 * zigzag)
+        start_low_rank(self.g_low, generator)
+        if self.v_low is not None:
+            start_first_value_gate(self.v_low, generator)
+        for linear, gain in ((self.r_proj, 1.0), (self.k_proj, 0.1), (self.v_proj, 1.0)):
+            nn.init.orthogonal_(linear.weight, gain, generator)
+        self.k_k.copy_(0.71 - 0.1 * (line - 0.5))
+        self.k_a.fill_(1.02)
+        self.r_k.fill_(-0.04)
+        self.norm_weight.fill_(((layer + 1) / layers) ** 0.7)
+        self.norm_bias.zero_()
+        self.o_proj.weight.zero_()
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> RWKV7State:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        D, K, dtype = len(self.k_k), self.config.head_dim, torch.promote_types(dtype, torch.float32)
+        memory = torch.zeros(batch_size, D // K, K, K, device=device, dtype=dtype)
+        return RWKV7State(memory, torch.zeros(batch_size, D, device=device, dtype=dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: RWKV7State,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        shared: Shared | None = None,
+    ) -> tuple[Tensor, RWKV7State, dict[str, Term]]:
+        """shared: "v_first", the first layer's values of these tokens [B,T,D]."""
+        inputs, last_BD = between(x_BTD, state.last_BD, self.mix_6D, reset_BT, pad_BT)
+        (x_r, x_w, x_k, x_v, x_a, x_g), full = inputs, last_BD.dtype
+        v_BTD = self._with_first(self.v_proj(x_v), x_v, shared)
+        eta_BTD = evenly(torch.sigmoid, self.a_low(x_a).to(full))
+        alpha_BTD = evenly(lambda w: torch.exp(-math.exp(-0.5) * torch.sigmoid(w)), self.w_low(x_w).to(full))
+        k_BTD = self.k_proj(x_k).to(full)
+        key_BTD = k_BTD * (1 + (eta_BTD - 1) * self.k_a)
+        inputs = (self.r_proj(x_r), key_BTD, v_BTD, eta_BTD, alpha_BTD, k_BTD * self.k_k)
+        r, k, v, eta, alpha, kappa = (x.unflatten(-1, (-1, self.config.head_dim)) for x in inputs)
+        kappa = read = unit(kappa)
+        if pad_BT is not None:
+            k, kappa, read = (x.masked_fill(pad_BT[:, :, None, None], 0) for x in (k, kappa, read))
+            alpha = alpha.masked_fill(pad_BT[:, :, None, None], 1)
+        if reset_BT is not None:  # it reads before it fades: there is nothing to read
+            alpha, read = (x.masked_fill(reset_BT[:, :, None, None], 0) for x in (alpha, read))
+        own_BTD = (
+            (r * k * self.r_k.unflatten(0, (-1, self.config.head_dim))).sum(-1, keepdim=True) * v
+        ).flatten(2)
+        q, k, v, a, b, alpha = (x.transpose(1, 2) for x in (r, k, v, -read, kappa * eta, alpha))
+        o_BHTK, memory_BHKK = delta.scan_rwkv7(
+            q, k, v, a, b, alpha, state.memory_BHKK, consume_state=consume_state, checked=False
+        )
+        o_BTD = F.layer_norm(o_BHTK.transpose(1, 2), o_BHTK.shape[-1:], eps=NORM_EPS).flatten(2)
+        o_BTD = (o_BTD * self.norm_weight + self.norm_bias + own_BTD).to(x_BTD.dtype)
+        return self.o_proj(o_BTD * self.g_low(x_g)), RWKV7State(memory_BHKK, last_BD), {}
+
+    def _with_first(self, v_BTD: Tensor, x_BTD: Tensor, shared: Shared | None) -> Tensor:
+        if self.v_low is None:
+            if shared is not None:
+                shared["v_first"] = v_BTD
+            return v_BTD
+        first_BTD = None if shared is None else shared.get("v_first")
+        layer = self.config.layer
+        require(first_BTD is not None, "layer", layer, "0 where no layer before it hands its values on")
+        assert first_BTD is not None
+        return toward(first_BTD, v_BTD, self.v_low(x_BTD))

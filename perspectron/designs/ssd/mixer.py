@@ -1,0 +1,125 @@
+"""The state-space dual of Mamba-2: a matrix memory for each head that fades by one gate, read and written with
+vectors all heads share, behind a short convolution (Dao & Gu 2024, arXiv 2405.21060;
+docs/designs/baselines.md#mamba-2).
+
+Shapes: B batch, T time, D model width, I inner width, H heads, P = I/H head width, N state rows, C = I + 2N
+channels of the convolution, W its width, Z = W - 1 inputs it remembers, S = Z + T.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.config import MixerConfig, at_least, require
+from perspectron.model.masks import Mask, masked
+from perspectron.model.parts import Lean, ShortConv, softplus, softplus_of_steps
+from perspectron.model.state import register
+from perspectron.ops import gla
+from perspectron.ops.fused import RMSNorm, evenly
+from perspectron.util.terms import Term
+
+DECAY = (1.0, 16.0)  # what A is drawn from, evenly
+
+
+@dataclass(frozen=True)
+class SSDConfig(MixerConfig):
+    """The options of SSD.
+
+    head_dim: P, must divide the inner width. state: N, rows of a head's memory. expand: the inner width is so
+    many times the model's. conv: W, tokens that the short convolution sees."""
+
+    kind = "ssd"
+    head_dim: int
+    state: int
+    expand: int = 2
+    conv: int = 4
+
+    def __post_init__(self) -> None:
+        at_least(1, self, "head_dim", "state", "expand", "conv")
+
+
+@register
+@dataclass(frozen=True)
+class SSDState:
+    """The state of SSD. memory: S [B,H,N,P]; window: the last W - 1 inputs of the convolution [B,Z,C], zeros before
+    the document's first. Both float32 or float64."""
+
+    memory_BHNP: Tensor
+    window_BZC: Tensor
+
+
+class SSD(nn.Module):
+    """z, x, b, c, δ = W_in u; x, b, c ← swish(conv(x, b, c)); Δ = softplus(δ + bias), a = exp(-Δ exp(A_log));
+    S ← a S + b (Δ x)ᵀ; y = W_o norm((Sᵀ c + D x) ⊙ swish(z))."""
+
+    def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
+        super().__init__()
+        inner, N = config.expand * d_model, config.state
+        bound = f"a divisor of expand · d_model = {inner}"
+        require(inner % config.head_dim == 0, "head_dim", config.head_dim, bound)
+        heads, channels = inner // config.head_dim, inner + 2 * N
+        self.config = config
+        self.value_channels = inner
+        self.split = [inner, channels, heads]
+        self.in_proj = nn.Linear(d_model, sum(self.split), bias=False)
+        self.conv1d = ShortConv(channels, config.conv)
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.D = nn.Parameter(torch.empty(heads))
+        self.norm = RMSNorm(inner, norm_eps)
+        self.o_proj = nn.Linear(inner, d_model, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Spread A and Δ over the heads, D = 1."""
+        self.conv1d.draw(generator)
+        self.A_log.uniform_(*DECAY, generator=generator).log_()
+        softplus_of_steps(self.dt_bias, generator)
+        self.D.fill_(1)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> SSDState:
+        """The empty state, at least float32; its size does not depend on `capacity`."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        config, (*_, heads) = self.config, self.split
+        memory = torch.zeros(batch_size, heads, config.state, config.head_dim, device=device, dtype=dtype)
+        return SSDState(memory, self.conv1d.window(batch_size, device, dtype))
+
+    @masked
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: SSDState,
+        reset_BT: Mask,
+        pad_BT: Mask,
+        consume_state: bool,
+        lean: Lean | None = None,
+    ) -> tuple[Tensor, SSDState, dict[str, Term]]:
+        z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
+        u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
+        full = torch.promote_types(delta_BTH.dtype, torch.float32)
+        delta_BTH = softplus(delta_BTH.to(full) + self.dt_bias)
+        if pad_BT is not None:
+            delta_BTH = delta_BTH.masked_fill(pad_BT[:, :, None], 0)  # gate 1, nothing written
+        gate_BTH = torch.exp(-delta_BTH * torch.exp(self.A_log.to(full)))
+        if reset_BT is not None:
+            gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
+        N = self.config.state
+        v_BTI, k_BTN, q_BTN = u_BTC.split([u_BTC.shape[-1] - 2 * N, N, N], -1)
+        v_BTI = v_BTI if lean is None else lean(v_BTI, x_BTD)
+        v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
+        o_BHTP, memory_BHNP = gla.scan(
+            q_BTN[:, None],
+            k_BTN[:, None],
+            (v_BTHP * delta_BTH[..., None]).transpose(1, 2),
+            gate_BTH[..., None].transpose(1, 2),
+            state.memory_BHNP,
+            scale=1.0,
+            consume_state=consume_state,
+            checked=False,
+        )
+        y_BTHP = torch.addcmul(o_BHTP.transpose(1, 2), v_BTHP, self.D[:, None])
+        y_BTI = y_BTHP.flatten(2) * evenly(F.silu, z_BTI)
+        return self.o_proj(self.norm(y_BTI.to(x_BTD.dtype))), SSDState(memory_BHNP, window_BZC), {}

@@ -1,0 +1,163 @@
+"""The size of a model, its learning rate and its number of updates for a budget of minutes, tokens or passes over a
+text."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from perspectron import presets
+from perspectron.data import Corpus, Shards
+from perspectron.data.vocabulary import BYTES
+from perspectron.eval.training import Dtype, Setting, seconds_per_step
+from perspectron.model.census import active_parameters
+from perspectron.model.config import ModelConfig, require
+from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.estimate import PER_LOGIT, PER_PARAMETER, room
+from perspectron.util.errors import ConfigError
+from perspectron.util.machine import pick_device
+
+SMALLEST, LARGEST = 200_000, 10**12  # parameters of a model that is chosen
+FIRST = 500_000  # parameters of the model that is timed first
+GROWTH = 0.8  # exponent with which time grows with the parameters, until a second size was timed
+ROUNDS = 2  # of timing, after one that is left out
+ENOUGH = 64 << 20  # bytes of text that are counted
+BYTES_PER_TOKEN = 3.0  # about: before there is a tokenizer
+MEASURED = 8  # times that the loss is measured and a checkpoint written
+SHARE_MEASURED = 0.05  # of the time of the updates, for that
+MOST_ROOM = (
+    0.25  # of the memory there is, for what is known before: what a layer keeps of its tokens comes on top
+)
+LEAST_UPDATES = 10
+LARGEST_VOCABULARY = 65536  # of characters, where nothing is said
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Exactly one of them is given. minutes: until all is done, on this machine. tokens: to train on. passes: over the
+    text."""
+
+    minutes: float | None = None
+    tokens: int | None = None
+    passes: float | None = None
+
+    def __post_init__(self) -> None:
+        least = "≥ 0.1: reading the text and timing this machine takes seconds"
+        require(self.minutes is None or 0.1 <= self.minutes <= 1e6, "minutes", self.minutes, least)
+        require(self.passes is None or 0 < self.passes <= 1e6, "epochs", self.passes, "> 0 and ≤ 1,000,000")
+
+
+def largest_vocabulary(train: TrainConfig) -> int:
+    """Tokens of a vocabulary that follows from the text alone: at most LARGEST_VOCABULARY, and half as many as there is
+    room for in memory, whose other half is the weights'."""
+    there = MOST_ROOM * room(pick_device(train.device)) / 2
+    each = PER_LOGIT * train.batch_size * train.seq_len
+    return max(BYTES, min(LARGEST_VOCABULARY, int(there / each)))
+
+
+def size_of(text: Corpus) -> int:
+    """Bytes of a text to train on: counted up to ENOUGH, and after that estimated from the share that was read."""
+    total = 0
+    for document in text.documents("train"):
+        total += len(document.text.encode())
+        if total >= ENOUGH:
+            return round(total / document.share) if document.share else total
+    return total
+
+
+def sized(
+    design: str, budget: Budget, train: TrainConfig, unique: float, seconds: float, vocab_size: int
+) -> ModelConfig:
+    """The design as large as the budget can train: on TOKENS_PER_PARAMETER tokens a parameter, of which there are at
+    most PASSES times the `unique` ones. seconds: what is left of the budget's minutes. vocab_size: 0 follows from the
+    parameters; a given one may need a larger model than the budget would take."""
+
+    def model(params: float) -> ModelConfig:
+        size = int(float(f"{max(params, SMALLEST):.2g}"))
+        vocabulary = vocab_size or presets.vocabulary(size)
+        try:
+            return presets.solve(design, size, vocab_size=vocabulary, seq_len=train.seq_len)
+        except ConfigError:
+            if size > LARGEST:
+                raise
+            return model(1.5 * size)
+
+    ratio = presets.TOKENS_PER_PARAMETER
+    most = presets.PASSES * unique / ratio
+    if most <= SMALLEST:  # whatever the time
+        params = most
+    elif budget.minutes is None:
+        tokens = unique * budget.passes if budget.passes is not None else float(budget.tokens or 0)
+        params = tokens / ratio
+    else:
+        params = _in_time(model, train, seconds)
+    params = min(params, most)
+    batch, there = train.batch_size * train.seq_len, room(pick_device(train.device))
+    while params > SMALLEST:
+        needs = PER_PARAMETER * params + PER_LOGIT * batch * (vocab_size or presets.vocabulary(int(params)))
+        if needs < MOST_ROOM * there:
+            break
+        params /= 2
+    return model(params)
+
+
+def _in_time(model: Callable[[float], ModelConfig], train: TrainConfig, seconds: float) -> float:
+    """Parameters for which TOKENS_PER_PARAMETER are read in so many seconds, by timing two sizes here."""
+    tokens = max(seconds, 1.0) * train.batch_size * train.seq_len  # none may be left: `settled` says so
+    whole = tokens * train.accumulate / presets.TOKENS_PER_PARAMETER
+
+    def timed(params: float) -> tuple[int, float]:
+        made = model(params)
+        return active_parameters(made), seconds_of(made, train)
+
+    size, each = timed(FIRST)
+    params = (whole * size**GROWTH / each) ** (1 / (1 + GROWTH))
+    if 2 / 3 < params / size < 3 / 2:
+        return params
+    second, its = timed(params)
+    if second == size:  # the smallest there is
+        return params
+    growth = min(max(math.log(its / each) / math.log(second / size), 0.2), 1.5)
+    return (whole * second**growth / its) ** (1 / (1 + growth))
+
+
+def seconds_of(model: ModelConfig, train: TrainConfig) -> float:
+    """Seconds of an update here, measured on a few."""
+    setting = Setting(train.batch_size, train.seq_len, train.device)
+    dtypes: list[Dtype] = ["float32", "bfloat16"] if train.dtype == "auto" else [train.dtype]
+    (found,) = seconds_per_step({"": model}, setting, dtypes, ROUNDS).values()
+    return min(min(times) for times in found.values()) * train.accumulate
+
+
+def settled(
+    config: RunConfig, given: frozenset[str], budget: Budget, text: Shards, seconds: float
+) -> RunConfig:
+    """The config with all that is not `given`: the number of updates from the budget, the learning rate, its warm-up,
+    and how often the loss is measured. seconds: what is left of the budget's minutes. ConfigError where they are not
+    enough for LEAST_UPDATES."""
+    train, unique = config.train, text.split("train").tokens
+    batch, steps = train.batch_size * train.seq_len * train.accumulate, train.steps
+    if budget.minutes is not None:
+        each = seconds_of(config.model, train)
+        steps = int(seconds / (each * (1 + SHARE_MEASURED)))
+        spent = 60 * budget.minutes - seconds
+        bound = f"≥ {(spent + 2 * LEAST_UPDATES * each) / 60:.1f}: an update takes {each:.2g} s here"
+        require(steps >= LEAST_UPDATES, "minutes", f"{budget.minutes:g}", bound)
+    else:
+        tokens = budget.tokens if budget.passes is None else budget.passes * unique
+        steps = math.ceil((tokens or 0) / batch)
+    design, size = presets.design_of(config.model), active_parameters(config.model)
+    every = max(1, -(-steps // MEASURED))
+    found: dict[str, Any] = {
+        "eval_every": every,
+        "save_every": every,
+        "eval_tokens": min(65536, max(8192, round(SHARE_MEASURED * 3 / MEASURED * steps * batch))),
+    }
+    found = {name: value for name, value in found.items() if name not in given}
+    rates: dict[str, Any] = {
+        "lr": presets.rate(design, size),
+        "warmup": presets.warmup(steps),
+    }
+    rates = {name: value for name, value in rates.items() if name not in given and not train.init}
+    optim = replace(train.optim, **rates)
+    return replace(config, train=replace(train, steps=steps, optim=optim, **found))

@@ -1,0 +1,108 @@
+"""Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
+writes it.
+
+`read` knows the kinds of model in KINDS; each is a module with a function that gives our config and our weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from perspectron.data.adopt import adopt
+from perspectron.data.template import Template
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.interop.foreign import decoders, gpt2, own
+from perspectron.interop.foreign.source import Source
+from perspectron.model.config import ModelConfig, require
+from perspectron.model.model import LanguageModel, require_memory
+from perspectron.train.checkpoint import fill
+from perspectron.util.errors import CheckpointError, DataError
+from perspectron.util.files import read_json
+
+
+class Kind(NamedTuple):
+    """A kind of model that can be read: our config of its config, and our weights of its weights."""
+
+    config: Callable[[Source], ModelConfig]
+    weights: Callable[[Source, ModelConfig], dict[str, Tensor]]
+
+
+KINDS = {
+    "perspectron": Kind(own.config, own.weights),
+    "gpt2": Kind(gpt2.config, gpt2.weights),
+    "llama": Kind(decoders.llama_config, decoders.llama_weights),
+    "mistral": Kind(decoders.mistral_config, decoders.mistral_weights),
+    "mamba2": Kind(decoders.mamba2_config, decoders.mamba2_weights),
+    "bamba": Kind(decoders.bamba_config, decoders.bamba_weights),
+}
+"""The kinds of models that can be read, by the `model_type` of config.json."""
+
+
+class Imported(NamedTuple):
+    """The parts of a folder that a run has."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    template: Template | None
+
+
+def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
+    """The model and tokenizer of `read_all`, with the same errors."""
+    return read_all(folder, lens=lens)[:2]
+
+
+def read_all(folder: Path, *, lens: bool = False) -> Imported:
+    """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
+    changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
+    GPT-2, with the parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model
+    has.
+
+    DataError for a tokenizer that cannot be read (`adopt`), ConfigError for a template that is none. CheckpointError:
+    no such folder, a kind that is not known, an option that no model of ours has, or weights that are missing, left
+    over or of another shape, with their names.
+    """
+    values = read_json(folder / "config.json", CheckpointError, infinite=True)
+    name = values.get("model_type") if isinstance(values, dict) else None
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type is {name!r}, which cannot be read; {', '.join(KINDS)} can"
+        )
+    if lens:
+        require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
+    source = Source(folder, values)
+    config = kind.config(source)
+    with torch.device("meta"):
+        model = LanguageModel(gpt2.lens_config(config) if lens else config)
+    require_memory(model)
+    stops = source.stops()
+    adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
+    if adopted.tokenizer.vocab_size > config.vocab_size:
+        raise DataError(
+            f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    source.open_weights()
+    weights = kind.weights(source, config)
+    source.done()
+    if lens:
+        weights = gpt2.lens_weights(weights, model.config)
+    for name in ("embedding.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = _swapped(weights[name], adopted.separator)
+    own = model.state_dict()
+    for name, tensor in weights.items():
+        if name in own and tensor.is_floating_point() and own[name].is_floating_point():
+            weights[name] = tensor.to(own[name].dtype)
+    fill(model, weights, folder)
+    return Imported(model, adopted.tokenizer, source.template(adopted.spelling))
+
+
+def _swapped(rows: Tensor, separator: int) -> Tensor:
+    """The same rows, with that of the separator first and the first in its place."""
+    if separator == 0:
+        return rows
+    rows[[0, separator]] = rows[[separator, 0]]
+    return rows

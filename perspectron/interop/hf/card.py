@@ -1,0 +1,93 @@
+"""A model card from a run's own numbers."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from perspectron import presets
+from perspectron.eval.perplexity import said
+from perspectron.opening import Opened
+from perspectron.train.metrics import HELDOUT, measured, read_metrics
+from perspectron.util.errors import CheckpointError, escaped
+from perspectron.util.files import read_json
+
+
+def card(opened: Opened, name: str) -> str:
+    """README.md of an exported run: what it is, what these weights were trained on and for how long, what was measured
+    of them, and how to use it. Nothing is in it that the run's files do not say."""
+    return "\n".join(_lines(opened, name)) + "\n"
+
+
+def _lines(opened: Opened, name: str) -> Iterator[str]:
+    config = opened.folder.of_run()
+    model, train = config.model, config.train
+    parameters = sum(parameter.numel() for parameter in opened.model.parameters())
+    state = opened.model.init_state(1, capacity=1024, device="meta").nbytes
+    mixers = dict.fromkeys(block.mixer.kind for block in model.blocks if block.mixer)
+    yield from (
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- perspectron",
+    )
+    yield from (*(f"- {mixer}" for mixer in mixers), "---", "", f"# {_as_written(name)}", "")
+    yield f"{_as_written(presets.title(model.name))}: {parameters / 1e6:.2f} M parameters in {len(model.blocks)} blocks"
+    yield f"of {', '.join(mixers)}, a vocabulary of {model.vocab_size:,}, and {state:,} bytes of memory after"
+    yield "1,024 tokens."
+    yield from ("", "## Training", "")
+    if opened.checkpoint is not None and opened.checkpoint.progress.step:
+        last = opened.checkpoint.progress
+        yield f"- {last.step:,} updates, {last.tokens / 1e6:.3g} M tokens in windows of {train.seq_len}, {train.dtype},"
+        yield f"  {last.seconds / 60:.1f} minutes; AdamW at {train.optim.lr:g}, seed {train.seed}."
+        yield f"- Text: {_as_written(_text_name(train.data))}, {train.heldout:.0%} of it held out."
+        metrics = [line for line in read_metrics(opened.folder.path) if "loss" not in line]
+        found = [measured(line) for line in metrics if line["step"] == last.step][-1:]
+        if whole := _whole(opened.folder.path, last.step):
+            yield f"- Held-out text: {whole}."
+        for text, bits in found if not whole else []:
+            yield f"- {text.capitalize()} bits per byte: {bits:.4f}."
+    else:
+        yield "Nothing is known of it: the run's files hold weights alone."
+    quoted = json.dumps(name)
+    yield from (
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+    )
+    yield f"tokenizer = AutoTokenizer.from_pretrained({quoted}, trust_remote_code=True)"
+    yield f"model = AutoModelForCausalLM.from_pretrained({quoted}, trust_remote_code=True)"
+    yield 'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=50)[0]))'
+    yield from (
+        "```",
+        "",
+        "`import perspectron.interop.hf` (`pip install 'perspectron[hf]'`) in the place of",
+    )
+    yield "`trust_remote_code=True` runs installed code, with native kernels, and none from this folder."
+
+
+def _whole(run: Path, step: int) -> str:
+    """The loss on all held-out text, as `train` told it at its end; "" where it is that of another step."""
+    if not (run / HELDOUT).is_file():
+        return ""
+    found = read_json(run / HELDOUT, CheckpointError)
+    try:
+        return said(found) if found["step"] == step else ""
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{run / HELDOUT}: not what a training wrote; delete it") from None
+
+
+def _text_name(data: str) -> str:
+    """The text without the way to it on the machine that trained."""
+    return data.rstrip("/").rpartition("/")[2] or "unknown"
+
+
+def _as_written(text: str) -> str:
+    """A text from a run's files as code of a line, in which nothing is Markdown or HTML."""
+    line = escaped(text)[:200]
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    return f"{fence} {line} {fence}" if "`" in line else f"`{line}`"

@@ -1,0 +1,47 @@
+"""A run as a folder of transformers. (`perspectron.interop.foreign` reads it back.)"""
+
+from pathlib import Path
+
+from transformers import GenerationConfig
+
+import perspectron
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.interop.hf import card, remote
+from perspectron.interop.hf.configuration import PerspectronConfig
+from perspectron.interop.hf.tokenizer import fast_tokenizer
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.opening import Opened, Refused
+from perspectron.util.files import atomic
+from perspectron.util.tensors import save_tensors
+
+
+def export(opened: Opened, out: Path) -> None:
+    """Write a run's model as a new folder that `from_pretrained` reads: weights, config, tokenizer, chat template
+    (unless it is `Refused`), code for those who have not installed us, and a card with the run's own numbers.
+    ConfigError for an artifact in few bits, and where `out` exists; StorageError where it cannot be written."""
+    opened.folder.of_run()
+    require(not out.exists(), "hf", str(out), "a new folder")
+    with atomic(out) as temporary:
+        temporary.mkdir()
+        write(opened.model, opened.tokenizer, temporary)
+        if (template := opened.template()) is not None and not isinstance(template, Refused):
+            template.save(temporary)
+        (temporary / "README.md").write_text(card.card(opened, out.name), encoding="utf-8")
+
+
+def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
+    """All but the card, into a folder that exists."""
+    ends = sorted(tokenizer.stops)
+    ids = {"bos_token_id": 0, "eos_token_id": ends if len(ends) > 1 else 0, "pad_token_id": 0}
+    described = PerspectronConfig.of(model.config, architectures=["PerspectronForCausalLM"], **ids)
+    described.auto_map = remote.auto_map()
+    described.perspectron_version = perspectron.__version__
+    described.dtype = str(model.dtype).removeprefix("torch.")
+    described.save_pretrained(out)
+    GenerationConfig(**ids).save_pretrained(out)
+    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    save_tensors(out / "model.safetensors", weights, {"format": "pt"})
+    fast_tokenizer(tokenizer, max_length=model.config.positions or None).save_pretrained(out)
+    for name, text in remote.sources().items():
+        (out / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,274 @@
+"""A language model of ours as one of transformers.
+
+Shapes: B batch, T time, D model width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
+
+from perspectron.interop.hf.cache import Before, Inputs, StateCache, StateLayer, layer_of
+from perspectron.interop.hf.configuration import PerspectronConfig
+from perspectron.model.heads import LinearHead, LinearHeadConfig, TokenEmbedding
+from perspectron.model.model import LanguageModel, build
+from perspectron.ops.dispatch import gradients_off
+from perspectron.util.hooks import hooked
+from perspectron.util.terms import Term
+
+
+class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
+    """LanguageModel behind the interface of transformers, as `model`. Weights are drawn from torch's generator."""
+
+    config_class = PerspectronConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Block",)
+
+    def __init__(self, config: PerspectronConfig) -> None:
+        super().__init__(config)
+        there = torch.get_default_device().type != "meta"
+        seed = int(torch.randint(2**31, (), device="cpu")) if there else 0
+        self.model: LanguageModel = build(config.model_config(), seed)
+        self._drawn = there
+        self.post_init()
+
+    # ------------------------------------------------------------ weights
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Fill what a file did not have, as a model that is built from seed 0 has it; one that was not read from a file
+        is filled as it is built. (transformers would call `_init_weights`, but not for a module whose tensors all stand
+        in its children.)"""
+        if self._drawn:
+            return
+        missing = {
+            name: tensor
+            for name, tensor in _tensors(self.model).items()
+            if not getattr(tensor, "_is_hf_initialized", False)
+        }
+        if missing:
+            with torch.device("cpu"):
+                drawn = _tensors(build(self.model.config, 0))
+            for name, tensor in missing.items():
+                tensor.copy_(drawn[name])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Take these rows, perhaps of another number, as when tokens are added."""
+        assert isinstance(value, nn.Embedding)
+        with torch.device("meta"):
+            rows = TokenEmbedding(value.num_embeddings, value.embedding_dim)
+        rows.weight = value.weight
+        self.model.embedding = rows
+        self.model.config = replace(self.model.config, vocab_size=value.num_embeddings)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The matrix before the logits, if it is not the embedding."""
+        head = getattr(self.model, "lm_head", None)
+        return getattr(head, "out_proj", head)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Take this matrix, perhaps with another number of rows."""
+        assert isinstance(new_embeddings, nn.Linear)
+        if isinstance(self.model.lm_head, LinearHead):
+            V, D = new_embeddings.weight.shape
+            with torch.device("meta"):
+                head = LinearHead(D, V, LinearHeadConfig())
+            head.weight = new_embeddings.weight
+            self.model.lm_head = head
+        else:
+            self.model.lm_head.out_proj = new_embeddings
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.recompute
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *_: Any, **__: Any) -> None:
+        self.model.recompute = enable
+
+    def set_step(self, step: int) -> None:
+        """Tell routers, gates and DRM how many updates were made (`Schedules` does it for Trainer)."""
+        self.model.set_step(step)
+
+    # ------------------------------------------------------------ generation
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
+        """A StateCache unless one is given or none is wanted. ValueError for a cache of another kind by name."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation = {kind!r}, must be left out: the state of this model has one form, and is small"
+            )
+        given = model_kwargs.get("cache")
+        if given is not None:
+            layer_of(given)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["cache"] = StateCache()
+            if generation_config.is_assistant:
+                model_kwargs["cache"].activate_past_recording()
+
+    # Until 5.40, as their own models do.
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **more: Any,
+    ) -> CausalLMOutputWithPast:
+        """Read tokens [B,T] (or their embeddings [B,T,·]) after `cache`.
+
+        attention_mask: [B,T] or longer, of which the last T count; where it is 0 there is no token, on any side, and
+        the state is unchanged. labels: [B,T], the ids themselves, as transformers shifts them; -100 is ignored. In
+        training the loss includes the model's own terms, of routers for example. ConfigError for neither or both of
+        ids and embeddings, ValueError for a mask of another shape, attention weights, and positions with gaps.
+        """
+        tokens = inputs_embeds if input_ids is None else input_ids
+        self.model.check_tokens(input_ids, inputs_embeds)
+        assert tokens is not None
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if cache is None and use_cache:
+            cache = StateCache()
+        layer = None if cache is None else layer_of(cache)
+        now, skip = self._inputs(tokens, attention_mask, layer), 0
+        _refuse(more, now.pad_BT)
+        if layer is not None and layer.unread is not None:
+            skip = layer.unread.tokens.shape[1]
+            now, layer.unread = self._joined(layer.unread, now), None
+        state = None if layer is None else layer.state
+        asked = output_hidden_states
+        keep_hidden = self.config.output_hidden_states if asked is None else asked
+        recording = layer is not None and layer.record_past
+        with self._watched(bool(keep_hidden)) as seen_BTD:
+            ids, embeds = (None, now.tokens) if now.tokens.is_floating_point() else (now.tokens, None)
+            hidden_BTD, after, aux = self.model.hidden(
+                ids,
+                state,
+                inputs_embeds=embeds,
+                reset_BT=now.reset_BT,
+                pad_BT=now.pad_BT,
+                consume_state=state is not None and not recording and gradients_off(),
+            )
+        if layer is not None:
+            if recording:
+                layer.log.append(Before(state, layer.seen - skip, now))
+            layer.state, layer.seen = after, layer.seen + tokens.shape[1]
+        hidden_BTD = hidden_BTD[:, skip:]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BTV = self.model.head(hidden_BTD[:, kept])
+        loss = None if labels is None else self._loss(logits_BTV, labels, now, aux, more)
+        if skip:
+            seen_BTD = [x_BTD[:, skip:] for x_BTD in seen_BTD]
+        states = (*seen_BTD[:-1], hidden_BTD) if keep_hidden else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BTV, cache=cache, hidden_states=states)
+
+    def _loss(
+        self, logits_BTV: Tensor, labels: Tensor, now: Inputs, aux: dict[str, Term], more: dict[str, Any]
+    ) -> Tensor:
+        """transformers' cross entropy; in training also the model's own terms."""
+        loss: Tensor = self.loss_function(logits_BTV, labels, self.config.vocab_size, **more)
+        if not self.training:
+            return loss
+        aux = aux | self.model.terms(logits_BTV, now.reset_BT, now.pad_BT)
+        return loss + _share(labels, more.get("num_items_in_batch")) * _penalty(aux)
+
+    def _inputs(self, tokens: Tensor, mask: Tensor | None, layer: StateLayer | None) -> Inputs:
+        """The input for the model: documents begin at the separator, but not where nothing was read before."""
+        (B, T), pad_BT, reset_BT = tokens.shape[:2], None, None
+        if mask is not None:
+            if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] < T:
+                raise ValueError(
+                    f"attention_mask has shape {tuple(mask.shape)}, must be [{B}, T] with T ≥ {T}"
+                )
+            pad_BT = mask[:, -T:] == 0
+            pad_BT = pad_BT if bool(pad_BT.any()) else None
+        if not tokens.is_floating_point():
+            reset_BT = tokens == self.config.end_of_text
+            if pad_BT is not None:
+                reset_BT = reset_BT & ~pad_BT
+            if layer is None or layer.seen == 0:
+                reset_BT[:, 0] = False
+            reset_BT = reset_BT if bool(reset_BT.any()) else None
+        return Inputs(tokens, reset_BT, pad_BT)
+
+    def _joined(self, first: Inputs, second: Inputs) -> Inputs:
+        """One after the other; as embeddings if either is."""
+        a, b = first.tokens, second.tokens
+        if a.is_floating_point() != b.is_floating_point():
+            a, b = (x if x.is_floating_point() else self.model.embedding(x) for x in (a, b))
+        masks = []
+        for x, y in ((first.reset_BT, second.reset_BT), (first.pad_BT, second.pad_BT)):
+            parts = [
+                torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+                if mask is None
+                else mask
+                for mask, tokens in ((x, a), (y, b))
+            ]
+            masks.append(None if x is None and y is None else torch.cat(parts, 1))
+        return Inputs(torch.cat([a, b], 1), *masks)
+
+    @contextmanager
+    def _watched(self, wanted: bool) -> Iterator[list[Tensor]]:
+        """Record the input of the first block and the output of each while the model reads, if they are wanted."""
+        seen: list[Tensor] = []
+        hooks = []
+        if wanted:
+            blocks = list(self.model.blocks)
+            hooks.append(blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])))
+            hooks += [block.register_forward_hook(lambda _, __, out: seen.append(out[0])) for block in blocks]
+        with hooked(hooks):
+            yield seen
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _refuse(more: dict[str, Any], pad_BT: Tensor | None) -> None:
+    """ValueError for what would otherwise be ignored in silence: attention weights, and positions by which several
+    texts share a row."""
+    if more.get("output_attentions"):
+        raise ValueError("output_attentions is True, must be False: a state has no attention weights")
+    if (at_BT := more.get("position_ids")) is not None:
+        odd_BT = at_BT.diff(dim=-1) != 1
+        if pad_BT is not None:
+            odd_BT = odd_BT & ~pad_BT[:, 1:] & ~pad_BT[:, :-1]
+        if bool(odd_BT.any()):
+            raise ValueError("position_ids have gaps, must rise by one: a text begins at the separator, id 0")
+
+
+def _penalty(aux: dict[str, Term]) -> Tensor | float:
+    return sum(term.penalty() for term in aux.values())
+
+
+def _share(labels: Tensor, items: Tensor | int | None) -> Tensor | float:
+    """Weight of this batch's terms: its share of the targets over which Trainer accumulates gradients, if it says
+    how many those are."""
+    return 1.0 if items is None else (labels[:, 1:] != -100).sum() / items
+
+
+class Schedules(TrainerCallback):
+    """Tells the model how many updates were made, which the schedules of routers, gates and DRM follow."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        getattr(model, "module", model).set_step(state.global_step)

@@ -1,0 +1,205 @@
+"""A run as one ONNX file: a step of the model, with its state as inputs and outputs.
+
+Shapes: V vocabulary.
+"""
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import perspectron
+from perspectron.data.tokenizer import Tokenizer
+from perspectron.experts.router import RoutedConfig
+from perspectron.model.config import require
+from perspectron.model.model import LanguageModel
+from perspectron.model.state import LMState
+from perspectron.util.errors import ArtifactError
+from perspectron.util.files import atomic
+
+MIXERS = ("pdr", "pdr2", "window_gqa", "gla", "ssd", "attention")
+"""Mixers whose step can be exported."""
+MOST_BYTES = 2**31 - 2**24
+"""Weights in one file of ONNX."""
+CHECKED = 200
+"""Greedy tokens that must be those of PyTorch."""
+TIE = 1e-4
+"""Difference of two logits below which rounding may choose either."""
+OPSET = 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """bytes: of the file. tokens: that were compared. ms, torch_ms: of a step in onnxruntime and in PyTorch, the
+    fastest of those, each with one thread."""
+
+    bytes: int
+    tokens: int
+    ms: float
+    torch_ms: float
+
+
+class Step(nn.Module):
+    """One token [1,1] and the tensors of a state to logits [1,V] and the tensors of the next state."""
+
+    def __init__(self, model: LanguageModel, context: int) -> None:
+        super().__init__()
+        self.model = model
+        state = model.init_state(1, capacity=context)
+        paths, self.spec = pytree.tree_flatten_with_path(state)
+        # Numbers are part of the program. A cache counts as full but for one: its steps see all of its slots, and by
+        # the document's length those that are filled.
+        numbers = {"used": context - 1}
+        self.constant = [
+            None if isinstance(x, Tensor) else numbers.get(_name(where), x) for where, x in paths
+        ]
+        self.names = [_path(where) for where, x in paths if isinstance(x, Tensor)]
+        self.start = [x for _, x in paths if isinstance(x, Tensor)]
+
+    def forward(self, ids: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if value is None else value for value in self.constant]
+        state: LMState = pytree.tree_unflatten(leaves, self.spec)
+        hidden, state, _ = self.model.hidden(ids, state)
+        after = (x for x in pytree.tree_leaves(state) if isinstance(x, Tensor))
+        return self.model.head(hidden)[:, -1], *after
+
+
+def require_exportable(model: LanguageModel, context: int) -> None:
+    """ConfigError, naming it, for a part whose step is not exported, and for a context that does not fit."""
+    config = model.config
+    for i, block in enumerate(config.blocks):
+        kind = "none" if block.mixer is None else block.mixer.kind
+        bound = f"one of {', '.join(MIXERS)} to be exported to ONNX"
+        require(block.mixer is None or kind in MIXERS, f"blocks[{i}].mixer", kind, bound)
+        routed = isinstance(block.ffn, RoutedConfig)
+        require(not routed, f"blocks[{i}].ffn", "routed", "without experts to be exported to ONNX")
+        every = getattr(block.mixer, "renorm_every", 0)
+        require(every == 0, f"blocks[{i}].mixer.renorm_every", every, "0 to be exported to ONNX")
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    require(size <= MOST_BYTES, "onnx", f"{size:,} bytes of weights", f"≤ {MOST_BYTES:,}")
+    most = config.positions or 2**24
+    require(2 <= context <= most, "context", context, f"in [2, {most:,}]")
+
+
+def export(model: LanguageModel, tokenizer: Tokenizer, path: Path, *, context: int = 1024) -> Report:
+    """Write FILE, and check it: CHECKED greedy tokens, or those before a tie, must be those of PyTorch. context: tokens
+    that full attention looks back on; other mixers have no bound.
+
+    Inputs are `ids` [1,1] and the state's tensors, zeros before a text, which begins with the separator, id 0; outputs
+    are `logits` [1,V] and after each state tensor's name `.next`. The tokenizer is in the file's metadata, as
+    "tokenizer". ConfigError: a part that is not exported (`require_exportable`). ArtifactError: the tokens differ.
+    """
+    require_exportable(model, context)
+    step = Step(model.eval(), context)
+    size = min(CHECKED, context - 1)
+    with atomic(path) as temporary:
+        _write(step, tokenizer, temporary)
+        ours, gaps, torch_ms = _greedy_torch(step, size)
+        theirs, ms = _greedy(temporary, step, size)
+        if ours != theirs:
+            at = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+            if at == 0 or gaps[at] > TIE:  # after a tie two texts go on, both right
+                told = f"token {at} is {theirs[at]} in onnxruntime, {ours[at]} in PyTorch"
+                raise ArtifactError(f"{path}: {told}; not written")
+            size = at
+        return Report(temporary.stat().st_size, size, ms, torch_ms)
+
+
+def _write(step: Step, tokenizer: Tokenizer, path: Path) -> None:
+    ids = torch.ones(1, 1, dtype=torch.int64)
+    inputs, outputs = ["ids", *step.names], ["logits", *(f"{name}.next" for name in step.names)]
+    with _quiet(), torch.inference_mode():
+        program = torch.onnx.export(
+            step,
+            (ids, *step.start),
+            input_names=inputs,
+            output_names=outputs,
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+        )
+    assert program is not None
+    known = {
+        "perspectron": perspectron.__version__,
+        "model": step.model.config.name,
+        "tokenizer": tokenizer.to_str(),
+    }
+    program.model.metadata_props.update(known)
+    program.save(path, external_data=False)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the exporter says about its own workings."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@torch.inference_mode()
+def _greedy_torch(step: Step, count: int) -> tuple[list[int], list[float], float]:
+    """(the most likely tokens from the separator on, by how much each is, ms of a step) as the model itself has
+    them."""
+    model, chosen, gaps, times = step.model, [0], list[float](), list[float]()
+    state = model.init_state(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(count):
+            began = time.perf_counter()
+            hidden, state, _ = model.hidden(torch.tensor([chosen[-1:]]), state, consume_state=True)
+            logits = model.head(hidden)[0, -1]
+            chosen.append(int(logits.argmax()))
+            times.append(time.perf_counter() - began)
+            first, second = logits.topk(2).values.tolist()
+            gaps.append(first - second)
+    finally:
+        torch.set_num_threads(threads)
+    return chosen[1:], gaps, 1e3 * min(times)
+
+
+def _greedy(path: Path, step: Step, count: int) -> tuple[list[int], float]:
+    """The same in onnxruntime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    state: Sequence[NDArray[Any]] = [tensor.numpy() for tensor in step.start]
+    chosen, times = [0], list[float]()
+    for _ in range(count):
+        began = time.perf_counter()
+        given = dict(zip(step.names, state, strict=True)) | {"ids": np.array([chosen[-1:]])}
+        logits, *state = session.run(None, given)
+        chosen.append(int(logits[0].argmax()))
+        times.append(time.perf_counter() - began)
+    return chosen[1:], 1e3 * min(times)
+
+
+def _name(where: Sequence[Any]) -> str:
+    return str(getattr(where[-1], "name", where[-1]))
+
+
+def _path(where: Sequence[Any]) -> str:
+    """The place of a tensor in a state, such as layers.0.memory_BDR."""
+    parts = [str(getattr(key, "name", getattr(key, "idx", key))) for key in where]
+    return ".".join(parts)

@@ -1,0 +1,216 @@
+"""One layer of a model: a mixer over time, a feed-forward network over channels, and the residual connections.
+
+Shapes: B batch, T time, D model width, N parts (mixer and network) that read the token before.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from perspectron.experts.router import Routed, Views
+from perspectron.mixers import MIXERS
+from perspectron.model.config import (
+    BlockConfig,
+    Law5Config,
+    NoResidualConfig,
+    ParallelConfig,
+    RouteGatedConfig,
+)
+from perspectron.model.ffn import FFNS, TiedConfig
+from perspectron.model.parts import Dropout, FirstValues, Shared, TokenShift
+from perspectron.model.state import register
+from perspectron.ops.dispatch import check_consumed
+from perspectron.ops.fused import RMSNorm
+from perspectron.util import ranks
+from perspectron.util.terms import Term
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
+ROUTE_START = 2.2  # sigmoid: 0.9
+BENDS = (0.7,)  # of the mix of a network, and of a mixer that names none
+
+
+@register
+@dataclass(frozen=True)
+class NoState:
+    """Empty state of a block without a mixer."""
+
+
+@register
+@dataclass(frozen=True)
+class ShiftedState:
+    """State of a block that reads the token before. mixer: its mixer's. last: what mixer and network read of the last
+    token [B,N,D], zeros before the document's first; float32 or float64."""
+
+    mixer: Any
+    last_BND: Tensor
+
+
+def of_mixer(state: Any) -> Any:
+    """The mixer's part of a block's state."""
+    return state.mixer if isinstance(state, ShiftedState) else state
+
+
+def with_mixer(state: Any, own: Any) -> Any:
+    """A block's state with another part of the mixer."""
+    return replace(state, mixer=own) if isinstance(state, ShiftedState) else own
+
+
+class RouteGate(nn.Module):
+    """A gate g = σ(raw + bias), one number; the bias follows a schedule (docs/designs/lens.md#route-gate)."""
+
+    bias_1: Tensor
+
+    def __init__(self, config: RouteGatedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.raw_1 = nn.Parameter(torch.empty(1))
+        self.register_buffer("bias_1", torch.empty(1))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Start at g = 0.9."""
+        self.raw_1.fill_(ROUTE_START)
+        self.bias_1.zero_()
+
+    def set_step(self, step: int) -> None:
+        """Set the bias for the update that follows `step` others."""
+        self.bias_1.fill_(-self.config.anneal * max(0, step - self.config.anneal_after))
+
+    def forward(self) -> Tensor:
+        return torch.sigmoid(self.raw_1 + self.bias_1)
+
+
+class Block(nn.Module):
+    """One layer: h adds the mixer's output to the input, y adds the network's. `config.residual` says how.
+
+    shift: both also read the token before. `first_values`, which the model sets: what the mixer's values lean on."""
+
+    def __init__(
+        self,
+        d_model: int,
+        norm: str,
+        norm_eps: float,
+        config: BlockConfig,
+        dropout: float = 0.0,
+        *,
+        shift: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first_values: FirstValues | None = None
+        self.mixer_shift = self.ffn_shift = None
+        bare = isinstance(config.residual, NoResidualConfig)
+        if config.mixer is not None:
+            self.mixer_norm = nn.Identity() if bare else NORMS[norm](d_model, norm_eps)
+            self.mixer = MIXERS[config.mixer.kind].module(d_model, norm_eps, config.mixer)
+            if shift and not getattr(self.mixer, "shifts", False):
+                d_read = getattr(config.mixer, "d_token", None) or d_model
+                self.mixer_shift = TokenShift(d_read, getattr(self.mixer, "bends", BENDS))
+        if config.ffn is not None:
+            self.ffn_norm = NORMS[norm](d_model, norm_eps)
+            if shift:
+                self.ffn_shift = TokenShift(d_model, BENDS)
+            if not isinstance(config.ffn, TiedConfig):
+                self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
+        if isinstance(config.residual, RouteGatedConfig):
+            self.route = RouteGate(config.residual)
+        self.mixer_dropout, self.ffn_dropout = (Dropout(dropout) if dropout else None for _ in range(2))
+        if dropout and hasattr(getattr(self, "mixer", None), "dropout"):
+            self.mixer.dropout = Dropout(dropout)
+
+    def init_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
+    ) -> "DataclassInstance":
+        """The state before any token."""
+        state: DataclassInstance = NoState()
+        if self.config.mixer is not None:
+            state = self.mixer.init_state(batch_size, device, dtype, capacity)
+        shifts = [part for part in (self.mixer_shift, self.ffn_shift) if part is not None]
+        if not shifts:
+            return state
+        D, dtype = shifts[0].mix_ND.shape[1], torch.promote_types(dtype, torch.float32)
+        return ShiftedState(state, torch.zeros(batch_size, len(shifts), D, device=device, dtype=dtype))
+
+    def handed(self, shared: Shared | None) -> dict[str, Any]:
+        """The mixer's arguments beside tokens and state: what comes from the blocks below."""
+        handed: dict[str, Any] = {"shared": shared} if getattr(self.mixer, "shares", False) else {}
+        if self.first_values is not None:
+            handed["lean"] = partial(self.first_values, shared=Shared() if shared is None else shared)
+        return handed
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        state: object,
+        ffn: nn.Module | None,
+        reset_BT: Tensor | None,
+        pad_BT: Tensor | None,
+        consume_state: bool = False,
+        shared: Shared | None = None,
+        views: Views | None = None,
+    ) -> tuple[Tensor, object, dict[str, Term]]:
+        """shared: what mixers pass to those above them, for these tokens only. views: from which a routed network
+        chooses experts."""
+        check_consumed(consume_state)
+        residual = self.config.residual
+        if not isinstance(state, NoState):
+            x_BTD, state = ranks.received(x_BTD, state)
+        own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
+        lasts: list[Tensor] = []
+        if self.config.mixer is None:
+            mixed_BTD, aux = torch.zeros_like(x_BTD), dict[str, Term]()
+        else:
+            read_BTD = x_BTD if isinstance(residual, Law5Config) else self.mixer_norm(x_BTD)
+            if self.mixer_shift is not None:
+                assert before_BND is not None
+                read_BTD, last_BD = self.mixer_shift(read_BTD, before_BND[:, 0], reset_BT, pad_BT)
+                lasts.append(last_BD)
+            mixed_BTD, own, aux = self.mixer(
+                read_BTD,
+                own,
+                reset_BT=reset_BT,
+                pad_BT=pad_BT,
+                consume_state=consume_state,
+                **self.handed(shared),
+            )
+            if self.mixer_dropout is not None:
+                mixed_BTD = self.mixer_dropout(mixed_BTD)
+        bare = isinstance(residual, NoResidualConfig)
+        h_BTD = mixed_BTD.to(x_BTD.dtype) if bare else x_BTD + mixed_BTD
+        if isinstance(residual, Law5Config):
+            h_BTD = self.mixer_norm(h_BTD)
+        if ffn is not None:
+            read_BTD = self.ffn_norm(x_BTD if isinstance(residual, ParallelConfig) else h_BTD)
+            if self.ffn_shift is not None:
+                assert before_BND is not None
+                read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
+                lasts.append(last_BD)
+        state = ShiftedState(own, torch.stack(lasts, 1)) if lasts else own
+        if not isinstance(state, NoState):  # before all ranks meet, to count the load of experts
+            if ffn is None:
+                h_BTD = ranks.handed(h_BTD, state)
+            else:
+                read_BTD = ranks.handed(read_BTD, state)
+        if ffn is None:
+            return h_BTD, state, aux
+        seen = {} if views is None or not isinstance(ffn, Routed) else {"views": views}
+        y_BTD, more = ffn(read_BTD, mixed_BTD, reset_BT=reset_BT, pad_BT=pad_BT, **seen)
+        if self.ffn_dropout is not None:
+            y_BTD = self.ffn_dropout(y_BTD)
+        out_BTD, gate = self._joined(x_BTD, h_BTD, mixed_BTD, y_BTD)
+        return out_BTD, state, aux | more | gate
+
+    def _joined(
+        self, x_BTD: Tensor, h_BTD: Tensor, mixed_BTD: Tensor, y_BTD: Tensor
+    ) -> tuple[Tensor, dict[str, Term]]:
+        """The block's output of its input x, h, the mixer's output and the network's."""
+        if not isinstance(self.config.residual, RouteGatedConfig):
+            return h_BTD + y_BTD, {}
+        g = self.route().to(x_BTD.dtype)
+        out_BTD = x_BTD + self.config.residual.scale * (g * mixed_BTD + (1 - g) * y_BTD)
+        return out_BTD, {"route_gate": Term(g.detach()[0])}

@@ -1,0 +1,143 @@
+"""The growing cache of full attention, shared by every mixer that attends to all earlier tokens.
+
+Shapes: B batch, T time, H heads, S cache slots, K query and key width, V value width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perspectron.model.state import Ragged, cat, register
+from perspectron.ops import attention
+from perspectron.util.errors import StateError
+
+
+@register
+@dataclass(frozen=True)
+class Cache(Ragged):
+    """Keys [B,H,S,K] and values [B,H,S,V], S at least the tokens read; length: tokens of the document so far
+    [B]; used: no row fills more slots than this. Steps count it up without asking the device; a document that
+    starts, padding in a chunk and `select` bring it down to the longest row."""
+
+    k_BHSK: Tensor
+    v_BHSV: Tensor
+    length_B: Tensor
+    used: int
+
+    @property
+    def slots(self) -> int:
+        """Tokens that there is room for."""
+        return self.k_BHSK.shape[2]
+
+    def with_slots(self, S: int) -> "Cache":
+        """The cache with room for S tokens, at least as many as before; the new slots are empty."""
+        k, v = (_with_slots(ring, S) for ring in (self.k_BHSK, self.v_BHSV))
+        return replace(self, k_BHSK=k, v_BHSV=v)
+
+    def ring(self) -> tuple[Tensor, Tensor]:
+        """The slots that may be filled."""
+        return self.k_BHSK[:, :, : self.used], self.v_BHSV[:, :, : self.used]
+
+    def room(self) -> None:
+        K, V, longest = self.k_BHSK.shape[2], self.v_BHSV.shape[2], int(self.length_B.max())
+        if not (longest <= self.used <= K == V):
+            raise StateError(
+                f"a cache with {K} keys and {V} values, {self.used} of them used, after {longest} tokens; "
+                "must have as many keys as values, and no fewer than are used"
+            )
+
+    def select(self, rows_N: Tensor) -> "Cache":
+        """These rows, in as many slots as the longest of them fills."""
+        rows_N = rows_N.to(self.length_B.device)
+        length_B = self.length_B[rows_N]
+        used = self.used if length_B.is_meta else max(length_B.tolist(), default=0)
+        k, v = (ring[:, :, :used].index_select(0, rows_N) for ring in (self.k_BHSK, self.v_BHSV))
+        return Cache(k, v, length_B, used)
+
+    @classmethod
+    def stack(cls, parts: Sequence["Cache"]) -> "Cache":
+        """The rows of all, with the capacity of the largest."""
+        S = max(part.k_BHSK.shape[2] for part in parts)
+        k = cat([_with_slots(part.k_BHSK, S) for part in parts])
+        v = cat([_with_slots(part.v_BHSV, S) for part in parts])
+        return Cache(k, v, cat([part.length_B for part in parts]), max(part.used for part in parts))
+
+
+def _with_slots(ring_BHSK: Tensor, S: int) -> Tensor:
+    """The ring with S slots; those at its end are empty."""
+    return F.pad(ring_BHSK, (0, 0, 0, S - ring_BHSK.shape[2]))
+
+
+def empty(
+    batch_size: int,
+    heads: int,
+    k_width: int,
+    v_width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    capacity: int,
+) -> Cache:
+    """The empty cache, with room for `capacity` tokens; on the meta device it counts as full but for one, so
+    that the cost of a step can be measured there."""
+    k, v = (
+        torch.zeros(batch_size, heads, capacity, width, device=device, dtype=dtype)
+        for width in (k_width, v_width)
+    )
+    length = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return Cache(k, v, length, max(0, capacity - 1) if device.type == "meta" else 0)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache,
+    at: attention.Places,
+    *,
+    scale: float | None = None,
+    consume_state: bool = False,
+    drop: attention.Drop = None,
+) -> tuple[Tensor, Cache]:
+    """softmax(scale · q kᵀ) v over the cache and the chunk (outputs [B,H,T,V], the cache after it).
+
+    `at`: `attention.places` of the chunk after `cache.length_B`. The cache doubles when it is full.
+    consume_state: one token is written into the cache handed in.
+    """
+    nothing = cache.used == 0
+    fresh = nothing and not at.resets and not at.padded
+    # One token with padding is not worth asking the device for; a chunk is.
+    counted = at.resets or (at.padded and q.shape[2] > 1)
+    after = _remember(k, v, cache, at, fresh, counted, consume_state)
+    if fresh:
+        return attention.attend(q, k, v, causal=True, scale=scale, drop=drop), after
+    if q.shape[2] == 1:
+        return attention.stepped(q, after.ring(), at, scale=scale), after
+    o = attention.cached(q, k, v, cache.ring(), cache.length_B, at, fresh=nothing, scale=scale, drop=drop)
+    return o, after
+
+
+def _remember(
+    k: Tensor, v: Tensor, cache: Cache, at: attention.Places, fresh: bool, counted: bool, consume_state: bool
+) -> Cache:
+    S = cache.k_BHSK.shape[2]
+    used = max(1, int(at.length_B.max())) if counted else cache.used + k.shape[2]
+    if fresh and used >= S:
+        k, v = (_own(new.to(cache.k_BHSK.dtype)) for new in (k, v))
+        return Cache(k, v, at.length_B, used)
+    ring = (cache.k_BHSK, cache.v_BHSV)
+    if used > S:
+        ring = (_with_slots(ring[0], max(used, 2 * S)), _with_slots(ring[1], max(used, 2 * S)))
+    k, v = (
+        attention.write(old, new, cache.length_B, at, consume_state=consume_state)
+        for old, new in zip(ring, (k, v), strict=True)
+    )
+    return Cache(k, v, at.length_B, used)
+
+
+def _own(x: Tensor) -> Tensor:
+    """Contiguous, and no view of something larger (of q, k and v in one)."""
+    own = x.is_contiguous() and x.nbytes == x.untyped_storage().nbytes()
+    return x if own else x.clone(memory_format=torch.contiguous_format)

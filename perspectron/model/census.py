@@ -1,0 +1,368 @@
+"""Census of a model: parameters, FLOPs and bytes for each token, and bytes of state.
+
+A model on the meta device has shapes and no numbers, so that any size is counted at once.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from math import prod
+from operator import add
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from perspectron.designs.drm.mixer import DRM
+from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.router import RoutedConfig
+from perspectron.model.block import Block, ShiftedState
+from perspectron.model.config import ModelConfig
+from perspectron.model.ffn import TiedConfig
+from perspectron.model.model import LanguageModel
+from perspectron.model.parts import Shared
+from perspectron.model.state import LMState
+from perspectron.ops.packing import sizes
+from perspectron.quant.linear import QuantEmbedding, QuantLinear
+
+CONTEXTS = (1024, 8192, 65536, 262144)
+EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
+BASES = ("base_gate_FD", "base_up_FD", "base_down_DF")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of one kind: how many modules of that kind, and in all of them together."""
+
+    modules: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Census:
+    """parameters: all of them. active: those that one token uses. groups: parameters by kind, with norms and biases
+    apart from the matrices. shard_bytes: bytes of the ternary codes of one expert in the first routed layer;
+    scale_bytes: of its scales; both 0 without experts. flops: for reading one token at each context length, with
+    multiply and add counted as two; by kind at the shortest length. state_bytes: of one conversation of each length,
+    summed over its tensors in float32."""
+
+    parameters: int
+    active_parameters: int
+    groups: dict[str, Group]
+    shard_bytes: int
+    scale_bytes: int
+    flops_per_token: dict[int, int]
+    flops_by_kind: dict[str, int]
+    state_bytes: dict[int, int]
+
+
+def census(config: ModelConfig, contexts: Sequence[int] = CONTEXTS) -> Census:
+    """Count the model of `config` at these context lengths. Lengths past a table of learned positions are left out."""
+    if config.positions:
+        contexts = [c for c in contexts if c <= config.positions] or [config.positions]
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    routed = [block.ffn for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
+    codes, scales = packed_expert(config.d_model, routed[0].hidden) if routed else (0, 0)
+    states = {context: model.init_state(1, capacity=context) for context in contexts}
+    flops = {context: _step_flops(model, context) for context in contexts}
+    return Census(
+        parameters,
+        parameters - _idle(model),
+        _groups(model),
+        codes,
+        scales,
+        {context: by_kind.total() for context, by_kind in flops.items()},
+        dict(flops[min(contexts)]),
+        {context: state.nbytes for context, state in states.items()},
+    )
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token uses and that affect the output."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    return sum(parameter.numel() for parameter in model.parameters()) - _idle(model)
+
+
+def state_bytes(config: ModelConfig, context: int) -> int | None:
+    """Bytes of the state of one conversation, if it is no larger for conversations longer than `context` tokens; None
+    if it keeps growing."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    here, later = (model.init_state(1, capacity=length).nbytes for length in (context, 2 * context))
+    return here if here == later else None
+
+
+def _idle(model: LanguageModel) -> int:
+    """The experts that a token does not use, and the parts of a mixer that its config leaves without effect."""
+    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | DRM))
+
+
+def _groups(model: LanguageModel) -> dict[str, Group]:
+    owners, numbers, blocks = defaultdict[str, set[str]](set), Counter[str](), list(model.blocks)
+    for name, parameter in model.named_parameters():
+        kind, (room, *rest) = group_of(name, parameter.ndim, blocks), name.split(".")
+        owners[kind].add(rest[0] if room == "blocks" else room)
+        numbers[kind] += parameter.numel()
+    count = {kind: len(rooms) for kind, rooms in owners.items()}
+    norms = (torch.nn.RMSNorm, torch.nn.LayerNorm)
+    count["norms and biases"] = sum(isinstance(module, norms) for module in model.modules())
+    return {kind: Group(count[kind], size) for kind, size in numbers.items()}
+
+
+def group_of(name: str, ndim: int, blocks: list[Any]) -> str:
+    """The group that a parameter of this name and so many dimensions counts to."""
+    if ndim < 2:
+        return "norms and biases"
+    if not name.startswith("blocks."):
+        room = name.split(".")[0]
+        return {"lm_head": "head"}.get(room, room)
+    _, index, room, *rest = name.split(".")
+    block = blocks[int(index)]
+    if room in ("mixer", "first_values"):
+        return str(block.config.mixer.kind)
+    if room.endswith("_shift"):
+        return "norms and biases"
+    if block.config.ffn.kind == "routed":
+        return "router" if rest[0] in ("route_proj", "offset_EA") else "experts"
+    return str(block.config.ffn.kind)
+
+
+# Bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights or state of one kind. bytes: in all. read, written: bytes that one token reads and writes."""
+
+    parameters: int
+    bytes: int
+    read: int
+    written: int = 0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(*map(add, astuple(self), astuple(other)))
+
+
+NOTHING = Part(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """parts: weights by group as in a census, without experts. experts: one expert of each routed layer. state: by
+    kind of mixer. cached: the part of the state read that is keys and values of tokens attended to."""
+
+    parts: dict[str, Part]
+    experts: dict[int, Part]
+    state: dict[str, Part]
+    cached: int
+
+
+def footprint(model: LanguageModel, state: LMState, formats: Mapping[str, str] | None = None) -> Footprint:
+    """Bytes of a model and of the state after its last token; a state on the meta device counts as full.
+
+    formats: storage format of each module's matrix; experts are then ternary. None: everything as it is.
+    """
+    parts = dict[str, Part]()
+    for kind, part in _weights(model, formats or {}):
+        parts[kind] = parts.get(kind, NOTHING) + part
+    experts = {
+        layer: _expert(model, layer, block.ffn.hidden, as_it_is=formats is None)
+        for layer, block in enumerate(model.config.blocks)
+        if isinstance(block.ffn, RoutedConfig)
+    }
+    kinds = ["-" if block.mixer is None else block.mixer.kind for block in model.config.blocks]
+    states, cached = dict[str, Part](), 0
+    for kind, layer_state in (*zip(kinds, state.layers, strict=True), ("positions", state.length_B)):
+        part, keys_and_values = _state(layer_state)
+        if part.bytes:
+            states[kind] = states.get(kind, NOTHING) + part
+        cached += keys_and_values
+    return Footprint(parts, experts, states, cached)
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Bytes that one token reads, and for the state also writes. experts: codes and scales, or weights, of the chosen
+    expert in each routed layer. shared: all other weights except the head's. head: the matrix that gives the logits.
+    state: memories that each token rewrites, counted twice (read and written). caches: keys and values of tokens
+    attended to."""
+
+    experts: int
+    shared: int
+    head: int
+    state: int
+    caches: int
+
+    @property
+    def total(self) -> int:
+        return self.experts + self.shared + self.head + self.state + self.caches
+
+
+def touched(model: LanguageModel, state: LMState) -> Touched:
+    """Bytes that the last token touched, counted from the tensors of a model and of the state after it."""
+    whole = footprint(model, state)
+    head = whole.parts["embedding" if model.config.head is None else "head"].read
+    return Touched(
+        sum(part.read for part in whole.experts.values()),
+        sum(part.read for part in whole.parts.values()) - head,
+        head,
+        sum(part.read + part.written for part in whole.state.values()) - whole.cached,
+        whole.cached,
+    )
+
+
+def packed_bytes(format: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a matrix with so many outputs and inputs."""
+    codes, scales, dtype = sizes(format, shape)
+    return prod(codes), prod(scales) * dtype.itemsize
+
+
+def packed_expert(d_model: int, hidden: int) -> tuple[int, int]:
+    """Bytes of the codes and of the scales of a ternary expert."""
+    matrices = [packed_bytes("ternary", shape) for shape in (2 * [(hidden, d_model)] + [(d_model, hidden)])]
+    return sum(codes for codes, _ in matrices), sum(scales for _, scales in matrices)
+
+
+def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple[str, Part]]:
+    """The kind and the bytes of every weight but the experts'."""
+    blocks = list(model.blocks)
+    users = Counter(block.ffn.block for block in model.config.blocks if isinstance(block.ffn, TiedConfig))
+    looked_up = (
+        {"positions"} if model.config.head is None else {"positions", "embedding"}
+    )  # a token reads a row
+    for name, module in model.named_modules():
+        times = 1 + (users[int(name.split(".")[1])] if ".ffn" in name else 0)
+        weights = [(own, p.shape, p.nbytes) for own, p in module.named_parameters(recurse=False)]
+        if isinstance(module, QuantLinear | QuantEmbedding):
+            weights.append(("weight", torch.Size(module.shape), module.packed.nbytes))
+        for own, shape, stored in weights:
+            if own in (*EXPERTS, *BASES):
+                continue
+            if name in formats and len(shape) == 2:
+                stored = sum(packed_bytes(formats[name], (shape[0], shape[1])))
+            read = stored // shape[0] if name in looked_up else stored * times
+            yield group_of(f"{name}.{own}", len(shape), blocks), Part(prod(shape), stored, read)
+        for own, buffer in module.named_buffers(recurse=False):
+            if own == "bias_E":
+                yield "router", Part(0, buffer.nbytes, buffer.nbytes)
+
+
+def _expert(model: LanguageModel, layer: int, hidden: int, *, as_it_is: bool) -> Part:
+    """One expert of a layer: its own weights where the model has them, else in ternary."""
+    ffn = cast(Block, model.blocks[layer]).ffn
+    weights = dict(ffn.named_parameters(recurse=False))
+    own = [weight for name, weight in weights.items() if name in EXPERTS]
+    parameters = 3 * hidden * model.config.d_model
+    if as_it_is and own:
+        base = sum(weight.nbytes for name, weight in weights.items() if name in BASES)
+        size = base + sum(weight.nbytes // len(weight) for weight in own)
+    else:
+        size = sum(packed_expert(model.config.d_model, hidden))
+    return Part(parameters, size, size)
+
+
+def is_cache(where: pytree.KeyPath) -> bool:
+    """True if a leaf of a state holds keys or values, with a slot for each token."""
+    return pytree.keystr(where).rpartition(".")[2].startswith(("k_", "v_"))
+
+
+def _state(state: Any) -> tuple[Part, int]:
+    """A block's state, and the bytes of keys and values that are read of it.
+
+    A token reads the slots of a cache that are filled and writes one, which does not count; it rewrites the rest.
+    """
+    part, cached = NOTHING, 0
+    leaves = {pytree.keystr(where): (where, leaf) for where, leaf in pytree.tree_leaves_with_path(state)}
+    for name, (where, leaf) in leaves.items():
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if not is_cache(where):
+            part += Part(0, leaf.nbytes, leaf.nbytes, leaf.nbytes)
+            continue
+        read = leaf.nbytes
+        if leaf.device.type != "meta":
+            _, length_B = leaves[f"{name.rpartition('.')[0]}.length_B"]
+            read = int(length_B.clamp(max=leaf.shape[2]).sum()) * leaf[0, :, 0].nbytes
+        part, cached = part + Part(0, leaf.nbytes, read), cached + read
+    return part, cached
+
+
+# FLOPs
+
+
+def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
+    """FLOPs of one token by kind. Each distinct block runs once; alike blocks cost alike."""
+    x_11D = torch.zeros(1, 1, model.config.d_model, device="meta")
+    state = model.init_state(1, capacity=context)
+    flops = Counter(
+        {
+            "embedding" if model.config.head is None else "head": _count(partial(model.head, x_11D)),
+            "norms and biases": _count(partial(model.norm, x_11D)),
+        }
+    )
+    shared = Shared()
+    for (config, *_), places in _alike(model).items():
+        count, first = len(places), places[0]
+        block, layer = cast(Block, model.blocks[first]), state.layers[first]
+        network = model.ffn_of(block)
+        x_11D = torch.zeros(1, 1, model.config.d_token if first == 0 else model.config.d_model, device="meta")
+        whole = _count(partial(block, x_11D, layer, network, None, None, False, shared))
+        mixer = 0
+        if config.mixer is not None:
+            own = layer.mixer if isinstance(layer, ShiftedState) else layer
+            mixer = _count(partial(block.mixer, x_11D, own, **block.handed(shared)))
+        ffn = 0 if network is None else _count(partial(network, x_11D, x_11D))
+        if config.mixer is not None:
+            flops[config.mixer.kind] += count * mixer
+        if config.ffn is not None:
+            flops[config.ffn.kind] += count * ffn
+        flops["norms and biases"] += count * (whole - mixer - ffn)
+    return flops
+
+
+def _alike(model: LanguageModel) -> dict[tuple[Any, ...], list[int]]:
+    """Places of the blocks that compute the same: of equal config, and that lean on a mixer below or do not."""
+    alike = defaultdict[tuple[Any, ...], list[int]](list)
+    for place, block in enumerate(cast("list[Block]", model.blocks)):
+        lean = block.first_values
+        alike[block.config, lean is None, lean is not None and lean.gate is not None].append(place)
+    return alike
+
+
+def _count(function: Callable[[], object]) -> int:
+    with torch.inference_mode(), FlopCounter() as counter:
+        function()
+    return counter.total
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts what runs under it: 2·m·n·k for a matrix product, one per element (two for a fused multiply and
+    add) for arithmetic on floating tensors. What only moves data counts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with self:  # a composite operation counts as what it is made of
+            parts = func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name.startswith("_scaled_dot_product"):
+            q, k, v = (x.shape for x in args[:3])
+            self.total += 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        elif product := flop_registry.get(getattr(torch.ops.aten, name, None)):
+            self.total += product(*args, out_val=out)
+        elif isinstance(out, torch.Tensor) and out.is_floating_point() and torch.Tag.pointwise in func.tags:
+            self.total += out.numel() * (2 if name.startswith("addc") else int(name != "clone"))
+        return out

@@ -1,0 +1,97 @@
+"""The meaning of padding and resets for every mixer: values at padding are not read, and values that are not finite end
+at a reset.
+
+A gate of 0 forgets a number and a mask hides it, but 0·NaN and 0·∞ are NaN: neither forgets what is not finite. So
+where a reset follows, a mixer never sees it, and the tokens before that reset, which would have, get NaN afterwards.
+
+Shapes: B batch, T time, D model width; x is [B,T,D], or N of them where a mixer has N inputs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.util.terms import Term
+
+Mask = Tensor | None
+"""[B,T]; None where it is True nowhere."""
+Inputs = Tensor | tuple[Tensor, ...]
+"""The input of a mixer [B,T,D], or one for each that it has."""
+Forward = Callable[..., tuple[Tensor, Any, dict[str, Term]]]
+
+
+def masked(forward: Forward) -> Forward:
+    """A mixer's forward, made of one that takes (self, x, state, reset, pad, consume_state). Without a state it starts
+    from the empty one. It reads zeros at padding, and no token from a reset on, and no state after it, depends on a
+    state or a token before it that was not finite. (Numbers that overflow inside the mixer are its own.)
+
+    A reset costs a sum over state and input: all is finite, as a rule.
+    """
+
+    @functools.wraps(forward)
+    def run(
+        self: Any,
+        x_BTD: Inputs,
+        state: Any = None,
+        *,
+        reset_BT: Mask = None,
+        pad_BT: Mask = None,
+        consume_state: bool = False,
+        **shared: Any,
+    ) -> tuple[Tensor, Any, dict[str, Term]]:
+        inputs = (x_BTD,) if isinstance(x_BTD, Tensor) else x_BTD
+        x = inputs[0]
+        state = self.init_state(len(x), x.device, x.dtype) if state is None else state
+        lost_BT = None
+        if pad_BT is not None:
+            inputs = tuple(x.masked_fill(pad_BT[:, :, None], 0) for x in inputs)
+        if reset_BT is not None and not x.is_meta and not _finite(inputs, state):
+            inputs, state, lost_BT = _forgotten(inputs, state, reset_BT)
+        x_BTD = inputs[0] if isinstance(x_BTD, Tensor) else inputs
+        y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state, **shared)
+        return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
+
+    return run
+
+
+def _floats(state: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(state)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _finite(inputs: tuple[Tensor, ...], state: Any) -> bool:
+    """True if all sums are finite; False also for a sum that overflows; then there turns out to be nothing to
+    forget."""
+    sums = [leaf.detach().sum(dtype=torch.float32) for leaf in (*inputs, *_floats(state))]
+    return bool(torch.stack(sums).isfinite().all())
+
+
+def _forgotten(
+    inputs: tuple[Tensor, ...], state: Any, reset_BT: Tensor
+) -> tuple[tuple[Tensor, ...], Any, Tensor]:
+    """Inputs and state with zeros for what is not finite and followed by a reset, and the tokens [B,T] that are lost
+    by it: from there to the next reset."""
+    time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
+    begun_BT = (
+        torch.where(reset_BT, time_T, -1).cummax(1).values
+    )  # of each token's document; -1 is the state's
+    finite_BT = torch.stack([x_BTD.isfinite().all(-1) for x_BTD in inputs]).all(0)
+    bad_BT = ~finite_BT & (time_T < begun_BT[:, -1:])
+    bad_B = reset_BT.any(1)
+    bad_B &= ~torch.stack([leaf.isfinite().flatten(1).all(1) for leaf in _floats(state)]).all(0)
+    latest_BT = torch.where(bad_BT, time_T, torch.where(bad_B, -1, -2)[:, None]).cummax(1).values
+
+    def cleared(leaf: Tensor) -> Tensor:
+        return (
+            leaf.masked_fill(bad_B.view(-1, *[1] * (leaf.ndim - 1)), 0) if leaf.is_floating_point() else leaf
+        )
+
+    kept = {name: getattr(state, name) for name in getattr(state, "KEPT", ())}
+    state = replace(pytree.tree_map_only(Tensor, cleared, state), **kept)
+    inputs = tuple(x_BTD.masked_fill(bad_BT[:, :, None], 0) for x_BTD in inputs)
+    return inputs, state, latest_BT >= begun_BT

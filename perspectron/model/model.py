@@ -1,0 +1,400 @@
+"""The language model: embedding, blocks, final norm and head.
+
+Shapes: B batch, T time, D model width, V vocabulary.
+"""
+
+import copy
+import itertools
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from perspectron.experts.router import Views
+from perspectron.model.block import NORMS, Block
+from perspectron.model.config import ModelConfig, one_of, require
+from perspectron.model.ffn import TiedConfig
+from perspectron.model.heads import HEADS, TokenEmbedding, tied
+from perspectron.model.parts import Dropout, FirstValues, SameZeros, Shared
+from perspectron.model.state import LMState, fingerprint
+from perspectron.ops import fused
+from perspectron.ops.attention import places
+from perspectron.ops.dispatch import captured, check_consumed, gradients_off, recorder
+from perspectron.util import ranks
+from perspectron.util.errors import ConfigError, StateError
+from perspectron.util.machine import memory
+from perspectron.util.streams import stream
+from perspectron.util.terms import Term
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits: [B,T,V]. state: after the last token. loss: mean in nats, None without targets. aux: terms that blocks
+    and head report, summed by name."""
+
+    logits: Tensor
+    state: LMState
+    loss: Tensor | None
+    aux: dict[str, Term]
+
+    def objective(self) -> Tensor:
+        """The training objective: the loss plus every term times its weight."""
+        if self.loss is None:
+            raise ValueError("objective: targets = None, must be given to the forward")
+        return self.loss + sum(term.penalty() for term in self.aux.values())
+
+
+class LanguageModel(nn.Module):
+    """A language model: token ids in, logits and state out. `recompute` trades time for memory in training by
+    computing activations inside a block again in the backward pass."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.number = next(_numbers)
+        """Number of this model in this process; its states carry it."""
+        self.recompute = False
+        for index, block in enumerate(config.blocks):
+            if isinstance(block.ffn, TiedConfig):
+                own = [i for i, other in enumerate(config.blocks) if not isinstance(other.ffn, TiedConfig)]
+                one_of(block.ffn.block, own, f"blocks[{index}].ffn.block")
+        self.embedding = TokenEmbedding(config.vocab_size, config.d_token)
+        if config.positions > 0:
+            self.positions = TokenEmbedding(config.positions, config.d_token)
+        self.blocks = nn.ModuleList(
+            Block(config.d_model, config.norm, config.norm_eps, block, config.dropout, shift=config.shift)
+            for block in config.blocks
+        )
+        for each in cast("list[Block]", self.blocks):
+            reads = getattr(getattr(self.ffn_of(each), "config", None), "reads", "stream")
+            mixed = reads == "stream" or each.config.mixer is not None
+            require(mixed, "reads", reads, "stream in a layer without a mixer")
+        if config.first_values:
+            self._lean()
+        self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
+        if config.head is not None:
+            self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
+        self.dropout = Dropout(config.dropout) if config.dropout else None
+        self._drops = list[Dropout]()
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                module.name = name
+                self._drops.append(module)
+
+    def _lean(self) -> None:
+        """Let the values of each mixer lean on those of the first with as many channels."""
+        seen = set[int]()
+        for block in cast("list[Block]", self.blocks):
+            width = getattr(getattr(block, "mixer", None), "value_channels", 0)
+            if width:
+                block.first_values = FirstValues(self.config.d_model, width, first=width not in seen)
+                seen.add(width)
+
+    @property
+    def device(self) -> torch.device:
+        return self._norm_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type it computes in, outside of autocast."""
+        return self._norm_weight.dtype
+
+    @property
+    def _norm_weight(self) -> Tensor:
+        """Every model has it, packed or not."""
+        return cast(Tensor, self.norm.weight)
+
+    def init_state(
+        self, batch_size: int, *, capacity: int = 0, device: torch.device | str | None = None
+    ) -> LMState:
+        """The state before any token. capacity: allocate room for that many tokens at once (caches only). device:
+        "meta" for shapes only; None for the model's device."""
+        blocks, place = cast("list[Block]", self.blocks), torch.device(device or self.device)
+        states = (b.init_state(batch_size, place, self.dtype, capacity) for b in blocks)
+        length_B = None
+        if self.config.positions > 0:
+            length_B = torch.zeros(batch_size, dtype=torch.int64, device=place)
+        return LMState(tuple(states), length_B, self.number)
+
+    def set_step(self, step: int) -> None:
+        """Set the number of completed updates in every module that follows a schedule."""
+        for module in self.modules():
+            if module is not self and callable(own := getattr(module, "set_step", None)):
+                own(step)
+
+    def forward(
+        self,
+        ids: Tensor | None = None,
+        state: LMState | None = None,
+        targets: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
+    ) -> Output:
+        """Read T ≥ 1 tokens in B ≥ 1 rows after `state`.
+
+        ids, targets: [B,T]. A target is the next token, shifted by the caller; -100 is ignored. inputs_embeds: [B,T,·]
+        instead of ids, as `embedding` would return them. reset_BT: True at the first token of a document; nothing
+        before it is remembered. pad_BT: True where there is no token; the state is unchanged there. consume_state:
+        allow `state` to be overwritten, which saves a copy; it must not be used again. Results are the same. Raises
+        ConfigError for neither or both of ids and inputs_embeds or a wrong shape, ValueError for consume_state with
+        gradients enabled.
+        """
+        hidden_BTD, state, aux = self.hidden(
+            ids,
+            state,
+            inputs_embeds=inputs_embeds,
+            reset_BT=reset_BT,
+            pad_BT=pad_BT,
+            consume_state=consume_state,
+        )
+        logits_BTV = self.head(hidden_BTD)
+        aux |= self.terms(logits_BTV, reset_BT, pad_BT)
+        loss = None
+        if targets is not None:
+            total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
+            loss = ranks.total(total) / ranks.total((targets != -100).sum()).clamp_min(1)
+        return Output(logits_BTV, state, loss, aux)
+
+    def hidden(
+        self,
+        ids_BT: Tensor | None = None,
+        state: LMState | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+        consume_state: bool = False,
+        views: Views | None = None,
+    ) -> tuple[Tensor, LMState, dict[str, Term]]:
+        """The input of the head [B,T,D], the new state, and the terms that blocks report, summed by name. views: from
+        which the rows choose their experts."""
+        check_consumed(consume_state)
+        self.check_tokens(ids_BT, inputs_embeds)
+        x_BTD: Tensor = self.embedding(ids_BT) if inputs_embeds is None else inputs_embeds
+        for name, mask in (("reset_BT", reset_BT), ("pad_BT", pad_BT)):
+            if mask is not None:
+                whole = tuple(x_BTD.shape[:2])
+                require(
+                    mask.shape == whole, f"shape of {name}", tuple(mask.shape), f"{whole}, as the tokens have"
+                )
+        if state is None:
+            state, consume_state = self.init_state(x_BTD.shape[0]), gradients_off()
+        self.own(state)
+        if state.batch_size != x_BTD.shape[0]:
+            raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
+        x_BTD, before_B = ranks.received(x_BTD, state.length_B)
+        x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
+        x_BTD = ranks.handed(x_BTD, length_B)
+        if self.dropout is not None:
+            for drop in self._drops if self.training and torch.is_grad_enabled() else ():
+                drop.passes += 1
+            x_BTD = self.dropout(x_BTD)
+        layers, aux, shared = [], dict[str, Term](), Shared()
+        for index, (block, layer) in enumerate(
+            zip(cast("list[Block]", self.blocks), state.layers, strict=True)
+        ):
+            seen = None if views is None else views.at(index)
+            if self.recompute and torch.is_grad_enabled():
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, False, shared, seen)
+                x_BTD, layer, terms = torch.utils.checkpoint.checkpoint(
+                    block,
+                    *given,
+                    use_reentrant=False,
+                    context_fn=lambda: (nullcontext(), SameZeros(self._drops)),
+                )
+            else:
+                given = (x_BTD, layer, self.ffn_of(block), reset_BT, pad_BT, consume_state, shared, seen)
+                x_BTD, layer, terms = block(*given)
+            layers.append(layer)
+            for name, term in terms.items():
+                aux[name] = aux[name].plus(term) if name in aux else term
+        return self.norm(x_BTD), LMState(tuple(layers), length_B, self.number), aux
+
+    def own(self, state: LMState) -> None:
+        """Raise StateError for a state of another model."""
+        if state.model not in (None, self.number):
+            raise StateError("the state belongs to another model; use the model that made it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LanguageModel":
+        """An independent model, which does not accept states of the original."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo), number=next(_numbers))
+        return copied
+
+    def check_tokens(self, ids_BT: Tensor | None, inputs_embeds: Tensor | None) -> None:
+        """Raise ConfigError unless exactly one is given, and in it a token in each of one or more rows."""
+        if (ids_BT is None) == (inputs_embeds is None):
+            both = "both are given" if ids_BT is not None else "neither is given"
+            raise ConfigError(f"ids, inputs_embeds: {both}, must be exactly one of them")
+        width = (self.config.d_token,) if ids_BT is None else ()
+        shape = tuple((inputs_embeds if ids_BT is None else ids_BT).shape)  # type: ignore[union-attr]
+        if len(shape) != 2 + len(width) or 0 in shape or shape[2:] != width:
+            name = "inputs_embeds has" if width else "ids have"
+            wanted = ", ".join(map(str, ("B", "T", *width)))
+            raise ConfigError(f"{name} shape {shape}, must be [{wanted}] with B ≥ 1 and T ≥ 1")
+
+    def placed(
+        self,
+        x_BTD: Tensor,
+        length_B: Tensor | None,
+        reset_BT: Tensor | None = None,
+        pad_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The input of the first block from token embeddings [B,T,·], and the length of each document after them.
+        Embeddings are normed to a mean square of 1 if the config says so, and learned positions are added if there are
+        any."""
+        if self.config.embedding_norm:
+            x_BTD = F.rms_norm(x_BTD, x_BTD.shape[-1:], eps=self.config.norm_eps)
+        if length_B is None:
+            return x_BTD, None
+        P, at = self.config.positions, places(length_B, x_BTD.shape[1], reset_BT, pad_BT)
+        if not (x_BTD.is_meta or torch.compiler.is_exporting() or recorder() is not None or captured()):
+            last = int(at.position_BT.masked_fill(~at.valid_BT, 0).max())
+            require(last < P, "position", last, f"< positions = {P}, the learned table of {self.config.name}")
+        return x_BTD + self.positions(at.position_BT.clamp(0, P - 1)), at.length_B
+
+    def ffn_of(self, block: Block) -> nn.Module | None:
+        """The feed-forward network of a block: its own, the one it is tied to, or none."""
+        if block.config.ffn is None:
+            return None
+        tied = block.config.ffn
+        return cast(Block, self.blocks[tied.block] if isinstance(tied, TiedConfig) else block).ffn
+
+    def head(self, hidden_BTD: Tensor) -> Tensor:
+        """Logits [B,T,V]."""
+        if self.config.head is None:
+            return tied(self.embedding, hidden_BTD, self.config.vocab_size)
+        logits_BTV: Tensor = self.lm_head(hidden_BTD)
+        return logits_BTV
+
+    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
+        """Terms of the loss from the head; none for a plain matrix."""
+        asks = getattr(getattr(self, "lm_head", None), "terms", None)
+        return {} if asks is None else cast("dict[str, Term]", asks(logits_BTV, reset_BT, pad_BT))
+
+    def disk_reads(self) -> tuple[float, float]:
+        """Bytes of weights read from disk so far, and seconds spent waiting for them. Zero here: all weights are in
+        memory."""
+        return 0.0, 0.0
+
+    def fingerprint(self) -> str:
+        """Hex digest of config and weights, stored in saved states. Training counters do not affect it."""
+        weights = {name: w for name, w in self.state_dict().items() if not name.endswith("load_E")}
+        return fingerprint(self.config, weights)
+
+
+@torch.no_grad()
+def init(model: LanguageModel, seed: int) -> None:
+    """Initialise all weights. Numbers are drawn on the CPU, so that a seed gives the same weights everywhere.
+
+    Embedding N(0, embedding_std²), positions N(0, 0.02²); every linear weight N(0, 1/fan_in); biases 0; norms 1. A
+    module with an `init_weights` then sets its own (a near-identity matrix, a router's spread, a gate's bias). The
+    maps into the residual stream (`o_proj`, `down_proj`, the experts' `down_EDF`) are divided by √(2·blocks).
+
+    Each weight, each module's `init_weights` and each expert has its own stream of random numbers, derived from seed
+    and name. A process can therefore build only a part of a model: modules on the meta device are skipped and change
+    nothing elsewhere. Raises ConfigError for a parameter or buffer that nothing filled, and for a module with
+    `init_weights` of which only a part is present.
+    """
+    whole = {name: module for name, module in model.named_modules() if not _is_meta(module)}
+    for name, module in model.named_modules():
+        draws = hasattr(module, "init_weights") or next(module.parameters(recurse=False), None) is not None
+        if draws and name not in whole and not all(tensor.is_meta for tensor in _tensors(module)):
+            raise ConfigError(f"{name} is partly on the meta device: make all of it, or none")
+    for module in whole.values():
+        _mark(module)
+    for name, module in whole.items():
+        if isinstance(module, nn.Embedding):
+            std = model.config.embedding_std if name == "embedding" else 0.02
+            module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
+        elif isinstance(module, nn.Linear):
+            writes = name.endswith(("o_proj", "down_proj"))
+            scale = (2 * len(model.blocks)) ** -0.5 if writes else 1.0
+            std = scale * module.in_features**-0.5
+            module.weight.normal_(0, std, generator=stream(seed, f"{name}.weight"))
+            if module.bias is not None:
+                module.bias.zero_()
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+            module.weight.fill_(1)
+            if isinstance(module, nn.LayerNorm):
+                module.bias.zero_()
+    for name, module in whole.items():
+        own = getattr(module, "init_weights", None)
+        if callable(own):
+            own(stream(seed, name))
+    for name, weight in model.named_parameters():
+        if name.endswith(("down_EDF", "down_DF")):
+            weight.mul_((2 * len(model.blocks)) ** -0.5)
+    for name, module in whole.items():
+        _refuse_marked(name, module)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in _tensors(module))
+
+
+MARK = 0xA5  # in every byte of what holds no floating-point numbers
+
+
+def _mark(module: nn.Module) -> None:
+    """Fill a module's own tensors with what no initialisation writes: NaN, or bytes of MARK."""
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        else:
+            tensor.reshape(-1).view(torch.uint8).fill_(MARK)
+
+
+def _refuse_marked(prefix: str, module: nn.Module) -> None:
+    """Raise ConfigError for a tensor that still holds what `_mark` wrote, and say how to fill it."""
+    for name, tensor in [*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)]:
+        if tensor.is_floating_point():
+            # A sum is NaN where a number is; it needs no memory, and the search that does is rarely made.
+            marked = bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+        else:
+            marked = tensor.numel() > 0 and bool((tensor.reshape(-1).view(torch.uint8) == MARK).all())
+        if marked:
+            raise ConfigError(
+                f"{name} was not initialised: give {type(module).__name__} an init_weights(generator) "
+                "that fills all of it"
+            )
+
+
+def build(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """Build a model on the current default device, initialised from `seed` (on the meta device: shapes only)."""
+    device = torch.get_default_device()
+    with torch.device("meta"):  # where torch's own initialisation draws nothing from the global generator
+        model = LanguageModel(config)
+    if device.type == "meta":
+        return model
+    init(allocated(model), seed)
+    return model.to(device)
+
+
+def allocated(model: LanguageModel) -> LanguageModel:
+    """The model, moved from the meta device to uninitialised CPU memory. ConfigError as in `require_memory`."""
+    require_memory(model)
+    # to_empty() would do, but loads sympy for it
+    return model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+
+def require_memory(model: LanguageModel) -> None:
+    """Raise ConfigError if a model's weights do not fit into the memory of this machine. The model may be on the meta
+    device."""
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    bound = f"≤ {memory() / 1e9:,.1f} GB, the memory of this machine"
+    require(size <= memory(), f"weights of {model.config.name}", f"{size / 1e9:,.1f} GB", bound)

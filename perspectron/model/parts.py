@@ -1,0 +1,263 @@
+"""Parts shared by mixers and blocks: a short convolution, a shift by one token, values of the first layer, unit keys,
+initial values of decays and mixes, and dropout.
+
+Shapes: B batch, T time, D width, C channels, W taps, Z = W − 1 tokens of a window, N inputs of a mixer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perspectron.model.masks import Inputs, Mask
+from perspectron.ops.conv import convolve
+from perspectron.ops.fused import evenly, mixed, shifted
+from perspectron.util.streams import stream
+
+STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
+UNIT_EPS = 1e-6
+Lean = Callable[[Tensor, Tensor], Tensor]
+"""A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
+(`FirstValues`)."""
+
+
+class ShortConv(nn.Module):
+    """A causal convolution of each channel over its last W tokens, then swish (`perspectron.ops.conv`). weight [C,1,W];
+    bias [C], if there is one. The mixer that has it calls `draw` in its `init_weights` and keeps its window as
+    state."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Start as torch starts a convolution, at U(−W^-½, W^-½)."""
+        edge = self.weight.shape[-1] ** -0.5
+        for parameter in self.parameters():
+            parameter.uniform_(-edge, edge, generator=generator)
+
+    def window(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The window before any token [B,Z,C]: zeros, at least float32."""
+        channels, _, taps = self.weight.shape
+        dtype = torch.promote_types(dtype, torch.float32)
+        return torch.zeros(batch_size, taps - 1, channels, device=device, dtype=dtype)
+
+    def forward(
+        self, u_BTC: Tensor, window_BZC: Tensor, reset_BT: Mask, pad_BT: Mask
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs [B,T,C], in the window's dtype, and the window after them."""
+        bias_C = self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+        return convolve(u_BTC, window_BZC, self.weight, bias_C, reset_BT, pad_BT)
+
+
+class Dropout(nn.Module):
+    """Zeros for a share of the numbers, in training alone; the others grow to keep the mean. What it zeroes depends on
+    torch's seed, on its name in the model and on which forward pass of which update it is, so that a run that goes on,
+    and a block that is computed again, have the same zeros."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.name, self.step, self.passes = share, "", 0, 0
+
+    def set_step(self, step: int) -> None:
+        """Count the passes of the update that follows `step` others."""
+        self.step, self.passes = step, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()) or x.is_meta:
+            return x
+        generator = stream(torch.initial_seed(), "dropout", self.name, self.step, self.passes)
+        kept = torch.rand(x.shape, generator=generator) >= self.share
+        return x * (kept.to(x.device) / (1 - self.share)).to(x.dtype)
+
+
+class SameZeros(AbstractContextManager[None]):
+    """Context for a block that is computed again in the backward pass: dropout draws the zeros of the forward pass in
+    which this was made, whichever came after it."""
+
+    def __init__(self, drops: Sequence[Dropout]) -> None:
+        self.drops, self.passes = drops, [drop.passes for drop in drops]
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *_: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        for i, drop in enumerate(self.drops):
+            drop.passes, self.passes[i] = self.passes[i], drop.passes
+
+
+def _shifted(x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The token before each one in its document [B,T,D], zeros before the first; and the last token [B,D]."""
+    B, T, D = x_BTD.shape
+    all_BSD = torch.cat([last_BD[:, None], x_BTD], 1)
+    # of each place, the last token before it that is none of padding; 0 is the one before x
+    time_T = torch.arange(1, T + 1, device=x_BTD.device)
+    from_BS = torch.cat([pad_BT.new_zeros(B, 1, dtype=torch.long), torch.where(pad_BT, 0, time_T)], 1)
+    from_BS = from_BS.cummax(1).values
+    all_BSD = all_BSD.gather(1, from_BS[:, :, None].expand(-1, -1, D))
+    if reset_BT is not None:  # also where the document begins in padding
+        begun_BT = torch.where(reset_BT, time_T, 0).cummax(1).values
+        begun_BS = torch.cat([begun_BT, begun_BT[:, -1:]], 1)
+        all_BSD = all_BSD.masked_fill((begun_BS > from_BS)[:, :, None], 0)
+    return all_BSD[:, :-1], all_BSD[:, -1].clone()
+
+
+def between(
+    x_BTD: Tensor, last_BD: Tensor, mix_ND: Tensor, reset_BT: Mask, pad_BT: Mask
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The N inputs [B,T,D], each x where its mix is 0 and the token before in its document where it is 1, in x's dtype;
+    and the last token [B,D], to start from next time. last_BD: the token before x, zeros before a document."""
+    if x_BTD.shape[1] == 0:
+        return (x_BTD,) * len(mix_ND), last_BD
+    full_BTD = x_BTD.to(last_BD.dtype)
+    if pad_BT is None:
+        inputs, after_BD = shifted(full_BTD, last_BD, mix_ND, reset_BT), full_BTD[:, -1].clone()
+    else:
+        before_BTD, after_BD = _shifted(full_BTD, last_BD, reset_BT, pad_BT)
+        inputs = mixed(full_BTD, before_BTD, mix_ND)
+    return tuple(one_BTD.to(x_BTD.dtype) for one_BTD in inputs), after_BD
+
+
+class TokenShift(nn.Module):
+    """Inputs that lie between a token and the one before it in its document, each by a learned mix for each channel
+    (Peng et al. 2023, arXiv 2305.13048). bends: of the initial mixes, one for each input."""
+
+    no_decay = ("mix_ND",)
+
+    def __init__(self, d_model: int, bends: tuple[float, ...]) -> None:
+        super().__init__()
+        self.bends = bends
+        self.mix_ND = nn.Parameter(torch.empty(len(bends), d_model))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        self.mix_ND.copy_(torch.stack([mixes(self.mix_ND.shape[1], bend) for bend in self.bends]))
+
+    def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
+        """The inputs, as one tensor where there is only one, and the last token [B,D]."""
+        inputs, last_BD = between(x_BTD, last_BD, self.mix_ND, reset_BT, pad_BT)
+        return inputs if len(inputs) > 1 else inputs[0], last_BD
+
+
+def apart(x: Inputs, inputs: int) -> tuple[Tensor, ...]:
+    """A mixer's inputs; where it is given one, that for all."""
+    return (x,) * inputs if isinstance(x, Tensor) else x
+
+
+def mixes(d_model: int, bend: float) -> Tensor:
+    """The initial mixes of RWKV-7: 1 − (c/D)^bend of channel c."""
+    return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
+
+
+def low_rank(
+    d_model: int, size: float, activation: nn.Module, channels: int | None = None, *, bias: bool = True
+) -> nn.Sequential:
+    """W₂ f(W₁ x) + b of a rank near `size`: the nearest multiple of 32 above 0. channels: of the output; D where they
+    are not given."""
+    rank = max(32, round(size / 32) * 32)
+    return nn.Sequential(
+        nn.Linear(d_model, rank, bias=False), activation, nn.Linear(rank, channels or d_model, bias=bias)
+    )
+
+
+def start_low_rank(low: nn.Sequential, generator: torch.Generator, bias_D: Tensor | None = None) -> None:
+    """Start a low rank such that it gives its bias alone."""
+    inner, outer = cast(nn.Linear, low[0]), cast(nn.Linear, low[2])
+    inner.weight.zero_()
+    nn.init.orthogonal_(outer.weight, 0.1, generator)
+    if bias_D is not None:
+        outer.bias.copy_(bias_D)
+
+
+class Shared:
+    """Tensors that mixers hand to those above them, of the same tokens, by name. It is no dict because FSDP and
+    accelerate copy dicts on the way to a module."""
+
+    def __init__(self) -> None:
+        self._kept = dict[str, Tensor]()
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._kept[name] = tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._kept[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self._kept.get(name)
+
+
+class FirstValues(nn.Module):
+    """A mixer's values, which lie between its own and those of the first mixer with as many channels, by
+    σ(W₂ W₁ x + b) (Zhou et al. 2024, arXiv 2410.17897). That first one has no gate, and hands its values on."""
+
+    def __init__(self, d_model: int, channels: int, *, first: bool) -> None:
+        super().__init__()
+        self.key = f"values of {channels} channels"
+        self.gate = None if first else first_value_gate(d_model, channels)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        if self.gate is not None:
+            start_first_value_gate(self.gate, generator)
+
+    def forward(self, values_BTC: Tensor, x_BTD: Tensor, shared: Shared) -> Tensor:
+        """shared: of these tokens, from the blocks below."""
+        if self.gate is None:
+            shared[self.key] = values_BTC
+            return values_BTC
+        return toward(shared[self.key], values_BTC, self.gate(x_BTD))
+
+
+def toward(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
+    """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
+    share_BTC = evenly(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
+    return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
+
+
+def first_value_gate(d_model: int, channels: int) -> nn.Sequential:
+    """A gate for each channel, before its σ."""
+    return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels)
+
+
+def start_first_value_gate(gate: nn.Sequential, generator: torch.Generator) -> None:
+    """Start as RWKV-7 does, with gates from 0.72 in the first channel to 0.63 in the last."""
+    C = cast(nn.Linear, gate[2]).out_features
+    line = torch.arange(C, dtype=torch.float64) / max(1, C - 1)
+    start_low_rank(gate, generator, 0.73 - 0.4 * (line - 0.5))
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / √(|x|² + 10⁻⁶) along the last dimension, in float32 at least: length 1, and 0 stays 0."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + eˣ), with the same bits in a batch of any size."""
+    return evenly(F.softplus, x, least=0)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e⁻ˣ), with the same bits in a batch of any size."""
+    return evenly(torch.sigmoid, x, least=0)
+
+
+def softplus_of_steps(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """The bias, filled such that softplus gives steps Δ, log-uniform in STEP (Mamba's start)."""
+    step = parameter.uniform_(math.log(STEP[0]), math.log(STEP[1]), generator=generator).exp()
+    return parameter.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def logits_of_halflives(
+    parameter: Tensor, shortest: float, longest: float, generator: torch.Generator
+) -> Tensor:
+    """The bias, filled such that its sigmoid, a decay, has half-lives log-uniform between these, in tokens."""
+    halflife = parameter.uniform_(math.log(shortest), math.log(longest), generator=generator).exp()
+    rate = math.log(2) / halflife.double()
+    return parameter.copy_(-rate - torch.log(-torch.expm1(-rate)))  # logit of e^-rate, without 1 − e^-rate

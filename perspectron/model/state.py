@@ -1,0 +1,396 @@
+"""A model's memory between calls: a pytree of tensors that can be forked, sliced by row, stacked, saved and loaded."""
+
+import dataclasses
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from perspectron.model import narrow
+from perspectron.model.config import ModelConfig, dump
+from perspectron.util.errors import StateError
+from perspectron.util.files import atomic, parse_json
+from perspectron.util.tensors import JSON_ROOM, check_header, load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound=type[Any])
+FORMAT = "perspectron-state-2"
+MOST_TOKENS = 1 << 62
+"""Upper bound of a document's tokens: counts stay below it, so that adding to them cannot overflow."""
+
+
+def register(cls: T) -> T:
+    """Class decorator: a frozen dataclass of tensors (and ints) becomes a pytree node."""
+    pytree.register_dataclass(cls)
+    return cls
+
+
+class Ragged(ABC):
+    """Base of a part of a state whose rows may differ in shape, such as caches of different capacity.
+
+    Every other part is selected and stacked tensor by tensor, along its first dimension. A dimension that may differ
+    is 0 in the empty state of a batch without room.
+    """
+
+    @abstractmethod
+    def room(self) -> None:
+        """Raise StateError unless its count fits its capacity."""
+
+    def select(self, rows_N: Tensor) -> Self:
+        """These rows, as a copy."""
+        rows: Self = pytree.tree_map_only(Tensor, lambda x: x.index_select(0, rows_N.to(x.device)), self)
+        return rows
+
+    @classmethod
+    @abstractmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, as a copy."""
+
+
+@dataclass(frozen=True)
+class LMState:
+    """One state per block, in order. A forward pass leaves it unchanged unless `consume_state` is set; then keep a
+    `fork()` to return to it."""
+
+    layers: tuple["DataclassInstance", ...]
+    length_B: Tensor | None = None
+    """Tokens of the document so far [B], if the model has learned positions."""
+    model: int | None = None
+    """Number of the model it belongs to, in this process; None if unknown. Not saved."""
+
+    @staticmethod
+    def stack(states: Sequence["LMState"]) -> "LMState":
+        """Copy the rows of all states into one batch. Caches get the largest capacity among them.
+
+        StateError: no states, or states of different models.
+        """
+        if not states:
+            raise StateError("stack: there are no states; give at least one")
+        models = {state.model for state in states} - {None}
+        trees = [pytree.tree_flatten(state, is_leaf=_is_ragged) for state in states]
+        if len(models) > 1 or any(spec != trees[0][1] for _, spec in trees):
+            raise StateError(
+                "stack: the states are of different models; only states of one model can be stacked"
+            )
+        leaves = [_stacked(column) for column in zip(*(leaves for leaves, _ in trees), strict=True)]
+        stacked: LMState = pytree.tree_unflatten(leaves, trees[0][1])
+        return dataclasses.replace(stacked, model=next(iter(models), None))
+
+    def select(self, rows: Tensor | Sequence[int]) -> "LMState":
+        """Copy these rows in this order; a row may occur more than once. Caches keep only the capacity that the
+        longest row needs. StateError for a row that does not exist."""
+        rows_N = torch.as_tensor(rows)
+        if rows_N.numel() and (rows_N.is_floating_point() or rows_N.dtype == torch.bool):
+            raise StateError(
+                f"select: rows are {rows_N.dtype}, must be whole numbers; for a mask give mask.nonzero()[:, 0]"
+            )
+        rows_N = rows_N.to(torch.int64)
+        for row in rows_N.tolist():
+            self._check(row)
+        return self._map(lambda part: _selected(part, rows_N), is_leaf=_is_ragged)
+
+    def take(self, row: int) -> "LMState":
+        """Copy one row. StateError for a row that does not exist."""
+        return self.select([row])
+
+    def put(self, row: int, state: "LMState") -> "LMState":
+        """A copy in which this row is replaced by `state`, which has one row.
+
+        StateError for a row that does not exist, a state of several rows or of another model.
+        """
+        self._check(row)
+        if state.batch_size != 1:
+            raise StateError(f"put: the state has {state.batch_size} rows; take one of them")
+        B = self.batch_size
+        return LMState.stack([self, state]).select([B if other == row else other for other in range(B)])
+
+    def fork(self, into: "LMState | None" = None) -> "LMState":
+        """An independent copy. into: another state of the model, which is used up: its memory is taken where it has the
+        shape."""
+        if into is None:
+            return self._map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        copied: LMState = pytree.tree_map(_copied, self, into)
+        return dataclasses.replace(copied, model=self.model)
+
+    @property
+    def document_length_B(self) -> Tensor | None:
+        """Tokens of the document so far [B]; None where no part of the state counts them."""
+        leaves = pytree.tree_leaves_with_path(self)
+        return next((leaf for where, leaf in leaves if _name(where).endswith("length_B")), None)
+
+    def detach(self) -> "LMState":
+        """The same values, detached from the autograd graph (for truncated backpropagation through time)."""
+        return self._map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+
+    def to(self, device: torch.device | str) -> "LMState":
+        return self._map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows; the batch is the first dimension of every tensor."""
+        return next(len(leaf) for leaf in pytree.tree_iter(self) if isinstance(leaf, Tensor))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, summed over the tensors."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self) if isinstance(leaf, Tensor))
+
+    def _check(self, row: int) -> None:
+        if not 0 <= row < self.batch_size:
+            raise StateError(
+                f"row {row} is not there: the state has {self.batch_size} rows, take one of 0 … {self.batch_size - 1}"
+            )
+
+    def _map(self, function: Any, is_leaf: Any = None) -> "LMState":
+        result: LMState = pytree.tree_map(function, self, is_leaf=is_leaf)
+        return dataclasses.replace(result, model=self.model)
+
+
+pytree.register_dataclass(LMState, field_names=["layers", "length_B"], drop_field_names=["model"])
+
+
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Rows of all tensors, one after the other. StateError unless they agree in all but their number."""
+    kinds = [f"{tuple(tensor.shape[1:])} {tensor.dtype} on {tensor.device}" for tensor in tensors]
+    if other := set(kinds) - {kinds[0]}:
+        raise StateError(
+            f"stack: a row of {kinds[0]} beside one of {min(other)}; only states of one model can be stacked"
+        )
+    return torch.cat(list(tensors))
+
+
+def _is_ragged(part: object) -> bool:
+    return isinstance(part, Ragged)
+
+
+def _copied(leaf: Any, into: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fits = (into.shape, into.dtype, into.device) == (leaf.shape, leaf.dtype, leaf.device)
+    return into.copy_(leaf) if fits and into.is_contiguous() else leaf.clone()
+
+
+def _selected(part: Any, rows_N: Tensor) -> Any:
+    if isinstance(part, Ragged):
+        return part.select(rows_N)
+    return part.index_select(0, rows_N.to(part.device)) if isinstance(part, Tensor) else part
+
+
+def _stacked(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], Ragged):
+        return type(column[0]).stack(column)
+    if isinstance(column[0], Tensor):
+        return cat(column)
+    if any(number != column[0] for number in column):
+        raise StateError(f"stack: {column[0]} beside {max(column)}; only states of one model can be stacked")
+    return column[0]
+
+
+class Stateful(Protocol):
+    """The part of a model that saving and loading need."""
+
+    config: ModelConfig
+    number: int
+
+    def init_state(self, batch_size: int, *, capacity: int = 0, device: str | None = None) -> LMState: ...
+    def fingerprint(self) -> str: ...
+
+
+def save_state(
+    path: Path | str,
+    state: LMState,
+    model: Stateful,
+    *,
+    extra: dict[str, Any] | None = None,
+    dtype: narrow.Dtype = "full",
+) -> None:
+    """Write `state` as safetensors with the model's fingerprint. `extra` is any JSON object to store with it. dtype: of
+    its numbers; in fewer bits the state that is loaded is near it and not it.
+
+    The file is written atomically. StorageError if it cannot be written. StateError for what would be refused when it
+    is read: numbers that the dtype cannot hold, a state of another model, a header of over MAX_JSON bytes.
+    """
+    if not isinstance(state, LMState) or state.model not in (None, model.number):
+        raise StateError(f"{path}: no state of this model; save it with the model that made it")
+    tensors, header = _packed(path, state, model, extra, dtype)
+    with atomic(Path(path)) as temporary:
+        try:
+            save_tensors(temporary, tensors, header)
+        except OSError:
+            if temporary.exists():  # it may be for its header, which says more
+                check_header(Path(path), temporary, StateError)
+            raise
+
+
+def write_state(path: Path, state: LMState, model: Stateful, *, extra: dict[str, Any] | None = None) -> None:
+    """`save_state`, but neither atomic by itself nor waiting for the disk. OSError when it cannot be written."""
+    save_tensors(path, *_packed(path, state, model, extra, "full"))
+
+
+def _packed(
+    path: Path | str, state: LMState, model: Stateful, extra: dict[str, Any] | None, dtype: narrow.Dtype
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    leaves = {_name(where): value for where, value in pytree.tree_leaves_with_path(state)}
+    tensors = {name: leaf.detach().cpu() for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    numbers = {name: leaf for name, leaf in leaves.items() if name not in tensors}
+    header = {"format": FORMAT, "model": model.fingerprint(), "numbers": json.dumps(numbers)}
+    try:
+        header["extra"] = json.dumps({} if extra is None else extra)
+        if not isinstance(parse_json(header["extra"], room=JSON_ROOM), dict):
+            raise ValueError("it must be an object")
+    except ValueError as error:
+        raise StateError(f"{path}: extra cannot be stored as JSON ({error})") from None
+    if dtype != "full":
+        narrow.tensors(path, tensors, header, dtype)
+    header["digest"] = digest_of(header, tensors)
+    return tensors, header
+
+
+def load_state(path: Path | str, model: Stateful) -> LMState:
+    """Read a state saved by `save_state`, on the CPU; StateError as `read_state`."""
+    return read_state(path, model)[0]
+
+
+def read_state(path: Path | str, model: Stateful) -> tuple[LMState, dict[str, Any]]:
+    """Read a state saved by `save_state`, on the CPU, and the `extra` that was saved with it.
+
+    StateError if the file is missing or damaged, was saved by another model (config or weights differ), or does not
+    match this model's states: every tensor must have the shape and type that `init_state` gives, and every count must
+    be possible.
+    """
+    path = Path(path)
+    header, tensors = _read(path)
+    if header["model"] != model.fingerprint():
+        raise StateError(
+            f"{path}: state of model {header['model'][:12]}, this model is {model.fingerprint()[:12]}; "
+            "load it with the config and the weights that it was saved with"
+        )
+    numbers = _json(path, header, "numbers")
+    start = model.init_state(1, device="meta")
+    rooms = (pytree.tree_leaves(model.init_state(1, capacity=room, device="meta")) for room in (2, 3))
+    known = zip(pytree.tree_leaves_with_path(start), *rooms, strict=True)
+    wanted = {_name(where): (leaf, *others) for (where, leaf), *others in known}
+    if narrow.STORED in header:
+        narrow.widened(
+            path, tensors, header, {name: getattr(leaf, "dtype", None) for name, (leaf, *_) in wanted.items()}
+        )
+    if other := set(wanted) ^ (set(tensors) | set(numbers)):
+        name = min(other)
+        raise StateError(
+            f"{path}: {'lacks' if name in wanted else 'has'} {name[:80]}, must have the fields of the model's states"
+        )
+    rows = {len(tensor) for tensor in tensors.values() if tensor.ndim} or {0}
+    if len(rows) > 1 or min(rows) < 1:
+        raise StateError(
+            f"{path}: tensors of {', '.join(map(str, sorted(rows)))} rows, must be of as many, 1 or more"
+        )
+
+    def leaf(where: pytree.KeyPath, _: object) -> Tensor | int:
+        name = _name(where)
+        value = tensors[name] if name in tensors else numbers[name]
+        _check_leaf(f"{path}: {name}", value, *wanted[name])
+        return value
+
+    loaded: LMState = pytree.tree_map_with_path(leaf, start)
+    try:
+        _check_counts(loaded, model.config.positions)
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
+    return dataclasses.replace(loaded, model=start.model), _json(path, header, "extra")
+
+
+def _check_leaf(name: str, value: Any, empty: Any, roomy: Any, roomier: Any) -> None:
+    """StateError unless a leaf is of the kind that the model's states have: an empty one, and one with room for 2 and
+    for 3 tokens. A dimension in which those two differ may have any size; what room does not change, one of theirs."""
+    if not isinstance(empty, Tensor):
+        if type(value) is not int or not 0 <= value < MOST_TOKENS:
+            raise StateError(f"{name} = {str(value)[:40]}, must be a whole number from 0 to 2⁶²")
+        return
+    if not isinstance(value, Tensor) or value.dtype != empty.dtype or value.ndim != empty.ndim:
+        raise StateError(f"{name} is {_kind(value)}, must be {_kind(empty)}")
+    for size, *sizes in zip(*(x.shape[1:] for x in (value, empty, roomy, roomier)), strict=True):
+        if size not in sizes and sizes[1] == sizes[2]:
+            raise StateError(f"{name} is {_kind(value)}, must be {_kind(roomy)} in all but its rows")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+
+
+def _check_counts(state: LMState, positions: int) -> None:
+    """StateError unless every count of tokens is one that there can be, the same in all layers, and fits its room."""
+    leaves = [(_name(where), leaf) for where, leaf in pytree.tree_leaves_with_path(state)]
+    lengths = [(name, leaf) for name, leaf in leaves if name.endswith("length_B")]
+    most = positions if state.length_B is not None else MOST_TOKENS - 1
+    for name, length_B in lengths:
+        least, greatest = (int(x) for x in length_B.aminmax())
+        if least < 0 or greatest > most:
+            raise StateError(f"{name} holds {least if least < 0 else greatest}, must be from 0 to {most}")
+        if not torch.equal(length_B, lengths[0][1]):
+            raise StateError(
+                f"{name} is another than {lengths[0][0]}, must be the same: tokens of the document"
+            )
+    for part in pytree.tree_leaves(state, is_leaf=_is_ragged):
+        if isinstance(part, Ragged):
+            part.room()
+
+
+def _name(where: pytree.KeyPath) -> str:
+    """Name of a leaf, such as layers[0].k_BHSK."""
+    return pytree.keystr(where).removeprefix(".")
+
+
+def load_extra(path: Path | str) -> dict[str, Any]:
+    """The `extra` that was saved with a state."""
+    return _json(Path(path), _read(Path(path))[0], "extra")
+
+
+def _json(path: Path, header: dict[str, str], field: str) -> dict[str, Any]:
+    """The object in a field of the header. StateError: it is missing or none."""
+    try:
+        value = parse_json(header.get(field, ""), room=JSON_ROOM)
+    except ValueError as error:
+        raise StateError(f"{path}: {field} is unreadable JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise StateError(f"{path}: {field} is {str(value)[:40]}, must be an object")
+    return value
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    check_header(path, path, StateError)
+    header, tensors = load_tensors(path, StateError, "a saved state")
+    if header.get("format") != FORMAT or "model" not in header:
+        raise StateError(f"{path}: format {str(header.get('format'))[:40]!r}, must be {FORMAT!r}")
+    digest = header.pop("digest", None)
+    if digest_of(header, tensors) != digest:
+        raise StateError(f"{path}: damaged, its contents do not match its digest")
+    return header, tensors
+
+
+def digest_of(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """Hex digest of a header and its tensors, as files keep it."""
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
+    """Hex digest of a model: a checksum of its weights (independent of device and order) and of its config, fields at
+    their defaults left out, so that a new field changes no digest."""
+    digest = hashlib.sha256(json.dumps(dump(config, defaults=False), sort_keys=True).encode())
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(weights[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

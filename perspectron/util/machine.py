@@ -1,0 +1,162 @@
+"""The machine: devices, processor, free memory, and the commit of the running program."""
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from perspectron.util.errors import ConfigError
+
+LARGE = 1 << 21  # bytes of a large page
+MADV_COLLAPSE = 25  # of Linux from 6.1 on
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA if available. ConfigError if there is no such device."""
+    there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name == "auto":
+        name = "cuda" if len(there) > 1 else "cpu"
+    if (f"{name}:0" if name == "cuda" else name) not in there:
+        raise ConfigError(f"device = {name!r}, must be one that this machine has: auto, {', '.join(there)}")
+    return torch.device(name)
+
+
+def processor() -> str:
+    """The GPU, or the name of the processor and how many cores this process may use."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def commit() -> str:
+    """The commit of the checkout that runs, and whether the program differs from it; the version where it is installed
+    without one."""
+    package = import_module("perspectron")  # which imports this module's layer, to the import contract
+    here = Path(str(package.__file__)).resolve().parents[1]
+
+    def git(*arguments: str) -> list[str]:
+        with suppress(OSError):
+            command = ["git", "-C", str(here), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+        return []
+
+    top, *head = git("rev-parse", "--show-toplevel", "--short=12", "HEAD") or [""]
+    if not head or Path(top) != here:
+        return f"version {package.__version__}"
+    changed = any(git("status", "--porcelain", "--", "perspectron", "benchmarks"))
+    return head[0] + (" with changes" if changed else "")
+
+
+def free_memory() -> int:
+    """Bytes available without swapping."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_AVPHYS_PAGES"))
+
+
+def memory() -> int:
+    """The most memory that this process can have in bytes: the machine's, or its container's."""
+    whole = int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):  # "max" is no number
+        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole
+
+
+def return_memory() -> None:
+    """Have large blocks given back to the system when they are freed. The C library keeps them once it has seen one
+    freed, and pieces of what a prompt took stay for good: 80 MB in full size."""
+    _mallopt({M_MMAP_THRESHOLD: 1 << 20})
+
+
+@contextmanager
+def memory_kept() -> Iterator[None]:
+    """Blocks that are freed stay with the process, until the end of the block. An update of a training frees what the
+    next one takes; to give it back to the system and get it again, page by page, is some 7% of an update at 2 M
+    parameters (docs/lab-notes.md). What is free at the end goes back."""
+    _mallopt({M_MMAP_THRESHOLD: 1 << 25, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26})
+    try:
+        yield
+    finally:
+        _mallopt({M_MMAP_THRESHOLD: 1 << 20, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 1 << 17})
+        trim()
+
+
+def in_large_pages() -> None:
+    """Have what the C library's heap holds now in pages of 2 MB. With pages of 4 kB a processor looks up so many
+    addresses that an update at 2 M parameters takes 2 to 5% longer (docs/lab-notes.md). For Linux, where a process may
+    ask for them; elsewhere nothing changes."""
+    with suppress(OSError, AttributeError):
+        maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        madvise = ctypes.CDLL(None).madvise
+        for line in maps:
+            if line.endswith("[heap]"):
+                start, end = (int(place, 16) for place in line.split()[0].split("-"))
+                start, end = -(-start // LARGE) * LARGE, end // LARGE * LARGE
+                if start < end:
+                    madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
+
+
+def trim() -> None:
+    """Give the system back what is free."""
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if function is not None:
+        function(0)
+
+
+def _mallopt(options: dict[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in options.items():
+            mallopt(option, value)
+
+
+class Peak:
+    """`with Peak() as peak: …`; then `peak.bytes` is how far resident memory rose above where it stood at the
+    beginning (None where there is no /proc).
+
+    The kernel's high-water mark is set back first. getrusage's ru_maxrss cannot be: it holds the peak of
+    importing torch and, in a subprocess, that of the process which started it.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> Self:
+        self._before: int | None = None
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = resident()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            self.bytes = max(0, _status("VmHWM") - self._before)
+
+
+def resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not tell."""
+    with suppress(OSError):
+        return _status("VmRSS")
+    return 0
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")

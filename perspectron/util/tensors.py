@@ -1,0 +1,174 @@
+"""Files of tensors (safetensors) that are not trusted: what a header claims is checked in bounded memory, and each
+tensor is then read to where it stays.
+
+They are not mapped: a file that is cut short meanwhile would end the process.
+"""
+
+import math
+import os
+import re
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perspectron.util.errors import PerspectronError
+from perspectron.util.files import MAX_JSON, open_file, opened, parse_json
+from perspectron.util.machine import memory
+
+MOST_TENSORS = 1 << 15  # of a file: one takes a kilobyte, also without a number in it
+JSON_ROOM = 56 << 20  # bytes that JSON in a header may take as a value
+MAX_AXES = 8
+MAX_SIZE = 1 << 48  # of an axis, and of a file
+DTYPES = {
+    "U8": torch.uint8, "I8": torch.int8, "BOOL": torch.bool, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+_LONGEST = 1000  # bytes of a name, and of the rest of an entry
+_BLANK, _STRING = rb"[ \t\n\r]*", rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_OPEN = re.compile(rb"%s\{%s(\}?)" % (_BLANK, _BLANK))
+_ENTRY = re.compile(
+    rb'%s(%s)%s:%s(\{(?:[^"{}]++|%s)*+\}|null)%s([,}])' % (_BLANK, _STRING, _BLANK, _BLANK, _STRING, _BLANK),
+    re.DOTALL,
+)
+
+
+class Place(NamedTuple):
+    """The place of a tensor in a file's data, and its kind."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, Place]]:
+    """(metadata, the place of each tensor by name in the order of the data) of a header before `room` bytes of data.
+    ValueError unless the tensors follow one another without a gap, each of as many bytes as its shape says."""
+    metadata, places, at = dict[str, str](), dict[str, Place](), 0
+    start = _OPEN.match(text)
+    if start is None:
+        raise ValueError("the header is no object")
+    at, more = start.end(), not start[1]
+    while more:
+        entry = _ENTRY.match(text, at)
+        if entry is None or len(entry[1]) > _LONGEST:
+            raise ValueError(f"no tensor at byte {at} of the header")
+        name, at, more = parse_json(entry[1].decode()), entry.end(), entry[3] == b","
+        if name in places or (name == METADATA and metadata):
+            raise ValueError(f"key {name[:80]!r} occurs twice")
+        if name == METADATA:
+            metadata = parse_json(entry[2].decode(), room=JSON_ROOM) or {}
+        elif len(places) == MOST_TENSORS:
+            raise ValueError(f"more than {MOST_TENSORS:,} tensors")
+        else:
+            places[name] = _place(name, entry[2])
+    if text[at:].strip(b" \t\n\r\0"):
+        raise ValueError(f"the header goes on at byte {at}")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata that is not strings")
+    return metadata, _in_order(places, room)
+
+
+def _place(name: str, text: bytes) -> Place:
+    """The place that an entry of a header tells. ValueError: not a possible one."""
+    if len(text) > _LONGEST:
+        raise ValueError(f"{name[:80]!r}: {len(text)} bytes about it, must be ≤ {_LONGEST}")
+    entry = parse_json(text.decode())
+    if (
+        not name.isprintable()
+        or not isinstance(entry, dict)
+        or set(entry) != {"dtype", "shape", "data_offsets"}
+    ):
+        raise ValueError(f"{name[:80]!r}: must tell dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name[:80]!r}: dtype is {str(dtype)[:40]!r}, must be one of {', '.join(DTYPES)}")
+    for what, numbers, most in (("shape", shape, MAX_AXES), ("data_offsets", offsets, 2)):
+        whole = isinstance(numbers, list) and len(numbers) <= most and all(type(n) is int for n in numbers)
+        if not whole or not all(0 <= n <= MAX_SIZE for n in numbers):
+            bound = f"at most {most} whole numbers in 0 … {MAX_SIZE}"
+            raise ValueError(f"{name[:80]!r}: {what} is {str(numbers)[:80]}, must be {bound}")
+    if len(offsets) != 2:
+        raise ValueError(f"{name[:80]!r}: data_offsets is {offsets}, must be two")
+    return Place(offsets[0], offsets[1], DTYPES[dtype], tuple(shape))
+
+
+def _in_order(places: dict[str, Place], room: int) -> dict[str, Place]:
+    """The tensors as they follow one another. ValueError: they leave a gap, overlap or do not fill the room."""
+    ordered, end = dict(sorted(places.items(), key=lambda item: item[1][:2])), 0
+    for name, place in ordered.items():
+        if place.start != end or place.stop - end != place.bytes or place.stop > room:
+            must = f"must be {place.bytes} from {end} on"
+            raise ValueError(f"{name[:80]!r}: bytes {place.start} to {place.stop} of {room}, {must}")
+        end = place.stop
+    if end != room:
+        raise ValueError(f"{room - end} bytes too many")
+    return ordered
+
+
+def read_header(file: BufferedReader, most: int = MAX_JSON) -> bytes:
+    """The text of a file's header. ValueError: of more than `most` bytes, or cut short."""
+    length = int.from_bytes(file.read(8), "little")
+    most = min(most, max(0, os.fstat(file.fileno()).st_size - 8))
+    if not 2 <= length <= most:
+        raise ValueError(f"header of {length} bytes, must be ≤ {most}")
+    return file.read(length)
+
+
+def check_header(path: Path, file: Path, error: type[PerspectronError]) -> None:
+    """`error`, which names `path`: a file's header is over the bound, the same for those who write and who read."""
+    with opened(file, error) as content:
+        size = int.from_bytes(content.read(8), "little")
+        if MAX_JSON < size <= os.fstat(content.fileno()).st_size:
+            why = f"must be ≤ {MAX_JSON:,}; a text of that length can be kept up to an earlier token"
+            raise error(f"{path}: a header of {size:,} bytes, {why}")
+
+
+def load_tensors(
+    path: Path, error: type[PerspectronError], what: str
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a safetensors file. `error`, naming it: missing, unreadable, larger than half the memory,
+    or not `what` it is to be."""
+    with opened(path, error) as file:
+        size, most = os.fstat(file.fileno()).st_size, memory() // 2
+        if size > most:
+            raise error(f"{path}: {size:,} bytes, must be ≤ {most:,}, half the memory of this machine")
+        try:
+            text = read_header(file)
+            metadata, places = parse_header(text, size - 8 - len(text))
+            del text
+            return metadata, {name: _read(file, place) for name, place in places.items()}
+        except ValueError as cause:
+            raise error(f"{path}: not {what} ({cause})") from None
+
+
+def _read(file: BufferedReader, place: Place) -> Tensor:
+    """The next tensor of a file. ValueError: the file ends before it does."""
+    tensor = torch.empty(place.shape, dtype=place.dtype)
+    if place.bytes and file.readinto(tensor.flatten().view(torch.uint8).numpy().data) < place.bytes:
+        raise ValueError("it ends early")
+    return tensor
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors, not atomically by itself; OSError when the disk is full, or for more than
+    `load_tensors` reads."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, header)
+        with open_file(path) as file:
+            text = read_header(file)
+            parse_header(text, os.fstat(file.fileno()).st_size - 8 - len(text))
+    except (SafetensorError, ValueError) as error:
+        raise OSError(str(error)) from error
