@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from perspectron.decode.batch import Piece
+from perspectron.decode.row import Piece
 from perspectron.decode.session import Session
 from perspectron.model.config import require
 from perspectron.serve.engine import Event, Job
@@ -20,7 +20,7 @@ from perspectron.serve.web import schema
 from perspectron.serve.web.asked import check, constraint_of, prompt_of, prompts_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
-from perspectron.util.errors import NonFiniteError, PerspectronError
+from perspectron.util.errors import PerspectronError
 
 if TYPE_CHECKING:
     from perspectron.serve.web.app import Served
@@ -138,6 +138,7 @@ class Answers:
         check(body, prompts, tokens, served)
         single = body.n == 1 and len(prompts) == 1
         constraint = await constraint_of(body, served.tokenizer, served.compiling)
+        hooks = () if constraint is None else (constraint,)
         slot = None if body.id_slot in (None, -1) else served.slot(body.id_slot or 0)
         begun = None
         if body.state is not None:
@@ -159,7 +160,7 @@ class Answers:
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
                 run.jobs.append(Job(
-                    own, tokens, emit, sampling, stop, index, logprobs, constraint, body.min_tokens, body.stop_token_ids
+                    own, tokens, emit, sampling, stop, index, logprobs, hooks, body.min_tokens, body.stop_token_ids
                 ))  # fmt: skip
         for index in range(0 if tokens else run.texts):
             run.events.put_nowait((index, Piece(index, None, "", "length")))
@@ -269,9 +270,8 @@ class Answers:
                 index, event = await run.events.get()
                 if isinstance(event, PerspectronError):
                     raise event
-                if event.finished == "error":
-                    said = "the logits are not finite; the model cannot continue this text"
-                    raise NonFiniteError(event.error or said)
+                if event.error is not None:
+                    raise event.error
                 if not begun:
                     begun = True
                     self.metrics.first_token.labels(self.served.name).observe(time.perf_counter() - start)
@@ -327,9 +327,12 @@ def _finish(piece: Piece) -> str | None:
 
 
 def _views(marks: Sequence[Piece]) -> dict[str, Any]:
-    """Verdicts of the perspectives on each token, where they are asked."""
-    verdicts = [mark.verdict for mark in marks if mark.verdict is not None]
-    return {"perspectives": [verdict._asdict() for verdict in verdicts]} if verdicts else {}
+    """Verdicts of hooks on each token, by their names."""
+    found = dict[str, list[Any]]()
+    for mark in marks:
+        for name, verdict in mark.verdicts.items():
+            found.setdefault(name, []).append(verdict._asdict())
+    return found
 
 
 def _event(value: dict[str, Any]) -> ServerSentEvent:
