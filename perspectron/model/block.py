@@ -24,7 +24,6 @@ from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
 from perspectron.ops.dispatch import check_consumed
 from perspectron.ops.fused import RMSNorm
-from perspectron.util import ranks
 from perspectron.util.terms import Term
 
 if TYPE_CHECKING:
@@ -159,8 +158,6 @@ class Block(nn.Module):
         chooses experts."""
         check_consumed(consume_state)
         residual = self.config.residual
-        if not isinstance(state, NoState):
-            x_BTD, state = ranks.received(x_BTD, state)
         own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
         lasts: list[Tensor] = []
         if self.config.mixer is None:
@@ -192,11 +189,6 @@ class Block(nn.Module):
                 read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
                 lasts.append(last_BD)
         state = ShiftedState(own, torch.stack(lasts, 1)) if lasts else own
-        if not isinstance(state, NoState):  # before all ranks meet, to count the load of experts
-            if ffn is None:
-                h_BTD = ranks.handed(h_BTD, state)
-            else:
-                read_BTD = ranks.handed(read_BTD, state)
         if ffn is None:
             return h_BTD, state, aux
         seen = {} if views is None or not isinstance(ffn, Routed) else {"views": views}

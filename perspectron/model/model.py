@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
         loss = None
         if targets is not None:
             total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
-            loss = ranks.total(total) / ranks.total((targets != -100).sum()).clamp_min(1)
+            loss = ranks.all_reduce_sum(total) / ranks.all_reduce_sum((targets != -100).sum()).clamp_min(1)
         return Output(logits_BTV, state, loss, aux)
 
     def hidden(
@@ -192,9 +192,7 @@ class LanguageModel(nn.Module):
         self.own(state)
         if state.batch_size != x_BTD.shape[0]:
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD, before_B = ranks.received(x_BTD, state.length_B)
-        x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
-        x_BTD = ranks.handed(x_BTD, length_B)
+        x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         if self.dropout is not None:
             for drop in self._drops if self.training and torch.is_grad_enabled() else ():
                 drop.passes += 1
