@@ -32,7 +32,7 @@ SUITES = {
     "robustness": Suite("eval.robustness", draws=True),
     "perspectives": Suite("designs.perspective.suites.views", draws=True),
     "depth": Suite("designs.perspective.suites.depth", draws=True),
-    "cost": Suite("eval.cost_suite", reads_text=False),
+    "cost": Suite("eval.cost", reads_text=False),
     "recall": Suite("eval.recall", reads_text=False, on_device=False),
 }
 BESIDE_LOSS = tuple(name for name in SUITES if name not in ("perplexity", "perspectives", "depth"))
