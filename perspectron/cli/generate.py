@@ -19,16 +19,16 @@ from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import Generation, generate
 from perspectron.decode.row import Piece
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.eval.cost import Bench, bench
+from perspectron.eval.timing import Bench, bench
 from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
-from perspectron.model.registry import part
 from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.usage import FIRST, Usage
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
+from perspectron.util.registry import part
 
 UNDERLINED = "\033[4m{}\033[24m"
 PROMPT = "def read_lines(path):\n"  # of a measurement

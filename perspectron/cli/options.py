@@ -121,7 +121,7 @@ def open_model(path: Path, cache: str | None = None, *, verify: bool = False) ->
 def perspectives_of(asked: bool, calibration: Path | None, opened: "Opened") -> "list[Hook]":
     """The perspectives to ask, if any: with fixed thresholds, or calibrated for this model. ConfigError for a
     calibration without them, or of another model."""
-    from perspectron.model.registry import part
+    from perspectron.util.registry import part
 
     require(asked or calibration is None, "calibration", str(calibration), "left out without --perspectives")
     if not asked:

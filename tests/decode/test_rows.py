@@ -209,7 +209,9 @@ def test_a_row_that_is_not_finite_ends_alone(perspective: LanguageModel, tokeniz
     bad = session.add([2, 3], max_tokens=9, sampling=GREEDY, conversation=talk)
     pieces = drain(session)
     (last,) = (piece for piece in pieces if piece.row == bad)
-    assert (last.id, last.text, last.finished) == (None, "", "error") and isinstance(last.error, NonFiniteError)
+    assert (last.id, last.text, last.finished) == (None, "", "error") and isinstance(
+        last.error, NonFiniteError
+    )
     alone = generate(perspective, tokenizer, [prompt_of(5, 5)], max_tokens=9, sampling=GREEDY)
     assert ids(pieces, good) == alone.ids[0]
     assert session.remove(bad).pending == [[]] and not session.active

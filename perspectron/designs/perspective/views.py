@@ -335,9 +335,12 @@ class _Asked(Hook):
     def verdict(self, step: Step, id: int) -> Verdict:
         if self.all.config.persistent and self.seen is None:
             self._read(self.row.unread[-1:])
-        verdict = self.all.judge(
-            step.logits_1V, step.hidden_1D, id, step.position, lambda: self._look(step), self._mixed
-        )
+        base_1V = step.look(step.hidden_1D)  # by the head as the views are, to the bit, however the row was read
+
+        def look() -> Tensor:
+            return self._look(step, base_1V)
+
+        verdict = self.all.judge(base_1V, step.hidden_1D, id, step.position, look, self._mixed)
         self.chunk = self.seen = None
         return verdict
 
@@ -349,10 +352,10 @@ class _Asked(Hook):
         hidden_1PD, self.views = self.all.others([ids], self.views, fresh=[begins])
         self.seen = hidden_1PD[0]
 
-    def _look(self, step: Step) -> Tensor:
+    def _look(self, step: Step, base_1V: Tensor) -> Tensor:
         """The others' logits [P − 1, V]."""
         if self.all.config.surrogate:
-            return self.all.stand_ins(step.hidden_1D, step.logits_1V, [step.position], step.look)[0]
+            return self.all.stand_ins(step.hidden_1D, base_1V, [step.position], step.look)[0]
         if self.seen is not None:
             return step.look(self.seen)
         state = self._before(step)
