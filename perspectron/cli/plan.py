@@ -17,7 +17,7 @@ from perspectron.stream.artifact import layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import safe_join
 

@@ -7,8 +7,8 @@ from perspectron.cli.options import answer, table
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.census import state_bytes
 from perspectron.model.config import ModelConfig, require
+from perspectron.train.config import Layout
 from perspectron.train.footprint import Batch, Memory, Rates, memory, seconds, shape_of, traffic
-from perspectron.train.layout import Layout
 
 RATES = Rates(flops=4e14, inside=4.5e11, outside=5e10)
 """An H100 at 40% of its dense bfloat16 rate, NVLink, and 400 Gb/s for each GPU between machines."""

@@ -16,8 +16,8 @@ from perspectron.model.block import Block
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
+from perspectron.train.config import Layout
 from perspectron.train.estimate import PER_LOGIT
-from perspectron.train.layout import Layout
 
 FLOAT = 4  # bytes: weights, gradients, both moments; bfloat16 is for products alone
 LENGTHS = (64, 128)  # tokens of the passes that are counted

@@ -26,18 +26,17 @@ from torch.distributed.tensor import Shard as ShardOf
 from perspectron.data import Loader
 from perspectron.designs.drm.mixer import DRMConfig
 from perspectron.experts.spread import Spread
+from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
 from perspectron.model.config import require
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
-from perspectron.train.config import RunConfig
+from perspectron.train.config import Layout, RunConfig
 from perspectron.train.context import split_sequence
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, own
-from perspectron.train.expert_stats import experts_of, matrices
-from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
 from perspectron.train.optim import freeze, optimizer_of
@@ -228,7 +227,7 @@ class ParallelTrainer(Trainer):
             units = [module for module in block.modules() if isinstance(module, FSDPModule)]
             for unit in units:
                 unit.unshard()
-            found |= {f"blocks.{index}.{name}": row for name, row in matrices(cast(Any, block)).items()}
+            found |= {f"blocks.{index}.{name}": row for name, row in matrices(block).items()}
             for unit in units:
                 unit.reshard()
         return self._of_all_experts(found) if self._experts else found

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from perspectron.train import checkpoint, loop
-from perspectron.train.curve import draw, draw_terms
 from perspectron.train.heldout import Heldout
-from perspectron.train.metrics import read_metrics
+from perspectron.train.metrics import draw, draw_terms, read_metrics
 from perspectron.train.optim import AdamW, OptimConfig, learning_rate, optimizer_of
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import ConfigError, NonFiniteError
