@@ -62,7 +62,7 @@ class Plan:
     json: bool = False
     """Print one JSON object."""
     train: bool = False
-    """Predict a training instead of decoding: memory of each GPU, traffic and time of an update."""
+    """Predict a training instead of decoding: memory of each GPU."""
     gpus: int = 1
     """With --train: total number of GPUs."""
     local: int = 8

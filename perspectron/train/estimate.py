@@ -1,4 +1,4 @@
-"""The cost of a training: memory, before a model is built; time, memory and the faster precision, measured on passes."""
+"""The cost of a training: memory before a model is built; time, memory and the faster precision, measured."""
 
 import contextlib
 import statistics

@@ -452,7 +452,6 @@ def test_a_model_that_reports_quantities_has_a_chart_of_each(tmp_path):
     draw_terms(metrics, tmp_path / "terms.svg")
     words = [element.text for element in ET.parse(tmp_path / "terms.svg").iter(f"{SVG}text")]
     assert "route gate 0.5" in words and "load 0.5" in words
-    assert "mean gate on attention" in words
     draw_terms([{"step": 1, "loss": 1.0}] * 2, tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
 
