@@ -35,7 +35,7 @@ class TrainConfig:
     """Tokens in a window."""
     accumulate: int = 1
     """Batches whose gradients are accumulated for one update, with equal weight for every target: the same as one
-    larger batch, except for losses of experts and of DRM that are not means over tokens. Those are computed for each
+    larger batch, except for losses that are not means over tokens. Those are computed for each
     batch and averaged: balance, condition, metric_u_target, dim_variance, active_fraction, smooth, stability and
     recurrence. (Routing biases follow the whole update.)"""
     seed: int = 0

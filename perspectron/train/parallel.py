@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
 from perspectron.data import Loader
-from perspectron.designs.drm.mixer import DRMConfig
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
@@ -42,6 +41,7 @@ from perspectron.train.metrics import Metrics
 from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
+from perspectron.util import registry
 from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.util.files import atomic, sweep
 from perspectron.util.ranks import Ranks, together
@@ -345,8 +345,9 @@ def ranks_of(team: Team, layout: Layout, config: RunConfig) -> Ranks:
     require(N % C == 0, "context_parallel", C, f"a divisor of {N}, the ranks")
     require(T % C == 0, "context_parallel", C, f"a divisor of seq_len = {T}")
     if C > 1:
-        drm = any(isinstance(block.mixer, DRMConfig) for block in config.model.blocks)
-        require(not drm, "context_parallel", C, "1 for DRM, whose losses are of whole rows")
+        for kind in {block.mixer.kind for block in config.model.blocks if block.mixer is not None}:
+            splits = registry.part("mixers", kind).splits_time
+            require(splits, "context_parallel", C, f"1 for {kind}, whose losses are of whole rows")
         require(not config.train.only, "context_parallel", C, "1 where --only parts of a model learn")
         require(not config.train.recompute, "context_parallel", C, "1 with --recompute")
     row, column = divmod(team.rank, C)
