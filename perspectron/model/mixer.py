@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from perspectron.model.config import MixerConfig
+from perspectron.model.config import MixerConfig, require
 from perspectron.util import registry
 
 
@@ -28,6 +28,11 @@ class Mixer(nn.Module, abc.ABC):
     """One line."""
     source: ClassVar[str]
     """The page or paper that describes it."""
+    framed: ClassVar[MixerConfig | None] = None
+    """Its config at a width of 128, if it can stand for the recurrence of another design, as in perspective[kda]."""
+    hidden: ClassVar[int] = 0
+    """The width of the SwiGLU beside it, if a model of both in every layer is a design under its kind: at the size of
+    perspective-tiny-dense, with `framed` as its config."""
 
     value_channels: int = 0
     """Channels of its values, which a value residual mixes with those of the first mixer that has as many (`forward`
@@ -66,14 +71,31 @@ class Mixer(nn.Module, abc.ABC):
 
 
 def mixers() -> dict[str, type[Mixer]]:
-    """The classes of all mixers by kind, imported."""
-    return dict(registry.parts("mixers"))
+    """The classes of all mixers by kind, imported. ConfigError for one that does not say what has no default."""
+    found = dict(registry.parts("mixers"))
+    for kind, mixer in found.items():
+        _require_mixer(kind, mixer)
+        for name in ("small", "about", "source"):
+            require(
+                hasattr(mixer, name),
+                f"{mixer.__name__}.{name}",
+                "nothing",
+                "given (docs/add-a-mixer.md)",
+            )
+    return found
 
 
 def build(d_model: int, norm_eps: float, config: MixerConfig) -> Mixer:
-    """The mixer of a config."""
-    made: Mixer = registry.part("mixers", config.kind)(d_model, norm_eps, config)
+    """The mixer of a config. ConfigError for one that is no `Mixer`."""
+    mixer = registry.part("mixers", config.kind)
+    _require_mixer(config.kind, mixer)
+    made: Mixer = mixer(d_model, norm_eps, config)
     return made
+
+
+def _require_mixer(kind: str, mixer: Any) -> None:
+    derived = isinstance(mixer, type) and issubclass(mixer, Mixer)
+    require(derived, f"mixer {kind!r}", getattr(mixer, "__name__", mixer), "a perspectron.model.mixer.Mixer")
 
 
 def config_of(kind: str, **values: Any) -> MixerConfig:
