@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perspectron.designs.drm.head import Emitter
 from perspectron.designs.drm.mixer import DRMConfig
 from perspectron.model.config import ModelConfig
-from perspectron.model.heads import Emitter
 from perspectron.model.model import LanguageModel
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import perspectron
 from perspectron import presets
 from perspectron.data import Shards, Tokenizer, encode, open_corpus
+from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.model.block import Block, NoState
@@ -31,7 +32,7 @@ from perspectron.model.config import (
     SequentialConfig,
 )
 from perspectron.model.ffn import ContextMLPConfig, FFNConfig, MLPConfig, SwiGLUConfig, TiedConfig
-from perspectron.model.heads import EmitterConfig, LinearHeadConfig
+from perspectron.model.heads import LinearHeadConfig
 from perspectron.model.model import LanguageModel, Output
 from perspectron.model.state import LMState
 from perspectron.train.config import RunConfig, TrainConfig

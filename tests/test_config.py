@@ -11,9 +11,9 @@ from perspectron import presets
 from perspectron.cli import catalogue
 from perspectron.designs.perspective.pdr import PDRConfig
 from perspectron.experts.router import RoutedConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.config import BlockConfig, ModelConfig, dump, load
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.util.errors import ConfigError
 
 
@@ -63,9 +63,9 @@ def test_every_preset_survives_a_round_trip_through_json(name):
     assert json.dumps(dump(loaded)) == text
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", mixers())
 def test_every_mixer_config_survives_a_round_trip(name):
-    block = BlockConfig(MIXERS[name].small, SwiGLUConfig(8))
+    block = BlockConfig(mixers()[name].small, SwiGLUConfig(8))
     written = json.loads(json.dumps(dump(block)))
     assert written["mixer"]["kind"] == name and written["ffn"]["kind"] == "swiglu"
     assert load(BlockConfig, written) == block
@@ -160,14 +160,14 @@ def test_an_unknown_mixer_is_named_with_those_there_are(kind):
         load(ModelConfig, changed([*MIXER, "kind"], kind))
     message = str(caught.value)
     assert message.startswith(f"config.blocks[0].mixer.kind = {kind!r}, must be one of ")
-    assert set(MIXERS) <= set(message.rpartition("one of ")[2].split(", "))
+    assert set(mixers()) <= set(message.rpartition("one of ")[2].split(", "))
 
 
 def test_configs_are_checked_without_a_file_too():
-    fails("kv_heads = 3, must be a divisor of heads = 4", MIXERS["window_gqa"].small.__class__, 4, 3, 8)
-    fails("window = 0, must be ≥ 1", MIXERS["window_gqa"].small.__class__, 4, 2, 0)
-    fails("heads = 0, must be ≥ 1", MIXERS["attention"].small.__class__, 0)
-    fails("rope_base = nan, must be > 1", MIXERS["attention"].small.__class__, 2, math.nan)
+    fails("kv_heads = 3, must be a divisor of heads = 4", mixers()["window_gqa"].small.__class__, 4, 3, 8)
+    fails("window = 0, must be ≥ 1", mixers()["window_gqa"].small.__class__, 4, 2, 0)
+    fails("heads = 0, must be ≥ 1", mixers()["attention"].small.__class__, 0)
+    fails("rope_base = nan, must be > 1", mixers()["attention"].small.__class__, 2, math.nan)
     fails("hidden = 0, must be ≥ 1", SwiGLUConfig, 0)
 
 
@@ -238,7 +238,7 @@ def test_a_torus_of_anything_but_whole_numbers_is_named(torus):
 
 def test_an_unknown_preset_is_named_with_those_there_are():
     known = ", ".join([*presets.names(), *presets.DESIGNS])
-    with pytest.raises(ConfigError, match="preset = 'gpt-5', must be one of perspective-tiny, ") as caught:
+    with pytest.raises(ConfigError, match="preset = 'gpt-5', must be one of adr-demo, ") as caught:
         presets.get("gpt-5")
     begins, _, ends = str(caught.value).partition("one of ")[2].partition(" … ")
     assert known.startswith(begins) and known.endswith(ends) and len(begins) > 300

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import perspectron
 from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.mixer import DRMConfig, Risk
 from perspectron.designs.drm.terms import Losses
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig
-from perspectron.model.heads import EmitterConfig
 
 OWN = Path(__file__).parent / "vectors"
 NORM_EPS = 1e-6

@@ -19,9 +19,9 @@ from perspectron.decode.projection import faces, project
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective.views import PerspectivesConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.model.model import LanguageModel
 from perspectron.presets.fit import small
 from tests.places import AWAY, Away, OfAway
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cpu_only("the device that is none")
 V, T = 40, 12
 ONE_MIXER = {
     f"{name} alone": ModelConfig(name, V, 16, (BlockConfig(entry.small, SwiGLUConfig(8)),))
-    for name, entry in MIXERS.items()
+    for name, entry in mixers().items()
 }
 DESIGNS = {design: small(design, vocab_size=V, seq_len=32) for design in presets.DESIGNS}
 every_model = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every mixer against the contract (design.md), by its line in MIXERS alone: nothing here knows one of them. So, too,
+"""Every mixer against the contract (design.md), by what it registers alone: nothing here knows one of them. So, too,
 options that change what a mixer computes or keeps.
 
 Shapes: B batch, T time, D model width.
@@ -22,9 +22,9 @@ from perspectron.designs.delta.gdn2 import GDN2Config
 from perspectron.designs.delta.kda import KDAConfig
 from perspectron.designs.lens.mixer import LensConfig
 from perspectron.designs.perspective.pdr import PDRConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.model.state import LMState
 
 D = 16
@@ -42,9 +42,10 @@ OPTIONS = {
     "kda, negative": KDAConfig(2, negative=True),
     "gdn2, negative": GDN2Config(2, negative=True),
 }
-ENTRIES = MIXERS | {name: MIXERS[small.kind]._replace(small=small) for name, small in OPTIONS.items()}
+MIXERS = mixers()
+SMALL = {kind: mixer.small for kind, mixer in MIXERS.items()} | OPTIONS
 
-every_mixer = pytest.mark.parametrize("name", ENTRIES)
+every_mixer = pytest.mark.parametrize("name", SMALL)
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 stateless = pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
@@ -68,7 +69,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
-    module = ENTRIES[name].module(D, 1e-6, ENTRIES[name].small)
+    module = MIXERS[SMALL[name].kind](D, 1e-6, SMALL[name])
     randomise(module, seed)
     return module.to(dtype)
 
@@ -145,10 +146,8 @@ def check(module, x_BTD, state, cuts, mode, *, reset_BT=None, pad_BT=None, toler
 
 @every_mixer
 def test_the_table_entry_fits_together(name):
-    entry = ENTRIES[name]
-    assert entry.small.kind == name.split(",")[0]
     module = build(name)
-    assert module.config == entry.small
+    assert module.config == SMALL[name] and SMALL[name].kind == name.split(",")[0]
     state = empty(module, 3)
     assert dataclasses.is_dataclass(state)
     y, after, aux = module(tokens(3, 5), state)
@@ -278,7 +277,7 @@ def test_a_state_made_in_inference_mode_is_consumed_outside_of_it(name):
 
 @every_mixer
 def test_a_state_is_not_consumed_while_gradients_are_on(name):
-    config = ModelConfig("one block", 11, D, (BlockConfig(ENTRIES[name].small, SwiGLUConfig(8)),))
+    config = ModelConfig("one block", 11, D, (BlockConfig(SMALL[name], SwiGLUConfig(8)),))
     model, ids = perspectron.build(config), torch.ones(2, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="consume_state"):
         model(ids, model.init_state(2), consume_state=True)
@@ -523,7 +522,7 @@ def test_what_is_not_finite_ends_at_a_reset(name, mode, cuts, padded, spoilt):
 @every_mixer
 @pytest.mark.parametrize("T", [0, 1, 60])
 def test_saved_and_loaded_it_goes_on_bit_for_bit(name, T, tmp_path):
-    config = ModelConfig("one block", 11, D, (BlockConfig(ENTRIES[name].small, SwiGLUConfig(8)),))
+    config = ModelConfig("one block", 11, D, (BlockConfig(SMALL[name], SwiGLUConfig(8)),))
     model = perspectron.build(config)
     randomise(model.blocks[0].mixer, 0)
     ids = torch.randint(11, (2, 100), generator=torch.Generator().manual_seed(0))

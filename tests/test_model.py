@@ -22,12 +22,13 @@ from perspectron.designs.perspective.pdr import PDR, PDRConfig
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.block import NoState
 from perspectron.model.config import BlockConfig, FFNConfig, MixerConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
+from perspectron.model.mixer import Mixer, mixers
 from perspectron.model.model import LanguageModel, build, init
 from perspectron.ops import pdr
+from perspectron.util import registry
 from perspectron.util.errors import ConfigError, StateError
 
 V, D = 64, 32
@@ -247,8 +248,10 @@ def test_a_tied_network_is_the_other_blocks_own():
 def everything() -> ModelConfig:
     """Every mixer, in width 16, with each kind of feed-forward network."""
     ffns = (TiedConfig(1), SwiGLUConfig(24), RoutedConfig(8, (2, 2)))
-    mixers = [*(entry.small for entry in MIXERS.values()), PDRConfig(4, out_norm=True)]
-    return ModelConfig("all", V, 16, tuple(BlockConfig(mixer, ffns[i % 3]) for i, mixer in enumerate(mixers)))
+    configs = [*(entry.small for entry in mixers().values()), PDRConfig(4, out_norm=True)]
+    return ModelConfig(
+        "all", V, 16, tuple(BlockConfig(mixer, ffns[i % 3]) for i, mixer in enumerate(configs))
+    )
 
 
 def test_a_seed_gives_the_same_model_and_another_seed_another():
@@ -259,7 +262,7 @@ def test_a_seed_gives_the_same_model_and_another_seed_another():
     starts_fixed = ["gates_HL", "offset_EA"]  # how lenses mix, where experts stand
     starts_fixed += ["b_bias", "c_bias"]  # what is added to Mamba-3's keys and queries
     starts_fixed += ["mix_ND", "mix_6D", *(f"{name}_low.0.weight" for name in "wag")]  # mixes and low ranks
-    for i, mixer in enumerate(MIXERS):  # and its outputs
+    for i, mixer in enumerate(mixers()):  # and its outputs
         last = {"rwkv7": "o_proj", "rwkv7_channel": "v_proj"}.get(mixer)
         starts_fixed += [f"blocks.{i}.mixer.{last}.weight"] if last else []
     matrices = [
@@ -277,7 +280,7 @@ class ToyConfig(MixerConfig):
     fills: tuple[str, ...] = ()
 
 
-class Toy(nn.Module):
+class Toy(Mixer):
     """A mixer as a newcomer writes it: parameters and buffers of its own, and an init_weights that may forget some."""
 
     def __init__(self, d_model: int, norm_eps: float, config: ToyConfig) -> None:
@@ -304,7 +307,7 @@ class Toy(nn.Module):
 
 @pytest.mark.parametrize("missing", [None, "scale_D", "half_D", "table_D", "on_D"])
 def test_a_parameter_that_no_initialisation_touches_is_named(monkeypatch, missing):
-    monkeypatch.setitem(MIXERS, ToyConfig.kind, MIXERS["gla"]._replace(module=Toy))
+    monkeypatch.setitem(registry._designs, "toy", registry.Design("toy", mixers={ToyConfig.kind: Toy}))
     fills = tuple(name for name in ("scale_D", "half_D", "table_D", "on_D") if name != missing)
     toy = config(GQA, ToyConfig(fills))
     if missing is None:

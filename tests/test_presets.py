@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from perspectron import presets
-from perspectron.designs.presets_old import stack
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.census import active_parameters, census
 from perspectron.model.config import BlockConfig, ModelConfig, between_commas
 from perspectron.model.ffn import SwiGLUConfig
 from perspectron.model.model import build
 from perspectron.presets import fit, table
+from perspectron.presets.frame import stack
+from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 
 DESIGNS = list(presets.DESIGNS)
@@ -87,7 +88,7 @@ def test_a_keyword_comes_before_a_field_of_the_same_name():
 
 def test_a_name_of_ones_own_is_of_no_design():
     config = dataclasses.replace(presets.get("gpt2-tiny"), name="mine")
-    with pytest.raises(ConfigError, match="model name = 'mine', must be one of perspective"):
+    with pytest.raises(ConfigError, match="model name = 'mine', must be one of adr, "):
         presets.design_of(config)
 
 
@@ -97,7 +98,7 @@ def test_a_budget_below_the_embedding_says_what_would_do():
 
 
 def test_an_unknown_design_lists_those_there_are():
-    with pytest.raises(ConfigError, match="design = 'rwkv', must be one of perspective, adr"):
+    with pytest.raises(ConfigError, match="design = 'rwkv', must be one of adr, adr2"):
         presets.solve("rwkv", 1_000_000, vocab_size=512, seq_len=64)
 
 
@@ -131,7 +132,8 @@ def test_titles_are_names_that_readers_know():
     assert presets.title("ssd") == "Mamba-2" and presets.title("perspective") == "Perspective"
     assert presets.title("perspective[kda,rank=16]") == "Perspective[KDA, rank=16]"
     assert presets.title("without the gate") == "without the gate"
-    assert set(table.TITLES) <= {*DESIGNS, "pdr2"}
+    titles = {name for design in registry.designs().values() for name in design.titles}
+    assert titles <= {*DESIGNS, "pdr2"}
 
 
 def test_a_size_may_be_a_list():

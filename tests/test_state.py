@@ -21,15 +21,15 @@ from safetensors.torch import load_file, save_file
 import perspectron
 import perspectron.model.state as state_module
 from perspectron import presets
-from perspectron.mixers import MIXERS
 from perspectron.model import narrow
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.util.errors import StateError, StorageError
 from perspectron.util.files import MAX_JSON
 
 CONFIG = ModelConfig(
-    "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in MIXERS.values())
+    "every mixer", 11, 16, tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in mixers().values())
 )
 EXTRA = {"prompt": "Ein Schluß → 終\n", "tokens": [3, 1, 4], "seed": 12345, "temperature": 0.7, "stop": None}
 
@@ -107,7 +107,7 @@ def test_saving_with_gradients_and_detaching(model, tmp_path):
 
 SINGLE = {
     name: ModelConfig(name, 11, 16, (BlockConfig(entry.small, SwiGLUConfig(8)),))
-    for name, entry in MIXERS.items()
+    for name, entry in mixers().items()
 }
 every_mixer = pytest.mark.parametrize("name", SINGLE)
 
@@ -466,7 +466,7 @@ def numbers(text: str):
     return lambda header, tensors: header.update(numbers=text)
 
 
-KINDS = {entry.small.kind: i for i, entry in enumerate(MIXERS.values())}
+KINDS = {entry.small.kind: i for i, entry in enumerate(mixers().values())}
 PDR, RING, CACHE, DRM = (f"layers[{KINDS[kind]}]" for kind in ("pdr", "window_gqa", "attention", "drm"))
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from perspectron import presets
 from perspectron.designs.perspective.pdr import PDRConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.census import Census, FlopCounter, census
 from perspectron.model.config import BlockConfig, MixerConfig, RouteGatedConfig, SequentialConfig
+from perspectron.model.mixer import mixers
 from perspectron.model.model import LanguageModel
 from perspectron.ops import pdr
 from perspectron.stream.plan import Needs, needs
@@ -54,7 +54,7 @@ def model(name: str, *sizes: tuple[str, Any]) -> LanguageModel:
 def mixer(config: MixerConfig, width: int = D) -> Any:
     """A mixer of the document's width, alone."""
     with torch.device("meta"):
-        return MIXERS[config.kind].module(width, 1e-6, config)
+        return mixers()[config.kind](width, 1e-6, config)
 
 
 def matrices(module: nn.Module) -> int:

@@ -24,8 +24,8 @@ def counted() -> Catalogue:
     import torch
 
     from perspectron import presets
-    from perspectron.mixers import MIXERS
     from perspectron.model.census import active_parameters
+    from perspectron.model.mixer import mixers
     from perspectron.model.model import LanguageModel
 
     sized = []
@@ -35,7 +35,7 @@ def counted() -> Catalogue:
             total = sum(parameter.numel() for parameter in LanguageModel(config).parameters())
         sized.append(_row(name, preset, parameters=total, active=active_parameters(config)))
     return {
-        "mixers": [_row(name, mixer) for name, mixer in MIXERS.items()],
+        "mixers": [_row(name, mixer) for name, mixer in mixers().items()],
         "designs": [_row(name, design) for name, design in presets.DESIGNS.items()],
         "presets": sized,
     }

@@ -258,7 +258,12 @@ def _overview() -> None:
 def about(name: str) -> str:
     """The first line of a command's docstring, read from its source, since importing it takes torch."""
     module, _, attribute = COMMANDS[name].partition(":")
-    source = Path(perspectron.__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    source = (
+        Path(perspectron.__file__)
+        .parent.joinpath(*module.split("."))
+        .with_suffix(".py")
+        .read_text(encoding="utf-8")
+    )
     tree = ast.parse(source).body
     (found,) = (n for n in tree if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == attribute)
     return str(ast.get_docstring(found)).partition("\n")[0]

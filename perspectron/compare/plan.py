@@ -18,7 +18,7 @@ import torch
 from perspectron import presets
 from perspectron.data import Loader, Shards, Tokenizer, encode, made_in, open_corpus, open_shards
 from perspectron.eval.suites import BESIDE_LOSS
-from perspectron.eval.training import Setting, seconds_per_step
+from perspectron.eval.timing import Setting, seconds_per_step
 from perspectron.model.census import census, state_bytes
 from perspectron.model.config import ModelConfig, at_least, dump, load, one_of, require
 from perspectron.model.model import build

@@ -175,7 +175,7 @@ class RoutedSwiGLU(Routed):
         counted_N = torch.ones_like(choice.expert_N, dtype=torch.bool)
         if pad_BT is not None:
             counted_N = ~pad_BT.flatten()
-        load_E = ranks.total(experts.load(choice.expert_N.where(counted_N, E), E))
+        load_E = ranks.all_reduce_sum(experts.load(choice.expert_N.where(counted_N, E), E))
         if config.bias_rate > 0 and self.training and y_BTD.requires_grad:
             # Once for an update: activations may be computed twice, but a gradient comes back once.
             y_BTD.register_hook(lambda _: self._count(load_E))

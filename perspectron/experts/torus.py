@@ -84,8 +84,8 @@ def nudged(bias_E: Tensor, load_E: Tensor, step: float) -> Tensor:
 def balance(probability_NE: Tensor, load_E: Tensor, counted_N: Tensor) -> Tensor:
     """Balance loss of the Switch Transformer: E Σ share of tokens × mean probability; 1 when both are even.
     `counted_N`: tokens that are not padding. load_E: of all ranks. Gradients go to the probabilities."""
-    total = ranks.total(counted_N.sum()).clamp_min(1)
-    mean_E = ranks.total((probability_NE * counted_N[:, None]).sum(0)) / total
+    total = ranks.all_reduce_sum(counted_N.sum()).clamp_min(1)
+    mean_E = ranks.all_reduce_sum((probability_NE * counted_N[:, None]).sum(0)) / total
     return len(load_E) * (load_E / total * mean_E).sum()
 
 
@@ -94,8 +94,8 @@ def smoothness(query_BTA: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None
     query_BTA, (reset_BT, pad_BT) = ranks.bordered(query_BTA, reset_BT, pad_BT)
     moved_BT = wrap(query_BTA[:, 1:] - query_BTA[:, :-1]).square().sum(-1)
     pairs_BT = follows(reset_BT, pad_BT, moved_BT)
-    moved = ranks.total(moved_BT.masked_fill(~pairs_BT, 0).sum())
-    return moved / ranks.total(pairs_BT.sum()).clamp_min(1)
+    moved = ranks.all_reduce_sum(moved_BT.masked_fill(~pairs_BT, 0).sum())
+    return moved / ranks.all_reduce_sum(pairs_BT.sum()).clamp_min(1)
 
 
 def neighbour_delta(weight_EK: Tensor, shape: Lengths) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.experts.router import Routed, Views
-from perspectron.mixers import MIXERS
+from perspectron.model import mixer as mixers
 from perspectron.model.config import (
     BlockConfig,
     Law5Config,
@@ -20,11 +20,10 @@ from perspectron.model.config import (
     RouteGatedConfig,
 )
 from perspectron.model.ffn import FFNS, TiedConfig
-from perspectron.model.parts import Dropout, FirstValues, Shared, TokenShift
+from perspectron.model.parts import Dropout, Shared, TokenShift, ValueResidual
 from perspectron.model.state import register
 from perspectron.ops.dispatch import check_consumed
 from perspectron.ops.fused import RMSNorm
-from perspectron.util import ranks
 from perspectron.util.terms import Term
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": nn.LayerNorm}
 ROUTE_START = 2.2  # sigmoid: 0.9
-BENDS = (0.7,)  # of the mix of a network, and of a mixer that names none
+MIX_EXPONENTS = (0.7,)  # of the mix of a network
 
 
 @register
@@ -102,25 +101,24 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.first_values: FirstValues | None = None
+        self.first_values: ValueResidual | None = None
         self.mixer_shift = self.ffn_shift = None
         bare = isinstance(config.residual, NoResidualConfig)
         if config.mixer is not None:
             self.mixer_norm = nn.Identity() if bare else NORMS[norm](d_model, norm_eps)
-            self.mixer = MIXERS[config.mixer.kind].module(d_model, norm_eps, config.mixer)
-            if shift and not getattr(self.mixer, "shifts", False):
-                d_read = getattr(config.mixer, "d_token", None) or d_model
-                self.mixer_shift = TokenShift(d_read, getattr(self.mixer, "bends", BENDS))
+            self.mixer = mixers.build(d_model, norm_eps, config.mixer)
+            if shift and not self.mixer.own_token_shift:
+                self.mixer_shift = TokenShift(config.mixer.d_token or d_model, self.mixer.mix_exponents)
         if config.ffn is not None:
             self.ffn_norm = NORMS[norm](d_model, norm_eps)
             if shift:
-                self.ffn_shift = TokenShift(d_model, BENDS)
+                self.ffn_shift = TokenShift(d_model, MIX_EXPONENTS)
             if not isinstance(config.ffn, TiedConfig):
                 self.ffn = FFNS[config.ffn.kind](d_model, config.ffn)
         if isinstance(config.residual, RouteGatedConfig):
             self.route = RouteGate(config.residual)
         self.mixer_dropout, self.ffn_dropout = (Dropout(dropout) if dropout else None for _ in range(2))
-        if dropout and hasattr(getattr(self, "mixer", None), "dropout"):
+        if dropout and config.mixer is not None and self.mixer.drops:
             self.mixer.dropout = Dropout(dropout)
 
     def init_state(
@@ -138,9 +136,11 @@ class Block(nn.Module):
 
     def handed(self, shared: Shared | None) -> dict[str, Any]:
         """The mixer's arguments beside tokens and state: what comes from the blocks below."""
-        handed: dict[str, Any] = {"shared": shared} if getattr(self.mixer, "shares", False) else {}
+        handed: dict[str, Any] = {"shared": shared} if self.mixer.takes_shared else {}
         if self.first_values is not None:
-            handed["lean"] = partial(self.first_values, shared=Shared() if shared is None else shared)
+            handed["value_residual"] = partial(
+                self.first_values, shared=Shared() if shared is None else shared
+            )
         return handed
 
     def forward(
@@ -158,8 +158,6 @@ class Block(nn.Module):
         chooses experts."""
         check_consumed(consume_state)
         residual = self.config.residual
-        if not isinstance(state, NoState):
-            x_BTD, state = ranks.received(x_BTD, state)
         own, before_BND = (state.mixer, state.last_BND) if isinstance(state, ShiftedState) else (state, None)
         lasts: list[Tensor] = []
         if self.config.mixer is None:
@@ -191,11 +189,6 @@ class Block(nn.Module):
                 read_BTD, last_BD = self.ffn_shift(read_BTD, before_BND[:, -1], reset_BT, pad_BT)
                 lasts.append(last_BD)
         state = ShiftedState(own, torch.stack(lasts, 1)) if lasts else own
-        if not isinstance(state, NoState):  # before all ranks meet, to count the load of experts
-            if ffn is None:
-                h_BTD = ranks.handed(h_BTD, state)
-            else:
-                read_BTD = ranks.handed(read_BTD, state)
         if ffn is None:
             return h_BTD, state, aux
         seen = {} if views is None or not isinstance(ffn, Routed) else {"views": views}

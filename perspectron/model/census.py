@@ -16,17 +16,16 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from perspectron.designs.drm.mixer import DRM
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block, ShiftedState
 from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import TiedConfig
+from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
 from perspectron.model.parts import Shared
 from perspectron.model.state import LMState
-from perspectron.ops.packing import sizes
-from perspectron.quant.linear import QuantEmbedding, QuantLinear
+from perspectron.ops.packing import Packed, sizes
 
 CONTEXTS = (1024, 8192, 65536, 262144)
 EXPERTS = ("gate_EFD", "up_EFD", "down_EDF")
@@ -100,7 +99,7 @@ def state_bytes(config: ModelConfig, context: int) -> int | None:
 
 def _idle(model: LanguageModel) -> int:
     """The experts that a token does not use, and the parts of a mixer that its config leaves without effect."""
-    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | DRM))
+    return sum(m.idle_parameters() for m in model.modules() if isinstance(m, RoutedSwiGLU | Mixer))
 
 
 def _groups(model: LanguageModel) -> dict[str, Group]:
@@ -239,8 +238,8 @@ def _weights(model: LanguageModel, formats: Mapping[str, str]) -> Iterator[tuple
     for name, module in model.named_modules():
         times = 1 + (users[int(name.split(".")[1])] if ".ffn" in name else 0)
         weights = [(own, p.shape, p.nbytes) for own, p in module.named_parameters(recurse=False)]
-        if isinstance(module, QuantLinear | QuantEmbedding):
-            weights.append(("weight", torch.Size(module.shape), module.packed.nbytes))
+        if isinstance(packed := getattr(module, "packed", None), Packed):
+            weights.append(("weight", torch.Size(cast(Any, module).shape), packed.nbytes))
         for own, shape, stored in weights:
             if own in (*EXPERTS, *BASES):
                 continue
@@ -327,11 +326,15 @@ def _step_flops(model: LanguageModel, context: int) -> Counter[str]:
 
 
 def _alike(model: LanguageModel) -> dict[tuple[Any, ...], list[int]]:
-    """Places of the blocks that compute the same: of equal config, and that lean on a mixer below or do not."""
+    """Places of the blocks that compute the same: of equal config, and with a value residual or without."""
     alike = defaultdict[tuple[Any, ...], list[int]](list)
     for place, block in enumerate(cast("list[Block]", model.blocks)):
-        lean = block.first_values
-        alike[block.config, lean is None, lean is not None and lean.gate is not None].append(place)
+        value_residual = block.first_values
+        alike[
+            block.config,
+            value_residual is None,
+            value_residual is not None and value_residual.gate is not None,
+        ].append(place)
     return alike
 
 

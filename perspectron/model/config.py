@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 
 T = TypeVar("T")
@@ -72,15 +73,32 @@ class Kind:
     """Base of configs that a field may hold one of several kinds of."""
 
     kind: ClassVar[str]
+    table: ClassVar[str] = ""
+    """Where designs register more kinds (`perspectron.util.registry`); "" where all are defined in the core."""
 
     @classmethod
-    def kinds(cls) -> dict[str, type[Self]]:
-        return {sub.kind: sub for sub in cls.__subclasses__()}
+    def kinds(cls) -> list[str]:
+        """The names of all kinds."""
+        known = [sub.kind for sub in cls.__subclasses__()]
+        return list(dict.fromkeys([*(registry.places(cls.table) if cls.table else ()), *known]))
+
+    @classmethod
+    def of(cls, kind: str) -> type[Self]:
+        """The config of a kind, whose module is imported. KeyError for an unknown one."""
+        for imported in (False, True):
+            if imported and cls.table:
+                registry.part(cls.table, kind)
+            for sub in cls.__subclasses__():
+                if sub.kind == kind:
+                    return sub
+        raise KeyError(kind)
 
 
 class MixerConfig(Kind):
-    """Config of a mixer over time; each file of `perspectron.mixers` has one subclass. An optional field `d_token` is
-    the width of its input, if that is not the model width."""
+    """Config of a mixer over time. d_token: the width of its input, where that is a field and not the model width."""
+
+    table = "mixers"
+    d_token: int | None = None
 
 
 class FFNConfig(Kind):
@@ -88,7 +106,7 @@ class FFNConfig(Kind):
 
 
 class ResidualConfig(Kind):
-    """The way in which a block adds its parts (`perspectron.model.block`). x is the block's input, h the input of the ffn's
+    """How a block adds its parts (`perspectron.model.block`). x is the block's input, h the input of the ffn's
     norm."""
 
 
@@ -137,7 +155,9 @@ class NoResidualConfig(ResidualConfig):
 
 
 class HeadConfig(Kind):
-    """Config of the part that gives the logits; the subclasses are in `perspectron.model.heads`."""
+    """Config of the part that gives the logits."""
+
+    table = "heads"
 
 
 @dataclass(frozen=True)
@@ -201,7 +221,7 @@ class ModelConfig:
         mixers = sum(block.mixer is not None for block in self.blocks)
         require(self.positions > 0 or mixers > 0, "blocks with a mixer", mixers, "≥ 1 where positions = 0")
         for index, block in enumerate(self.blocks):
-            width = getattr(block.mixer, "d_token", None)
+            width = None if block.mixer is None else block.mixer.d_token
             first = index == 0 and isinstance(block.residual, NoResidualConfig)
             require(width in (None, self.d_model) or first, f"blocks[{index}].mixer.d_token", width,
                     f"d_model = {self.d_model}, but in a first block with residual none")  # fmt: skip
@@ -211,7 +231,8 @@ class ModelConfig:
     @property
     def d_token(self) -> int:
         """Width of the embedding: the model width, unless the first mixer sets another."""
-        return getattr(self.blocks[0].mixer, "d_token", None) or self.d_model
+        first = self.blocks[0].mixer
+        return (None if first is None else first.d_token) or self.d_model
 
 
 def _require_sizes(config: Any, where: str) -> None:
@@ -280,7 +301,7 @@ def _load(hint: Any, value: Any, where: str) -> Any:
         require(isinstance(value, dict), where, value, 'an object with a "kind"')
         kind = one_of(value.get("kind"), hint.kinds(), f"{where}.kind")
         rest = {key: item for key, item in value.items() if key != "kind"}
-        return _load_fields(hint.kinds()[kind], rest, where)
+        return _load_fields(hint.of(kind), rest, where)
     if dataclasses.is_dataclass(hint):
         return _load_fields(hint, value, where)
     return _load_scalar(hint, value, where)

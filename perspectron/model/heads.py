@@ -1,4 +1,4 @@
-"""Heads, which give the logits: rows of the embedding, a matrix, or the emitter of DRM.
+"""Heads, which give the logits: rows of the embedding, a matrix, or what a design registers.
 
 Shapes: B batch, T time, D model width, V vocabulary.
 """
@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perspectron.designs.drm import op as drm
-from perspectron.model.config import HeadConfig, at_least
-from perspectron.ops.fused import evenly
-from perspectron.util.terms import Term
+from perspectron.model.config import HeadConfig
+from perspectron.util import registry
 
 
 class TokenEmbedding(nn.Embedding):
@@ -45,22 +43,6 @@ class LinearHeadConfig(HeadConfig):
     kind = "linear"
 
 
-@dataclass(frozen=True)
-class EmitterConfig(HeadConfig):
-    """The options of an emitter.
-
-    hidden: width between the two layers. stability: weight in the loss of the change of logits from token to
-    token."""
-
-    kind = "emitter"
-    hidden: int
-    stability: float = 0.0
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "hidden")
-        at_least(0, self, "stability")
-
-
 class LinearHead(nn.Linear):
     """W x."""
 
@@ -72,24 +54,9 @@ class LinearHead(nn.Linear):
         self.weight.normal_(0, 0.02, generator=generator)
 
 
-class Emitter(nn.Module):
-    """W₂ GELU(W₁ x + b₁) + b₂ (docs/designs/drm.md#head)."""
-
-    def __init__(self, d_model: int, vocab_size: int, config: EmitterConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.up_proj = nn.Linear(d_model, config.hidden)
-        self.out_proj = nn.Linear(config.hidden, vocab_size)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.out_proj(evenly(F.gelu, self.up_proj(x_BTD)))
-
-    def terms(self, logits_BTV: Tensor, reset_BT: Tensor | None, pad_BT: Tensor | None) -> dict[str, Term]:
-        """Terms of the loss in the logits themselves."""
-        if self.config.stability == 0:
-            return {}
-        return {"stability": Term(drm.logit_change(logits_BTV, reset_BT, pad_BT), self.config.stability)}
-
-
-HEADS = {"linear": LinearHead, "emitter": Emitter}
-"""Heads with weights of their own, by kind."""
+def build(d_model: int, vocab_size: int, config: HeadConfig) -> nn.Module:
+    """The head of a config, which has weights of its own."""
+    if isinstance(config, LinearHeadConfig):
+        return LinearHead(d_model, vocab_size, config)
+    made: nn.Module = registry.part("heads", config.kind)(d_model, vocab_size, config)
+    return made

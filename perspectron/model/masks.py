@@ -51,7 +51,7 @@ def masked(forward: Forward) -> Forward:
         if pad_BT is not None:
             inputs = tuple(x.masked_fill(pad_BT[:, :, None], 0) for x in inputs)
         if reset_BT is not None and not x.is_meta and not _finite(inputs, state):
-            inputs, state, lost_BT = _forgotten(inputs, state, reset_BT)
+            inputs, state, lost_BT = _forgotten(inputs, state, reset_BT, self.kept_at_reset)
         x_BTD = inputs[0] if isinstance(x_BTD, Tensor) else inputs
         y_BTD, state, aux = forward(self, x_BTD, state, reset_BT, pad_BT, consume_state, **shared)
         return y_BTD if lost_BT is None else y_BTD.masked_fill(lost_BT[:, :, None], torch.nan), state, aux
@@ -72,10 +72,10 @@ def _finite(inputs: tuple[Tensor, ...], state: Any) -> bool:
 
 
 def _forgotten(
-    inputs: tuple[Tensor, ...], state: Any, reset_BT: Tensor
+    inputs: tuple[Tensor, ...], state: Any, reset_BT: Tensor, kept_at_reset: tuple[str, ...]
 ) -> tuple[tuple[Tensor, ...], Any, Tensor]:
-    """Inputs and state with zeros for what is not finite and followed by a reset, and the tokens [B,T] that are lost
-    by it: from there to the next reset."""
+    """Inputs and state with zeros for what is not finite and followed by a reset, but for the state's fields that a
+    reset keeps, and the tokens [B,T] that are lost by it: from there to the next reset."""
     time_T = torch.arange(reset_BT.shape[1], device=reset_BT.device)
     begun_BT = (
         torch.where(reset_BT, time_T, -1).cummax(1).values
@@ -91,7 +91,7 @@ def _forgotten(
             leaf.masked_fill(bad_B.view(-1, *[1] * (leaf.ndim - 1)), 0) if leaf.is_floating_point() else leaf
         )
 
-    kept = {name: getattr(state, name) for name in getattr(state, "KEPT", ())}
+    kept = {name: getattr(state, name) for name in kept_at_reset if hasattr(state, name)}
     state = replace(pytree.tree_map_only(Tensor, cleared, state), **kept)
     inputs = tuple(x_BTD.masked_fill(bad_BT[:, :, None], 0) for x_BTD in inputs)
     return inputs, state, latest_BT >= begun_BT

@@ -15,11 +15,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from perspectron.experts.router import Views
+from perspectron.model import heads
 from perspectron.model.block import NORMS, Block
 from perspectron.model.config import ModelConfig, one_of, require
 from perspectron.model.ffn import TiedConfig
-from perspectron.model.heads import HEADS, TokenEmbedding, tied
-from perspectron.model.parts import Dropout, FirstValues, SameZeros, Shared
+from perspectron.model.heads import TokenEmbedding, tied
+from perspectron.model.parts import Dropout, SameZeros, Shared, ValueResidual
 from perspectron.model.state import LMState, fingerprint
 from perspectron.ops import fused
 from perspectron.ops.attention import places
@@ -79,7 +80,7 @@ class LanguageModel(nn.Module):
             self._lean()
         self.norm = NORMS[config.norm](config.d_model, config.norm_eps)
         if config.head is not None:
-            self.lm_head = HEADS[config.head.kind](config.d_model, config.vocab_size, config.head)
+            self.lm_head = heads.build(config.d_model, config.vocab_size, config.head)
         self.dropout = Dropout(config.dropout) if config.dropout else None
         self._drops = list[Dropout]()
         for name, module in self.named_modules():
@@ -91,9 +92,9 @@ class LanguageModel(nn.Module):
         """Let the values of each mixer lean on those of the first with as many channels."""
         seen = set[int]()
         for block in cast("list[Block]", self.blocks):
-            width = getattr(getattr(block, "mixer", None), "value_channels", 0)
+            width = 0 if block.config.mixer is None else block.mixer.value_channels
             if width:
-                block.first_values = FirstValues(self.config.d_model, width, first=width not in seen)
+                block.first_values = ValueResidual(self.config.d_model, width, first=width not in seen)
                 seen.add(width)
 
     @property
@@ -161,7 +162,7 @@ class LanguageModel(nn.Module):
         loss = None
         if targets is not None:
             total = fused.entropy(logits_BTV.flatten(0, 1), targets.flatten())
-            loss = ranks.total(total) / ranks.total((targets != -100).sum()).clamp_min(1)
+            loss = ranks.all_reduce_sum(total) / ranks.all_reduce_sum((targets != -100).sum()).clamp_min(1)
         return Output(logits_BTV, state, loss, aux)
 
     def hidden(
@@ -191,9 +192,7 @@ class LanguageModel(nn.Module):
         self.own(state)
         if state.batch_size != x_BTD.shape[0]:
             raise ConfigError(f"ids have {x_BTD.shape[0]} rows, the state has {state.batch_size}")
-        x_BTD, before_B = ranks.received(x_BTD, state.length_B)
-        x_BTD, length_B = self.placed(x_BTD, before_B, reset_BT, pad_BT)
-        x_BTD = ranks.handed(x_BTD, length_B)
+        x_BTD, length_B = self.placed(x_BTD, state.length_B, reset_BT, pad_BT)
         if self.dropout is not None:
             for drop in self._drops if self.training and torch.is_grad_enabled() else ():
                 drop.passes += 1

@@ -20,9 +20,9 @@ from perspectron.util.streams import stream
 
 STEP = (0.001, 0.1)  # what Mamba draws its steps Δ from, evenly in their logarithm
 UNIT_EPS = 1e-6
-Lean = Callable[[Tensor, Tensor], Tensor]
+ValueFunction = Callable[[Tensor, Tensor], Tensor]
 """A function of a mixer's values [B,T,C] and of their input [B,T,D]: values that lean on the first mixer's
-(`FirstValues`)."""
+(`ValueResidual`)."""
 
 
 class ShortConv(nn.Module):
@@ -128,17 +128,19 @@ def between(
 
 class TokenShift(nn.Module):
     """Inputs that lie between a token and the one before it in its document, each by a learned mix for each channel
-    (Peng et al. 2023, arXiv 2305.13048). bends: of the initial mixes, one for each input."""
+    (Peng et al. 2023, arXiv 2305.13048). mix_exponents: of the initial mixes, one for each input."""
 
     no_decay = ("mix_ND",)
 
-    def __init__(self, d_model: int, bends: tuple[float, ...]) -> None:
+    def __init__(self, d_model: int, mix_exponents: tuple[float, ...]) -> None:
         super().__init__()
-        self.bends = bends
-        self.mix_ND = nn.Parameter(torch.empty(len(bends), d_model))
+        self.mix_exponents = mix_exponents
+        self.mix_ND = nn.Parameter(torch.empty(len(mix_exponents), d_model))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        self.mix_ND.copy_(torch.stack([mixes(self.mix_ND.shape[1], bend) for bend in self.bends]))
+        self.mix_ND.copy_(
+            torch.stack([mixes(self.mix_ND.shape[1], exponent) for exponent in self.mix_exponents])
+        )
 
     def forward(self, x_BTD: Tensor, last_BD: Tensor, reset_BT: Mask, pad_BT: Mask) -> tuple[Inputs, Tensor]:
         """The inputs, as one tensor where there is only one, and the last token [B,D]."""
@@ -146,14 +148,14 @@ class TokenShift(nn.Module):
         return inputs if len(inputs) > 1 else inputs[0], last_BD
 
 
-def apart(x: Inputs, inputs: int) -> tuple[Tensor, ...]:
+def split_inputs(x: Inputs, inputs: int) -> tuple[Tensor, ...]:
     """A mixer's inputs; where it is given one, that for all."""
     return (x,) * inputs if isinstance(x, Tensor) else x
 
 
-def mixes(d_model: int, bend: float) -> Tensor:
-    """The initial mixes of RWKV-7: 1 − (c/D)^bend of channel c."""
-    return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** bend
+def mixes(d_model: int, exponent: float) -> Tensor:
+    """The initial mixes of RWKV-7: 1 − (c/D)^exponent of channel c."""
+    return 1 - (torch.arange(d_model, dtype=torch.float64) / d_model) ** exponent
 
 
 def low_rank(
@@ -193,39 +195,39 @@ class Shared:
         return self._kept.get(name)
 
 
-class FirstValues(nn.Module):
+class ValueResidual(nn.Module):
     """A mixer's values, which lie between its own and those of the first mixer with as many channels, by
     σ(W₂ W₁ x + b) (Zhou et al. 2024, arXiv 2410.17897). That first one has no gate, and hands its values on."""
 
     def __init__(self, d_model: int, channels: int, *, first: bool) -> None:
         super().__init__()
         self.key = f"values of {channels} channels"
-        self.gate = None if first else first_value_gate(d_model, channels)
+        self.gate = None if first else value_residual_gate(d_model, channels)
 
     def init_weights(self, generator: torch.Generator) -> None:
         if self.gate is not None:
-            start_first_value_gate(self.gate, generator)
+            start_value_residual_gate(self.gate, generator)
 
     def forward(self, values_BTC: Tensor, x_BTD: Tensor, shared: Shared) -> Tensor:
         """shared: of these tokens, from the blocks below."""
         if self.gate is None:
             shared[self.key] = values_BTC
             return values_BTC
-        return toward(shared[self.key], values_BTC, self.gate(x_BTD))
+        return blend(shared[self.key], values_BTC, self.gate(x_BTD))
 
 
-def toward(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
+def blend(first_BTC: Tensor, values_BTC: Tensor, gate_BTC: Tensor) -> Tensor:
     """Values as far on the way to the first ones as the gate's σ says; in their own dtype."""
     share_BTC = evenly(torch.sigmoid, gate_BTC).to(values_BTC.dtype)
     return torch.lerp(values_BTC, first_BTC.to(values_BTC.dtype), share_BTC)
 
 
-def first_value_gate(d_model: int, channels: int) -> nn.Sequential:
+def value_residual_gate(d_model: int, channels: int) -> nn.Sequential:
     """A gate for each channel, before its σ."""
     return low_rank(d_model, 1.7 * d_model**0.5, nn.Identity(), channels)
 
 
-def start_first_value_gate(gate: nn.Sequential, generator: torch.Generator) -> None:
+def start_value_residual_gate(gate: nn.Sequential, generator: torch.Generator) -> None:
     """Start as RWKV-7 does, with gates from 0.72 in the first channel to 0.63 in the last."""
     C = cast(nn.Linear, gate[2]).out_features
     line = torch.arange(C, dtype=torch.float64) / max(1, C - 1)

@@ -11,13 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perspectron import native
-from perspectron.designs.adr import gru
-from perspectron.designs.drm import op as drm
-from perspectron.designs.drm.law import Law, State, Weights
-from perspectron.designs.perspective import eligibility
 from perspectron.ops import conv, delta, gla, layer_cases, pdr
 from perspectron.ops.case import LOOSE, Case, Tensors, drawn, gates, rounded, steps
 from perspectron.ops.triton import scan as on_gpu
+from perspectron.util import registry
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -112,62 +109,21 @@ def _rwkv7(backend: str, *inputs: Tensor) -> Tensors:
 
 
 def _others(device: torch.device) -> Iterator[Case]:
-    """The other operations that have a reference."""
+    """The other operations that have a reference, those of designs too."""
     yield from _recurrent()
     yield from layer_cases.cases(_kernels(device))
+    for _, made in registry.parts("cases"):
+        yield from made()
 
 
 def _recurrent() -> Iterator[Case]:
     B, K = 2, 16
-    for T in (70, 1):
-        x, wi, wh, bi, bh, h = drawn(
-            (B, T, 2, 2, K), (2, K, 3 * K), (2, K, 3 * K), (2, 3 * K), (2, 3 * K), (B, 2, 2, K)
-        )
-        shape, cells = f"B {B}, T {T}, G 2, R 2, D {K}", (x, wi / 4, wh / 4, bi, bh, h)
-        yield (case := Case("gru", shape, _gru, ("torch", "auto"), cells, *LOOSE))
-        yield steps(case) if T == 1 else rounded(case)
-    for T in (30, 1):
-        shape = f"B {B}, T {T}, S 7, N 5, R 3"
-        yield (case := Case("drm", shape, _drm, ("torch", "auto"), _drm_inputs(B, T), *LOOSE))
-        yield steps(case) if T == 1 else rounded(case)
     for T in (1, 65):
         u, window, weight, bias = drawn((B, T, K), (B, 3, K), (K, 1, 4), (K,))
         begins = torch.arange(T).expand(B, T) % 31 == torch.tensor([[5], [9]])
         inputs = (u, window, weight, bias, begins)
         yield (case := Case("conv", f"B {B}, T {T}, C {K}, W 4", _conv, ("auto",), inputs, *LOOSE))
         yield steps(case)
-    T, D, R, r = 33, 12, 5, 3
-    k, v, u, slope, memory, trace = drawn((B, T, R), (B, T, D), (B, T, r), (B, T, D), (B, D, R), (B, r, D, R))
-    traced = (k, v, gates(B, T, D), u, slope, memory, trace)
-    yield Case("eligibility", f"B {B}, T {T}, D {D}, R {R}, r {r}", _traces, ("auto",), traced, 1e-5, None)
-
-
-def _gru(backend: str, x: Tensor, wi: Tensor, wh: Tensor, bi: Tensor, bh: Tensor, h: Tensor) -> Tensors:
-    memories, raw, last = gru.scan(x, gru.Cells(wi, wh, bi, bh), 0.9, h, backend=backend, raw=True)
-    assert raw is not None
-    return memories, raw, last
-
-
-LAW = Law(
-    directions=5, rank=3, dt=0.3, radius=2.0, squash=True, strength=0.4, damping=0.3, metric_floor=1e-4, gate_bias=-1.0,
-    gate_temperature=1.5, gate_top_k=0, gate_renorm=False, direction_norm=True, geometry_interval=1,
-)  # fmt: skip
-
-
-def _drm_inputs(B: int, T: int) -> Tensors:
-    """Tokens, the first state and the weights: S 7, E 4, H 6."""
-    S, E, H, N, R = 7, 4, 6, LAW.directions, LAW.rank
-    weights = [(S,), (3 * H, S), (3 * H,), (H, E), (2, H, H), (2 * H,), (N * (S + 1), H), (N * (S + 1),)]
-    weights += [(S + R * S, H), (S + R * S,), (N, H), (N,)]
-    e, z, *others = drawn((B, T, E), (B, S), *weights)
-    return e, z, *(x * x.shape[-1] ** -0.5 for x in others)
-
-
-def _drm(backend: str, e: Tensor, z: Tensor, *weights: Tensor) -> Tensors:
-    B = len(e)
-    state = State(z, z.new_zeros(B, 0), torch.zeros(B, dtype=torch.int64, device=z.device))
-    states, after, _ = drm.scan(e, state, Weights(*weights), LAW, backend=backend)
-    return states, after.z_BS
 
 
 def _conv(backend: str, u: Tensor, window: Tensor, weight: Tensor, bias: Tensor, begins: Tensor) -> Tensors:
@@ -182,20 +138,3 @@ def _conv(backend: str, u: Tensor, window: Tensor, weight: Tensor, bias: Tensor,
         outputs.append(F.silu((all_BSC[:, t - Z : t + 1] * same * weight[:, 0].T).sum(1) + bias))
     same = (document_BS[:, T:] == document_BS[:, -1:])[:, :, None]
     return torch.stack(outputs, 1), all_BSC[:, T:] * same
-
-
-def _traces(
-    backend: str, k: Tensor, v: Tensor, gamma: Tensor, u: Tensor, slope: Tensor, memory: Tensor, trace: Tensor
-) -> Tensors:
-    if backend != "reference":
-        return (eligibility.carried(k, v, gamma, u, memory, trace, slope_BTD=slope),)
-    for t in range(k.shape[1]):
-        g = gamma[:, t, :, None]
-        update = v[:, t, :, None] * k[:, t, None]
-        own = (u[:, t, :, None] * slope[:, t, None])[..., None] * update[:, None]
-        trace = (
-            g[:, None] * trace
-            + (u[:, t, :, None] * (g * (1 - g))[:, None, :, 0])[..., None] * memory[:, None]
-        )
-        trace, memory = trace + own, g * memory + update
-    return (trace,)

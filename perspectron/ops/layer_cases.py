@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from perspectron.designs.lens import op as lens
 from perspectron.ops import attention, experts, fused, packed, packing
 from perspectron.ops.case import LOOSE, Case, Tensors, U, drawn, half, steps
 
@@ -37,8 +36,6 @@ def _attentions() -> Iterator[Case]:
             yield from map(steps, (whole, window, more))
         if T == 70:  # weights, products and outputs are rounded
             yield from (half(case, 4 * U, 8 * U) for case in (whole, window))
-            q, k, v, u, w = drawn((B, 2, T, K), (B, 2, T, K), (B, 2, T, K), (2, K), (2, 3))
-            yield Case("lens", f"B {B}, T {T}, H 2, K {K}", _lens, ("torch",), (q, k, v, u, w), *LOOSE)
     (x,) = drawn((B, 3, 65, K))
     yield (case := Case("rope", f"B {B}, T 65, H 3, K {K}", _rope, ("auto",), (x,)))
     yield half(case, 2 * U, 2 * U)
@@ -82,12 +79,6 @@ def _cache(backend: str, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: 
     before = torch.full((B,), past, device=q.device)
     at = attention.places(before, T, None, None)
     return (attention.cached(q, k, v, (old_k, old_v), before, at),)
-
-
-def _lens(backend: str, q: Tensor, k: Tensor, v: Tensor, u: Tensor, w: Tensor) -> Tensors:
-    if backend == "reference":
-        return (lens.reference(q, k, v, u, w),)
-    return (attention.attend(*lens.features(q, k, u, w), v, causal=True, scale=q.shape[-1] ** -0.5),)
 
 
 def _rope(backend: str, x: Tensor) -> Tensors:

@@ -1,15 +1,15 @@
 """Named models: designs, each a function of its sizes, and presets, designs at certain sizes.
 
-`designs.py` has ours, `baselines.py` those of others. A design is reached by its own name too, at the sizes that it has
+The folders of `perspectron.designs` enter them. A design is reached by its own name too, at the sizes that it has
 by default: by `get`, and so by `train --preset`, and by `compare --designs`, which solves its sizes for a budget
 (`fit.py`).
 """
 
-from perspectron.designs import baselines_old as baselines
-from perspectron.designs import presets_old as designs
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
+from perspectron.presets.frame import enter_framed, enter_recurrences
 from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
 from perspectron.presets.table import DESIGNS, PRESETS, design_of, get, names, sizes, title, variant
+from perspectron.util import registry
 
 __all__ = [
     "DESIGN",
@@ -30,3 +30,9 @@ __all__ = [
     "vocabulary",
     "warmup",
 ]
+
+enter_recurrences()
+for _design in registry.designs().values():
+    if _design.presets:
+        registry.at(f"{_design.package}.{_design.presets}")
+enter_framed()

@@ -10,6 +10,7 @@ import torch
 
 from perspectron.model.config import ModelConfig, assignment, between_commas, load, one_of, require
 from perspectron.model.model import LanguageModel
+from perspectron.util import registry
 
 Sizes = Mapping[str, Any]
 OF_EVERY_MODEL: Sizes = {"dropout": 0.0, "shift": False, "first_values": False}
@@ -65,14 +66,6 @@ class Size(NamedTuple):
 HEAD_WIDTH = 32  # of the designs in a comparison
 DESIGNS: dict[str, Design] = {}
 PRESETS: dict[str, Preset] = {}
-TITLES = {
-    "perspective": "Perspective", "perspective2": "Perspective 2", "perspective-experts": "Perspective with experts",
-    "adr": "ADR", "adr2": "ADR 2", "lens": "Lens", "lens2": "Lens 2", "drm": "DRM", "drm2": "DRM 2",
-    "gpt2": "GPT-2", "transformer": "Transformer", "ssd": "Mamba-2", "mamba3": "Mamba-3",
-    "gla": "GLA", "gdn": "Gated DeltaNet", "gdn2": "Gated DeltaNet-2", "kda": "KDA", "rwkv7": "RWKV-7",
-    "hgrn2": "HGRN2", "mingru": "minGRU", "pdr2": "PDR 2",
-}  # fmt: skip
-"""Full names of designs, and of recurrences in brackets, that differ from their keys."""
 
 
 def as_it_is(_: Shape) -> Iterable[Sizes]:
@@ -160,10 +153,8 @@ def title(name: str) -> str:
     """A design's or a variant's name as people write it: "Mamba-2" of ssd, "Perspective[KDA, rank=16]" of
     perspective[kda,rank=16], "Transformer[shift]" of transformer[shift=true]. Other names are returned as they are."""
     head, bracket, inside = name.partition("[")
-    items = [
-        TITLES.get(item, item.removesuffix("=true")) for item in between_commas(inside.removesuffix("]"))
-    ]
-    return TITLES.get(head, head) + (f"[{', '.join(items)}]" if bracket else "")
+    items = [registry.title(item.removesuffix("=true")) for item in between_commas(inside.removesuffix("]"))]
+    return registry.title(head) + (f"[{', '.join(items)}]" if bracket else "")
 
 
 def design_of(config: ModelConfig) -> str:

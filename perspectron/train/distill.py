@@ -48,5 +48,5 @@ def divergence(student_NV: Tensor, teacher_NV: Tensor, temperature: float) -> Te
         torch.log_softmax(logits_NV.to(wide) / temperature, -1) for logits_NV in (student_NV, teacher_NV)
     )
     total = torch.nn.functional.kl_div(student_NV, teacher_NV, reduction="sum", log_target=True)
-    counted = ranks.total(total.new_tensor(len(student_NV))).clamp_min(1)
-    return temperature**2 * ranks.total(total) / counted
+    counted = ranks.all_reduce_sum(total.new_tensor(len(student_NV))).clamp_min(1)
+    return temperature**2 * ranks.all_reduce_sum(total) / counted

@@ -66,7 +66,7 @@ def heldout(
             found = (losses.double().sum().item(), len(read_N), int(counts_V[read_N].sum()))
             sums += counts * torch.tensor(found, dtype=torch.float64)
             state = output.state if carry else None
-    nats, tokens, text_bytes = ranks.total(sums).tolist()
+    nats, tokens, text_bytes = ranks.all_reduce_sum(sums).tolist()
     if tokens == 0:
         raise DataError(
             f"{split.name}: no completion among the tokens measured; measure more of it (eval_tokens)"

@@ -33,6 +33,7 @@ from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import RunConfig
+from perspectron.train.context import split_sequence
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, own
 from perspectron.train.expert_stats import experts_of, matrices
@@ -95,6 +96,8 @@ class ParallelTrainer(Trainer):
         blocks = cast("list[Block]", self.model.blocks)
         shared = {block.config.ffn.block for block in blocks if isinstance(block.config.ffn, TiedConfig)}
         self._spread_experts()
+        if self.ranks.columns > 1:
+            split_sequence(self.model, self.ranks)
         ignored = set(self._experts)
         for index, block in enumerate(blocks):
             if index in shared:

@@ -2,7 +2,7 @@
 A file holds parts of tensors, and in its header where they belong; any number of ranks, and one process alone, can
 read them.
 
-Headers are checked as those of other files of tensors are (perspectron.util.tensors) before torch reads them. It maps the
+Headers are checked as those of other files of tensors are (util/tensors.py) before torch reads them. It maps the
 files, and reads a part at a time: beside what is filled that takes the files' pages, which the system may drop, and the
 largest part.
 """

@@ -6,11 +6,12 @@ import random
 import pytest
 
 from claims.results import ABLATED, COMPARISONS
-from perspectron.compare.ablations import ABLATIONS
 from perspectron.compare.results import VERSION
 from perspectron.eval.recall import SOLVED
 from perspectron.presets import DESIGNS
+from perspectron.util import registry
 
+ABLATIONS = dict(registry.parts("ablations"))
 SEEDS = (0, 1, 2)
 PLAN = {"params": 2_000_000, "tokens": 3_000_320, "data": "stdlib", "seeds": list(SEEDS)}
 PLAN |= {"vocab_size": 2048, "seq_len": 256}

@@ -8,7 +8,7 @@ import pytest
 from perspectron import presets
 from perspectron.cli import catalogue
 from perspectron.cli.main import main
-from perspectron.mixers import MIXERS
+from perspectron.model.mixer import mixers
 
 
 def test_everything_there_is_has_a_line_with_its_source(capsys):
@@ -16,7 +16,11 @@ def test_everything_there_is_has_a_line_with_its_source(capsys):
     *found, where = capsys.readouterr().out.split("\n\n")
     assert "docs/" in where
     tables = dict(zip(("mixers", "designs", "presets"), found, strict=True))
-    for title, entries in {"mixers": MIXERS, "designs": presets.DESIGNS, "presets": presets.PRESETS}.items():
+    for title, entries in {
+        "mixers": mixers(),
+        "designs": presets.DESIGNS,
+        "presets": presets.PRESETS,
+    }.items():
         for name, entry in entries.items():
             (line,) = [line for line in tables[title].splitlines() if line.split()[:1] == [name]]
             assert entry.about in line and line.endswith(entry.source)
@@ -46,6 +50,6 @@ def test_a_name_with_a_size_says_the_size_of_the_whole():
             assert grown or abs(preset["parameters"] / size - 1) < 0.05, preset["name"]
 
 
-@pytest.mark.parametrize("source", sorted({entry.source for entry in MIXERS.values()}))
+@pytest.mark.parametrize("source", sorted({entry.source for entry in mixers().values()}))
 def test_sources_name_a_document(source):
     assert source.startswith(("docs/designs/", "arXiv "))

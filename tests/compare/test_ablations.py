@@ -9,16 +9,19 @@ from torch import Tensor
 
 import perspectron
 from perspectron import presets
-from perspectron.compare.ablations import ABLATIONS, GATE_RANK, ablate, ablations_of, rematch
+from perspectron.compare.ablations import ablate, ablations_of, rematch
+from perspectron.designs.perspective.ablations import GATE_RANK
 from perspectron.designs.perspective.pdr import PDR
 from perspectron.designs.transformer.window_gqa import WindowGQA
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.presets import small
+from perspectron.util import registry
 from perspectron.util.errors import ConfigError
 
 V, T = 64, 24
+ABLATIONS = dict(registry.parts("ablations"))
 CASES = [(design, name) for design, ablations in ABLATIONS.items() for name in ablations]
 
 every_ablation = pytest.mark.parametrize(("design", "name"), CASES)

@@ -31,9 +31,9 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.session import Session
 from perspectron.designs.perspective import safety
 from perspectron.designs.perspective.adapt.adapter import Adapter, AdapterConfig
-from perspectron.mixers import MIXERS
 from perspectron.model.config import BlockConfig, ModelConfig, dump
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.model.state import digest_of as state_digest
 from perspectron.model.state import load_extra, load_state, save_state
 from perspectron.quant.convert import convert
@@ -192,7 +192,7 @@ class Samples:
 
     def state(self, folder: Path) -> Format:
         folder.mkdir(parents=True)
-        blocks = tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in MIXERS.values())
+        blocks = tuple(BlockConfig(entry.small, SwiGLUConfig(8)) for entry in mixers().values())
         model = perspectron.build(ModelConfig("every mixer", 11, 16, blocks))
         ids_BT = torch.randint(11, (2, 12), generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():

@@ -27,9 +27,9 @@ import perspectron
 from perspectron.data import Tokenizer
 from perspectron.decode.session import Session
 from perspectron.interop import foreign
-from perspectron.mixers import MIXERS
 from perspectron.model.config import BlockConfig, ModelConfig
 from perspectron.model.ffn import SwiGLUConfig
+from perspectron.model.mixer import mixers
 from perspectron.model.narrow import SCALE
 from perspectron.model.state import digest_of, load_state, save_state
 from perspectron.stream.reader import ShardFile
@@ -68,7 +68,7 @@ def forget() -> int:
 
 
 def small_model() -> Any:
-    blocks = (BlockConfig(MIXERS["ssd"].small, SwiGLUConfig(8)),)
+    blocks = (BlockConfig(mixers()["ssd"].small, SwiGLUConfig(8)),)
     torch.manual_seed(0)
     return perspectron.build(ModelConfig("small", 300, 16, blocks))
 
@@ -136,7 +136,7 @@ def ready_session(folder: Path) -> Reader:
 
 def make_run(folder: Path) -> None:
     """Nearly all of it is the embedding."""
-    config = ModelConfig("wide", 40_000, 1024, (BlockConfig(MIXERS["ssd"].small, SwiGLUConfig(8)),))
+    config = ModelConfig("wide", 40_000, 1024, (BlockConfig(mixers()["ssd"].small, SwiGLUConfig(8)),))
     model = perspectron.build(config)
     checkpoint.export(
         folder,

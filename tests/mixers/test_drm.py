@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import perspectron
 from perspectron.designs.drm import op as drm
+from perspectron.designs.drm.head import EmitterConfig
 from perspectron.designs.drm.law import Geometry
 from perspectron.designs.drm.mixer import DRM, DRMConfig, DRMState, Risk
 from perspectron.designs.drm.terms import Losses
 from perspectron.model.config import BlockConfig, ModelConfig, NoResidualConfig, dump, load
-from perspectron.model.heads import EmitterConfig
 from perspectron.util.errors import ConfigError
 
 D, E, H, N, R = 12, 6, 10, 5, 3

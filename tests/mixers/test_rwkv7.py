@@ -225,7 +225,7 @@ def test_it_starts_as_published():
         for c in (0, 1, 37, 64, 127):
             line, place = c / 127, (c % 64 - 31.5) / 31.5
             zigzag = place * abs(place)
-            expected = [1 - (c / 128) ** (bend * down) for bend in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)]
+            expected = [1 - (c / 128) ** (exponent * down) for exponent in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)]
             assert mixer.mix_6D[:, c].tolist() == pytest.approx(expected, abs=1e-6)
             assert float(channel.mix_D[c]) == pytest.approx(1 - (c / 128) ** down**4, abs=1e-6)
             decay = -6 + 6 * line ** (1 + up**0.3) + 0.5 + 2.5 * zigzag

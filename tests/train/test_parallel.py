@@ -19,7 +19,7 @@ from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.layout import Layout
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.util.errors import CheckpointError, ConfigError
-from perspectron.util.ranks import Ranks, shared, together, total
+from perspectron.util.ranks import Ranks, all_reduce_sum, shared, together
 from tests.train.ranks import LAYOUTS
 from tests.waiting import PATIENCE
 
@@ -177,4 +177,4 @@ def test_items_are_shared_so_that_every_rank_gets_as_many():
 
 def test_a_process_alone_adds_nothing_up():
     x = torch.ones(3, requires_grad=True)
-    assert total(x) is x
+    assert all_reduce_sum(x) is x

@@ -15,7 +15,8 @@ from perspectron.model import cache
 from perspectron.model.cache import Cache
 from perspectron.model.config import MixerConfig, divides, one_of, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Dropout, Lean
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction
 from perspectron.model.state import register
 from perspectron.ops import attention
 from perspectron.util.terms import Term
@@ -91,14 +92,18 @@ class Remembered(NamedTuple):
     last_B2HK: Tensor
 
 
-class ADR(nn.Module):
+class ADR(Mixer):
     """ĥ = GRU(k_t, h), h ← γ h + (1 − γ) ĥ, likewise for values; y = W_o softmax(q h_Kᵀ / √K) h_V + h_V."""
+
+    small = ADRConfig(heads=2, gamma=0.9)
+    about = "attention to recurrent memories (decayed GRUs) of keys and values"
+    source = "docs/designs/adr.md#the-five-laws"
+    drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: ADRConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
-        self.dropout: Dropout | None = None
         self.value_channels = d_model
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
         self.o_proj = nn.Linear(d_model, d_model)
@@ -151,12 +156,18 @@ class ADR(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, ADRState, dict[str, Term]]:
         B, T, D = x_BTD.shape
         at = attention.places(state.cache.length_B, T, reset_BT, pad_BT)
         qkv, memory, seen, after_B2HK = self.remember(
-            x_BTD, state, at, reset_BT=reset_BT, pad_BT=pad_BT, consume_state=consume_state, lean=lean
+            x_BTD,
+            state,
+            at,
+            reset_BT=reset_BT,
+            pad_BT=pad_BT,
+            consume_state=consume_state,
+            value_residual=value_residual,
         )
         q, (k, v) = qkv[:, :, 0].transpose(1, 2), seen.permute(2, 0, 3, 1, 4)
         if self.config.rope_base is not None:
@@ -185,14 +196,14 @@ class ADR(nn.Module):
         reset_BT: Tensor | None = None,
         pad_BT: Tensor | None = None,
         consume_state: bool = False,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> Remembered:
         """The input of attention for tokens that come after `state`, at these places."""
         config, of = self.config, self.config.remembered
         qkv_BTC = self.qkv_proj(x_BTD)
-        if lean is not None:
+        if value_residual is not None:
             qk_BTC, v_BTD = qkv_BTC.split([2 * self.value_channels, self.value_channels], -1)
-            qkv_BTC = torch.cat([qk_BTC, lean(v_BTD, x_BTD)], -1)
+            qkv_BTC = torch.cat([qk_BTC, value_residual(v_BTD, x_BTD)], -1)
         qkv_BT3HK = qkv_BTC.view(*x_BTD.shape[:2], 3, config.heads, -1)
         kv = qkv_BT3HK[:, :, 1:]
         own, G = kv[:, :, of], len(self.input_GKF)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Lean, ShortConv, softplus, softplus_of_steps, unit
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps, unit
 from perspectron.model.state import register
 from perspectron.ops import delta
 from perspectron.ops.fused import RMSNorm
@@ -30,7 +31,7 @@ class DeltaState:
     window_BZC: Tensor
 
 
-class Delta(nn.Module, abc.ABC):
+class Delta(Mixer):
     """q, k, v = swish(conv(W x)), q and k of length 1; α = exp(−e^{A_log} softplus(f + b));
     S ← diag(α) S;  S ← S + k (w ⊙ v − Sᵀ (β ⊙ k))ᵀ;  y = W_o (norm(Sᵀ q / √K) ⊙ g), with f, β, w, g by `gates`.
 
@@ -84,12 +85,12 @@ class Delta(nn.Module, abc.ABC):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, DeltaState, dict[str, Term]]:
         u_BTC, window_BZC = self.conv1d(self.qkv_proj(x_BTD), state.window_BZC, reset_BT, pad_BT)
         H, K, V = self.shape
         q, k, v = u_BTC.split([H * K, H * K, H * V], -1)
-        v = v if lean is None else lean(v, x_BTD)
+        v = v if value_residual is None else value_residual(v, x_BTD)
         q, k, v = (x.unflatten(-1, (H, -1)) for x in (q, k, v))
         f, beta, write, gate_BTV = self.gates(x_BTD)
         full = torch.promote_types(f.dtype, torch.float32)

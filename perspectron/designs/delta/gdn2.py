@@ -35,6 +35,12 @@ class GDN2(Delta):
     """`Delta` with f = W₂ W₁ x, β = σ(W_e x) and w = σ(W_w x) for each channel, and g = swish(W₄ W₃ x + b), where W₁
     and W₃ give as many numbers as a head is wide."""
 
+    small = GDN2Config(heads=2)
+    about = "Gated DeltaNet-2: the same with separate gates for erasing and writing"
+    source = "arXiv 2605.22791"
+    framed = GDN2Config(heads=4)
+    hidden = 316
+
     def __init__(self, d_model: int, norm_eps: float, config: GDN2Config) -> None:
         divides(config.heads, d_model)
         K = d_model // config.heads

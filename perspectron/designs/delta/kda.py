@@ -35,6 +35,12 @@ class KDA(Delta):
     """`Delta` with f = W₂ W₁ x for each channel, β = w = σ(W_b x), one of a head, and g = σ(W₄ W₃ x + b), where W₁ and
     W₃ give as many numbers as a head is wide."""
 
+    small = KDAConfig(heads=2)
+    about = "Kimi Delta Attention: the same with a decay for each key channel"
+    source = "arXiv 2510.26692"
+    framed = KDAConfig(heads=4)
+    hidden = 400
+
     def __init__(self, d_model: int, norm_eps: float, config: KDAConfig) -> None:
         divides(config.heads, d_model)
         K = d_model // config.heads

@@ -1,4 +1,4 @@
-"""The recurrence of the directional relational manifold on a CPU, forward and backward, for `perspectron.designs.drm.loop`.
+"""The recurrence of the directional relational manifold on a CPU, forward and backward, for `designs.drm.loop`.
 
 Everything is float32; results depend neither on the number of threads nor on the instruction set. Weights are as
 `perspectron.designs.drm.law.Weights` has them, without bases; every token has its own geometry, without top-k gates.

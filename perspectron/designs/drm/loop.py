@@ -39,7 +39,7 @@ FIELDS = (Weights._fields, Column._fields, Solved._fields, Made._fields)
 def run(
     drive_TBG: Tensor, state: State, w: Weights, law: Law, when: Plan, *, native: bool = False
 ) -> tuple[Tensor, State, Trace | None]:
-    """The fast loop; takes and gives what `perspectron.designs.drm.op.reference` does. native: on the kernel, which must fit
+    """The fast loop; takes and gives what `designs.drm.op.reference` does. native: on the kernel, which must fit
     (`fits`)."""
     kept_BF = state.geometry_BF
     if torch.is_inference_mode_enabled():

@@ -15,6 +15,7 @@ from perspectron.designs.drm import op as drm
 from perspectron.designs.drm.law import Law, State, Weights, refreshes, width
 from perspectron.designs.drm.terms import OF_METRIC, Losses, Tokens, terms
 from perspectron.model.config import MixerConfig, at_least, positive, require
+from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
 from perspectron.ops.attention import places
 from perspectron.ops.dispatch import affine, full_precision
@@ -121,8 +122,12 @@ class DRMState:
     refreshed_BD: Tensor | None = None
 
 
-class DRM(nn.Module):
+class DRM(Mixer):
     """z moves with each token's embedding [B,T,E]; the output is z after each token [B,T,D]."""
+
+    small = DRMConfig(4, 2, 12, direction_basis=5, metric_basis=3, dt=0.3, radius=3.0, geometry_interval=3)
+    about = "a single vector that moves along learned directions under a learned metric"
+    source = "docs/designs/drm.md#flow"
 
     strength: Tensor
 

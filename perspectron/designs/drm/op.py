@@ -180,8 +180,8 @@ def logit_change(logits_BTV: Tensor, reset_BT: Tensor | None = None, pad_BT: Ten
     full = torch.promote_types(logits_BTV.dtype, torch.float32)
     change_BT = logits_BTV.to(full).diff(dim=1).square().mean(-1)
     pairs_BT = follows(reset_BT, pad_BT, change_BT)
-    change = ranks.total(torch.where(pairs_BT, change_BT, 0).sum())
-    return change / ranks.total(pairs_BT.sum()).clamp_min(1)
+    change = ranks.all_reduce_sum(torch.where(pairs_BT, change_BT, 0).sum())
+    return change / ranks.all_reduce_sum(pairs_BT.sum()).clamp_min(1)
 
 
 def on_torus(angle_n: Tensor) -> Tensor:

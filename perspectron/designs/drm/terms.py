@@ -70,16 +70,16 @@ class Tokens:
 
     def mean(self, x_BT: Tensor) -> Tensor:
         """Mean over the real tokens; 0 where there are none."""
-        summed = ranks.total(torch.where(self.real_BT, x_BT, 0).sum())
-        return summed / ranks.total(self.real_BT.sum()).clamp_min(1)
+        summed = ranks.all_reduce_sum(torch.where(self.real_BT, x_BT, 0).sum())
+        return summed / ranks.all_reduce_sum(self.real_BT.sum()).clamp_min(1)
 
     def variance_over_time(self, x_BTS: Tensor) -> Tensor:
         """Variance over time in each row, then the mean over all rows that hold tokens."""
         real_BT1, count_B11 = self.real_BT[:, :, None], self.real_BT.sum(1)[:, None, None].clamp_min(1)
         mean_B1S = torch.where(real_BT1, x_BTS, 0).sum(1, keepdim=True) / count_B11
         square_BTS = torch.where(real_BT1, x_BTS - mean_B1S, 0).square()
-        rows = ranks.total(self.real_BT.any(1).sum()).clamp_min(1)
-        return ranks.total((square_BTS / count_B11).sum()) / (rows * x_BTS.shape[-1])
+        rows = ranks.all_reduce_sum(self.real_BT.any(1).sum()).clamp_min(1)
+        return ranks.all_reduce_sum((square_BTS / count_B11).sum()) / (rows * x_BTS.shape[-1])
 
     def change(self, x_BT: Tensor) -> Tensor:
         """Mean square, over documents, of the last token's x less the first's."""
@@ -91,8 +91,8 @@ class Tokens:
         first_BT, last_BT = (self.real_BT & (count_BT - earlier_BT == n) for n in (1, tokens_BT))
         time_T = torch.arange(T, device=x_BT.device)
         start_BT = x_BT.gather(1, torch.where(first_BT, time_T, 0).cummax(1).values)
-        changed = ranks.total(torch.where(last_BT, x_BT - start_BT, 0).square().sum())
-        return changed / ranks.total(last_BT.sum()).clamp_min(1)
+        changed = ranks.all_reduce_sum(torch.where(last_BT, x_BT - start_BT, 0).square().sum())
+        return changed / ranks.all_reduce_sum(last_BT.sum()).clamp_min(1)
 
 
 def terms(

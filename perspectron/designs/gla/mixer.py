@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, divides, positive
 from perspectron.model.masks import Inputs, Mask, masked
-from perspectron.model.parts import Lean, apart
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
@@ -44,10 +45,16 @@ class GLAState:
     memory_BHKV: Tensor
 
 
-class GLA(nn.Module):
+class GLA(Mixer):
     """S ← diag(α) S + k vᵀ with α = σ(W₂ W₁ x + b)^(1/temperature); y = W_o (norm(Sᵀ q / √K) ⊙ swish(W_g x))."""
 
-    bends = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
+    small = GLAConfig(heads=2, gate_rank=4)
+    about = "gated linear attention: a matrix memory with a decay for each key channel"
+    source = "docs/designs/baselines.md#gated-linear-attention"
+    framed = GLAConfig(heads=4)
+    hidden = 440
+
+    mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
 
     def __init__(self, d_model: int, norm_eps: float, config: GLAConfig) -> None:
         super().__init__()
@@ -80,9 +87,9 @@ class GLA(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, GLAState, dict[str, Term]]:
-        x_q, x_k, x_v, x_g = apart(x_BTD, len(self.bends))
+        x_q, x_k, x_v, x_g = split_inputs(x_BTD, len(self.mix_exponents))
         gate_BTK = self.gk_proj(x_g)
         gate_BTK = gate_BTK.to(torch.promote_types(gate_BTK.dtype, torch.float32))
         # not a power of the sigmoid, whose gradient is not finite where the sigmoid rounds to 0
@@ -92,7 +99,7 @@ class GLA(nn.Module):
             gate_BTK = gate_BTK.masked_fill(pad_BT[:, :, None], 1)  # k and v are 0 there: nothing is written
         if reset_BT is not None:
             gate_BTK = gate_BTK.masked_fill(reset_BT[:, :, None], 0)
-        v_BTD = self.v_proj(x_v) if lean is None else lean(self.v_proj(x_v), x_v)
+        v_BTD = self.v_proj(x_v) if value_residual is None else value_residual(self.v_proj(x_v), x_v)
         inputs = (self.q_proj(x_q), self.k_proj(x_k), v_BTD, gate_BTK)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTV, memory_BHKV = gla.scan(

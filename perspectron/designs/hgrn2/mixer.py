@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, divides, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Lean, Shared
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import Shared, ValueFunction
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
@@ -46,13 +47,19 @@ class HGRN2State:
     memory_BHKK: Tensor
 
 
-class HGRN2(nn.Module):
+class HGRN2(Mixer):
     """α = l + (1 − l) σ(W_f x); S ← diag(α) S + (1 − α)(W_i x)ᵀ; y = W_o norm(Sᵀ swish(W_q x) / √K).
 
     l [D] is the layer's bound: what layers below it have of softmax(Γ) over the layers. It is 0 in layer 0, and in a
     layer that is run by itself."""
 
-    shares = True
+    small = HGRN2Config(heads=2)
+    about = "HGRN2: a matrix memory that writes as much as it forgets, with lower bounds by layer"
+    source = "arXiv 2404.07904"
+    framed = HGRN2Config(heads=4)
+    hidden = 448
+
+    takes_shared = True
 
     def __init__(self, d_model: int, norm_eps: float, config: HGRN2Config) -> None:
         super().__init__()
@@ -90,7 +97,7 @@ class HGRN2(nn.Module):
         pad_BT: Mask,
         consume_state: bool,
         shared: Shared | None = None,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, HGRN2State, dict[str, Term]]:
         f_BTD = self.f_proj(x_BTD)
         f_BTD = f_BTD.to(torch.promote_types(f_BTD.dtype, torch.float32))
@@ -112,7 +119,7 @@ class HGRN2(nn.Module):
         gate_BTD = 1 - k_BTD
         if reset_BT is not None:
             gate_BTD = gate_BTD.masked_fill(reset_BT[:, :, None], 0)
-        v_BTD = self.i_proj(x_BTD) if lean is None else lean(self.i_proj(x_BTD), x_BTD)
+        v_BTD = self.i_proj(x_BTD) if value_residual is None else value_residual(self.i_proj(x_BTD), x_BTD)
         inputs = (evenly(F.silu, self.q_proj(x_BTD)), k_BTD, v_BTD, gate_BTD)
         q, k, v, gate = (x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for x in inputs)
         o_BHTK, memory_BHKK = gla.scan(

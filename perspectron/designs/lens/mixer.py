@@ -13,7 +13,8 @@ from perspectron.model import cache
 from perspectron.model.cache import Cache
 from perspectron.model.config import MixerConfig, divides, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Dropout, Lean
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction
 from perspectron.ops import attention
 from perspectron.ops.fused import evenly
 from perspectron.util.terms import Term
@@ -50,14 +51,20 @@ class LensConfig(MixerConfig):
         return True, self.reciprocity, self.discoverability
 
 
-class Lens(nn.Module):
+class Lens(Mixer):
     """softmax(w₀ q_i·k_j/√K + w₁ q_j·k_i/√K + w₂ k_j·u) v over all earlier tokens j; w sums to 1."""
+
+    small = LensConfig(heads=2)
+    about = (
+        "attention with three scores: query to key, key to query, and a bias for keys that want to be found"
+    )
+    source = "docs/designs/lens.md#three-lenses"
+    drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: LensConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
-        self.dropout: Dropout | None = None
         self.value_channels = d_model
         mixes = config.gates and sum(config.enabled) > 1
         self.qkv_proj = nn.Linear(d_model, 3 * d_model)
@@ -106,12 +113,12 @@ class Lens(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
         parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
-        if lean is not None:
-            parts = (*parts[:2], lean(parts[2], x_BTD))
+        if value_residual is not None:
+            parts = (*parts[:2], value_residual(parts[2], x_BTD))
         q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         scale = q.shape[-1] ** -0.5
         u_HK = self.u_HK if self.config.discoverability else None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Lean, sigmoid, softplus, softplus_of_steps
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction, sigmoid, softplus, softplus_of_steps
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.dispatch import gradients_off
@@ -52,10 +53,16 @@ class Mamba3State:
     input_BHP: Tensor
 
 
-class Mamba3(nn.Module):
+class Mamba3(Mixer):
     """z, v, b, c, δ, a, λ, θ = W_in x; Δ = softplus(δ + bias), α = exp(-Δ max(softplus(a), 10⁻⁴)); Φ ← Φ + π Δ tanh(θ);
     k = turn(norm(b) + b_bias, Φ), q = turn(norm(c) + c_bias, Φ); S ← α (S + (1 − σ(λ)) Δ k₋₁ v₋₁ᵀ) + σ(λ) Δ k vᵀ;
     y = W_o ((Sᵀ q + D v) ⊙ swish(z))."""
+
+    small = Mamba3Config(head_dim=8, state=8)
+    about = "Mamba-3: Mamba-2's memory with trapezoid-rule writes and rotating keys, without a convolution"
+    source = "arXiv 2603.15569"
+    framed = Mamba3Config(head_dim=32, state=64)
+    hidden = 304
 
     no_decay = ("b_bias", "c_bias")
 
@@ -100,7 +107,7 @@ class Mamba3(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, Mamba3State, dict[str, Term]]:
         projected = self.in_proj(x_BTD).to(x_BTD.dtype).split(self.split, -1)
         (z_BTI, v_BTI, b_BTN, c_BTN), steps = projected[:4], projected[4:]
@@ -118,13 +125,13 @@ class Mamba3(nn.Module):
         angle_BTHF = _angles(turn_BTHF, state.angle_BHF, reset_BT)
         k_BTHN = _turned(self.b_norm(b_BTN).to(full)[:, :, None] + self.b_bias, angle_BTHF)
         q_BTHN = _turned(self.c_norm(c_BTN).to(full)[:, :, None] + self.c_bias, angle_BTHF)
-        v_BTI = v_BTI if lean is None else lean(v_BTI, x_BTD)
+        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_BTD)
         v_BTHP = v_BTI.to(full).unflatten(-1, (-1, self.config.head_dim))
         # A token is written for itself and, before it has faded, for the next one: both at once, into a memory that is
         # ahead of S by the second part. The outputs are read from it, less that part of the token that reads.
         late_BSH = _next(before_BTH, pad_BT)
         first_BHN, late_BTH = late_BSH[:, 0, :, None] * state.key_BHN, late_BSH[:, 1:]
-        if pad_BT is not None:  # where values lean, there may be some
+        if pad_BT is not None:  # where values have a residual, there may be some
             late_BTH = late_BTH.masked_fill(pad_BT[:, :, None], 0)
         ahead_BHNP = torch.addcmul(state.memory_BHNP, first_BHN[..., None], state.input_BHP[:, :, None])
         write_BTH = sigmoid(mix_BTH) * delta_BTH + late_BTH

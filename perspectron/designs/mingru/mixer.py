@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least
 from perspectron.model.masks import Mask, masked
+from perspectron.model.mixer import Mixer
 from perspectron.model.parts import ShortConv
 from perspectron.model.state import register
 from perspectron.ops import pdr
@@ -42,9 +43,15 @@ class MinGRUState:
     window_BZD: Tensor
 
 
-class MinGRU(nn.Module):
+class MinGRU(Mixer):
     """u = swish(conv(x)); z = σ(W_z u + b), c = g(W_h u + b'), g(a) = a + ½ for a ≥ 0, else σ(a);
     h ← (1 − z) h + z c; y = W_o h. It is PDR's recurrence at a rank of 1."""
+
+    small = MinGRUConfig()
+    about = "minGRU: a gated average in each channel, with gates from the input alone"
+    source = "arXiv 2410.01201"
+    framed = MinGRUConfig()
+    hidden = 360
 
     def __init__(self, d_model: int, norm_eps: float, config: MinGRUConfig) -> None:
         super().__init__()

@@ -6,7 +6,6 @@ Shapes: B batch, T time, D model width, R state rank.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from perspectron.designs.perspective import eligibility
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
+from perspectron.model.mixer import Mixer
 from perspectron.model.state import register
 from perspectron.ops import pdr
 from perspectron.ops.attention import Places, places
@@ -67,8 +67,6 @@ class Adapted:
     down: A [B,r,D], up: B [B,D,r]. trace: how the memory depends on B [B,r,D,R]; where none is kept, [B,0,D,R]. With
     traces, B has a gradient through all tokens before these, too, and these need no more than their own graph."""
 
-    KEPT: ClassVar = ("down_BrD", "up_BDr")  # by a reset, also where the memory is not finite
-
     down_BrD: Tensor
     up_BDr: Tensor
     trace_BrDR: Tensor
@@ -108,8 +106,13 @@ class Constant(nn.Module):
         return self.bias.expand(*x_BTD.shape[:-1], -1)
 
 
-class PDR(nn.Module):
+class PDR(Mixer):
     """p = W_p x + b_p, γ = σ(p); S ← diag(γ) S + (W_v x)(W_k x)ᵀ; y = W_o (scale · S W_q x)."""
+
+    small = PDRConfig(rank=4)
+    about = "Perspective Decay Recurrence: a matrix memory with a decay for each row"
+    source = "docs/designs/perspective.md#the-recurrence"
+    kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
 
     def __init__(self, d_model: int, norm_eps: float, config: PDRConfig) -> None:
         super().__init__()

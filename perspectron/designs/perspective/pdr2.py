@@ -15,7 +15,8 @@ from perspectron.designs.perspective import eligibility
 from perspectron.designs.perspective.pdr import GATE_BIAS, IDENTITY_NOISE, Adapted
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Inputs, Mask, masked
-from perspectron.model.parts import Lean, apart, logits_of_halflives
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction, logits_of_halflives, split_inputs
 from perspectron.model.state import register
 from perspectron.ops import pdr
 from perspectron.ops.fused import RMSNorm, decayed, evenly
@@ -57,11 +58,17 @@ class AdaptedPDR2State(Adapted, PDR2State):
     """The state of PDR2 under an adapter."""
 
 
-class PDR2(nn.Module):
+class PDR2(Mixer):
     """γ = σ(W_p x + b_p); S ← diag(γ) S + (√(1 − γ²) ⊙ W_v x)(W_k x)ᵀ; y = W_o S W_q x / √R, in each group of rows;
     gated, y = W_o norm(S W_q x / √R ⊙ swish(W_z x))."""
 
-    bends = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
+    small = PDR2Config(rank=3, groups=2)
+    about = "improved PDR: groups of rows, spread half-lives, inputs scaled by the decay"
+    source = "docs/designs/perspective.md#perspective2"
+    framed = PDR2Config(rank=32)
+    kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
+
+    mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer
 
     def __init__(self, d_model: int, norm_eps: float, config: PDR2Config) -> None:
         super().__init__()
@@ -101,11 +108,11 @@ class PDR2(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, PDR2State, dict[str, Term]]:
-        x_q, x_k, x_v, x_p = apart(x_BTD, len(self.bends))
+        x_q, x_k, x_v, x_p = split_inputs(x_BTD, len(self.mix_exponents))
         q, k, v_BTD = self.q_proj(x_q), self.k_proj(x_k), self.v_proj(x_v)
-        v_BTD = v_BTD if lean is None else lean(v_BTD, x_v)
+        v_BTD = v_BTD if value_residual is None else value_residual(v_BTD, x_v)
         p_BTD = self.p_proj(x_p)
         if isinstance(state, Adapted):
             p_BTD, u_BTr = state.gates(p_BTD, x_p)

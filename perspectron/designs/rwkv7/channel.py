@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
+from perspectron.model.mixer import Mixer
 from perspectron.model.parts import between, mixes
 from perspectron.model.state import register
 from perspectron.util.terms import Term
@@ -41,10 +42,14 @@ class RWKV7ChannelState:
     last_BD: Tensor
 
 
-class RWKV7Channel(nn.Module):
+class RWKV7Channel(Mixer):
     """x_k lies between x and the token before; y = W_v relu(W_k x_k)²."""
 
-    shifts = True
+    small = RWKV7ChannelConfig(hidden=24)
+    about = "RWKV-7's channel mix: a network that also reads the previous token"
+    source = "arXiv 2503.14456"
+
+    own_token_shift = True
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7ChannelConfig) -> None:
         super().__init__()

@@ -13,23 +13,24 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
+from perspectron.model.mixer import Mixer
 from perspectron.model.parts import (
     Shared,
     between,
-    first_value_gate,
+    blend,
     low_rank,
     mixes,
-    start_first_value_gate,
     start_low_rank,
-    toward,
+    start_value_residual_gate,
     unit,
+    value_residual_gate,
 )
 from perspectron.model.state import register
 from perspectron.ops import delta
 from perspectron.ops.fused import evenly
 from perspectron.util.terms import Term
 
-BENDS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)  # of the mixes for r, w, k, v, a, g
+MIX_EXPONENTS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)  # of the mixes for r, w, k, v, a, g
 NORM_EPS = 64e-5
 
 
@@ -60,13 +61,18 @@ class RWKV7State:
     last_BD: Tensor
 
 
-class RWKV7(nn.Module):
+class RWKV7(Mixer):
     """x_r, x_w, x_k, x_v, x_a, x_g lie between x and the token before; r, k, v are linear in theirs, and v goes to the
     first layer's by σ(v₂ v₁ x_v + v₀). α = exp(−e^{−½} σ(w₂ tanh(w₁ x_w) + w₀)), η = σ(a₂ a₁ x_a + a₀), κ = k ⊙ k_k of
     length 1 in each head, k ← k ⊙ (1 + (η − 1) ⊙ k_a);  S ← diag(α) S − (κ ⊙ η) (Sᵀ κ)ᵀ + k vᵀ;
     y = W_o ((norm(Sᵀ r) + (Σ r ⊙ r_k ⊙ k) v) ⊙ g₂ σ(g₁ x_g))."""
 
-    shares = shifts = True
+    small = RWKV7Config(head_dim=8)
+    about = "RWKV-7's time mix: a matrix memory that is read and corrected before it decays"
+    source = "arXiv 2503.14456"
+    framed = RWKV7Config(head_dim=32)
+
+    takes_shared = own_token_shift = True
     no_decay = ("mix_6D",)
 
     def __init__(self, d_model: int, norm_eps: float, config: RWKV7Config) -> None:
@@ -79,7 +85,7 @@ class RWKV7(nn.Module):
         self.w_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Tanh())
         self.a_low = low_rank(D, 2.5 * D**0.5 * K / 64, nn.Identity())
         self.g_low = low_rank(D, 5 * D**0.5, nn.Sigmoid(), bias=False)
-        self.v_low = first_value_gate(D, D) if config.layer > 0 else None
+        self.v_low = value_residual_gate(D, D) if config.layer > 0 else None
         self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(D)) for _ in range(3))
         self.norm_weight, self.norm_bias = (nn.Parameter(torch.empty(D)) for _ in range(2))
         self.o_proj = nn.Linear(D, D, bias=False)
@@ -90,13 +96,15 @@ class RWKV7(nn.Module):
         channel = torch.arange(D, dtype=torch.float64)
         line, zigzag = channel / (D - 1), 2 * (channel % K) / (K - 1) - 1
         zigzag = zigzag * zigzag.abs()
-        self.mix_6D.copy_(torch.stack([mixes(D, bend * (1 - layer / layers)) for bend in BENDS]))
+        self.mix_6D.copy_(
+            torch.stack([mixes(D, exponent * (1 - layer / layers)) for exponent in MIX_EXPONENTS])
+        )
         slope = 1 + (layer / max(1, layers - 1)) ** 0.3
         start_low_rank(self.w_low, generator, 6 * line**slope - 5.5 + 2.5 * zigzag)
         start_low_rank(self.a_low, generator, 0.4 * (line - 0.5) - 0.19 + 0.3 * zigzag)
         start_low_rank(self.g_low, generator)
         if self.v_low is not None:
-            start_first_value_gate(self.v_low, generator)
+            start_value_residual_gate(self.v_low, generator)
         for linear, gain in ((self.r_proj, 1.0), (self.k_proj, 0.1), (self.v_proj, 1.0)):
             nn.init.orthogonal_(linear.weight, gain, generator)
         self.k_k.copy_(0.71 - 0.1 * (line - 0.5))
@@ -160,4 +168,4 @@ class RWKV7(nn.Module):
         layer = self.config.layer
         require(first_BTD is not None, "layer", layer, "0 where no layer before it hands its values on")
         assert first_BTD is not None
-        return toward(first_BTD, v_BTD, self.v_low(x_BTD))
+        return blend(first_BTD, v_BTD, self.v_low(x_BTD))

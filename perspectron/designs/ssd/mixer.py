@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Lean, ShortConv, softplus, softplus_of_steps
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ShortConv, ValueFunction, softplus, softplus_of_steps
 from perspectron.model.state import register
 from perspectron.ops import gla
 from perspectron.ops.fused import RMSNorm, evenly
@@ -50,9 +51,14 @@ class SSDState:
     window_BZC: Tensor
 
 
-class SSD(nn.Module):
+class SSD(Mixer):
     """z, x, b, c, δ = W_in u; x, b, c ← swish(conv(x, b, c)); Δ = softplus(δ + bias), a = exp(-Δ exp(A_log));
     S ← a S + b (Δ x)ᵀ; y = W_o norm((Sᵀ c + D x) ⊙ swish(z))."""
+
+    small = SSDConfig(head_dim=8, state=4)
+    about = "Mamba-2's state-space dual: a matrix memory with one decay per head, behind a short convolution"
+    source = "docs/designs/baselines.md#mamba-2"
+    framed = SSDConfig(head_dim=32, state=64)
 
     def __init__(self, d_model: int, norm_eps: float, config: SSDConfig) -> None:
         super().__init__()
@@ -95,7 +101,7 @@ class SSD(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, SSDState, dict[str, Term]]:
         z_BTI, u_BTC, delta_BTH = self.in_proj(x_BTD).split(self.split, -1)
         u_BTC, window_BZC = self.conv1d(u_BTC, state.window_BZC, reset_BT, pad_BT)
@@ -108,7 +114,7 @@ class SSD(nn.Module):
             gate_BTH = gate_BTH.masked_fill(reset_BT[:, :, None], 0)
         N = self.config.state
         v_BTI, k_BTN, q_BTN = u_BTC.split([u_BTC.shape[-1] - 2 * N, N, N], -1)
-        v_BTI = v_BTI if lean is None else lean(v_BTI, x_BTD)
+        v_BTI = v_BTI if value_residual is None else value_residual(v_BTI, x_BTD)
         v_BTHP = v_BTI.unflatten(-1, (-1, self.config.head_dim))
         o_BHTP, memory_BHNP = gla.scan(
             q_BTN[:, None],

@@ -13,7 +13,8 @@ from perspectron.model import cache
 from perspectron.model.cache import Cache
 from perspectron.model.config import MixerConfig, divides, require
 from perspectron.model.masks import Mask, masked
-from perspectron.model.parts import Dropout, Lean
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction
 from perspectron.ops import attention
 from perspectron.util.terms import Term
 
@@ -38,14 +39,18 @@ class AttentionConfig(MixerConfig):
         require(0 < self.rope_share <= 1, "rope_share", self.rope_share, "in (0, 1]")
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """softmax(q kᵀ / √K) v over all earlier tokens."""
+
+    small = AttentionConfig(heads=2)
+    about = "full attention, with rotary positions or as in GPT-2"
+    source = "docs/designs/baselines.md#attention"
+    drops = True
 
     def __init__(self, d_model: int, norm_eps: float, config: AttentionConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=config.rope_base is not None)
         self.config = config
-        self.dropout: Dropout | None = None
         self.value_channels = d_model
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.o_proj = nn.Linear(d_model, d_model, bias=config.bias)
@@ -66,12 +71,12 @@ class Attention(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, Cache, dict[str, Term]]:
         B, T, D = x_BTD.shape
         parts = self.qkv_proj(x_BTD).view(B, T, 3, D).unbind(2)
-        if lean is not None:
-            parts = (*parts[:2], lean(parts[2], x_BTD))
+        if value_residual is not None:
+            parts = (*parts[:2], value_residual(parts[2], x_BTD))
         q, k, v = (part.view(B, T, self.config.heads, -1).transpose(1, 2) for part in parts)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)
         if self.config.rope_base is not None:

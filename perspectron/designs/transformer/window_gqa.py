@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from perspectron.model.config import MixerConfig, at_least, divides, require
 from perspectron.model.masks import Inputs, Mask, masked
-from perspectron.model.parts import Dropout, Lean, apart
+from perspectron.model.mixer import Mixer
+from perspectron.model.parts import ValueFunction, split_inputs
 from perspectron.model.state import Ragged, cat, register
 from perspectron.ops import attention
 from perspectron.util.errors import StateError
@@ -68,16 +69,20 @@ class WindowGQAState(Ragged):
         return WindowGQAState(k, v, cat([part.length_B for part in parts]))
 
 
-class WindowGQA(nn.Module):
+class WindowGQA(Mixer):
     """softmax(q kᵀ / √K) v over the last W tokens."""
 
-    bends = (0.2, 0.7)  # of queries; of keys and values
+    small = WindowGQAConfig(heads=4, kv_heads=2, window=8)
+    about = "attention to the last W tokens, query heads in groups, rotary positions"
+    source = "docs/designs/perspective.md#windowed-attention"
+    drops = True
+
+    mix_exponents = (0.2, 0.7)  # of queries; of keys and values
 
     def __init__(self, d_model: int, norm_eps: float, config: WindowGQAConfig) -> None:
         super().__init__()
         divides(config.heads, d_model, even=True)
         self.config = config
-        self.dropout: Dropout | None = None
         self.width = d_model // config.heads
         self.value_channels = config.kv_heads * self.width
         self.q_proj = nn.Linear(d_model, d_model, bias=False)
@@ -100,14 +105,14 @@ class WindowGQA(nn.Module):
         reset_BT: Mask,
         pad_BT: Mask,
         consume_state: bool,
-        lean: Lean | None = None,
+        value_residual: ValueFunction | None = None,
     ) -> tuple[Tensor, WindowGQAState, dict[str, Term]]:
-        x_q, x_kv = apart(x_BTD, len(self.bends))
+        x_q, x_kv = split_inputs(x_BTD, len(self.mix_exponents))
         B, T, D = x_q.shape
         config, fresh = self.config, state.k_BGWK.shape[2] == 0
         k_BTC, v_BTC = self.kv_proj(x_kv).chunk(2, -1)
-        if lean is not None:
-            v_BTC = lean(v_BTC, x_kv)
+        if value_residual is not None:
+            v_BTC = value_residual(v_BTC, x_kv)
         inputs = (self.q_proj(x_q), k_BTC, v_BTC)
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in inputs)
         at = attention.places(state.length_B, T, reset_BT, pad_BT)

@@ -2,7 +2,7 @@
 (docs/designs/perspective.md#lenses)
 
 Three questions of the decays γ [T,D] of a layer at the tokens of held-out source: how many bits they share with exact
-labels (`perspectron.designs.perspective.suites.labels`), how well a linear map of them tells the label, and what freezing them costs.
+labels (`labels.py`), how well a linear map of them tells the label, and what freezing them costs.
 
 Shapes: T tokens, D rows of a layer's state, C values of a label, Q bins.
 """

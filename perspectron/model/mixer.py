@@ -1,0 +1,107 @@
+"""The base of every mixer over time: what the model and its tools ask of one, each with a default.
+
+Shapes: B batch, T time, D model width.
+"""
+
+import abc
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from perspectron.model.config import MixerConfig, require
+from perspectron.util import registry
+
+
+class Mixer(nn.Module, abc.ABC):
+    """A layer that mixes information across time steps, built from (d_model, norm_eps, config).
+
+    The model initialises linear layers and scales one named `o_proj` down by the number of layers; a mixer sets all its
+    other parameters and buffers in `init_weights(generator)`, if it has any. docs/add-a-mixer.md builds one.
+    """
+
+    config: Any
+    small: ClassVar[MixerConfig]
+    """A config with which tests build it at a width of 16."""
+    about: ClassVar[str]
+    """One line."""
+    source: ClassVar[str]
+    """The page or paper that describes it."""
+    framed: ClassVar[MixerConfig | None] = None
+    """Its config at a width of 128, if it can stand for the recurrence of another design, as in perspective[kda]."""
+    hidden: ClassVar[int] = 0
+    """The width of the SwiGLU beside it, if a model of both in every layer is a design under its kind: at the size of
+    perspective-tiny-dense, with `framed` as its config."""
+
+    value_channels: int = 0
+    """Channels of its values, which a value residual mixes with those of the first mixer that has as many (`forward`
+    then takes `value_residual`); 0 for none."""
+    mix_exponents: tuple[float, ...] = (0.7,)
+    """Exponents of the initial token shifts, one for each input that `forward` takes apart (`parts.split_inputs`)."""
+    own_token_shift: bool = False
+    """True if it reads the token before by itself, so that a model with token shift adds none."""
+    takes_shared: bool = False
+    """True if `forward` takes `shared`, which mixers pass to those above them."""
+    learned_start: bool = False
+    """True if its empty state is a parameter, which ranks that share a text would each have a part of."""
+    splits_time: bool = True
+    """True if ranks may share a text, each with a stretch of it."""
+    onnx: bool = True
+    """True if its step can be exported to ONNX."""
+    dropout: nn.Module | None = None
+    """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
+    drops: bool = False
+    kept_at_reset: ClassVar[tuple[str, ...]] = ()
+    """Fields of its state that a reset keeps, also where the state is not finite."""
+
+    @abc.abstractmethod
+    def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
+        """The state before any token: a registered frozen dataclass of tensors whose first dimension is the batch, in
+        float32 at least. capacity: tokens to make room for, where the state grows."""
+
+    def idle_parameters(self) -> int:
+        """Count the parameters that its config leaves without effect."""
+        return 0
+
+
+def mixers() -> dict[str, type[Mixer]]:
+    """The classes of all mixers by kind, imported. ConfigError for one that does not say what has no default."""
+    found = dict(registry.parts("mixers"))
+    for kind, mixer in found.items():
+        _require_mixer(kind, mixer)
+        for name in ("small", "about", "source"):
+            require(
+                hasattr(mixer, name),
+                f"{mixer.__name__}.{name}",
+                "nothing",
+                "given (docs/add-a-mixer.md)",
+            )
+    return found
+
+
+def build(d_model: int, norm_eps: float, config: MixerConfig) -> Mixer:
+    """The mixer of a config. ConfigError for one that is no `Mixer`."""
+    mixer = registry.part("mixers", config.kind)
+    _require_mixer(config.kind, mixer)
+    made: Mixer = mixer(d_model, norm_eps, config)
+    return made
+
+
+def _require_mixer(kind: str, mixer: Any) -> None:
+    derived = isinstance(mixer, type) and issubclass(mixer, Mixer)
+    require(derived, f"mixer {kind!r}", getattr(mixer, "__name__", mixer), "a perspectron.model.mixer.Mixer")
+
+
+def config_of(kind: str, **values: Any) -> MixerConfig:
+    """A config of a kind of mixer, whose module is imported; `values` are its fields."""
+    return MixerConfig.of(kind)(**values)
+
+
+def numbered(config: MixerConfig, layer: int, layers: int) -> MixerConfig:
+    """The config of a layer's mixer, where it must know which one of how many it is."""
+    if not hasattr(config, "layers"):
+        return config
+    known: Any = config
+    placed: MixerConfig = replace(known, layer=layer, layers=layers)
+    return placed
