@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
-from perspectron.data import Shards, Tokenizer, cores
+from perspectron.data import Shards, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
 from perspectron.model.config import require
@@ -69,7 +69,7 @@ def fit(
         trainer: Trainer | None = None
         with _nothing_left(run, new):
             with Work("reading and encoding the text") as work:
-                tokenizer, shards, summary = prepare(run, config, processes=cores(), tell=work.read)
+                tokenizer, shards, summary = prepare(run, config, tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
                 config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
             training_batches(config, shards)  # too little text is said before anything is measured
