@@ -31,7 +31,7 @@ def bpe() -> ByteLevelBPETokenizer:
 @pytest.mark.parametrize("kind", MODELS)
 def test_its_logits_are_those_of_transformers(kind, bpe, tmp_path):
     theirs = saved(tmp_path / "hf", kind, bpe)
-    ours, tokenizer = foreign.read(tmp_path / "hf")
+    ours, tokenizer, _ = foreign.read(tmp_path / "hf")
     at = bpe.token_to_id("<|endoftext|>")
     ids = torch.randint(V, (2, 40), generator=torch.Generator().manual_seed(1))
     ids = ids.masked_fill((ids == 0) | (ids == at), 7)
@@ -51,7 +51,7 @@ def test_its_logits_are_as_exact_as_those_of_transformers(kind, layers, sd, bpe,
     """Both round in float32; neither is further from float64, whatever the size of the weights."""
     monkeypatch.setitem(SMALL, "num_hidden_layers", layers)
     theirs = saved(tmp_path / "hf", kind, bpe, sd)
-    ours, _ = foreign.read(tmp_path / "hf")
+    ours, *_ = foreign.read(tmp_path / "hf")
     ids = torch.randint(1, V - 1, (3, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, logits, exact = theirs(ids).logits, ours(ids).logits, ours.double()(ids).logits

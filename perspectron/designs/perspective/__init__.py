@@ -23,6 +23,7 @@ register(
             "adapt": "commands.adapt:Adapt",
         },
         hooks={"perspectives": "views:Perspectives", "safety": "safety:Safety", "adapter": "adapt:Adapting"},
+        recipes={"staged": "recipe"},
         cases={"eligibility": "cases:cases"},
         titles={
             "perspective": "Perspective",
