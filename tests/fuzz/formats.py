@@ -456,6 +456,7 @@ class Samples:
         assert (
             main(
                 [
+                    "perspective",
                     "trace",
                     str(self.run),
                     "--text",
