@@ -165,8 +165,8 @@ class Serve:
         from perspectron.decode.store import PrefixStore
         from perspectron.opening import Refused
         from perspectron.serve.engine import Engine
-        from perspectron.serve.states import States
         from perspectron.serve.served import Served
+        from perspectron.serve.states import States
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)
