@@ -46,9 +46,10 @@ class Mixer(nn.Module, abc.ABC):
     learned_start: bool = False
     """True if its empty state is a parameter, which ranks that share a text would each have a part of."""
     splits_time: bool = True
-    """True if ranks may share a text, each with a stretch of it."""
-    onnx: bool = True
-    """True if its step can be exported to ONNX."""
+    """True if ranks may share a text, each with a stretch of it: its terms of the loss are means over tokens."""
+    calls_linears: bool = True
+    """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
+    then gives them 8 bits."""
     dropout: nn.Module | None = None
     """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
     drops: bool = False
@@ -59,6 +60,10 @@ class Mixer(nn.Module, abc.ABC):
     def init_state(self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0) -> Any:
         """The state before any token: a registered frozen dataclass of tensors whose first dimension is the batch, in
         float32 at least. capacity: tokens to make room for, where the state grows."""
+
+    def require_onnx(self, name: str) -> None:
+        """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
+        depends on data, or a text begins with a state that is not zero."""
 
     def idle_parameters(self) -> int:
         """Count the parameters that its config leaves without effect."""
