@@ -38,10 +38,6 @@ TESTS = (
     "tests/designs/perspective/suites/test_depth.py",
     "tests/designs/adr/test_mixer.py",
 )
-    "tests/designs/drm/test_geometry.py",
-    "tests/designs/perspective/suites/test_depth.py",
-    "tests/designs/adr/test_mixer.py",
-)
 SMALL = ["d_model=64", "layers=4"]
 MODELS: dict[str, tuple[list[str], list[str], int]] = {  # sizes, options, updates
     "pdr": ([*SMALL, "hidden=128", "rank=16", "heads=4", "kv_heads=2", "window=64"],

@@ -113,7 +113,7 @@ def test_what_contributors_are_told_to_run_is_what_has_to_pass():
 
 
 def test_citations_name_a_page_and_a_heading_that_exist():
-    sources = [*pages(), ROOT / "perspectron" / "catalogue.json"]
+    sources = [*pages(), ROOT / "perspectron" / "cli" / "catalogue.json"]
     for part in ("perspectron", "claims", "benchmarks", "tests"):
         sources += (ROOT / part).rglob("*.py")
     cited = {

@@ -27,7 +27,6 @@ from perspectron.data import Loader
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
@@ -42,6 +41,7 @@ from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
 from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.util.files import atomic, sweep
 from perspectron.util.ranks import Ranks, together

@@ -5,9 +5,9 @@ from pathlib import Path
 from perspectron.data import Corpus, Shards, Tokenizer, encode, is_encoded, made_in, open_corpus, open_shards
 from perspectron.data.encoding import Tell
 from perspectron.data.template import FILE, Template
-from perspectron.model.config import require
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, safe_join
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.model.config import dump, unlike
 from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import falls_at
+from perspectron.util.config import dump, unlike
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
 from perspectron.util.files import remove
 
