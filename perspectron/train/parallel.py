@@ -33,17 +33,15 @@ from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
 from perspectron.train.config import Layout, RunConfig
 from perspectron.train.context import split_sequence
-from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, own
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
-from perspectron.train.optim import freeze, optimizer_of
-from perspectron.train.resume import resume, set_aside
+from perspectron.train.optim import optimizer_of
 from perspectron.train.team import Team
 from perspectron.util import registry
 from perspectron.util.config import require
-from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
-from perspectron.util.files import atomic, sweep
+from perspectron.util.errors import NonFiniteError, StorageError
+from perspectron.util.files import atomic
 from perspectron.util.ranks import Ranks, together
 
 
@@ -76,19 +74,10 @@ class ParallelTrainer(Trainer):
 
     # ------------------------------------------------------------ making
 
-    def build(self) -> None:
-        train = self.config.train
-        positions = self.config.model.positions or train.seq_len
-        require(train.seq_len <= positions, "seq_len", train.seq_len, f"≤ positions = {positions}")
-        torch.manual_seed(train.seed)
+    def new_model(self) -> LanguageModel:
+        """The model's shapes; `wrap` fills each rank's part."""
         with torch.device("meta"):
-            self.model = LanguageModel(self.config.model)
-        self.model.recompute = train.recompute
-        freeze(self.model, train.only)
-        self.teacher = None
-        if train.teacher:
-            weight, temperature = train.teacher_weight, train.teacher_temperature
-            self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
+            return LanguageModel(self.config.model)
 
     def wrap(self) -> None:
         mesh, self._columns = mesh_of(self.team, self.layout, self.device.type)
@@ -302,19 +291,10 @@ class ParallelTrainer(Trainer):
 
             team.of_first(lambda: stored(path, end), group)
 
-    def restored(self) -> tuple[Checkpoint | None, CheckpointError | None]:
-        def swept() -> None:
-            for place in (self.run_dir, checkpoint.folder(self.run_dir)):
-                sweep(place)
+    def sweep(self) -> None:
+        self.team.of_first(super().sweep)
 
-        self.team.of_first(swept)
-        unchanged = None if self.allow_changed else self.config
-        return resume(
-            self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged,
-            restore=self._restore, set_aside=set_aside if self.first else lambda *_: None,
-        )  # fmt: skip
-
-    def _restore(self, newest: Checkpoint, *_: Any) -> None:
+    def restore(self, newest: Checkpoint) -> None:
         """Read this rank's parts, whoever wrote them."""
 
         def check() -> dict[str, Tensor]:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from perspectron.data import Shards, Tokenizer
-from perspectron.experts.align import arrange, distances
+from perspectron.designs.perspective.align import arrange, distances
+from perspectron.designs.perspective.stats import delta, loads, mean, numbers, use
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.experts.stats import delta, experts_of, loads, mean, numbers, use
+from perspectron.experts.stats import experts_of
 from perspectron.experts.torus import hops
 from perspectron.model.block import Block
 from perspectron.model.config import ModelConfig
