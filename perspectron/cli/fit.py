@@ -23,10 +23,10 @@ from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, launched
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.loggers import Kind, logger
-from perspectron.train.loop import CURVE, Trainer, training_batches
+from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
-from perspectron.train.prepare import prepare
+from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
 from perspectron.util import registry
 from perspectron.util.config import require

@@ -56,7 +56,7 @@ class Plan:
     shared: str | None = None
     """Format of the dense layers of a preset or a run: 2bit (default), 4bit or int8."""
     trace: Path | None = None
-    """File written by `perspectron trace`; its cache misses become one of the cases."""
+    """File written by `perspectron perspective trace`; its cache misses become one of the cases."""
     set: Sets = ()
     """Sizes of the preset to replace, as KEY=VALUE."""
     json: bool = False

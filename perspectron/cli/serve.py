@@ -73,7 +73,7 @@ class Serve:
     """Ask several views of the experts where a model is unsure; each choice of an answer then carries their verdict on
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
-    """File that `perspectives calibrate` wrote for the model (default: fixed thresholds)."""
+    """File that `perspective views` wrote for the model (default: fixed thresholds)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 

@@ -457,6 +457,7 @@ class Samples:
         assert (
             main(
                 [
+                    "perspective",
                     "trace",
                     str(self.run),
                     "--text",

@@ -1,4 +1,4 @@
-"""`perspectron prune-attention`."""
+"""`perspectron lens prune-attention`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,9 @@ class PruneAttention:
     Prints held-out loss and cache bytes for every number of blocks, and exports the model without N of them as a new
     run.
 
-    Example: perspectron prune-attention runs/lens --blocks 2
+    Example: perspectron lens prune-attention runs/lens --blocks 2
 
-    The table alone: perspectron prune-attention runs/lens
+    The table alone: perspectron lens prune-attention runs/lens
     """
 
     run: tyro.conf.Positional[Path]

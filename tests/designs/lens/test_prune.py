@@ -95,7 +95,7 @@ def run(tmp_path_factory):
 
 def test_loss_against_cache_for_every_number_and_an_export_that_runs(run, tmp_path, capsys):
     out = tmp_path / "small"
-    assert main(["prune-attention", str(run), "--blocks", "2", "--out", str(out), "--json"]) == 0
+    assert main(["lens", "prune-attention", str(run), "--blocks", "2", "--out", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     assert [row["removed"] for row in rows] == [0, 1, 2, 3]
@@ -118,7 +118,7 @@ def test_loss_against_cache_for_every_number_and_an_export_that_runs(run, tmp_pa
 
 def test_the_table_alone_writes_nothing(run, capsys):
     before = sorted(run.parent.iterdir())
-    assert main(["prune-attention", str(run)]) == 0
+    assert main(["lens", "prune-attention", str(run)]) == 0
     assert "lowest route gate first" in capsys.readouterr().out
     assert sorted(run.parent.iterdir()) == before
 
@@ -133,7 +133,7 @@ def test_the_table_alone_writes_nothing(run, capsys):
     ],
 )
 def test_mistakes_are_one_line(run, capsys, options, message):
-    assert main(["prune-attention", str(run), *options]) == 2
+    assert main(["lens", "prune-attention", str(run), *options]) == 2
     assert capsys.readouterr().err.strip() == f"perspectron: error: {message}"
 
 

@@ -1,4 +1,4 @@
-"""`perspectron gate`."""
+"""`perspectron perspective gate`."""
 
 import statistics
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Condition:
 class Gate:
     """Check the four conditions that Perspective's document sets before a larger model is trained.
 
-    Example: perspectron gate runs/letters runs/routed
+    Example: perspectron perspective gate runs/letters runs/routed
 
     For PDR's loss beside GLA's, give runs of both with as many parameters and tokens.
     """

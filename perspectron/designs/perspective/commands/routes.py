@@ -1,4 +1,4 @@
-"""`perspectron routes`."""
+"""`perspectron perspective routes`."""
 
 import io
 from dataclasses import asdict, dataclass, fields
@@ -49,9 +49,9 @@ class ShowRoutes:
 
     For each layer and kind of text, as SVG and JSON.
 
-    Example: perspectron routes runs/routed --text letters.txt
+    Example: perspectron perspective routes runs/routed --text letters.txt
 
-    By kind: perspectron routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
+    By kind: perspectron perspective routes runs/routed --text letter=letters.txt verse=other.txt --out routes/
     """
 
     run: tyro.conf.Positional[Path]

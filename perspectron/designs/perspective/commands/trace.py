@@ -1,4 +1,4 @@
-"""`perspectron trace`."""
+"""`perspectron perspective trace`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ class TraceRoutes:
     Cache sizes range from one expert to all; the least recently used expert is dropped. The engine also predicts
     the experts of the next layers; the share of correct predictions is printed too.
 
-    Example: perspectron trace runs/routed --text letters.txt --disk 3G/s
+    Example: perspectron perspective trace runs/routed --text letters.txt --disk 3G/s
 
     Then: perspectron plan runs/routed --ram 1G --trace runs/routed/trace.json
     """
