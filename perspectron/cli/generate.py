@@ -20,12 +20,12 @@ from perspectron.decode.generate import Generation, generate
 from perspectron.decode.row import Piece
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.eval.timing import Bench, bench
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype
 from perspectron.opening import Opened
 from perspectron.stream.engine import StreamedModel
 from perspectron.stream.usage import FIRST, Usage
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.machine import pick_device
 from perspectron.util.registry import part

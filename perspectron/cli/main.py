@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import perspectron
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, PerspectronError, escaped
 from perspectron.util.registry import Table, at, designs
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from perspectron.cli.options import Sets, answer, describe, rate, size, table
 from perspectron.cli.plan_training import plan_training
-from perspectron.model.config import require
 from perspectron.opening import Folder
 from perspectron.stream import speed
 from perspectron.stream.artifact import layer_file
@@ -18,6 +17,7 @@ from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case,
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
 from perspectron.train.config import Layout
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import safe_join
 

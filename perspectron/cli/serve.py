@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from perspectron.cli.options import needs, open_model, perspectives_of, say, size
-from perspectron.model.config import require
 from perspectron.ops.experts import FEW
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:

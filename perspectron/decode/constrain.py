@@ -20,7 +20,7 @@ from torch import Tensor
 from perspectron.decode.processors import Hook, Step
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.decode.row import Row, Vocabulary
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError
 
 INSTALL = "pip install 'perspectron[constrain]'"

@@ -11,8 +11,8 @@ from perspectron.decode.reading import CHUNK
 from perspectron.decode.row import Finish, Piece, Verdict, Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 

@@ -19,9 +19,9 @@ from perspectron.decode.reading import CHUNK, END_OF_TEXT_ID, check_ids, check_r
 from perspectron.decode.row import Piece, Row, TextStream, Vocabulary
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite, sample
 from perspectron.decode.store import PrefixStore
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import MOST_TOKENS, LMState
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, PerspectronError, StateError
 
 

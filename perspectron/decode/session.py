@@ -18,9 +18,9 @@ from perspectron.decode.row import Vocabulary
 from perspectron.decode.rows import Rows
 from perspectron.decode.sampling import SamplingConfig, logprobs, non_finite
 from perspectron.decode.store import PrefixStore
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful, read_state, save_state
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StateError
 
 Likely = tuple[float, tuple[tuple[int, float], ...]]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from perspectron.data.loader import Batch
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig
 from perspectron.util import ranks
+from perspectron.util.config import require
 from perspectron.util.machine import Peak, free_memory, memory, resident
 
 PER_PARAMETER = 16  # bytes in training: weight, gradient and two moments, float32

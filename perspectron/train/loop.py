@@ -17,7 +17,6 @@ from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.stats import matrices, means
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.parts import Dropout
 from perspectron.train import checkpoint, lora
@@ -32,6 +31,7 @@ from perspectron.train.pace import Pace
 from perspectron.train.prepare import training_batches
 from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError, NonFiniteError
 from perspectron.util.files import locked, sweep, write_json
 from perspectron.util.hooks import first_non_finite

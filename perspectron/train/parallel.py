@@ -27,7 +27,6 @@ from perspectron.data import Loader
 from perspectron.experts.spread import Spread
 from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
@@ -41,6 +40,7 @@ from perspectron.train.optim import optimizer_of
 from perspectron.train.prepare import training_batches
 from perspectron.train.team import Team
 from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import NonFiniteError, StorageError
 from perspectron.util.files import atomic
 from perspectron.util.ranks import Ranks, together

@@ -15,9 +15,9 @@ from perspectron.data import (
 )
 from perspectron.data.encoding import Tell
 from perspectron.data.template import FILE, Template
-from perspectron.model.config import require
 from perspectron.train.checkpoint import run_of
 from perspectron.train.config import RunConfig
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, DataError
 from perspectron.util.files import remove, safe_join
 

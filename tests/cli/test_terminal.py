@@ -10,8 +10,8 @@ import pytest
 
 from perspectron import presets
 from perspectron.cli.main import commands, main
-from perspectron.model.config import dump
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.util.config import dump
 from perspectron.util.errors import escaped
 
 ROOT = Path(__file__).parents[2]

@@ -25,10 +25,11 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.adr.countries import ASKED, PHRASINGS, Fact, Sentences, facts
 from perspectron.designs.adr.literal import tried
 from perspectron.model.census import census
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train.config import RunConfig, TrainConfig
 from perspectron.train.optim import OptimConfig
+from perspectron.util.config import require
 from perspectron.util.files import locked, write_json, write_text
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from rich.table import Table
 from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.designs.lens.prune import prune, route_gates
-from perspectron.model.config import require
 from perspectron.opening import describe, open_model
 from perspectron.train import checkpoint
 from perspectron.train.heldout import heldout
+from perspectron.util.config import require
 
 
 @dataclass(frozen=True)

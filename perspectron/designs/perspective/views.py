@@ -26,9 +26,9 @@ from perspectron.decode.reading import END_OF_TEXT_ID, read
 from perspectron.decode.row import Row
 from perspectron.decode.sampling import sample
 from perspectron.experts.router import DRAWN, VIEWS, RoutedConfig, View, Views
-from perspectron.model.config import at_least, dump, load, one_of, require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState, Stateful
+from perspectron.util.config import at_least, dump, load, one_of, require
 from perspectron.util.errors import ConfigError, NonFiniteError
 from perspectron.util.files import read_json, write_json
 from perspectron.util.streams import philox

@@ -18,11 +18,11 @@ from perspectron.designs.perspective.adapt.gradient import Piece, losses
 from perspectron.designs.perspective.adapt.positions import search
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.eval.reading import bits_per_byte, byte_counts
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import describe
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 
 

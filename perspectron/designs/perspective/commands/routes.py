@@ -24,9 +24,9 @@ from perspectron.designs.perspective.suites.routes import (
     summary,
 )
 from perspectron.experts.torus import cells
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
+from perspectron.util.config import require
 from perspectron.util.errors import DataError, StorageError
 from perspectron.util.files import open_file, safe_join, write_json, write_text
 from perspectron.util.machine import pick_device

@@ -12,8 +12,8 @@ from perspectron.cli.progress import Work
 from perspectron.data import Tokenizer
 from perspectron.designs.perspective.projection import project
 from perspectron.designs.perspective.safety import Polytope, fit, states
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import require
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_text
 

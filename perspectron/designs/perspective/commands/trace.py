@@ -12,11 +12,11 @@ from perspectron.cli.options import answer, rate, table
 from perspectron.cli.progress import Work
 from perspectron.designs.perspective.commands.routes import read_tokens
 from perspectron.designs.perspective.suites.routes import Routes, of_document
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import open_model
 from perspectron.stream.plan import ExpertLayer, needs
 from perspectron.stream.trace import Trace, missed, save, stack_distances
+from perspectron.util.config import require
 from perspectron.util.machine import pick_device
 
 

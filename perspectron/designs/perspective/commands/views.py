@@ -12,7 +12,7 @@ from perspectron.cli.progress import Work
 from perspectron.designs.perspective.suites.views import calibrate
 from perspectron.designs.perspective.views import PerspectivesConfig, save_calibration
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.machine import pick_device
 
 

@@ -9,8 +9,9 @@ import perspectron
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.designs.lens.prune import prune, route_gates
-from perspectron.model.config import BlockConfig, dump
+from perspectron.model.config import BlockConfig
 from perspectron.train import checkpoint
+from perspectron.util.config import dump
 from perspectron.util.errors import CheckpointError, ConfigError
 
 SIZES = {"vocab_size": 64, "d_model": 16, "layers": 4, "heads": 2, "hidden": 24, "positions": 64}
@@ -139,6 +140,6 @@ def test_mistakes_are_one_line(run, capsys, options, message):
 def test_blocks_without_a_mixer_survive_a_round_trip():
     config = prune(lens(), [0, 2]).config
     assert (
-        perspectron.model.config.load(perspectron.ModelConfig, json.loads(json.dumps(dump(config)))) == config
+        perspectron.util.config.load(perspectron.ModelConfig, json.loads(json.dumps(dump(config)))) == config
     )
     assert isinstance(config.blocks[0], BlockConfig)
