@@ -27,7 +27,7 @@ from perspectron.util.errors import CheckpointError, ConfigError, DataError, Per
 from tests.train.test_shared_folders import held
 from tests.waiting import PATIENCE
 
-RUN = Path("tests/vectors/run-0.1")
+RUN = Path("tests/vectors/run")
 LAST = "checkpoints/step-00000006"
 
 
@@ -191,18 +191,18 @@ def test_other_pipes(tmp_path, capsys):
 INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda i: i["files"].pop("model.safetensors"), "files are 'training.safetensors', must be model.saf"),
     (lambda i: i.update(files={}), "files are none, must be"),
-    (lambda i: i.update(files=[]), "files = .., must be an object"),
+    (lambda i: i.update(files=[]), "files: expected `object`"),
     (lambda i: i["files"].update({"../../x": {"bytes": 1, "sha256": ""}}), "files are .*'../../x', must be"),
-    (lambda i: i["files"].update({"model.safetensors": 3}), "files.model.safetensors = 3, must be"),
-    (lambda i: i["files"]["model.safetensors"].update(bytes=-1), "78932 bytes, must be -1"),
-    (lambda i: i["files"]["model.safetensors"].update(bytes=True), "safetensors.bytes = True, must be of type int"),
-    (lambda i: i["files"]["model.safetensors"].update(sha256=None), "safetensors.sha256 = None, must be of type str"),
+    (lambda i: i["files"].update({"model.safetensors": 3}), "files.*: expected `object`"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=-1), "files.*bytes: expected `int` >= 0"),
+    (lambda i: i["files"]["model.safetensors"].update(bytes=True), "files.*bytes: expected `int`"),
+    (lambda i: i["files"]["model.safetensors"].update(sha256=None), "files.*sha256: expected `str`"),
     (lambda i: i["files"]["model.safetensors"].update(bytes=2**62), "78932 bytes, must be 4611686018427387904"),
-    (lambda i: i["progress"].update(step=-1), "of step -1, its folder is step-00000006"),
-    (lambda i: i["progress"].update(tokens=-1), "progress.tokens is -1, must be ≥ 0"),
-    (lambda i: i["progress"].update(tokens=1.5), "progress.tokens = 1.5, must be of type int"),
-    (lambda i: i.update(config=None), "config = None, must be an object"),
-    (lambda i: i.update(tokenizer=None), "tokenizer = None, must be of type str"),
+    (lambda i: i["progress"].update(step=-1), "progress.step: expected `int` >= 0"),
+    (lambda i: i["progress"].update(tokens=-1), "progress.tokens: expected `int` >= 0"),
+    (lambda i: i["progress"].update(tokens=1.5), "progress.tokens: expected `int`"),
+    (lambda i: i.update(config=None), "config: expected `object`"),
+    (lambda i: i.update(tokenizer=None), "tokenizer: expected `str`"),
 ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
 from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
-from perspectron.util.files import atomic, sweep
+from perspectron.util.files import Record, atomic, sweep
 from perspectron.util.ranks import Ranks, together
 
 
@@ -291,7 +291,7 @@ class ParallelTrainer(Trainer):
             team.agree(lambda: stored(path, lambda: sharded.write(state, temporary, group)), group)
             mine = temporary / sharded.shard_of(team.rank)
             record = team.agree(
-                lambda: stored(path, lambda: checkpoint.record(mine) if mine.exists() else None), group
+                lambda: stored(path, lambda: Record.of(mine) if mine.exists() else None), group
             )
             records = team.gather(record, group)
             files = {sharded.shard_of(rank): one for rank, one in enumerate(records) if one is not None}

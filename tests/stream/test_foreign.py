@@ -144,15 +144,15 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(folder, monkeyp
 
 
 MANIFESTS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda m: m["files"][SHARED].update(bytes=-1), "must tell its bytes and its sha256"),
-    (lambda m: m["files"][SHARED].update(bytes="7"), "must tell its bytes and its sha256"),
-    (lambda m: m["files"][SHARED].update(bytes=1e300), "must tell its bytes and its sha256"),
-    (lambda m: m["files"][SHARED].update(bytes=True), "must tell its bytes and its sha256"),
+    (lambda m: m["files"][SHARED].update(bytes=-1), "files.*bytes: expected `int` >= 0"),
+    (lambda m: m["files"][SHARED].update(bytes="7"), "files.*bytes: expected `int`"),
+    (lambda m: m["files"][SHARED].update(bytes=1e300), "files.*bytes: expected `int`"),
+    (lambda m: m["files"][SHARED].update(bytes=True), "files.*bytes: expected `int`"),
     (lambda m: m["files"][SHARED].update(bytes=2**62), "bytes, must be 4611686018427387904"),
-    (lambda m: m["files"][SHARED].update(sha256=7), "must tell its bytes and its sha256"),
-    (lambda m: m["files"][SHARED].update(more=7), "must tell its bytes and its sha256"),
-    (lambda m: m.update(files=[]), "not a manifest"),
-    (lambda m: m.update(format=[1]), "format '.1.', must be"),
+    (lambda m: m["files"][SHARED].update(sha256=7), "files.*sha256: expected `str`"),
+    (lambda m: m["files"][SHARED].update(more=7), "files.*unknown field `more`"),
+    (lambda m: m.update(files=[]), "files: expected `object`"),
+    (lambda m: m.update(format=[1]), "format: expected `str`.*must be 'perspectron-artifact-1'"),
     (lambda m: m["files"].update({"/etc/passwd": m["files"][SHARED]}), "has '/etc/passwd', must tell"),
 ]  # fmt: skip
 
