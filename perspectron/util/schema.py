@@ -1,15 +1,13 @@
 """Values of files that are not trusted, checked by the types that describe them."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from perspectron.util.errors import PerspectronError
 
-T = TypeVar("T")
 
-
-def checked(value: Any, kind: type[T], error: type[PerspectronError], where: object) -> T:
+def checked(value: Any, kind: Any, error: type[PerspectronError], where: object) -> Any:
     """JSON's value as `kind`, a type that msgspec knows. `error`, in one line that names `where`, the field and what it
     must be; of a file of another version, whose "format" is not the tag of `kind`, that it is one."""
     try:

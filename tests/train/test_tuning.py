@@ -180,8 +180,8 @@ def test_only_adapters_of_the_targets_learn() -> None:
     [
         ("rank=0", "rank = 0, must be ≥ 1"),
         ("rank=10000", r"lora: rank = 10000, must be ≤ \d+, the width of blocks\.0\."),
-        ("rank=x", "lora: rank = 'x', must be of type int"),
-        ("size=3", "lora = 'size', must be one of rank, alpha, targets"),
+        ("rank=x", "lora.rank = 'x', must be of type int"),
+        ("size=3", "lora: key = 'size', must be one of rank, alpha, targets"),
         ("rank", "must be KEY=VALUE"),
         ("targets=nope", "lora: targets = 'nope', must be of .*qkv_proj"),
     ],

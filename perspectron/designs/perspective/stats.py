@@ -1,4 +1,4 @@
-"""Statistics of a model's experts: how evenly they are used, how much neighbours differ, and their share of zeros.
+"""Statistics of experts on the torus: how evenly they are used, and how much neighbours differ.
 
 Shapes: E experts, N tokens, M numbers of an expert.
 """
@@ -8,23 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from perspectron.experts import ternary
 from perspectron.experts.layer import RoutedSwiGLU
+from perspectron.experts.stats import experts_of
 from perspectron.experts.torus import gini, neighbour_pairs
-from perspectron.model.model import LanguageModel
 from perspectron.ops.experts import load
 from perspectron.util.hooks import hooked
 
 
-def experts_of(model: LanguageModel) -> dict[str, RoutedSwiGLU]:
-    """Layers of experts by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, RoutedSwiGLU)}
-
-
 @contextlib.contextmanager
-def loads(model: LanguageModel) -> Iterator[dict[str, Tensor]]:
+def loads(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Tokens that each expert gets [E], by layer, of all that the model reads meanwhile."""
     layers = experts_of(model)
     found = {name: torch.zeros(len(ffn.gate_EFD), dtype=torch.int64) for name, ffn in layers.items()}
@@ -61,30 +55,6 @@ def use(load_by_layer: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     return {
         name: {"gini": float(gini(load_E)), "reach": float((load_E > 0).double().mean())}
         for name, load_E in load_by_layer.items()
-    }
-
-
-@torch.no_grad()
-def matrices(model: LanguageModel) -> dict[str, dict[str, list[float]]]:
-    """Fraction of zeros and scale of each matrix that is, or becomes, ternary: by its name a number per expert."""
-    found = {}
-    for name, ffn in experts_of(model).items():
-        if not ffn.config.ternary:
-            continue
-        share_1 = ffn.ternary_share_1.clone()
-        ffn.ternary_share_1.zero_()  # the weights behind, of which zeros and scale are made
-        for which, weight in zip(("gate", "up", "down"), ffn.weights(), strict=True):
-            zeros_E, scale_E = ternary.stats(weight, ffn.config.ternary_rule)
-            found[f"{name}.{which}"] = {"zeros": zeros_E.tolist(), "scale": scale_E.tolist()}
-        ffn.ternary_share_1.copy_(share_1)
-    return found
-
-
-def means(matrix: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """The statistics of `matrices`, each a mean over experts."""
-    return {
-        name: {what: sum(values) / len(values) for what, values in both.items()}
-        for name, both in matrix.items()
     }
 
 
