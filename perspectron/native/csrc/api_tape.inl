@@ -32,6 +32,9 @@ API int64_t pspx_tape(const void* tape, int64_t count, void* const* bases, int t
       const auto at = [&](int operand) { return static_cast<char*>(bases[i.at[operand].base]) + i.at[operand].offset; };
       pspx_linear(reinterpret_cast<const float*>(at(1)), i.size[2], i.size[4], reinterpret_cast<const uint8_t*>(at(2)), at(3),
                   int(i.number[0]), i.size[3], reinterpret_cast<float*>(at(0)), threads);
+    } else if (i.code == SCAN) {  // o, q, k, v, gamma, state of B, D and R in size[2 … 4]
+      const auto at = [&](int operand) { return reinterpret_cast<float*>(static_cast<char*>(bases[i.at[operand].base]) + i.at[operand].offset); };
+      pspx_scan(at(1), at(2), at(3), at(4), at(5), at(0), nullptr, i.size[2], 1, i.size[3], i.size[4], SCAN_TOKENS, threads);
     } else if (!k.tape(i, bases)) {
       return 1 + at;
     }
