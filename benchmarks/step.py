@@ -16,10 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-TESTS = ("tests/native/test_tape.py::test_python_is_called_between_two_parts",)
+TESTS = ("tests/stream/test_recorded.py",)
 BAR = 0.97
 WARM = 1  # turns that are not measured
-SIZES: dict[str, tuple[str, dict[str, Any], int, int]] = {  # preset, sizes, distinct experts, tokens of a turn
+SIZES: dict[
+    str, tuple[str, dict[str, Any], int, int]
+] = {  # preset, sizes, distinct experts, tokens of a turn
     "perspective-166m": ("perspective-166m", {}, 16, 32),
     "perspective-1.9b, 8 experts": ("perspective-1.9b", {"torus": (2, 2, 2)}, 8, 8),
     "full width, 8 layers": ("perspective-1t", {"layers": 8, "torus": (2, 2, 2)}, 4, 4),
@@ -106,7 +108,9 @@ def main() -> int:
     from perspectron.stream.synthetic import synthesize
 
     parser = common.parser(__doc__ or "", threads=1, repeats=9)
-    parser.add_argument("--tree", type=Path, help="checkout of the earlier commit (default: the modules, here)")
+    parser.add_argument(
+        "--tree", type=Path, help="checkout of the earlier commit (default: the modules, here)"
+    )
     parser.add_argument("--models", nargs="*", help="some of those measured")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--slots", type=int, help="from disk, with so many experts in memory")
@@ -132,7 +136,9 @@ def main() -> int:
                     args.repeats,
                 )
                 ratio = common.ratios(seconds["before"], seconds["now"], common.Spread.middle)
-                spreads = {name: common.Spread.middle([1e3 * s for s in taken]) for name, taken in seconds.items()}
+                spreads = {
+                    name: common.Spread.middle([1e3 * s for s in taken]) for name, taken in seconds.items()
+                }
                 results[f"{label}, {rows}"] = spreads | {"ratio": ratio}
                 table.append([label, str(rows), *(spread.text() for spread in (*spreads.values(), ratio))])
                 report.say(" ".join(table[-1]))

@@ -21,7 +21,16 @@ from torch.nn.modules import module as everywhere
 
 from perspectron import native
 from perspectron.decode.graphs import Graphs
-from perspectron.decode.held import MOST_UNSETTLED, Unsettled, caches, like, settled, tensors, with_caches
+from perspectron.decode.held import (
+    MOST_UNSETTLED,
+    Unsettled,
+    caches,
+    like,
+    overlaid,
+    settled,
+    tensors,
+    with_caches,
+)
 from perspectron.decode.recorder import Beside, Recorder, near
 from perspectron.decode.witness import Witness
 from perspectron.experts.router import Routed
@@ -35,8 +44,9 @@ from perspectron.ops.dispatch import check_consumed, owned, watched
 ROWS = 8
 """Rows of a larger batch that take a step together. Their number is a multiple of it (`decode.batch.WIDTH`), so that a
 row has the same bits in batches of any size."""
-MOST_BYTES = 1 << 30
-"""Bytes of a state up to which its step is recorded, which takes three times as many for a moment."""
+SMALL_BYTES, MOST_BYTES = 1 << 24, 1 << 30
+"""Bytes of a state up to which each recording is checked with whole states, which takes three times as many for a
+moment; and up to which it is where a step does not write into the state's own memory."""
 MOST_RECORDINGS = 16
 """Recordings of a model that are kept."""
 WITNESSED = 64, 32 << 10
@@ -135,7 +145,8 @@ class Steps:
         model, B = self._model(), state.batch_size
         assert model is not None
         model.own(state)
-        if state.nbytes > MOST_BYTES or any(x.device.type != "cpu" for x in tensors(state)):
+        growing = caches(state) or state.length_B is not None
+        if (growing and state.nbytes > MOST_BYTES) or any(x.device.type != "cpu" for x in tensors(state)):
             return None
         rows = B if self._routed else min(B, ROWS)  # the weights of an expert are read once for all rows
         if B % rows or any(cache.used == 0 for cache in caches(state)):
@@ -186,7 +197,8 @@ class _Recording:
         self.state: LMState | None = None
         self._rows = rows
         self._positions = model.config.positions
-        traced = like(state, rows)
+        large = state.nbytes > SMALL_BYTES and not caches(state) and state.length_B is None
+        traced = overlaid(state, rows) if large else like(state, rows)
         bases, ids_B1 = tensors(traced), torch.ones(rows, 1, dtype=torch.int64)
         hidden_BD, logits_BV = (
             torch.empty(rows, n, dtype=model.dtype) for n in (model.config.d_model, model.config.vocab_size)
@@ -209,7 +221,14 @@ class _Recording:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         self._tape.done(recorder.read, max(weights // WITNESSED[0], WITNESSED[1]))
         self.same = self._tape.same
-        self._check(model, like(state, rows), like(state, rows))
+        apart = [memory(end) != memory(x) for x, end in zip(bases, tensors(after), strict=True)]
+        large = large and not any(
+            moved and x.is_floating_point() for moved, x in zip(apart, bases, strict=True)
+        )
+        if state.nbytes > MOST_BYTES and not large:
+            raise Unrecordable("a state of too many bytes")
+        whole = overlaid if large else like
+        self._check(model, whole(state, rows), whole(state, rows))
         recorder.rehearses = False
         self.leave()
 
@@ -235,9 +254,8 @@ class _Recording:
             if not together:
                 modules()
             hidden_BD, logits_BV, recorded = self.step(ids_B1, beside if together else self._tape.run)
-            rows = range(self._rows)  # selected, a cache has no more slots than are filled
-            wanted += tensors(given.select(rows))
-            found = [hidden_BD, logits_BV, *tensors(recorded.select(rows))]
+            wanted += _filled(given)
+            found = [hidden_BD, logits_BV, *_filled(recorded)]
             if not all(map(near, found, wanted)):
                 raise Unrecordable("it does not give what the modules give")
 
@@ -275,6 +293,11 @@ class _Recording:
         for cache in self._caches:  # no other state has them: they were made when this one was taken
             object.__setattr__(cache, "used", cache.used + 1)
         return hidden_BD, logits_BV, self.state
+
+
+def _filled(state: LMState) -> list[Tensor]:
+    """The tensors of a state, of caches the slots that are filled."""
+    return tensors(state.select(range(state.batch_size)) if caches(state) else state)
 
 
 def _roomy(state: LMState) -> LMState:

@@ -102,7 +102,7 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
 
 
 class SwiGLU:
-    """W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again: matrices as pairs of codes and scales, which
+    """W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again. Matrices are pairs of codes and scales; they
     are checked once and stay where they are."""
 
     def __init__(self, gate: Pair, up: Pair, down: Pair, format: str, F: int, D: int) -> None:

@@ -136,7 +136,9 @@ def _shared(header: Header, seed: int) -> dict[str, Spec]:
             specs[f"{name}.codes"] = Spec(module.codes.dtype, tuple(module.codes.shape), chunks)
             specs[f"{name}.scales"] = tensors.spec(draw.scales())
     _begin(model, torch.Generator().manual_seed(seed))
-    return {name: tensors.spec(tensor) for name, tensor in model.state_dict().items() if name not in specs} | specs
+    return {
+        name: tensors.spec(tensor) for name, tensor in model.state_dict().items() if name not in specs
+    } | specs
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 
 from perspectron import native, presets
 from perspectron.data import Tokenizer
+from perspectron.decode import steps as steps_module
 from perspectron.decode.reading import prefill
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.stream.engine import load_artifact
@@ -135,3 +136,17 @@ def test_making_a_recording_reads_no_expert(folders):
     after = model.cache.counters
     assert (after.hits, after.misses) == (before.hits, before.misses)
     assert not model.cache.resident
+
+
+def test_the_layers_of_a_large_state_are_checked_in_one_memory(made, folders, monkeypatch):
+    """In full size a state is a third of a gigabyte, and a recording is checked with three of them."""
+    model = made["torus"]
+    _, state = prefill(model, PROMPTS)
+    whole, _ = run(model, state, [0, 1], 3)
+    sizes, real = [], steps_module.overlaid
+    monkeypatch.setattr(steps_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(steps_module, "overlaid", lambda *given: sizes.append(1) or real(*given))
+    again = load_artifact(folders / "torus")[0]
+    _, state = prefill(again, PROMPTS)
+    overlaid, _ = run(again, state, [0, 1], 3)
+    assert len(sizes) == 3 and torch.equal(overlaid, whole)
