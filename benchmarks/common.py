@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from perspectron.eval import timing  # noqa: E402
 from perspectron.eval.timing import take_turns, timed  # noqa: E402
+from perspectron.train.estimate import autocast  # noqa: E402
 from perspectron.train.optim import OptimConfig, optimizer_of  # noqa: E402
-from perspectron.train.precision import autocast  # noqa: E402
 from perspectron.util import machine  # noqa: E402
 from perspectron.util.machine import Peak  # noqa: E402, F401
 from perspectron.util.machine import free_memory as available_bytes  # noqa: E402

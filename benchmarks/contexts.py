@@ -14,8 +14,7 @@ import common
 import torch
 
 from perspectron import presets
-from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
-from perspectron.eval.timing import take_turns
+from perspectron.eval.timing import Stepper, cache_bytes, decode_model, noise, shapes, take_turns
 from perspectron.model.model import LanguageModel
 
 TESTS = ("tests/eval/test_contexts.py",)
@@ -27,7 +26,7 @@ CONTEXTS = (1024, 262144)
 def measure(models: dict[str, LanguageModel], context: int, rounds: int, visit: int) -> dict[str, Any]:
     """Every model at one context, in turns."""
     states = {name: shapes(model, context) for name, model in models.items()}
-    pool = Pool(max(map(cache_bytes, states.values())), torch.device("cpu"))
+    pool = noise(max(map(cache_bytes, states.values())), torch.device("cpu"))
     turns = {
         name: Stepper(model, context, visit, pool, time.process_time).turn for name, model in models.items()
     }

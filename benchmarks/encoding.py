@@ -1,11 +1,10 @@
-"""Encoding a text on one process and on several: MB/s, processor time, peak memory, and the tokenizer's speed alone.
+"""Encoding a text on one core and on all: MB/s, processor time, peak memory, and the tokenizer's speed alone.
 The text is Python files of the packages installed.
 
 python -m benchmarks.encoding --megabytes 200
 """
 
 import argparse
-import contextlib
 import json
 import os
 import resource
@@ -15,7 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-# What is imported here, the processes that encode import too: nothing that needs torch.
 from perspectron import data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,44 +34,25 @@ def text(folder: Path, size: int) -> int:
     return written
 
 
-def spent(who: int) -> float:
-    used = resource.getrusage(who)
+def spent() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def children() -> list[float]:
-    """Peak memory of each process that this one has started, in MB. (That of `getrusage` counts what it was forked
-    from.)"""
-    peaks = []
-    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            peaks += [int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")]
-    return peaks
-
-
-def measure(folder: str, out: str, processes: int) -> dict[str, float]:
+def measure(folder: str, out: str) -> dict[str, float]:
     """Encode in this process, which does nothing else."""
     tokenizer = data.Tokenizer.load(Path(folder) / ".tokenizer.json")
-    corpus, own = data.open_corpus(folder, 0.01), spent(resource.RUSAGE_SELF)
-    largest = [0.0]
-
-    def watch(*_: float) -> None:
-        largest[0] = max([largest[0], *children()])
-
+    corpus, before = data.open_corpus(folder, 0.01), spent()
     began = time.perf_counter()
-    shards = data.encode(corpus, tokenizer, Path(out), processes=processes, tell=watch)
+    shards = data.encode(corpus, tokenizer, Path(out))
     seconds = time.perf_counter() - began
     size = sum(shards.split(split).text_bytes for split in shards.splits)
-    others = spent(resource.RUSAGE_CHILDREN)
     return {
-        "processes": processes,
         "MB": size / 1e6,
         "seconds": seconds,
-        "cpu_seconds": spent(resource.RUSAGE_SELF) - own + others,
+        "cpu_seconds": spent() - before,
         "MB_per_s": size / 1e6 / seconds,
-        "peak_MB_parent": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "peak_MB_child": largest[0],
+        "peak_MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
@@ -95,14 +74,11 @@ def alone(folder: str) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--megabytes", type=float, default=200)
-    options.add_argument("--processes", type=int, nargs="*", default=[1, 2])
-    options.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.one:
-        folder, out, processes = given.one
-        print(
-            json.dumps(measure(folder, out, int(processes)) if int(processes) else {"alone": alone(folder)})
-        )
+        folder, out = given.one
+        print(json.dumps(measure(folder, out) if out else {"alone": alone(folder)}))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "text"
@@ -116,11 +92,10 @@ def main() -> None:
                 break
         data.Tokenizer.train(texts, VOCABULARY).save(folder / ".tokenizer.json")
         print(f"{size / 1e6:.0f} MB, {data.cores()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-        for processes in (0, *given.processes):
-            out = str(Path(scratch) / f"out-{processes}")
-            command = [sys.executable, "-m", "benchmarks.encoding", "--one", str(folder), out, str(processes)]
-            # One process is one thread here: the tokenizer's library would take all cores.
-            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        for name, cores in (("", "false"), ("one", "false"), ("all", "true")):
+            out = str(Path(scratch) / name) if name else ""
+            command = [sys.executable, "-m", "benchmarks.encoding", "--one", str(folder), out]
+            environment = os.environ | {"TOKENIZERS_PARALLELISM": cores, "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
             )

@@ -16,7 +16,7 @@ import common  # noqa: F401
 
 from perspectron import presets
 from perspectron.data import Corpus, Document, Shards, SplitName, Tokenizer, encode, open_corpus, open_shards
-from perspectron.data.corpus import Place, Shares
+from perspectron.data.corpus import Shares
 from perspectron.opening import Opened, open_model
 from perspectron.train.checkpoint import path_of
 from perspectron.train.config import RunConfig, TrainConfig
@@ -117,7 +117,7 @@ class Mixed(Corpus):
             source, f"{self._ordinary.fingerprint}+facts-1{few}", Shares(0.2 if few else 0.05, 0.0)
         )
 
-    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
+    def _stream(self, split: SplitName) -> Iterator[Document]:
         if split != "train":
             yield from self._ordinary.documents(split)
             return

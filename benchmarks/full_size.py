@@ -28,7 +28,7 @@ from perspectron import native, presets
 from perspectron.data import Tokenizer, open_corpus
 from perspectron.decode.reading import prefill
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
-from perspectron.eval.cost import decode, reader
+from perspectron.eval.timing import decode, reader
 from perspectron.model.census import touched
 from perspectron.model.state import LMState
 from perspectron.stream.artifact import SHARED, layer_file, read_header

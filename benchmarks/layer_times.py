@@ -21,7 +21,7 @@ from perspectron.data import Tokenizer
 from perspectron.decode.reading import prefill
 from perspectron.decode.sampling import sample
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
-from perspectron.eval.cost import GREEDY, reader
+from perspectron.eval.timing import GREEDY, reader
 from perspectron.model.config import ModelConfig
 from perspectron.stream.engine import StreamedModel, load_artifact
 from perspectron.stream.synthetic import synthesize

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from perspectron import presets
-from perspectron.eval.contexts import Pool, Stepper, cache_bytes, decode_model, shapes
-from perspectron.eval.timing import take_turns
+from perspectron.eval.timing import Stepper, cache_bytes, decode_model, noise, shapes, take_turns
 from perspectron.model.model import LanguageModel
 from perspectron.quant.convert import convert
 
@@ -233,7 +232,7 @@ def measure(params: int, contexts: tuple[int, ...], args: argparse.Namespace, re
                 with Theirs(path, context, vocab, args.threads) as theirs:
                     apart = found["largest_difference"][name] = difference(models["transformer"], theirs)
                     theirs.fill(length := context - VISIT - 1)
-                    pool = Pool(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
+                    pool = noise(max(cache_bytes(shapes(model, context)) for model in models.values()), cpu)
                     turns = {n: Stepper(model, context, VISIT, pool).turn for n, model in ours.items()}
                     taken = take_turns(turns | {"llama.cpp": theirs.turn(length)}, args.repeats)
                     del turns, pool

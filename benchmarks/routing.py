@@ -32,10 +32,10 @@ from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, TrainConfig
+from perspectron.train.estimate import autocast
 from perspectron.train.loop import Trainer
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import OptimConfig
-from perspectron.train.precision import autocast
 from perspectron.train.prepare import prepare
 from perspectron.util.errors import DataError
 from perspectron.util.files import read_json, write_json

@@ -23,8 +23,8 @@ from perspectron.designs.transformer.attention import AttentionConfig
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel, build
+from perspectron.train.estimate import autocast
 from perspectron.train.optim import OptimConfig, optimizer_of
-from perspectron.train.precision import autocast
 
 TESTS = ("tests/ops/test_pdr.py", "tests/test_mixers.py::test_gradients_flow_through_the_state")
 BARS = {"perspective_to_twin": {"512": 0.8, "4096": 1.0}}

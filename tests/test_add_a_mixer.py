@@ -14,8 +14,8 @@ BLOCK = re.compile(r"^```(\S+) ?(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHECKS = """
 import torch
 from perspectron import build, presets
-from perspectron.mixers.ema import EMA
-from perspectron.ops import ema
+from perspectron.designs.ema.mixer import EMA
+from perspectron.designs.ema import op as ema
 
 model = build(presets.get("ema", layers=2, d_model=16, longest=50.0))
 halflives = 1 / -torch.sigmoid(model.blocks[1].mixer.decay_D).log2()
@@ -25,7 +25,7 @@ for T in (0, 1, 63, 64, 65):
     x = torch.randn(2, T, 5, generator=draw).double().requires_grad_()
     gate = torch.rand(2, T, 5, generator=draw).double().requires_grad_()
     state = torch.randn(2, 5, generator=draw).double().requires_grad_()
-    fast, plain = ema.scan(x, gate, state), ema.reference(x, gate, state)
+    fast, plain = ema.scan(x, gate, state), ema.naive(x, gate, state)
     torch.testing.assert_close(fast, plain)
     losses = [y.square().sum() + (2 * end).sum() for y, end in (fast, plain)]
     inputs = (x, gate, state) if T else (state,)
@@ -53,20 +53,10 @@ def page() -> list[tuple[str, str, str]]:
 
 
 def add(path: Path, code: str) -> None:
-    """A new file; in one that is there imports go to the others, an entry to the end of its table, else to the end."""
-    if not path.exists():
-        path.write_text(code, encoding="utf-8")
-        return
-    text = path.read_text(encoding="utf-8")
-    if code.startswith("from "):
-        last = [match.start() for match in re.finditer(r"^from perspectron", text, re.MULTILINE)][-1]
-        text = text[:last] + code + text[last:]
-    elif code.startswith("    "):
-        end = text.index("\n}\n") + 1
-        text = text[:end] + code + text[end:]
-    else:
-        text += "\n\n" + code
-    path.write_text(text, encoding="utf-8")
+    """Write a new file: the page changes none that is there."""
+    assert not path.exists()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(code, encoding="utf-8")
 
 
 def run(clone: Path, *command: str) -> str:
@@ -95,7 +85,14 @@ def test_it_is_trained_and_listed_by_its_name(clone):
     run(clone, "-m", "perspectron", "train", "--preset", "ema", *sizes, *options)
     assert '"name": "ema"' in (clone / "run" / "config.json").read_text()
     run(clone, "-m", "perspectron.cli.catalogue")
-    assert "moving averages, a baseline" in run(clone, "-m", "perspectron", "list")
+    assert "a moving average of each channel" in run(clone, "-m", "perspectron", "list")
+
+
+def test_it_is_exported_to_onnx(clone):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run(clone, "-m", "perspectron", "export", "run", "--onnx", "ema.onnx")
+    assert (clone / "ema.onnx").stat().st_size > 0
 
 
 def test_its_design_is_solved_for_a_comparison(clone):

@@ -33,6 +33,7 @@ SIZES = {
     "ssd-tiny": {"layers": 1, "d_model": 32},
     "transformer-tiny": {"layers": 1, "d_model": 16, "heads": 2, "hidden": 16},
     "gpt2-tiny": {"layers": 1, "d_model": 16, "heads": 2},
+    "gdn-tiny": {"layers": 1, "d_model": 16, "heads": 2, "hidden": 16},
 }
 
 
@@ -139,13 +140,7 @@ def test_attention_looks_back_on_its_context(tokenizer: Tokenizer, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        (
-            "adr-demo",
-            {},
-            r"blocks\[\d\]\.mixer = 'adr', must be one of pdr, pdr2, window_gqa, gla, ssd, attention",
-        ),
-        ("drm-104k", {}, r"blocks\[\d\]\.mixer = 'drm'"),
-        ("rwkv7-tiny", {}, r"blocks\[\d\]\.mixer = 'rwkv7'"),
+        ("drm-104k", {}, r"blocks\[\d\]\.mixer = 'drm', must be another mixer"),
         ("perspective-tiny", {}, r"blocks\[\d\]\.ffn = 'routed', must be without experts"),
         ("perspective-tiny-dense", {"renorm_every": 4}, r"renorm_every = 4, must be 0"),
     ],

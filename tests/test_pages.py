@@ -16,7 +16,7 @@ import perspectron
 from perspectron import presets
 from perspectron.cli import playground
 from perspectron.data import Tokenizer
-from perspectron.train import curve
+from perspectron.train import metrics
 from tests.browser import CHROMIUM, browsing, look
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def test_the_playground(tmp_path):
         {"step": i, "loss": 5 / i, "lr": 1e-3, "tokens": 64 * i, "tokens_per_second": 1.0}
         for i in range(1, 9)
     ]
-    curve.draw(lines, tmp_path / "loss.svg")
+    metrics.draw(lines, tmp_path / "loss.svg")
     playground.write(tmp_path / "page.html", model, tokenizer, tmp_path / "loss.svg", [("text", "stdlib")])
     with browsing((tmp_path / "page.html").as_uri()) as page:
         assert look(page) == []

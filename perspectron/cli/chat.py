@@ -20,9 +20,8 @@ from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.opening import Refused
-from perspectron.train.guard import signals
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError
-from perspectron.util.machine import pick_device
+from perspectron.util.machine import pick_device, signals
 
 FENCE = '"""'
 HELP = f"""\

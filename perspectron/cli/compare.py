@@ -142,7 +142,7 @@ class Compare:
         given = " ".join(map(str, self.report))
         require(alone and (one or out is not None), "report", given, bound)
         if out is None:
-            return results.write_page_of(self.report[0])
+            return results.write_page(self.report[0])
         whole = results.merged(self.report)
         require(not (out / PLAN).exists(), "out", str(out), "a folder without a comparison of its own")
         out.mkdir(parents=True, exist_ok=True)

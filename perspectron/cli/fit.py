@@ -15,22 +15,21 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from perspectron.cli.console import Console, progress
 from perspectron.cli.options import differences
 from perspectron.cli.progress import Work, duration
-from perspectron.data import Shards, Tokenizer, cores
+from perspectron.data import Shards, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
 from perspectron.model.config import require
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
-from perspectron.train.config import RunConfig
+from perspectron.train.config import Layout, RunConfig, launched
 from perspectron.train.estimate import Estimate, require_room
-from perspectron.train.extend import how_to_go_on
-from perspectron.train.layout import Layout, launched
 from perspectron.train.loggers import Kind, logger
 from perspectron.train.loop import CURVE, Trainer, training_batches
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
 from perspectron.train.prepare import prepare
 from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
+from perspectron.train.resume import how_to_go_on
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.util.files import locked, plain, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device
@@ -70,7 +69,7 @@ def fit(
         trainer: Trainer | None = None
         with _nothing_left(run, new):
             with Work("reading and encoding the text") as work:
-                tokenizer, shards, summary = prepare(run, config, processes=cores(), tell=work.read)
+                tokenizer, shards, summary = prepare(run, config, tell=work.read)
             if tokenizer.vocab_size < config.model.vocab_size and not config.train.init:
                 config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
             training_batches(config, shards)  # too little text is said before anything is measured

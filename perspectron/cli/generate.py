@@ -21,7 +21,7 @@ from perspectron.decode.generate import Generation, generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.designs.perspective.adapt import AdaptConfig, Adapter, Learner
 from perspectron.designs.perspective.safety import Action, Polytope, Safety
-from perspectron.eval.cost import Bench, bench
+from perspectron.eval.timing import Bench, bench
 from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.narrow import Dtype

@@ -36,7 +36,7 @@ class Import:
         from perspectron.train.config import RunConfig, TrainConfig
 
         with Work(f"reading {self.folder}"):
-            model, tokenizer, template = foreign.read_all(self.folder, lens=self.lens)
+            model, tokenizer, template = foreign.read(self.folder, lens=self.lens)
             train = TrainConfig(data="", dtype="float32", device="cpu")
             if model.config.positions:
                 train = replace(train, seq_len=min(train.seq_len, model.config.positions))

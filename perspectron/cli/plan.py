@@ -17,7 +17,7 @@ from perspectron.stream.artifact import layer_file
 from perspectron.stream.plan import Case, Needs, Placement, Rates, bounds, case, needs, place
 from perspectron.stream.trace import Trace, missed, stack_distances
 from perspectron.stream.trace import load as load_trace
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import safe_join
 
@@ -62,7 +62,7 @@ class Plan:
     json: bool = False
     """Print one JSON object."""
     train: bool = False
-    """Predict a training instead of decoding: memory of each GPU, traffic and time of an update."""
+    """Predict a training instead of decoding: memory of each GPU."""
     gpus: int = 1
     """With --train: total number of GPUs."""
     local: int = 8

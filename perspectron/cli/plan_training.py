@@ -1,17 +1,14 @@
-"""The output of `perspectron plan MODEL --train`: memory of each GPU, traffic and time of an update."""
+"""The output of `perspectron plan MODEL --train`: memory of each GPU, by part."""
 
 import math
 from dataclasses import asdict
 
 from perspectron.cli.options import answer, table
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.census import state_bytes
 from perspectron.model.config import ModelConfig, require
-from perspectron.train.footprint import Batch, Memory, Rates, memory, seconds, shape_of, traffic
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout
+from perspectron.train.footprint import Memory, memory, shape_of
 
-RATES = Rates(flops=4e14, inside=4.5e11, outside=5e10)
-"""An H100 at 40% of its dense bfloat16 rate, NVLink, and 400 Gb/s for each GPU between machines."""
 MOST_ROWS = 1 << 20
 NAMES = {
     "parameters": "parameters, float32",
@@ -20,12 +17,6 @@ NAMES = {
     "whole": "one block put together, with gradient",
     "activations": "activations and states",
     "logits": "logits",
-}
-SENT = {
-    "weights": "weights gathered",
-    "gradients": "gradients reduced",
-    "tokens": "tokens to experts and back",
-    "states": "states handed on",
 }
 
 
@@ -48,42 +39,32 @@ def plan_training(
     require(gpus % C == 0, "context_parallel", C, f"a divisor of gpus = {gpus}")
     require(gpus % E == 0, "expert_parallel", E, f"a divisor of gpus = {gpus}")
     require(seq_len >= C and seq_len % C == 0, "seq_len", seq_len, f"a multiple of context_parallel = {C}")
-    shape = shape_of(config, state_bytes(config, min(seq_len, config.positions or seq_len)) or 0)
+    shape = shape_of(config)
     counts = [math.prod(block.ffn.torus) for block in config.blocks if isinstance(block.ffn, RoutedConfig)]
     require(E == 1 or bool(counts), "expert_parallel", E, f"1: {config.name} has no experts")
     for count in counts:
         require(count % E == 0, "expert_parallel", E, f"a divisor of {count}, the experts of a layer")
 
     def needs(rows: int) -> Memory:
-        return memory(shape, layout, gpus, local, Batch(seq_len, rows), recompute)
+        return memory(shape, layout, gpus, local, rows * seq_len, recompute)
 
     one = needs(1)
     each = needs(2).bytes - one.bytes
     rows = max(0, min(MOST_ROWS, int((room - one.bytes) // each) + 1))
-    batch = Batch(seq_len, max(rows, 1))
-    sent = traffic(shape, layout, gpus, local, batch)
-    computed, communicated = seconds(shape, layout, gpus, local, batch, RATES, recompute)
-    at_once = seq_len * batch.rows * gpus // C
+    needed = needs(max(rows, 1))
+    at_once = seq_len * max(rows, 1) * gpus // C
     fields = {
-        "model": config.name, "gpus": gpus, "memory": asdict(needs(batch.rows)), "rows": rows, "traffic": asdict(sent),
-        "bytes": needs(batch.rows).bytes, "tokens_per_update": at_once, "seconds": [computed, communicated],
+        "model": config.name, "gpus": gpus, "memory": asdict(needed), "rows": rows, "bytes": needed.bytes,
+        "tokens_per_update": at_once,
     }  # fmt: skip
     whole = shape.parameters + shape.experts
     title = (
         f"{config.name}, {whole / 1e6:,.0f} M parameters, on {gpus} GPUs of {room / 1e9:.0f} GB: GB of each"
     )
-    part = asdict(needs(batch.rows))
-    lines = [(name, f"{part[key] / 1e9:,.2f}") for key, name in NAMES.items()]
-    lines.append(("all", f"{needs(batch.rows).bytes / 1e9:,.2f}"))
-    moved = [(name, f"{asdict(sent)[key] / 1e9:,.2f}") for key, name in SENT.items()]
-    fits = f"{rows:,} windows of {seq_len:,} tokens fit on each GPU" if rows else _short(one, room)
-    time = f"about {max(computed, communicated):.2g} to {computed + communicated:.2g} s an update of {at_once:,} tokens"
-    rate = (
-        f"assumed for each GPU: {RATES.flops / 1e12:.0f} TFLOP/s, {RATES.inside / 1e9:.0f} GB/s to others of its "
-        f"machine ({local}), {RATES.outside / 1e9:.0f} GB/s beyond; from full overlap to none"
-    )
-    sums = table("GB that each sends in an update", ("part", "GB"), moved)
-    return answer(as_json, fields, table(title, ("part", "GB"), lines), fits, sums, time, rate)
+    lines = [(name, f"{asdict(needed)[key] / 1e9:,.2f}") for key, name in NAMES.items()]
+    lines.append(("all", f"{needed.bytes / 1e9:,.2f}"))
+    fits = f"{rows:,} windows of {seq_len:,} tokens fit on each GPU, {at_once:,} tokens an update"
+    return answer(as_json, fields, table(title, ("part", "GB"), lines), fits if rows else _short(one, room))
 
 
 def _short(one: Memory, room: int) -> str:

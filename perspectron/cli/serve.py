@@ -20,7 +20,7 @@ from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from perspectron.opening import Opened
-    from perspectron.serve.web.app import Served
+    from perspectron.serve.served import Served
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 KEY = "PERSPECTRON_API_KEY"
@@ -166,7 +166,7 @@ class Serve:
         from perspectron.opening import Refused
         from perspectron.serve.engine import Engine
         from perspectron.serve.states import States
-        from perspectron.serve.web.app import Served
+        from perspectron.serve.served import Served
 
         name = run.resolve().name
         looks = perspectives_of(self.perspectives, self.calibration, opened)

@@ -7,8 +7,7 @@ from typing import Any
 
 from perspectron.data import Shards, Tokenizer, open_shards
 from perspectron.model.config import dump, load
-from perspectron.train.config import RunConfig
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout, RunConfig
 from perspectron.train.pace import Pace
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team

@@ -7,7 +7,7 @@ import tyro
 
 from perspectron.cli.options import answer
 from perspectron.cli.progress import Work
-from perspectron.data import cores, encode, made_in, open_corpus, with_encoding
+from perspectron.data import encode, made_in, open_corpus, with_encoding
 from perspectron.model.config import require
 from perspectron.util.errors import StorageError
 from perspectron.util.files import locked
@@ -48,7 +48,7 @@ class Tokenize:
             with Work("making the tokenizer"):
                 tokenizer = made_in(self.out, self.tokenizer, corpus, self.vocab_size)
             with Work("encoding") as work:
-                shards = encode(corpus, tokenizer, self.out, processes=cores(), tell=work.read)
+                shards = encode(corpus, tokenizer, self.out, tell=work.read)
         splits = {name: shards.split(name) for name in corpus.splits}
         facts = {
             name: {"documents": s.documents, "bytes": s.text_bytes, "tokens": s.tokens}

@@ -32,10 +32,9 @@ from perspectron.eval.budget import BYTES_PER_TOKEN, Budget, largest_vocabulary,
 from perspectron.model.config import ModelConfig, load, one_of, require
 from perspectron.opening import describe
 from perspectron.train import checkpoint
-from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
-from perspectron.train.extend import extend
-from perspectron.train.layout import Layout, launched, processes
+from perspectron.train.config import Layout, RunConfig, StagedConfig, TrainConfig, launched, processes
 from perspectron.train.loggers import Kind
+from perspectron.train.resume import extend
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_text
 from perspectron.util.machine import memory_kept

@@ -15,7 +15,7 @@ import torch
 from perspectron.compare.plan import Plan, Settings, read
 from perspectron.compare.pool import Job
 from perspectron.compare.run import Cell
-from perspectron.eval import cost_suite
+from perspectron.eval import cost
 from perspectron.eval.subject import Subject
 from perspectron.eval.suites import OF_TEXT, SUITES
 from perspectron.opening import open_model
@@ -84,10 +84,8 @@ def costs(plan: Plan) -> dict[str, Any]:
     s = plan.settings
     assert s.dtype != "auto"
     device = str(pick_device(s.device))
-    options = replace(
-        cost_suite.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device
-    )
-    return cost_suite.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
+    options = replace(cost.QUICK, batch_size=s.batch_size, seq_len=s.seq_len, dtype=s.dtype, device=device)
+    return cost.compare_costs({name: arm.model for name, arm in plan.arms.items()}, options)
 
 
 def opened(cell: Path) -> Subject:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from perspectron.train.guard import signals
 from perspectron.util.files import append_to, locked, open_file
+from perspectron.util.machine import signals
 
 LOG = "log.txt"
 TAIL = 1 << 16  # bytes of a log that hold its last line

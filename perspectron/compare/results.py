@@ -97,27 +97,23 @@ def text_of(data: str, shards: Shards) -> str:
 
 def write(out: Path, results: dict[str, Any]) -> None:
     """Write results.json and its page."""
-    results = plain(results)
-    write_json(out / RESULTS, results)
-    write_page(out / PAGE, results)
+    write_json(out / RESULTS, plain(results))
+    write_page(out / RESULTS)
 
 
-def write_page(path: Path, results: dict[str, Any]) -> None:
-    """Write the report of these results. ConfigError where they are not results of a comparison."""
-    write_text(path, report.html(results))
-
-
-def write_page_of(path: Path) -> Path:
-    """Write the report of a results.json beside it, and return its path. ConfigError: the file has none, or other
-    values in it than a comparison writes."""
+def write_page(path: Path) -> Path:
+    """Write the page of a results.json beside it, and return its path. ConfigError: the file has none, or other values
+    in it than a comparison writes."""
     from jinja2 import TemplateError
 
-    page, results = path.with_suffix(".html"), read_json(path, ConfigError)
+    results = read_json(path, ConfigError)
     try:
-        write_page(page, results)
+        html = report.html(results)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, TemplateError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: not the results of a comparison, or damaged ({cause})") from error
+    page = path.with_suffix(".html")
+    write_text(page, html)
     return page
 
 

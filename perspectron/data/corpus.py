@@ -8,9 +8,9 @@ import abc
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from perspectron.data.reading import PIECE
 from perspectron.util.errors import DataError
@@ -20,30 +20,40 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 
 SKIPPED_NAMES = 1000
 """Maximum number of names of skipped files or records kept per split; the count is always complete."""
-
 RULE = 2
-"""Version of the rules by which sources are read and split. Before 2 a folder's files went to splits by hashes alone,
-whatever their sizes and kinds, and .csv, .tsv and .json were texts. A run keeps the rule by which it was split."""
-SAID, MOST_REASONS = 5, 100
-"""Kinds that are told of in a line, and that are counted for each split."""
-
-Place = Any
-"""A place in a pass over a split, as plain JSON values; None is its beginning."""
+"""Version of the rules by which sources are read and split, the only one that is still read."""
+SHOWN_KINDS, MOST_REASONS = 5, 100
+"""Kinds that a line names, and kinds that are counted for each split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """One text, never empty, and where it came from (`os/path.py`, `book.txt@1048571`, `chats.jsonl:17`).
 
-    prompt: what stands before the text and is read, but not learned. place: where a pass goes on after it. share: of
-    the split's source, what was read up to here.
+    prompt: what stands before the text and is read, but not learned. share: of the split's source, what was read up to
+    here.
     """
 
     name: str
     text: str
     prompt: str = ""
-    place: Place = None
     share: float = 1.0
+
+
+@dataclass
+class Tally:
+    """Counts of one pass over a split, by kind, such as ".py files": what was read, and what was left out and why;
+    names of what was left out."""
+
+    read: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[tuple[str, str]] = field(default_factory=Counter)
+    names: list[str] = field(default_factory=list)
+
+    def skip(self, name: str, kind: str, why: str) -> None:
+        left = self.left_out
+        left[(kind, why if (kind, why) in left or len(left) < MOST_REASONS else "other reasons")] += 1
+        if len(self.names) < SKIPPED_NAMES:
+            self.names.append(name)
 
 
 class Corpus(abc.ABC):
@@ -63,9 +73,7 @@ class Corpus(abc.ABC):
         self.fingerprint = fingerprint
         self.shares = shares
         self.splits = shares.splits
-        self._names: dict[SplitName, list[str]] = {split: [] for split in SPLITS}
-        self._read: dict[SplitName, Counter[Label]] = {split: Counter() for split in SPLITS}
-        self._left: dict[SplitName, Counter[tuple[Label, str]]] = {split: Counter() for split in SPLITS}
+        self._tallies = {split: Tally() for split in SPLITS}
 
     @property
     def digest(self) -> str:
@@ -73,82 +81,54 @@ class Corpus(abc.ABC):
         return self.fingerprint.partition(":")[2][:12]
 
     @property
+    def tallies(self) -> list[Tally]:
+        """Those of the latest pass over each split."""
+        return list(self._tallies.values())
+
+    @property
     def skipped(self) -> list[str]:
-        return [name for split in SPLITS for name in self._names[split]]
+        return [name for tally in self.tallies for name in tally.names]
 
     @property
     def skipped_count(self) -> int:
-        return self.left_out.total()
-
-    @property
-    def read(self) -> "Counter[Label]":
-        """Files and records that the latest passes read, by kind."""
-        return sum(self._read.values(), Counter())
-
-    @property
-    def left_out(self) -> "Counter[tuple[Label, str]]":
-        """Files and records that they left out, by kind and reason."""
-        return sum(self._left.values(), Counter())
+        return sum(tally.left_out.total() for tally in self.tallies)
 
     def notes(self) -> list[str]:
         """Lines that say what the latest passes read, where it was of several kinds, and what they left out and why."""
-        read, left = self.read, self.left_out
+        read = sum((tally.read for tally in self.tallies), Counter[str]())
+        left_out = sum((tally.left_out for tally in self.tallies), Counter[tuple[str, str]]())
         lines = []
         if len(read) > 1:
-            lines.append("read " + _listed([label.said(count) for label, count in read.most_common()]))
-        said = []
-        for (label, why), count in left.most_common():
-            whole = "all " if count > 1 and not read[label] else ""
-            said.append(f"{whole}{label.said(count)} ({why})")
-        return [*lines, "left out " + _listed(said)] if said else lines
+            lines.append("read " + _listed([f"{kind}: {count:,}" for kind, count in read.most_common()]))
+        if left_out:
+            found = [f"{kind}: {count:,} ({why})" for (kind, why), count in left_out.most_common()]
+            lines.append("left out " + _listed(found))
+        return lines
 
-    def documents(self, split: SplitName, after: Place = None) -> Iterator[Document]:
-        """Stream one split, always in the same order, from its beginning or after a document's `place`; what stands
-        before that is not read again, as far as the file's format allows. DataError if a source can no longer be
-        read."""
+    def documents(self, split: SplitName) -> Iterator[Document]:
+        """Stream one split, always in the same order. DataError if a source can no longer be read."""
         if split not in self.splits:
             raise DataError(f"split: {split!r} is not one of {', '.join(self.splits)}")
-        self._names[split] = []
-        self._read[split], self._left[split] = Counter(), Counter()
-        return self._stream(split, after)
+        self._tallies[split] = Tally()
+        return self._stream(split)
 
     @abc.abstractmethod
-    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
+    def _stream(self, split: SplitName) -> Iterator[Document]:
         """Documents of a split, in order."""
-
-    def _skip(self, split: SplitName, name: str, label: "Label", why: str) -> None:
-        left = self._left[split]
-        left[(label, why if (label, why) in left or len(left) < MOST_REASONS else "other reasons")] += 1
-        if len(self._names[split]) < SKIPPED_NAMES:
-            self._names[split].append(name)
-
-
-class Label(NamedTuple):
-    """A kind of what is read: files of an extension, or the records of a table."""
-
-    what: Literal["file", "record"]
-    of: str
-
-    def said(self, count: int) -> str:
-        """So many of them, in words."""
-        many = f"{count:,} {{}}{self.what}{'s' * (count != 1)}"
-        return many.format(f"{self.of} ") if self.what == "file" else f"{many.format('')} of {self.of}"
 
 
 def _listed(parts: list[str]) -> str:
-    more = len(parts) - SAID
-    return "; ".join(parts[:SAID]) + (f"; and {more:,} more kinds" if more > 0 else "")
+    more = len(parts) - SHOWN_KINDS
+    return "; ".join(parts[:SHOWN_KINDS]) + (f"; and {more:,} more kinds" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """The parts of a text that are not trained on: what `share_of` a name or a record is below `heldout` is held out,
-    and of the rest what is below heldout + dev is for choices, so that a dev split leaves the held-out text alone.
-    rule: in RULE."""
+    and of the rest what is below heldout + dev is for choices, so that a dev split leaves the held-out text alone."""
 
     heldout: float
     dev: float
-    rule: int = RULE
 
     @property
     def splits(self) -> tuple[SplitName, ...]:
@@ -176,24 +156,13 @@ class Joined(Corpus):
         self.completions = any(part.completions for part in parts)
 
     @property
-    def skipped(self) -> list[str]:
-        return [name for part in self.parts for name in part.skipped]
+    def tallies(self) -> list[Tally]:
+        return [tally for part in self.parts for tally in part.tallies]
 
-    @property
-    def read(self) -> Counter[Label]:
-        return sum((part.read for part in self.parts), Counter())
-
-    @property
-    def left_out(self) -> Counter[tuple[Label, str]]:
-        return sum((part.left_out for part in self.parts), Counter())
-
-    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
-        first, inner = after or (0, None)
-        for i, part in enumerate(self.parts[first:], first):
-            for found in part.documents(split, inner):
-                share = (i + found.share) / len(self.parts)
-                yield Document(found.name, found.text, found.prompt, [i, found.place], share)
-            inner = None
+    def _stream(self, split: SplitName) -> Iterator[Document]:
+        for i, part in enumerate(self.parts):
+            for found in part.documents(split):
+                yield Document(found.name, found.text, found.prompt, (i + found.share) / len(self.parts))
 
 
 def facts(name: str, path: Path) -> str:

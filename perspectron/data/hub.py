@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from perspectron.data.corpus import Corpus, Place, Shares, fingerprint
+from perspectron.data.corpus import Corpus, Shares, fingerprint
 from perspectron.data.reading import library
-from perspectron.data.records import Fields, Records, Row, require_columns, row_of
+from perspectron.data.records import Fields, Records, require_columns
 from perspectron.util.errors import DataError
 
 PREFIX = "hf:"
@@ -34,7 +34,7 @@ def open_hub(source: str, shares: Shares, fields: Fields) -> Corpus:
     columns = stream.column_names or list(next(iter(stream), {}))
     require_columns(source, columns, fields)
     facts = [source, str(shares), *fields.facts, identity]
-    rows = Rows(source, stream.select_columns(list(fields.names)), fields)
+    rows = Rows(source, stream.select_columns(list(fields.names)))
     return Records(source, fingerprint("hf by text", facts), shares, [rows], fields).settle()
 
 
@@ -50,32 +50,24 @@ def _opened(name: str, config: str | None, split: str) -> tuple[Any, str]:
             saved = saved[split]
         return saved.to_iterable_dataset(), saved._fingerprint
     builder = datasets.load_dataset_builder(name, config)
-    files = {str(part): list(map(str, its.origin_metadata)) for part, its in _files(builder).items()}
+    data_files = getattr(builder.config, "data_files", None) or {}
+    files = {str(part): list(map(str, its.origin_metadata)) for part, its in data_files.items()}
     identity = json.dumps([builder.config_id, builder.hash, str(builder.config.version), files])
     return builder.as_streaming_dataset(split=split), identity
 
 
-def _files(builder: Any) -> dict[Any, Any]:
-    return getattr(builder.config, "data_files", None) or {}
-
-
 class Rows:
-    """Rows of a streamed dataset, whose own state says where to go on."""
+    """Rows of a streamed dataset."""
 
     size = 0.0
 
-    def __init__(self, name: str, stream: Any, fields: Fields) -> None:
-        self.name = self.identity = name
-        self._stream, self._fields = stream, fields
-        self._start = stream.state_dict() if hasattr(stream, "state_dict") else None
+    def __init__(self, name: str, stream: Any) -> None:
+        self.name = name
+        self._stream = stream
 
-    def rows(self, after: Place) -> Iterator[Row]:
-        number, state = after or (0, self._start)
+    def records(self) -> Iterator[tuple[Any, float]]:
         try:
-            self._stream.load_state_dict(state)
             for record in self._stream:
-                number += 1
-                place = [number, self._stream.state_dict()]
-                yield row_of(number, record, self._fields, place, 0.0)
+                yield record, 0.0
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(f"{self.name}: cannot be read ({' '.join(str(error).split())})") from None

@@ -44,9 +44,9 @@ class _Source:
     """Windows of one of several texts in a split, in the order in which they are read: window i is its ids
     [i*T, i*T + T], of which it has (tokens - 1) // T. Each pass over it has an order of its own."""
 
-    def __init__(self, first: int, tokens: int, seq_len: int, seed: int, order: int) -> None:
+    def __init__(self, first: int, tokens: int, seq_len: int, seed: int) -> None:
         self.windows = (tokens - 1) // seq_len
-        self._first, self._seq_len, self._seed, self._order = first, seq_len, seed, order
+        self._first, self._seq_len, self._seed = first, seq_len, seed
         self._shuffled: tuple[int, Callable[..., NDArray[np.int64]]] = (-1, lambda i: i)
 
     def starts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -55,7 +55,7 @@ class _Source:
         starts = np.empty_like(at)
         for number in np.unique(passes).tolist():
             if self._shuffled[0] != number:
-                self._shuffled = (number, shuffle(self.windows, self._seed, number, self._order))
+                self._shuffled = (number, shuffle(self.windows, self._seed, number))
             mine = passes == number
             starts[mine] = self._first + self._shuffled[1](places[mine]) * self._seq_len
         return starts
@@ -72,8 +72,8 @@ class Loader:
     `batch_size` counts the rows of all `world_size` ranks. Each rank reads an equal share, so that together they read
     what one rank would, and N ranks can resume where M stopped.
 
-    `order` is the version of the shuffle (`perspectron.data.shuffle`). DataError for a number out of bounds, ranks
-    that do not divide the batch, or too little text for one window.
+    `order` is the version of the shuffle, `shuffle.ORDER`. DataError for another, a number out of bounds, ranks that do
+    not divide the batch, or too little text for one window.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class Loader:
         _at_least("batch_size", batch_size, 1)
         _at_least("seq_len", seq_len, 1)
         _at_least("seed", seed, 0)
+        if order != ORDER:
+            raise DataError(f"order: {order} is that of another version, must be {ORDER}")
         if not 0 <= rank < world_size:
             raise DataError(f"rank: {rank} is not between 0 and {world_size - 1}, of {world_size} ranks")
         if batch_size % world_size:
@@ -111,7 +113,7 @@ class Loader:
         self._split = split
         firsts = itertools.accumulate((source.tokens for source in split.sources), initial=0)
         self._sources = [
-            _Source(first, source.tokens, seq_len, seed, order)
+            _Source(first, source.tokens, seq_len, seed)
             for first, source in zip(firsts, split.sources, strict=False)
         ]
         self._shares = _nested([source.weight for source in split.sources])
@@ -145,10 +147,9 @@ class Loader:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state`; the batch size and number of ranks may differ. A state from 0.1 names neither order
-        nor sources and means the first and a single text. DataError for a state of other data, or an invalid one."""
+        """Continue from `state`; the batch size and number of ranks may differ. DataError for a state of
+        other data, or an invalid one."""
         here = self.state_dict()
-        state = {"order": 1, "sources": 0} | state
         if set(state) != set(here):
             raise DataError(
                 f"loader state: keys are {', '.join(sorted(state))}, expected {', '.join(sorted(here))}"

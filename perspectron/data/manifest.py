@@ -2,78 +2,83 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from perspectron.data.corpus import SPLITS, Place, SplitName
-from perspectron.data.mixture import FINEST, MOST_SOURCES
-from perspectron.data.tokenizer import Tokenizer
+from perspectron.data.corpus import SPLITS, SplitName
+from perspectron.data.mixture import MOST_SOURCES, weight_of
+from perspectron.data.tokenizer import MOST_TOKENS, Tokenizer
 from perspectron.util.errors import DataError
 from perspectron.util.files import open_file, opened, read_json, safe_join, sha256, write_json
+from perspectron.util.schema import checked
 
 MANIFEST = "manifest.json"
 JOURNAL = "progress.json"
-FORMAT, MIXTURE = "perspectron-shards", "perspectron-mixture"
-VERSION = 1
-MOST = {"vocab_size": 2**24, "shard_tokens": 2**40, "tokens": 2**40, "documents": 2**40, "text_bytes": 2**50}
-"""Numbers of a manifest are at most these."""
-
 POSITION = np.dtype("<i8")
 
 Ids = NDArray[Any]
 Kind = Literal["bin", "starts", "learned"]
-T = TypeVar("T", "Head", "Record")
+Version = Annotated[int, Meta(ge=1, le=1)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Positive = Annotated[int, Meta(ge=1, le=2**40)]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Everything the shards depend on; equal heads mean byte-identical shards. completions: each document has a prompt,
-    which is not learned."""
-
-    format: str
-    version: int
-    dtype: str
-    vocab_size: int
-    tokenizer: str
-    corpus: str
-    shard_tokens: int
-    completions: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One shard: ids, UTF-8 bytes and number of the documents that start in it, its files' digests."""
 
-    tokens: int
-    text_bytes: int
-    documents: int
+    tokens: Positive
+    text_bytes: Annotated[int, Meta(ge=0, le=2**50)]
+    documents: Count
     sha256: str
     starts_sha256: str
     learned_sha256: str = ""
 
 
-Records = dict[SplitName, list[Record]]
+class Records(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The shards of each split; dev is None where the corpus has none."""
+
+    train: list[Record]
+    dev: list[Record] | None = None
+    heldout: list[Record]
+
+    @property
+    def by_split(self) -> dict[SplitName, list[Record]]:
+        return {split: part for split in SPLITS if (part := getattr(self, split)) is not None}
 
 
-@dataclass(frozen=True)
-class Journal:
-    """The contents of a manifest; while the encoding is incomplete, also the place where each split continues."""
+class Manifest(
+    Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True,
+    tag_field="format", tag="perspectron-shards",
+):  # fmt: skip
+    """A folder of shards, complete or, as a journal, begun: what they depend on, and the shards. All but these equal
+    means byte-identical shards. completions: each document has a prompt, which is not learned."""
 
-    head: Head
-    records: Records
-    places: dict[SplitName, Place] = field(default_factory=dict)
-
-
-class Mixed(NamedTuple):
-    """Several sources, each in a folder of its name. corpus: fingerprint of all. weights: by name."""
-
+    version: Version
+    dtype: Literal["<u2", "<u4"]
+    vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    tokenizer: str
     corpus: str
-    weights: Mapping[str, Fraction]
+    shard_tokens: Positive
+    completions: bool = False
+    splits: Records
+
+
+class Mixed(Struct, frozen=True, forbid_unknown_fields=True, tag_field="format", tag="perspectron-mixture"):
+    """Several sources, each in a folder of its name. corpus: fingerprint of all. sources: weights by name."""
+
+    version: Version
+    corpus: str
+    sources: Annotated[dict[str, str], Meta(min_length=1, max_length=MOST_SOURCES)]
+
+    @property
+    def weights(self) -> Mapping[str, Fraction]:
+        return {name: Fraction(weight) for name, weight in self.sources.items()}
 
 
 def named(folder: Path, name: str) -> Path:
@@ -89,116 +94,44 @@ def read(path: Path, dtype: np.dtype[Any]) -> Ids:
         return np.fromfile(file, dtype)
 
 
-def load(path: Path) -> Journal:
-    """A manifest or journal, its keys and values checked. DataError names the key."""
-    value = read_json(path, DataError)
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise DataError(f"{path}: not a manifest of encoded text (format {FORMAT!r} expected)")
-    _require_version(value, path)
-    splits, places = value.pop("splits", None), value.pop("places", {})
-    head = _checked(Head, value, str(path))
-    expected = "<u2" if head.vocab_size <= 2**16 else "<u4"
-    if head.dtype != expected:
-        raise DataError(
-            f"{path}: dtype is {head.dtype!r}, expected {expected!r} for {head.vocab_size} tokens"
-        )
-    if not isinstance(splits, dict) or {*splits, "dev"} != set(SPLITS):
-        raise DataError(
-            f"{path}: the keys of splits are not exactly {', '.join(SPLITS)}, with or without dev"
-        )
-    if not isinstance(places, dict) or not places.keys() <= splits.keys():
-        raise DataError(f"{path}: places is not an object of {', '.join(splits)}")
-    records = {
-        split: _records(splits[split], f"{path}: splits.{split}") for split in SPLITS if split in splits
-    }
-    return Journal(head, records, places)
-
-
-def _records(value: Any, where: str) -> list[Record]:
-    """The shards of a split."""
-    if not isinstance(value, list):
-        raise DataError(f"{where} is not a list")
-    records = [_checked(Record, record, f"{where}[{i}]") for i, record in enumerate(value)]
-    for i, record in enumerate(records):
-        least = 1 if i == 0 else 0
-        if not least <= record.documents <= record.tokens:
-            bound = f"{least} to {record.tokens}, its tokens"
-            raise DataError(f"{where}[{i}].documents is {record.documents}, expected {bound}")
-        if record.text_bytes < record.documents:  # none of them is empty
-            bound = f"at least {record.documents}, its documents"
-            raise DataError(f"{where}[{i}].text_bytes is {record.text_bytes}, expected {bound}")
-    return records
-
-
-def load_mixture(path: Path) -> Mixed | None:
-    """The contents of a manifest of several sources; None for one of another format. DataError names the key."""
-    value = read_json(path, DataError)
-    if not isinstance(value, dict) or value.get("format") != MIXTURE:
-        return None
-    _require_version(value, path)
-    sources, corpus = value.get("sources"), value.get("corpus")
-    if value.keys() != {"format", "version", "corpus", "sources"} or not isinstance(corpus, str):
-        raise DataError(f"{path}: keys are not exactly format, version, corpus, sources")
-    if not isinstance(sources, dict) or not 1 <= len(sources) <= MOST_SOURCES:
-        raise DataError(f"{path}: sources is not an object of 1 to {MOST_SOURCES}")
-    weights = {name: _weight(weight, f"{path}: sources.{name}") for name, weight in sources.items()}
-    if sum(weights.values()) != 1:
-        raise DataError(f"{path}: the weights sum to {float(sum(weights.values())):g}, expected 1")
-    return Mixed(corpus, weights)
-
-
-def _weight(value: Any, where: str) -> Fraction:
-    try:
-        weight = Fraction(value) if isinstance(value, str) and len(value) < 32 else Fraction(0)
-    except (ValueError, ZeroDivisionError):
-        weight = Fraction(0)
-    if not 0 < weight <= 1 or FINEST % weight.denominator:
-        raise DataError(f"{where} is {str(value)[:80]!r}, expected a weight above 0 and at most 1")
-    return weight
-
-
-def _require_version(value: dict[str, Any], path: Path) -> None:
-    if value.get("version") != VERSION:
-        raise DataError(f"{path}: version is {value.get('version')!r}, expected {VERSION}")
-
-
-def dump(path: Path, journal: Journal) -> None:
-    """Write a manifest, or with places a journal."""
-    splits = {split: [_said(record) for record in part] for split, part in journal.records.items()}
-    write_json(
-        path,
-        _said(journal.head) | {"splits": splits} | ({"places": journal.places} if journal.places else {}),
+def load(path: Path) -> Manifest | Mixed:
+    """A manifest or journal. DataError names the field that is not as it must be."""
+    found: Manifest | Mixed = checked(
+        read_json(path, DataError), Manifest | Mixed, DataError, f"{path}: not a manifest of encoded text"
     )
+    if isinstance(found, Mixed):
+        total = sum(weight_of(weight, f"{path}: sources.{name}") for name, weight in found.sources.items())
+        if total != 1:
+            raise DataError(f"{path}: the weights sum to {float(total):g}, expected 1")
+        return found
+    if found.dtype != (expected := dtype_of(found.vocab_size)):
+        raise DataError(
+            f"{path}: dtype is {found.dtype!r}, expected {expected!r} for {found.vocab_size} tokens"
+        )
+    for split, records in found.splits.by_split.items():
+        for i, record in enumerate(records):
+            where, least = f"{path}: splits.{split}[{i}]", 1 if i == 0 else 0
+            if not least <= record.documents <= record.tokens:
+                bound = f"{least} to {record.tokens}, its tokens"
+                raise DataError(f"{where}.documents is {record.documents}, expected {bound}")
+            if record.text_bytes < record.documents:  # none of them is empty
+                bound = f"at least {record.documents}, its documents"
+                raise DataError(f"{where}.text_bytes is {record.text_bytes}, expected {bound}")
+    return found
 
 
-def dump_mixture(path: Path, mixed: Mixed) -> None:
-    """Write the manifest of several sources."""
-    sources = {name: str(weight) for name, weight in mixed.weights.items()}
-    write_json(path, {"format": MIXTURE, "version": VERSION, "corpus": mixed.corpus, "sources": sources})
+def dtype_of(vocab_size: int) -> Literal["<u2", "<u4"]:
+    return "<u2" if vocab_size <= 2**16 else "<u4"
 
 
-def _said(value: Head | Record) -> dict[str, Any]:
-    """The fields of a head or record, but for those that are as in older files."""
-    return {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
+def dump(path: Path, manifest: Manifest | Mixed) -> None:
+    """Write a manifest or journal."""
+    write_json(path, msgspec.to_builtins(manifest))
 
 
-def _checked(kind: type[T], value: Any, where: str) -> T:
-    """`value` as the dataclass `kind`: exactly its keys, with strings and whole numbers where it has them. Those with a
-    default may be missing."""
-    names = {field.name: field.type for field in fields(kind)}
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
-    if not isinstance(value, dict) or not needed <= value.keys() <= names.keys():
-        raise DataError(f"{where}: keys are not exactly {', '.join(sorted(needed, key=list(names).index))}")
-    for name, found in value.items():
-        low, most = 0 if name in ("documents", "text_bytes") else 1, MOST.get(name, 1)
-        if type(found) is not names[name] or (names[name] is int and not low <= found <= most):
-            kinds: dict[Any, str] = {str: "a string", bool: "true or false"}
-            wanted = kinds.get(names[name], f"a whole number from {low} to {most}")
-            raise DataError(f"{where}: {name} is {repr(found)[:80]}, expected {wanted}")
-    return kind(**value)
-
-
-def check_shard(folder: Path, split: SplitName, index: int, record: Record, head: Head, verify: bool) -> None:
+def check_shard(
+    folder: Path, split: SplitName, index: int, record: Record, head: Manifest, verify: bool
+) -> None:
     dtype = np.dtype(head.dtype)
     ids_file, starts_file = file_of(folder, split, index, "bin"), file_of(folder, split, index, "starts")
     _check_file(ids_file, record.tokens * dtype.itemsize, record.sha256 if verify else None)

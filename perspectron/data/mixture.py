@@ -29,7 +29,7 @@ def parts_of(source: str) -> list[Part]:
         return []
     ends = [*(match.start() for match in found[1:]), len(source)]
     parts = [
-        Part(match[1], _weight(match[1], match[2]), source[match.end() : end].strip())
+        Part(match[1], weight_of(match[2], f"data: weight of {match[1]}"), source[match.end() : end].strip())
         for match, end in zip(found, ends, strict=True)
     ]
     names = [part.name for part in parts]
@@ -70,11 +70,12 @@ class Mixture(Joined):
         self.named = named
 
 
-def _weight(name: str, text: str) -> Fraction:
+def weight_of(text: str, where: str) -> Fraction:
+    """A weight as a number. DataError, naming `where`: it is none."""
     try:
-        weight = Fraction(text)
+        weight = Fraction(text) if len(text) < 32 else Fraction(0)
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
     if not 0 < weight <= 1 or FINEST % weight.denominator:
-        raise DataError(f"data: weight of {name} is {text!r}, must be above 0 and at most 1, to 6 decimals")
+        raise DataError(f"{where} is {text[:80]!r}, must be above 0 and at most 1, to 6 decimals")
     return weight

@@ -12,7 +12,6 @@ A shard ends where a document does. A document longer than a shard gets shards o
 first has a start. Of several sources each has such a folder, in one whose manifest.json has their names and weights.
 """
 
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -24,15 +23,13 @@ from perspectron.data.corpus import SplitName
 from perspectron.data.manifest import (
     MANIFEST,
     POSITION,
-    Head,
     Ids,
     Kind,
+    Manifest,
     Mixed,
-    Records,
     check_shard,
     file_of,
     load,
-    load_mixture,
     named,
     read,
 )
@@ -71,20 +68,20 @@ class Split:
         self.sources: tuple[Source, ...] = (Source("", Fraction(1), self.tokens),)
 
     @classmethod
-    def mapped(cls, name: SplitName, folder: Path, head: Head, records: Records) -> "Split":
+    def mapped(cls, name: SplitName, folder: Path, manifest: Manifest) -> "Split":
         """The split of a folder."""
-        shards: list[Ids] = []
-        for i, record in enumerate(records[name]):
+        records, shards = manifest.splits.by_split[name], list[Ids]()
+        for i, record in enumerate(records):
             with opened(file_of(folder, name, i, "bin"), DataError) as file:
-                shards.append(np.memmap(file, np.dtype(head.dtype), "r", shape=(record.tokens,)))
+                shards.append(np.memmap(file, np.dtype(manifest.dtype), "r", shape=(record.tokens,)))
         offsets = np.cumsum([0, *map(len, shards)], dtype=np.int64)
 
         def positions(kind: Kind) -> NDArray[np.int64]:
             found = (read(file_of(folder, name, i, kind), POSITION) for i in range(len(shards)))
             return np.concatenate([local + offset for local, offset in zip(found, offsets, strict=False)])
 
-        split = cls(name, shards, positions("starts"), sum(record.text_bytes for record in records[name]))
-        split.learned = positions("learned") if head.completions else None
+        split = cls(name, shards, positions("starts"), sum(record.text_bytes for record in records))
+        split.learned = positions("learned") if manifest.completions else None
         return split
 
     @classmethod
@@ -135,11 +132,13 @@ class Split:
 class Shards:
     """An encoded corpus: its splits, and the fingerprints of the tokenizer and corpus it was made with."""
 
-    def __init__(self, path: Path, head: Head, splits: dict[SplitName, Split]) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, splits: dict[SplitName, Split], corpus: str = ""
+    ) -> None:
         self.path = path
-        self.vocab_size = head.vocab_size
-        self.tokenizer_fingerprint = head.tokenizer
-        self.corpus_fingerprint = head.corpus
+        self.vocab_size = manifest.vocab_size
+        self.tokenizer_fingerprint = manifest.tokenizer
+        self.corpus_fingerprint = corpus or manifest.corpus
         self.splits = tuple(splits)
         self._splits = splits
 
@@ -156,22 +155,25 @@ def open_shards(path: Path, verify: bool = True) -> Shards:
     Sizes are always checked; `verify` also reads everything and checks digests, ids and document starts.
     DataError: missing, truncated, changed or foreign files; it names file, value and what was expected.
     """
-    mixed = load_mixture(named(path, MANIFEST))
-    if mixed is not None:
-        return _open_mixture(path, mixed, verify)
-    journal = load(named(path, MANIFEST))
-    head, records = journal.head, journal.records
-    for split in records:
-        if not records[split]:
+    found = load(named(path, MANIFEST))
+    if isinstance(found, Mixed):
+        return _open_mixture(path, found, verify)
+    splits = found.splits.by_split
+    for split, records in splits.items():
+        if not records:
             raise DataError(f"{path / MANIFEST}: splits.{split} has 0 shards, expected at least 1")
-        for i, record in enumerate(records[split]):
-            check_shard(path, split, i, record, head, verify)
-    return Shards(path, head, {name: Split.mapped(name, path, head, records) for name in records})
+        for i, record in enumerate(records):
+            check_shard(path, split, i, record, found, verify)
+    return Shards(path, found, {name: Split.mapped(name, path, found) for name in splits})
 
 
 def _open_mixture(path: Path, mixed: Mixed, verify: bool) -> Shards:
-    parts = {name: open_shards(named(path, name), verify) for name in mixed.weights}
-    heads = {name: load(named(path / name, MANIFEST)).head for name in parts}
+    parts, heads = dict[str, Shards](), dict[str, Manifest]()
+    for name in mixed.sources:
+        head = load(named(path, f"{name}/{MANIFEST}"))
+        if isinstance(head, Mixed):
+            raise DataError(f"{path / name}: several sources, expected one")
+        heads[name], parts[name] = head, open_shards(path / name, verify)
     first, *others = heads
     for name in others:
         for what in ("tokenizer", "vocab_size", "completions"):
@@ -185,4 +187,4 @@ def _open_mixture(path: Path, mixed: Mixed, verify: bool) -> Shards:
         split: Split.joined([(name, mixed.weights[name], part.split(split)) for name, part in parts.items()])
         for split in parts[first].splits
     }
-    return Shards(path, replace(heads[first], corpus=mixed.corpus), splits)
+    return Shards(path, heads[first], splits, mixed.corpus)

@@ -1,7 +1,7 @@
 """Permutations of the windows of a text, each fixed by (seed, epoch) alone.
 
-Order 2 computes any part of a permutation on demand, without a table, so that a trillion tokens cost no memory and no
-time at the start. Order 1, from version 0.1, is a table; runs from then keep using it.
+Any part of a permutation is computed on demand, without a table, so that a trillion tokens cost no memory and no time
+at the start.
 """
 
 import hashlib
@@ -11,26 +11,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from perspectron.util.errors import DataError
-
 Indices = NDArray[np.int64]
-ORDERS = (1, 2)
 ORDER = 2
-"""The order of new runs."""
+"""Version of the permutations, the only one that is still read."""
 ROUNDS = 8
 
 
-def shuffle(n: int, seed: int, epoch: int, order: int = ORDER) -> Callable[[Indices], Indices]:
-    """A permutation of 0 … n − 1, as a function of any of these numbers [N]. DataError for an unknown order."""
-    if order == 1:
-        table: Indices = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-        return lambda index: table[index]
-    if order == 2:
-        keys = np.frombuffer(hashlib.blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
-        return lambda index: _feistel(index, n, keys)
-    raise DataError(
-        f"order: {order} is not one of {', '.join(map(str, ORDERS))}; it may be of a newer version"
-    )
+def shuffle(n: int, seed: int, epoch: int) -> Callable[[Indices], Indices]:
+    """A permutation of 0 … n − 1, as a function of any of these numbers [N]."""
+    keys = np.frombuffer(hashlib.blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
+    return lambda index: _feistel(index, n, keys)
 
 
 def _feistel(index: Indices, n: int, keys: NDArray[np.uint64]) -> Indices:

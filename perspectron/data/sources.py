@@ -36,8 +36,8 @@ def open_corpus(
     `#encoding=NAME` or `#FIELD&encoding=NAME`. Files and records go to a split by a hash of their relative path, or of
     a record's text; of a single text file the last `heldout` of its bytes is held out, and so it is of a file of a
     folder where whole files would not come near a kind's share. `dev` is taken from what would be trained on: the
-    held-out text is the same without it. With a template every record has a prompt and a completion. rule: as in
-    `corpus.RULE`.
+    held-out text is the same without it. With a template every record has a prompt and a completion. rule: `RULE`, or
+    that by which a text was split once.
 
     DataError if nothing is there, it holds no text, it is too small to split, or a share is out of bounds.
     """
@@ -45,7 +45,11 @@ def open_corpus(
         raise DataError(f"heldout: {heldout} is not between 0 and 1 (exclusive)")
     if not 0 <= dev < 1 - heldout:
         raise DataError(f"dev: {dev} is not in [0, {1 - heldout:g}), the share that is not held out")
-    shares = Shares(heldout, dev, rule)
+    if rule != RULE:
+        raise DataError(
+            f"rule: {rule} is that of another version, which split texts otherwise; must be {RULE}"
+        )
+    shares = Shares(heldout, dev)
     try:
         if parts := parts_of(source):
             return Mixture(
@@ -83,7 +87,7 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
         return open_named(source, shares)
     place, field, encoding = _parts_of(source)
     fields = Fields(field or "text", template)
-    if field and template and shares.rule > 1:
+    if field and template:
         raise DataError(f"{source}: #{field} must be left out: with a template, texts are under {fields}")
     if encoding and (place in NAMED or place.startswith(PREFIX) or is_encoded(place)):
         raise DataError(f"{source}: encoding is {encoding}, must be left out: {place} is no file of bytes")
@@ -104,10 +108,10 @@ def _open(source: str, shares: Shares, template: Template | None) -> Corpus:
         raise DataError(
             f"{source}: " + ("not a file or folder" if path.exists() else "no such file or folder")
         )
-    if is_table(path.name, loose=shares.rule > 1):
+    if is_table(path.name):
         return open_table(path, shares, fields, encoding)
     _require_records(source, template)
-    _require_no_field(place, field, shares)
+    _require_no_field(place, field)
     return open_file(path, shares, encoding)
 
 
@@ -118,18 +122,16 @@ def _open_files(
     place, asked, encoding = _parts_of(source)
     tables, texts = list[Table](), list[tuple[str, Path]]()
     for name, path in files:
-        if table := _table_in_folder(name, path, fields, encoding, shares):
+        if table := _table_in_folder(name, path, fields, encoding):
             tables.append(table)
         elif not fields.template:
             texts.append((name, path))
     field = fields.facts if tables else ()
     lines = [root, str(shares), *field, *(facts(*file) for file in files), *filter(None, [encoding])]
-    if shares.rule > 1:
-        kind += " by kind"
-    identity = fingerprint(f"{kind} of records" if tables else kind, lines)
+    identity = fingerprint(f"{kind} by kind of records" if tables else f"{kind} by kind", lines)
     if not tables:
         _require_records(source, fields.template)
-        _require_no_field(place, asked, shares)
+        _require_no_field(place, asked)
         return Files(source, identity, shares, divide(source, texts, shares, encoding, by_kind=True))
     records = Records(source, identity, shares, tables, fields)
     if asked:
@@ -141,20 +143,20 @@ def _open_files(
     return Joined(source, identity, [Files(source, identity, shares, divided), records])
 
 
-def _table_in_folder(name: str, path: Path, fields: Fields, encoding: str, shares: Shares) -> Table | None:
+def _table_in_folder(name: str, path: Path, fields: Fields, encoding: str) -> Table | None:
     """The records of a file; None for a text, as one in LOOSE is that has no such field."""
-    if is_table(name, loose=False):
-        return table_of(path, name, fields, encoding)
-    if not is_table(name) or shares.rule == 1:
+    if not is_table(name):
         return None
     try:
         return table_of(path, name, fields, encoding)
     except DataError:
+        if is_table(name, loose=False):
+            raise
         return None
 
 
-def _require_no_field(place: str, field: str, shares: Shares) -> None:
-    if field and shares.rule > 1:  # before, it was dropped
+def _require_no_field(place: str, field: str) -> None:
+    if field:
         raise DataError(
             f"{place}#{field}: {field!r} names a field of records, and there are none in {place}: a .jsonl, .parquet, "
             f".csv, .tsv or .json has them; leave #{field} out to read the text as it stands"

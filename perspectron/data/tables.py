@@ -1,34 +1,32 @@
-"""Tables by the names of their files: those of `records`, rows of .csv and .tsv, and the objects of a .json."""
+"""Tables by the names of their files: lines of JSON, rows of parquet, .csv and .tsv, and the objects of a .json."""
 
 import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from perspectron.data.corpus import Corpus, Place, Shares, facts, fingerprint
-from perspectron.data.reading import COMPRESSED, PIECE, examined, reading, refusal
-from perspectron.data.records import (
-    LINES,
-    LONGEST,
-    PARQUET,
-    Fields,
-    JsonLines,
-    Parquet,
-    Records,
-    Row,
-    Table,
-    require_columns,
-    row_of,
-)
+from perspectron.data.corpus import Corpus, Shares, facts, fingerprint
+from perspectron.data.reading import COMPRESSED, PIECE, examined, library, reading, refusal
+from perspectron.data.records import NOT_UTF8, Fields, Records, Unreadable, require_columns
 from perspectron.util.errors import DataError
+from perspectron.util.files import open_file
 
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET = ".parquet"
 LOOSE = (".csv", ".tsv", ".json")
 """Extensions of tables that may as well be texts: in a folder they are, unless they have the field with the text."""
 DELIMITERS = ",;\t|"
 AS_TEXT = "; to train on the file as it stands, name it {}.txt"
+STRINGS = ("string", "large_string", "string_view", "null")
+"""Types of a column with texts, as pyarrow names them."""
+ROWS = 256
+"""Rows of a parquet file that are decoded at once."""
+LONGEST = 1 << 26
+"""Bytes of a record."""
 
 
 def is_table(name: str, *, loose: bool = True) -> bool:
@@ -43,7 +41,7 @@ def _extension(name: str) -> str:
     return Path(name.lower().removesuffix(".gz").removesuffix(".zst")).suffix
 
 
-def table_of(path: Path, name: str, fields: Fields, encoding: str = "") -> Table:
+def table_of(path: Path, name: str, fields: Fields, encoding: str = "") -> "FileTable":
     """The records of a file. DataError for a table without a column that is asked for."""
     if name.lower().endswith(PARQUET):
         if encoding:
@@ -53,147 +51,199 @@ def table_of(path: Path, name: str, fields: Fields, encoding: str = "") -> Table
         return Parquet(path, name, fields)
     if name.lower().endswith(LINES):
         return JsonLines(path, name, fields, encoding)
-    if _extension(name) == ".json":
-        return Json(path, name, fields, encoding)
-    return Csv(path, name, fields, encoding)
+    return (Json if _extension(name) == ".json" else Csv)(path, name, fields, encoding)
 
 
 def open_table(path: Path, shares: Shares, fields: Fields, encoding: str = "") -> Corpus:
     """The records of one file."""
     try:
-        return _opened(path, shares, fields, encoding)
+        table = table_of(path, path.name, fields, encoding)
+        kind = {JsonLines: "jsonl by text", Parquet: "parquet by text"}.get(type(table), "table by text")
+        lines = [str(path.resolve()), str(shares), *fields.facts, facts(path.name, path)]
+        identity = fingerprint(kind, [*lines, *filter(None, [encoding])])
+        return Records(str(path), identity, shares, [table], fields).settle()
     except DataError:
         if not path.name.lower().endswith(PARQUET) and (text := examined(path, encoding)).encoding:
             raise DataError(refusal(path, text)) from None
         raise
 
 
-def _opened(path: Path, shares: Shares, fields: Fields, encoding: str) -> Corpus:
-    table = table_of(path, path.name, fields, encoding)
-    kind = {JsonLines: "jsonl by text", Parquet: "parquet by text"}.get(type(table), "table by text")
-    lines = [
-        str(path.resolve()),
-        str(shares),
-        *fields.facts,
-        facts(path.name, path),
-        *filter(None, [encoding]),
-    ]
-    return Records(str(path), fingerprint(kind, lines), shares, [table], fields).settle()
+class FileTable:
+    """Records of a file (`records.Table`). DataError: it has no column that is asked for."""
+
+    def __init__(self, path: Path, name: str, fields: Fields, encoding: str = "") -> None:
+        self.name, self.size = name, float(path.stat().st_size)
+        self._path, self._fields, self._encoding = path, fields, encoding
+        self._require_fields()
+
+    def _require_fields(self) -> None:
+        pass
+
+    def records(self) -> Iterator[tuple[Any, float]]:
+        raise NotImplementedError
+
+    def _at(self, offset: int) -> float:
+        """Progress at an offset in the text; unknown in a compressed file."""
+        return 0.0 if self._path.suffix in COMPRESSED else float(offset)
+
+    def _require_columns(self, columns: list[str]) -> None:
+        """DataError, which says how to read the file as a text, unless the columns are there."""
+        try:
+            require_columns(str(self._path), columns, self._fields)
+        except DataError as error:
+            raise self._no_table(str(error)) from None
+
+    def _no_table(self, why: str) -> DataError:
+        return DataError(f"{why}{AS_TEXT.format(self._path)}")
 
 
-class Csv:
+class JsonLines(FileTable):
+    """One JSON object on each line of a file, plain or compressed."""
+
+    def records(self) -> Iterator[tuple[Any, float]]:
+        offset, number = 0, 0
+        with reading(self._path, self._encoding) as file:
+            while line := file.readline(LONGEST + 1):
+                number += 1
+                if len(line) > LONGEST:
+                    raise DataError(
+                        f"{self._path}: line {number} is longer than {LONGEST >> 20} MiB, a record's most"
+                    )
+                offset += len(line)
+                if line.strip():
+                    yield _parsed(line), self._at(offset)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Unreadable(NOT_UTF8)
+    except (ValueError, RecursionError):
+        return Unreadable("no JSON")
+
+
+class Parquet(FileTable):
+    """Rows of a parquet file. A value that stands for many rows is decoded once."""
+
+    def _require_fields(self) -> None:
+        with self._opened() as file:
+            kinds = {column.name: column.type for column in file.schema_arrow}
+            self.size = float(file.metadata.num_rows)
+        require_columns(str(self._path), list(kinds), self._fields)
+        for column in self._fields.names:
+            kind = kinds[column]
+            kind = kind.value_type if str(kind).startswith("dictionary<") else kind
+            if str(kind) not in STRINGS:
+                raise DataError(
+                    f"{self._path}: column {column!r} has values of type {kind}, must have strings"
+                )
+
+    @contextmanager
+    def _opened(self, dictionaries: Sequence[str] = ()) -> Iterator[Any]:
+        """The file in pyarrow, some columns of which it gives as dictionaries."""
+        parquet, arrow = (library(name, self._path) for name in ("pyarrow.parquet", "pyarrow"))
+        try:
+            with open_file(self._path) as file:
+                yield parquet.ParquetFile(file, read_dictionary=list(dictionaries))
+        except (arrow.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{self._path}: cannot be read ({' '.join(str(error).split())})") from None
+
+    def records(self) -> Iterator[tuple[Any, float]]:
+        names, number = list(self._fields.names), 0
+        with self._opened(names) as file:
+            for batch in file.iter_batches(ROWS, columns=names, use_threads=False):
+                for row in zip(*(batch.column(name) for name in names), strict=True):
+                    number += 1
+                    record = {name: value.as_py() for name, value in zip(names, row, strict=True)}
+                    if any(isinstance(text, str) and len(text) > LONGEST for text in record.values()):
+                        raise DataError(
+                            f"{self._path}: row {number} is longer than {LONGEST >> 20} MiB, a record's most"
+                        )
+                    yield record, float(number)
+
+
+class Csv(FileTable):
     """Rows of a text table whose first line names its columns: by tabs in a .tsv, else by the delimiter that this line
     has most of."""
 
-    def __init__(self, path: Path, name: str, fields: Fields, encoding: str = "") -> None:
-        self.name, self.size, self.identity = name, float(path.stat().st_size), facts(name, path)
-        self._path, self._fields, self._encoding = path, fields, encoding
-        self._delimiter, self._columns, self._first = "\t", list[str](), 0
-        if _extension(name) != ".tsv":
-            with reading(path, encoding) as file:
+    def _require_fields(self) -> None:
+        self._delimiter = "\t"
+        if _extension(self.name) != ".tsv":
+            with reading(self._path, self._encoding) as file:
                 lines = iter(lambda: file.readline(PIECE), b"")
                 head = next((line for line in lines if line.strip()), b"").decode("utf-8", "replace")
             self._delimiter = max(DELIMITERS, key=head.count)
-        filled = ((cells, at) for cells, at in self._cells(0) if cells)
-        self._columns, self._first = next(filled, ([], 0))
-        try:
-            require_columns(str(path), self._columns, fields)
-        except DataError as error:
-            raise DataError(f"{error}{AS_TEXT.format(path)}") from None
+        self._require_columns(next(self._rows(), ([], 0))[0])
 
-    def rows(self, after: Place) -> Iterator[Row]:
-        offset, number = after or (self._first, 0)
-        for cells, at in self._cells(offset):
-            if not cells:  # an empty line
-                continue
-            number += 1
-            read = 0.0 if self._path.suffix in COMPRESSED else float(at)
-            row = row_of(
-                number, dict(zip(self._columns, cells, strict=False)), self._fields, [at, number], read
-            )
-            if len(cells) != len(self._columns):
-                why = f"{len(cells)} cells where the first line has {len(self._columns)}"
-                row = row._replace(text=None, prompt="", why=why)
-            yield row
+    def records(self) -> Iterator[tuple[Any, float]]:
+        rows = self._rows()
+        columns, _ = next(rows)
+        for cells, offset in rows:
+            if len(cells) == len(columns):
+                yield dict(zip(columns, cells, strict=True)), self._at(offset)
+            else:
+                why = f"{len(cells)} cells where the first line has {len(columns)}"
+                yield Unreadable(why), self._at(offset)
 
-    def _cells(self, offset: int) -> Iterator[tuple[list[str], int]]:
-        """(the cells of a row, the offset after it) from an offset on. DataError for quotes that do not end."""
-        at = offset
+    def _rows(self) -> Iterator[tuple[list[str], int]]:
+        """(the cells of a line that is not empty, the offset after it). DataError for quotes that do not end."""
+        offset = 0
         csv.field_size_limit(LONGEST)
         with reading(self._path, self._encoding) as file:
-            file.seek(offset)
 
             def lines() -> Iterator[str]:
-                nonlocal at
+                nonlocal offset
                 while line := file.readline(LONGEST + 1):
-                    marked = at == 0 and line.startswith(codecs.BOM_UTF8)
-                    at += len(line)
+                    marked = offset == 0 and line.startswith(codecs.BOM_UTF8)
+                    offset += len(line)
                     yield line.removeprefix(codecs.BOM_UTF8 * marked).decode("utf-8", "surrogateescape")
 
             try:
                 for cells in csv.reader(lines(), delimiter=self._delimiter, strict=True):
-                    yield cells, at
+                    if cells:
+                        yield cells, offset
             except csv.Error as error:
-                raise DataError(
-                    f"{self._path}: no table of cells between {self._delimiter!r}: {error}, before byte {at:,}"
-                    f"{AS_TEXT.format(self._path)}"
-                ) from None
+                why = f"no table of cells between {self._delimiter!r}: {error}, before byte {offset:,}"
+                raise self._no_table(f"{self._path}: {why}") from None
 
 
-class Json:
+class Json(FileTable):
     """Objects of a .json: those of an array, or one after another."""
 
-    def __init__(self, path: Path, name: str, fields: Fields, encoding: str = "") -> None:
-        self.name, self.size, self.identity = name, float(path.stat().st_size), facts(name, path)
-        self._path, self._fields, self._encoding = path, fields, encoding
-        with reading(path, encoding) as file:
-            self._array = file.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-        for record, _ in self._values(0):
-            if not isinstance(record, dict):
-                raise DataError(f"{path}: not records but other JSON{AS_TEXT.format(path)}")
-            if not any(name in record for name in fields.names):
-                there = list(map(str, record))
-                try:
-                    require_columns(str(path), there, fields)
-                except DataError as error:
-                    raise DataError(f"{error}{AS_TEXT.format(path)}") from None
-            break
+    def _require_fields(self) -> None:
+        record, _ = next(self.records(), ({}, 0))
+        if not isinstance(record, dict):
+            raise self._no_table(f"{self._path}: not records but other JSON")
+        if record and not any(name in record for name in self._fields.names):
+            self._require_columns(list(map(str, record)))
 
-    def rows(self, after: Place) -> Iterator[Row]:
-        offset, before = after or (0, 0)
-        for number, (record, at) in enumerate(self._values(offset), before + 1):
-            read = 0.0 if self._path.suffix in COMPRESSED else float(at)
-            yield row_of(number, record, self._fields, [at, number], read)
-
-    def _values(self, offset: int) -> Iterator[tuple[Any, int]]:
-        """(a value, the offset after it) from an offset on. DataError where it is not JSON."""
-        decoder, parse = (
-            codecs.getincrementaldecoder("utf-8")("surrogateescape"),
-            json.JSONDecoder().raw_decode,
-        )
-        text, at, closed = "", 0, False
+    def records(self) -> Iterator[tuple[Any, float]]:
+        """DataError where it is not JSON."""
+        parse = json.JSONDecoder().raw_decode
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        text, at, offset, array = "", 0, 0, ""  # array: its sign that was read last
         with reading(self._path, self._encoding) as file:
-            file.seek(offset)
-            block = b"start"
-            while block:
+            while True:
                 block = file.read(max(PIECE, len(text)))
                 text, at = text[at:] + decoder.decode(block, final=not block), 0
                 while at < len(text):
                     between = _BETWEEN.match(text, at)
                     assert between is not None
-                    closed |= "]" in between[0]
                     try:
                         value, end = parse(text, between.end())
                     except (ValueError, RecursionError):
                         break
+                    array = (array + re.sub(r"[^\[\]]", "", between[0]))[-1:]
                     offset += len(text[at:end].encode("utf-8", "surrogateescape"))
                     at = end
-                    yield value, offset
-                if len(text) - at > LONGEST or (not block and _BETWEEN.sub("", text[at:], 1)):
-                    raise DataError(
-                        f"{self._path}: no JSON from byte {offset:,} on{AS_TEXT.format(self._path)}"
-                    )
-        if self._array and not closed:
+                    yield value, self._at(offset)
+                rest = _BETWEEN.sub("", text[at:], count=1)
+                if len(text) - at > LONGEST or (not block and rest):
+                    raise self._no_table(f"{self._path}: no JSON from byte {offset:,} on")
+                if not block:
+                    break
+        if array == "[" and "]" not in text[at:]:
             raise DataError(f"{self._path}: ends inside its array, at byte {offset:,}")
 
 

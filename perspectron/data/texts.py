@@ -8,17 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perspectron.data.corpus import (
-    Corpus,
-    Document,
-    Label,
-    Place,
-    Shares,
-    SplitName,
-    facts,
-    fingerprint,
-    share_of,
-)
+from perspectron.data.corpus import Corpus, Document, Shares, SplitName, facts, fingerprint, share_of
 from perspectron.data.reading import COMPRESSED, Text, border_at, examined, pieces, refusal
 from perspectron.util.errors import DataError
 
@@ -58,8 +48,8 @@ class Part:
         return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
     @property
-    def label(self) -> Label:
-        return Label("file", self.kind or "plain")
+    def label(self) -> str:
+        return f"{self.kind or 'plain'} files"
 
     def known(self) -> "Part":
         """The same with its end, which may be 0."""
@@ -81,27 +71,25 @@ class Files(Corpus):
         super().__init__(source, identity, shares)
         self._parts = parts
 
-    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
-        first, start = after or (0, 0)
+    def _stream(self, split: SplitName) -> Iterator[Document]:
+        tally = self._tallies[split]
         sizes = [part.size for part in self._parts[split]]
-        whole, before = max(sum(sizes), 1), sum(sizes[:first])
-        for i, part in enumerate(self._parts[split][first:], first):
+        whole, before = max(sum(sizes), 1), 0
+        for part, size in zip(self._parts[split], sizes, strict=True):
             text = examined(part.path, part.encoding) if part.end is None else Text(part.end, part.cut)
             if text.size is None:
-                self._skip(split, part.name, part.label, text.why)
+                tally.skip(part.name, part.label, text.why)
             end = text.size or 0
-            for offset, piece in pieces(part.path, max(part.begin, start), end, part.encoding):
+            for offset, piece in pieces(part.path, part.begin, end, part.encoding):
                 stop = offset + len(piece.encode())
-                place = [i, stop] if stop < end else [i + 1, 0]
-                share = (before + sizes[i] * (stop - part.begin) / (end - part.begin)) / whole
+                share = (before + size * (stop - part.begin) / (end - part.begin)) / whole
                 whole_file = part.end is None and offset == 0 and stop == end
-                name = part.name if whole_file else f"{part.name}@{offset}"
-                self._read[split][part.label] += offset == 0
-                yield Document(name, piece, "", place, share)
+                tally.read[part.label] += offset == 0
+                yield Document(part.name if whole_file else f"{part.name}@{offset}", piece, "", share)
             if text.cut:
                 why = f"the last {text.cut} bytes, a character that the end of {part.name} cuts off"
-                self._skip(split, f"{part.name}@{end}", part.label, why)
-            before, start = before + sizes[i], 0
+                tally.skip(f"{part.name}@{end}", part.label, why)
+            before += size
 
 
 def open_file(path: Path, shares: Shares, encoding: str = "") -> Corpus:
@@ -148,7 +136,7 @@ def divide(
     without a readable file gets the one whose hash is nearest; fewer such files than splits are cut themselves. NoText
     where none is readable."""
     every = [Part(path, name, encoding) for name, path in files]
-    if by_kind and shares.rule > 1:
+    if by_kind:
         parts = _by_kind(every, shares)
         if all(any(part.known().end for part in parts[split]) for split in shares.splits):
             return parts

@@ -9,7 +9,7 @@ from typing import Any
 from perspectron import presets
 from perspectron.data import Corpus, Shards
 from perspectron.data.vocabulary import BYTES
-from perspectron.eval.training import Dtype, Setting, seconds_per_step
+from perspectron.eval.timing import Dtype, Setting, seconds_per_step
 from perspectron.model.census import active_parameters
 from perspectron.model.config import ModelConfig, require
 from perspectron.train.config import RunConfig, TrainConfig

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 import perspectron
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.router import RoutedConfig
+from perspectron.model.block import Block
 from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.model.state import LMState
 from perspectron.util.errors import ArtifactError
 from perspectron.util.files import atomic
 
-MIXERS = ("pdr", "pdr2", "window_gqa", "gla", "ssd", "attention")
-"""Mixers whose step can be exported."""
 MOST_BYTES = 2**31 - 2**24
 """Weights in one file of ONNX."""
 CHECKED = 200
@@ -78,14 +77,11 @@ class Step(nn.Module):
 def require_exportable(model: LanguageModel, context: int) -> None:
     """ConfigError, naming it, for a part whose step is not exported, and for a context that does not fit."""
     config = model.config
-    for i, block in enumerate(config.blocks):
-        kind = "none" if block.mixer is None else block.mixer.kind
-        bound = f"one of {', '.join(MIXERS)} to be exported to ONNX"
-        require(block.mixer is None or kind in MIXERS, f"blocks[{i}].mixer", kind, bound)
-        routed = isinstance(block.ffn, RoutedConfig)
+    for i, block in enumerate(cast("list[Block]", model.blocks)):
+        if block.config.mixer is not None:
+            block.mixer.require_onnx(f"blocks[{i}].mixer")
+        routed = isinstance(block.config.ffn, RoutedConfig)
         require(not routed, f"blocks[{i}].ffn", "routed", "without experts to be exported to ONNX")
-        every = getattr(block.mixer, "renorm_every", 0)
-        require(every == 0, f"blocks[{i}].mixer.renorm_every", every, "0 to be exported to ONNX")
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     require(size <= MOST_BYTES, "onnx", f"{size:,} bytes of weights", f"≤ {MOST_BYTES:,}")
     most = config.positions or 2**24

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from perspectron.model.config import MixerConfig
+from perspectron.model.config import MixerConfig, require
 from perspectron.util import registry
 
 
@@ -28,6 +28,11 @@ class Mixer(nn.Module, abc.ABC):
     """One line."""
     source: ClassVar[str]
     """The page or paper that describes it."""
+    framed: ClassVar[MixerConfig | None] = None
+    """Its config at a width of 128, if it can stand for the recurrence of another design, as in perspective[kda]."""
+    hidden: ClassVar[int] = 0
+    """The width of the SwiGLU beside it, if a model of both in every layer is a design under its kind: at the size of
+    perspective-tiny-dense, with `framed` as its config."""
 
     value_channels: int = 0
     """Channels of its values, which a value residual mixes with those of the first mixer that has as many (`forward`
@@ -41,9 +46,10 @@ class Mixer(nn.Module, abc.ABC):
     learned_start: bool = False
     """True if its empty state is a parameter, which ranks that share a text would each have a part of."""
     splits_time: bool = True
-    """True if ranks may share a text, each with a stretch of it."""
-    onnx: bool = True
-    """True if its step can be exported to ONNX."""
+    """True if ranks may share a text, each with a stretch of it: its terms of the loss are means over tokens."""
+    calls_linears: bool = True
+    """False if it reads the weights of its linear layers past their `forward`, where no hook sees an input; quantising
+    then gives them 8 bits."""
     dropout: nn.Module | None = None
     """What the block sets in training with dropout, for a mixer that has weights to drop; `drops` says so."""
     drops: bool = False
@@ -55,20 +61,41 @@ class Mixer(nn.Module, abc.ABC):
         """The state before any token: a registered frozen dataclass of tensors whose first dimension is the batch, in
         float32 at least. capacity: tokens to make room for, where the state grows."""
 
+    def require_onnx(self, name: str) -> None:
+        """Raise ConfigError, which calls the mixer `name`, if its step cannot be exported to ONNX: where control
+        depends on data, or a text begins with a state that is not zero."""
+
     def idle_parameters(self) -> int:
         """Count the parameters that its config leaves without effect."""
         return 0
 
 
 def mixers() -> dict[str, type[Mixer]]:
-    """The classes of all mixers by kind, imported."""
-    return dict(registry.parts("mixers"))
+    """The classes of all mixers by kind, imported. ConfigError for one that does not say what has no default."""
+    found = dict(registry.parts("mixers"))
+    for kind, mixer in found.items():
+        _require_mixer(kind, mixer)
+        for name in ("small", "about", "source"):
+            require(
+                hasattr(mixer, name),
+                f"{mixer.__name__}.{name}",
+                "nothing",
+                "given (docs/add-a-mixer.md)",
+            )
+    return found
 
 
 def build(d_model: int, norm_eps: float, config: MixerConfig) -> Mixer:
-    """The mixer of a config."""
-    made: Mixer = registry.part("mixers", config.kind)(d_model, norm_eps, config)
+    """The mixer of a config. ConfigError for one that is no `Mixer`."""
+    mixer = registry.part("mixers", config.kind)
+    _require_mixer(config.kind, mixer)
+    made: Mixer = mixer(d_model, norm_eps, config)
     return made
+
+
+def _require_mixer(kind: str, mixer: Any) -> None:
+    derived = isinstance(mixer, type) and issubclass(mixer, Mixer)
+    require(derived, f"mixer {kind!r}", getattr(mixer, "__name__", mixer), "a perspectron.model.mixer.Mixer")
 
 
 def config_of(kind: str, **values: Any) -> MixerConfig:

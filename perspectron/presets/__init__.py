@@ -6,7 +6,7 @@ by default: by `get`, and so by `train --preset`, and by `compare --designs`, wh
 """
 
 from perspectron.presets.fit import TOLERANCE, small, solve, vocabulary
-from perspectron.presets.frame import enter_framed
+from perspectron.presets.frame import enter_framed, enter_recurrences
 from perspectron.presets.rates import DESIGN, PASSES, TOKENS_PER_PARAMETER, rate, warmup
 from perspectron.presets.table import DESIGNS, PRESETS, design_of, get, names, sizes, title, variant
 from perspectron.util import registry
@@ -31,6 +31,7 @@ __all__ = [
     "warmup",
 ]
 
+enter_recurrences()
 for _design in registry.designs().values():
     if _design.presets:
         registry.at(f"{_design.package}.{_design.presets}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from perspectron.model.config import BlockConfig, MixerConfig, ModelConfig, require
 from perspectron.model.ffn import SwiGLUConfig
-from perspectron.model.mixer import numbered
+from perspectron.model.mixer import mixers, numbered
 from perspectron.presets.table import DESIGNS, PRESETS, Design, Make, Preset, as_it_is
 from perspectron.util import registry
 
@@ -13,8 +13,6 @@ GPT2_NORM: dict[str, Any] = {"norm": "layer", "norm_eps": 1e-5}
 FRAMES: dict[str, Make] = {}
 """Designs that take another recurrence for their own, written in brackets: perspective[kda]. `make` has a keyword
 `mixer`."""
-FRAMED: dict[str, MixerConfig] = {}
-"""Recurrences that stand in them, by kind."""
 
 
 def stack(
@@ -42,20 +40,22 @@ def layered(
     return ModelConfig(name, vocab_size, d_model, blocks, embedding_norm=embedding_norm)
 
 
-def recurrence(mixer: MixerConfig, hidden: int, about: str, source: str) -> None:
-    """Enter a recurrence as a design under its kind, with a SwiGLU in every layer; as the preset "KIND-tiny"; and in
-    the frames of others. hidden: width of the network at the size of perspective-tiny-dense."""
-    make = partial(layered, hidden=hidden, mixer=mixer)
-    DESIGNS[mixer.kind] = Design(make, about, source, "hidden", 4, as_it_is)
-    PRESETS[f"{mixer.kind}-tiny"] = Preset(make, f"{about}, sized like perspective-tiny-dense", mixer.kind)
-    FRAMED[mixer.kind] = mixer
+def enter_recurrences() -> None:
+    """Enter the designs of mixers that say no more than `framed` and `hidden`: the mixer and a SwiGLU in every
+    layer; at that size each is the preset "KIND-tiny"."""
+    for kind, mixer in mixers().items():
+        if mixer.hidden and mixer.framed is not None:
+            make = partial(layered, hidden=mixer.hidden, mixer=mixer.framed)
+            DESIGNS[kind] = Design(make, mixer.about, mixer.source, "hidden", 4, as_it_is)
+            about = f"{registry.title(kind)}, sized like perspective-tiny-dense"
+            PRESETS[f"{kind}-tiny"] = Preset(make, about, kind)
 
 
 def enter_framed() -> None:
     """Enter every recurrence in every frame as a design."""
-    for name, make in FRAMES.items():
-        for kind, mixer in FRAMED.items():
-            DESIGNS[f"{name}[{kind}]"] = DESIGNS[name]._replace(
-                make=partial(make, mixer=mixer),
-                about=f"{registry.title(name)} with {kind} for its recurrence",
-            )
+    for name, frame in FRAMES.items():
+        for kind, mixer in mixers().items():
+            if mixer.framed is not None:
+                about = f"{registry.title(name)} with {registry.title(kind)} for its recurrence"
+                make = partial(frame, mixer=mixer.framed)
+                DESIGNS[f"{name}[{kind}]"] = DESIGNS[name]._replace(make=make, about=about)

@@ -12,11 +12,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from perspectron.designs.drm.mixer import DRM
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.ternary import converted
 from perspectron.model.block import Block
 from perspectron.model.config import one_of, require
+from perspectron.model.mixer import Mixer
 from perspectron.model.model import LanguageModel
 from perspectron.ops.packing import Packed, dequantise
 from perspectron.quant.formats import quantise
@@ -49,8 +49,8 @@ def convert(model: LanguageModel, linear: str = "2bit", calibration_nT: Tensor |
     modules with ternary values, which an artifact packs exactly.
 
     Independent of `linear`, the embedding, learned positions and the output matrix become int8, as do matrices that a
-    mixer uses directly (DRM), because their inputs are not observed. Routers and matrices with fewer than 32 rows or
-    columns stay float.
+    mixer reads past their layers (`Mixer.calls_linears`), because their inputs are not observed. Routers and matrices
+    with fewer than 32 rows or columns stay float.
 
     ConfigError for an unknown format, a model that is not float32 or whose experts are only partly converted, or ids
     out of bounds.
@@ -184,7 +184,8 @@ class _Work:
         return linears
 
     def _format(self, name: str) -> str:
-        unseen = isinstance(self.model.get_submodule(name.rpartition(".")[0]), DRM)
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        unseen = isinstance(parent, Mixer) and not parent.calls_linears
         logits = name in ("lm_head", "lm_head.out_proj")
         return "int8" if unseen or logits else self.linear
 

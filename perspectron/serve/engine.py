@@ -201,16 +201,11 @@ class Engine:
         self._let_go()
         self._admit()
         chosen = self._chosen()
+        idle = chosen is None and not self._jobs and not self._waiting
         if isinstance(chosen, _Task) and chosen.advance():
             with self._changed:
                 self._tasks.remove(chosen)
-        elif (
-            chosen is None
-            and self._later
-            and not self._jobs
-            and not self._waiting
-            and self._later[0].advance()
-        ):
+        elif idle and self._later and self._later[0].advance():
             self._later.popleft()
         pieces = self._rows.step([chosen.row] if isinstance(chosen, Job) and chosen.row is not None else [])
         self.counters.steps += bool(pieces)
@@ -269,17 +264,10 @@ class Engine:
                     return
                 job = self._waiting.popleft()
             try:
-                names = (
-                    "max_tokens",
-                    "sampling",
-                    "stop",
-                    "stream",
-                    "logprobs",
-                    "constraint",
-                    "min_tokens",
-                    "stop_ids",
-                )
-                job.row = job.session.enter(self._rows, **{name: getattr(job, name) for name in names})
+                job.row = job.session.enter(
+                    self._rows, max_tokens=job.max_tokens, sampling=job.sampling, stop=job.stop, stream=job.stream,
+                    logprobs=job.logprobs, constraint=job.constraint, min_tokens=job.min_tokens, stop_ids=job.stop_ids,
+                )  # fmt: skip
             except Exception as error:
                 self.counters.failed += 1
                 job.emit(_told(error))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from perspectron.data import Batch, Loader, Shards, Tokenizer
 from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
+from perspectron.experts.stats import matrices, means
 from perspectron.model.block import Block
 from perspectron.model.config import require
 from perspectron.model.model import LanguageModel, build
@@ -22,21 +23,18 @@ from perspectron.model.parts import Dropout
 from perspectron.train import checkpoint, lora
 from perspectron.train.checkpoint import RUN_LOCK, Progress
 from perspectron.train.config import RunConfig, Turn
-from perspectron.train.curve import draw, draw_terms
 from perspectron.train.distill import Teacher
-from perspectron.train.estimate import Estimate, estimate
-from perspectron.train.expert_stats import matrices, means
-from perspectron.train.guard import first_non_finite, signals
+from perspectron.train.estimate import Estimate, autocast, estimate, faster
 from perspectron.train.heldout import Heldout, heldout
-from perspectron.train.metrics import Metrics, forget, noting, read_metrics
+from perspectron.train.metrics import Metrics, draw, draw_terms, forget, noting, read_metrics
 from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
-from perspectron.train.precision import autocast, faster
 from perspectron.train.resume import resume
 from perspectron.util import ranks
 from perspectron.util.errors import CheckpointError, DataError, NonFiniteError
 from perspectron.util.files import locked, sweep, write_json
-from perspectron.util.machine import in_large_pages, pick_device
+from perspectron.util.hooks import first_non_finite
+from perspectron.util.machine import in_large_pages, pick_device, signals
 
 CURVE, TERMS, TERNARY = "loss.svg", "terms.svg", "ternary.json"
 SETTLED = 10  # updates, after which memory holds what it will hold

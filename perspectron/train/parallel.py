@@ -24,25 +24,24 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardOf
 
 from perspectron.data import Loader
-from perspectron.designs.drm.mixer import DRMConfig
 from perspectron.experts.spread import Spread
+from perspectron.experts.stats import experts_of, matrices
 from perspectron.model.block import Block
 from perspectron.model.config import require
 from perspectron.model.ffn import TiedConfig
 from perspectron.model.model import LanguageModel, init
 from perspectron.train import checkpoint, moments, sharded
 from perspectron.train.checkpoint import Checkpoint, Progress
-from perspectron.train.config import RunConfig
+from perspectron.train.config import Layout, RunConfig
 from perspectron.train.context import split_sequence
 from perspectron.train.distill import Teacher
 from perspectron.train.estimate import Estimate, own
-from perspectron.train.expert_stats import experts_of, matrices
-from perspectron.train.layout import Layout
 from perspectron.train.loop import Trainer, training_batches
 from perspectron.train.metrics import Metrics
 from perspectron.train.optim import freeze, optimizer_of
 from perspectron.train.resume import resume, set_aside
 from perspectron.train.team import Team
+from perspectron.util import registry
 from perspectron.util.errors import CheckpointError, NonFiniteError, StorageError
 from perspectron.util.files import atomic, sweep
 from perspectron.util.ranks import Ranks, together
@@ -228,7 +227,7 @@ class ParallelTrainer(Trainer):
             units = [module for module in block.modules() if isinstance(module, FSDPModule)]
             for unit in units:
                 unit.unshard()
-            found |= {f"blocks.{index}.{name}": row for name, row in matrices(cast(Any, block)).items()}
+            found |= {f"blocks.{index}.{name}": row for name, row in matrices(block).items()}
             for unit in units:
                 unit.reshard()
         return self._of_all_experts(found) if self._experts else found
@@ -346,8 +345,9 @@ def ranks_of(team: Team, layout: Layout, config: RunConfig) -> Ranks:
     require(N % C == 0, "context_parallel", C, f"a divisor of {N}, the ranks")
     require(T % C == 0, "context_parallel", C, f"a divisor of seq_len = {T}")
     if C > 1:
-        drm = any(isinstance(block.mixer, DRMConfig) for block in config.model.blocks)
-        require(not drm, "context_parallel", C, "1 for DRM, whose losses are of whole rows")
+        for kind in {block.mixer.kind for block in config.model.blocks if block.mixer is not None}:
+            splits = registry.part("mixers", kind).splits_time
+            require(splits, "context_parallel", C, f"1 for {kind}, whose losses are of whole rows")
         require(not config.train.only, "context_parallel", C, "1 where --only parts of a model learn")
         require(not config.train.recompute, "context_parallel", C, "1 with --recompute")
     row, column = divmod(team.rank, C)

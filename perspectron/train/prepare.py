@@ -13,13 +13,12 @@ from perspectron.util.files import remove, safe_join
 
 
 def prepare(
-    run: Path, config: RunConfig, *, processes: int = 1, tell: Tell = lambda _, __: None
+    run: Path, config: RunConfig, *, tell: Tell = lambda _, __: None
 ) -> tuple[Tokenizer, Shards, str]:
     """(tokenizer, shards, a line that says what was read) for a run that is new or goes on.
 
     `config.train.data` is a corpus, or a folder that `tokenize` wrote (a manifest.json with its tokenizer.json
-    beside it). A run that starts from another, or learns from one, has its tokenizer. processes, tell: as `encode` has
-    them. The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus
+    beside it). A run that starts from another, or learns from one, has its tokenizer. tell: as `encode` has it. The tokenizer is kept as RUN/tokenizer.json, and once the run has a config.json it is only compared; a corpus
     is encoded into RUN/data, and an encoding that was interrupted goes on. DataError as the data room raises it, and
     when shards and tokenizer do not belong together; ConfigError when the model has fewer ids than the tokenizer, for a
     corpus to be measured on dev, which only `tokenize` takes from it, and for a kind of tokenizer where there is one.
@@ -48,7 +47,7 @@ def prepare(
             tokenizer = Tokenizer.load(kept if resumes else run_of(Path(origin)) / "tokenizer.json")
         else:
             tokenizer = made_in(encoded, config.train.tokenizer, corpus, config.model.vocab_size)
-        shards = encode(corpus, tokenizer, encoded, processes=processes, tell=tell)
+        shards = encode(corpus, tokenizer, encoded, tell=tell)
         remove(encoded / FILE)
         if template is not None:
             template.save(encoded)

@@ -21,6 +21,7 @@ from perspectron.data import Shards, Tokenizer
 from perspectron.experts.align import arrange, distances
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
+from perspectron.experts.stats import delta, experts_of, loads, mean, numbers, use
 from perspectron.experts.torus import hops
 from perspectron.model.block import Block
 from perspectron.model.config import ModelConfig, require
@@ -28,11 +29,9 @@ from perspectron.model.ffn import SwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig
-from perspectron.train.curve import draw
-from perspectron.train.expert_stats import delta, experts_of, loads, mean, numbers, use
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import CURVE, Trainer
-from perspectron.train.metrics import read_metrics
+from perspectron.train.metrics import draw, read_metrics
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
 

@@ -346,16 +346,6 @@ def _size(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
-def test_traffic_is_that_of_ring_collectives(capsys):
-    alone = planned(capsys, "--gpus", "1")["traffic"]
-    assert set(alone.values()) == {0.0}
-    ddp = planned(capsys, "--gpus", "2", "--shard", "ddp")["traffic"]
-    fsdp = planned(capsys, "--gpus", "2")["traffic"]
-    assert ddp["weights"] == 0
-    assert fsdp["weights"] == 2 * fsdp["gradients"] == ddp["gradients"]
-    assert planned(capsys, "--gpus", "2", "--context-parallel", "2")["traffic"]["states"] > 0
-
-
 def test_kept_activations_are_those_that_autograd_holds(capsys):
     """The prediction on the meta device against the tensors of a real pass."""
     from perspectron.train.footprint import kept

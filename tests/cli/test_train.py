@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -103,31 +102,6 @@ def test_a_text_of_another_encoding_is_trained_on_resumed_and_measured(play, cap
     assert main(["eval", "run", "--encoding", "utf-16"]) == 2
     assert "encoding = 'utf-16', must be left out without --data" in capsys.readouterr().err
     assert main(["train", "--init", "run", "--encoding", "utf-16", "--steps", "1", "--out", "next"]) == 0
-
-
-def test_a_run_keeps_the_rule_by_which_its_text_was_split(capsys, tmp_path, monkeypatch):
-    """Without its encoded text, too: what it trained on is not held out later. Neither is it by one from its
-    weights."""
-    monkeypatch.chdir(tmp_path)
-    for i in range(6):
-        Path("texts").mkdir(exist_ok=True)
-        Path(f"texts/{i}.txt").write_text("".join(f"file {i} line {j}\n" for j in range(900)))
-    train = ["train", "--data", "texts", *SMALL, "--steps", "2"]
-    with monkeypatch.context() as patch:
-        patch.setattr(train_room, "RULE", 1)
-        assert main([*train, "--out", "old"]) == 0
-    whole = Path("old/data/manifest.json").read_text()
-    config = json.loads(Path("old/config.json").read_text())
-    assert config.pop("rule") == 1  # an older version did not say so
-    Path("old/config.json").write_text(json.dumps(config))
-    shutil.rmtree("old/data")
-    assert main(["eval", "old"]) == 0
-    assert Path("old/data/manifest.json").read_text() == whole
-    assert main(["train", "--init", "old", *SMALL[-6:], "--steps", "1", "--out", "more"]) == 0
-    assert Path("more/data/manifest.json").read_text() == whole
-    assert main([*train, "--out", "new"]) == 0
-    assert checkpoint.load_config(Path("new")).rule == 2
-    assert json.loads(Path("new/data/manifest.json").read_text())["corpus"] != json.loads(whole)["corpus"]
 
 
 def test_too_few_minutes_are_refused_with_how_many_it_takes(play, capsys, monkeypatch):

@@ -10,7 +10,7 @@ from perspectron.data import Corpus, SplitName, open_corpus
 from perspectron.data import corpus as corpus_module
 from perspectron.data import named as named_module
 from perspectron.data import reading as reading_module
-from perspectron.data import records as records_module
+from perspectron.data import tables as tables_module
 from perspectron.util.errors import DataError
 
 
@@ -258,7 +258,7 @@ def test_equal_records_stand_in_one_split(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(records_module, "LONGEST", 100)
+    monkeypatch.setattr(tables_module, "LONGEST", 100)
     lines = [b'{"text": "short"}', b'{"text": "' + b"x" * 200 + b'"}']
     with pytest.raises(DataError, match=r"d\.jsonl: line 2 is longer than"):
         open_corpus(str(write_records(tmp_path / "d.jsonl", lines)))

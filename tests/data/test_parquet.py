@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from perspectron.data import open_corpus
-from perspectron.data.pages import widest
 from perspectron.util.errors import DataError
 
 MIB = 1 << 20
@@ -32,26 +31,6 @@ def written(path: Path, texts: list[str], **options: object) -> Path:
     return path
 
 
-def widths(path: Path) -> list[int]:
-    metadata = pq.ParquetFile(path).metadata
-    with path.open("rb") as file:
-        return [widest(file, metadata.row_group(i).column(0)) for i in range(metadata.num_row_groups)]
-
-
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("dictionary", [True, False])
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
-def test_the_widest_page_is_known_before_it_is_read(
-    tmp_path: Path, version: str, dictionary: bool, compression: str
-) -> None:
-    texts = [f"{i} " * (i % 50 + 1) for i in range(3000)] + ["long " * 40_000]
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression=compression, row_group_size=1001,
-                   use_dictionary=dictionary, data_page_size=4096, data_page_version=version)  # fmt: skip
-    found = widths(tmp_path / "a.parquet")
-    assert len(found) == 3 and all(4000 < width < 150_000 for width in found[:2])
-    assert 200_000 < found[2] < 400_000
-
-
 def test_a_value_that_stands_for_every_row_takes_little_memory(tmp_path: Path) -> None:
     """A file of a few hundred bytes that is 256 MiB of text: a dictionary of one value, and one run of rows."""
     path = written(tmp_path / "same.parquet", ["x" * (2 * MIB)] * 128, write_statistics=False)
@@ -62,11 +41,9 @@ def test_a_value_that_stands_for_every_row_takes_little_memory(tmp_path: Path) -
     assert int(grown) < 250
 
 
-def test_a_page_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    path = written(tmp_path / "large.parquet", ["x" * (65 * MIB), "y"])
-    with pytest.raises(
-        DataError, match=r"large\.parquet: a page of 65 MiB, must be ≤ 64; write it with smaller ones"
-    ):
+def test_a_value_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "long.parquet", ["x" * (65 * MIB), "y"])
+    with pytest.raises(DataError, match=r"long\.parquet: row 1 is longer than 64 MiB, a record's most"):
         open_corpus(str(path))
 
 

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perspectron.data.shuffle import shuffle
-from perspectron.util.errors import DataError
 
 
-def whole(n: int, seed: int = 0, epoch: int = 0, order: int = 2) -> np.ndarray:
-    return shuffle(n, seed, epoch, order)(np.arange(n))
+def whole(n: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    return shuffle(n, seed, epoch)(np.arange(n))
 
 
 @given(n=st.integers(1, 10000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
@@ -96,13 +95,3 @@ def test_the_order_is_the_same_on_every_machine():
         119507783791,
         828607760648,
     ]
-
-
-def test_the_order_of_old_runs_is_the_table_they_had():
-    expected = np.random.Generator(np.random.PCG64([5, 1])).permutation(100)
-    assert np.array_equal(whole(100, 5, 1, order=1), expected)
-
-
-def test_an_order_of_the_future_is_refused():
-    with pytest.raises(DataError, match=r"order: 3 is not one of 1, 2"):
-        shuffle(10, 0, 0, 3)

@@ -5,8 +5,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from perspectron import build
-from perspectron.eval import contexts
-from perspectron.eval.contexts import Pool, Stepper, decode_model, filled, measure
+from perspectron.eval import timing
+from perspectron.eval.timing import Stepper, decode_model, decoding, filled, noise
 from perspectron.model.census import touched
 from perspectron.model.config import ModelConfig
 from perspectron.presets import DESIGNS, small
@@ -20,8 +20,8 @@ def config_of(design: str) -> ModelConfig:
     return small(design, vocab_size=V, d_model=32, layers=4, seq_len=64)
 
 
-def pool_for(model, context: int) -> Pool:
-    return Pool(contexts.cache_bytes(contexts.shapes(model, context)), CPU)
+def noise_for(model, context: int) -> torch.Tensor:
+    return noise(timing.cache_bytes(timing.shapes(model, context)), CPU)
 
 
 @pytest.mark.parametrize("design", DESIGNS)
@@ -30,7 +30,7 @@ def test_state_bytes_are_those_of_real_tensors_and_grow_with_attention_alone(des
     model = decode_model(config_of(design), LONG, CPU)
     sizes = []
     for context in (SHORT, LONG):
-        found = measure({design: model}, context, rounds=1, visit=1)[design]
+        found = decoding({design: model}, context, rounds=1, visit=1)[design]
         real = model.init_state(1, capacity=context)
         assert found.state_bytes == sum(
             leaf.nbytes for leaf in pytree.tree_leaves(real) if isinstance(leaf, torch.Tensor)
@@ -48,7 +48,7 @@ def test_state_bytes_are_those_of_real_tensors_and_grow_with_attention_alone(des
 def test_a_filled_state_is_like_one_that_read_as_much(design):
     model = decode_model(config_of(design), SHORT, CPU)
     read = model(torch.randint(V, (1, SHORT - 10)), model.init_state(1, capacity=SHORT)).state
-    state = filled(model, SHORT, SHORT - 10, pool_for(model, SHORT))
+    state = filled(model, SHORT, SHORT - 10, noise_for(model, SHORT))
     for (where, real), (_, made) in zip(*map(pytree.tree_leaves_with_path, (read, state)), strict=True):
         if isinstance(real, torch.Tensor):
             assert (real.shape, real.dtype) == (made.shape, made.dtype), pytree.keystr(where)
@@ -66,7 +66,7 @@ def test_a_filled_state_is_like_one_that_read_as_much(design):
 @torch.inference_mode()
 def test_steps_end_at_the_context_with_finite_logits(design):
     model = decode_model(config_of(design), SHORT, CPU)
-    stepper = Stepper(model, SHORT, 3, pool_for(model, SHORT))
+    stepper = Stepper(model, SHORT, 3, noise_for(model, SHORT))
     logits = []
     for _ in range(2):
         stepper.begin()
@@ -91,21 +91,27 @@ def test_a_table_of_positions_goes_on_without_memory():
     assert decode_model(config, config.positions, CPU).config == config
 
 
-def test_the_pool_is_random_and_shared():
-    pool = Pool(4 * contexts.BLOCK + 8, CPU)
-    like = torch.empty(2, 2, device="meta")
-    assert torch.equal(pool.lay(like, 16).flatten(), pool.lay(torch.empty(8, device="meta"), 0)[4:])
-    whole = pool.lay(torch.empty(contexts.BLOCK + 2, device="meta"), 0)
-    assert whole.isfinite().all() and 0.9 < whole.std() < 1.1
+def test_caches_lie_over_the_same_random_numbers():
+    model = decode_model(config_of("transformer"), SHORT, CPU)
+    numbers = noise_for(model, SHORT)
+    shared = numbers.untyped_storage().data_ptr()
+    caches = [
+        leaf
+        for leaf in pytree.tree_leaves(filled(model, SHORT, 10, numbers))
+        if isinstance(leaf, torch.Tensor)
+    ]
+    assert sum(leaf.untyped_storage().data_ptr() == shared for leaf in caches) == 2 * len(model.blocks)
+    whole = noise(4 * timing.BLOCK + 8, CPU).view(torch.float32)
+    assert len(whole) >= timing.BLOCK + 2 and whole.isfinite().all() and 0.9 < whole.std() < 1.1
 
 
 def test_what_does_not_fit_is_left_out_and_says_why(monkeypatch):
     names = ("ssd", "transformer", "lens")
     models = {name: decode_model(config_of(name), LONG, CPU) for name in names}
-    sizes = {name: contexts.cache_bytes(contexts.shapes(model, LONG)) for name, model in models.items()}
+    sizes = {name: timing.cache_bytes(timing.shapes(model, LONG)) for name, model in models.items()}
     assert sizes["ssd"] == 0 < sizes["transformer"] < sizes["lens"]
-    monkeypatch.setattr(contexts, "free", lambda device: 2 * sizes["transformer"])
-    found = measure(models, LONG, rounds=2, visit=1)
+    monkeypatch.setattr(timing, "room", lambda device: 2 * sizes["transformer"])
+    found = decoding(models, LONG, rounds=2, visit=1)
     assert [len(found[name].seconds) for name in names] == [2, 2, 0]
     assert "half of the free memory" in found["lens"].skipped and not found["transformer"].skipped
     assert found["lens"].state_bytes == models["lens"].init_state(1, capacity=LONG).nbytes

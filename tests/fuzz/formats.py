@@ -23,7 +23,7 @@ import perspectron
 from perspectron import opening, presets
 from perspectron.cli.main import main
 from perspectron.compare.report import figures
-from perspectron.compare.results import write_page_of
+from perspectron.compare.results import write_page
 from perspectron.data import Loader, Tokenizer, encode, open_corpus, open_shards, template
 from perspectron.decode.conversation import Conversation
 from perspectron.decode.generate import generate
@@ -444,7 +444,7 @@ class Samples:
         def read(path: Path) -> str:
             drawn = zlib.crc32(path.read_bytes()) % 30 == 0
             with contextlib.nullcontext() if drawn else patch.multiple(figures, **undrawn):
-                page = write_page_of(path).read_text()
+                page = write_page(path).read_text()
             assert "<script" not in page
             return digest(json.loads(path.read_text()))
 

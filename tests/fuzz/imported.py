@@ -22,7 +22,7 @@ def imported(name: str, folder: Path) -> Format:
         saved(folder, kind, tokenizer())
 
     def read(path: Path) -> str:
-        model, tokenizer = foreign.read(path)
+        model, tokenizer, _ = foreign.read(path)
         ids = tokenizer.encode("The quick brown fox's 1,234 naïve jumps")
         with torch.inference_mode():
             out = model(torch.tensor([ids[:7]]))

@@ -176,7 +176,7 @@ def test_what_cannot_be_converted_is_refused(floats):
 def trained() -> tuple[LanguageModel, Tensor, Tensor]:
     """(a small model of bytes, text it has seen, text it has not), windows [n, 65]."""
     source = Path(perspectron.__file__).parent
-    data = b"".join(path.read_bytes() for path in sorted(source.glob("mixers/*.py")))
+    data = b"".join(path.read_bytes() for path in sorted(source.glob("model/*.py")))
     ids = torch.tensor(list(data))
     windows = ids[: len(ids) // 65 * 65].view(-1, 65)
     heldout, seen = windows[::8], windows[torch.arange(len(windows)) % 8 != 0]

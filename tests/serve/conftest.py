@@ -10,8 +10,9 @@ from fastapi.testclient import TestClient
 from perspectron.data import Tokenizer
 from perspectron.decode.store import PrefixStore
 from perspectron.serve.engine import Engine
+from perspectron.serve.served import Served
 from perspectron.serve.states import States
-from perspectron.serve.web.app import Served, create
+from perspectron.serve.web.app import create
 from tests.decode.conftest import VOCAB, make
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant:' }}"

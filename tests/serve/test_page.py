@@ -20,8 +20,9 @@ from playwright.sync_api import Page, expect
 from perspectron.decode.store import PrefixStore
 from perspectron.opening import open_model
 from perspectron.serve.engine import Engine
+from perspectron.serve.served import Served
 from perspectron.serve.states import States
-from perspectron.serve.web.app import Served, create
+from perspectron.serve.web.app import create
 from tests.browser import CHROMIUM, browsing, look
 from tests.serve.conftest import served
 

@@ -23,7 +23,7 @@ from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.decode.steps import Steps, stepped, steps_of
 from perspectron.designs.transformer.window_gqa import WindowGQAConfig
-from perspectron.eval.cost import bench
+from perspectron.eval.timing import bench
 from perspectron.model.census import touched
 from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel

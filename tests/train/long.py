@@ -16,8 +16,7 @@ import torch
 
 from perspectron import presets
 from perspectron.data import Tokenizer, encode, open_corpus
-from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.layout import Layout, Shard
+from perspectron.train.config import Layout, RunConfig, Shard, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.train.team import Team

@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from perspectron.data import Shards, Tokenizer, open_shards
 from perspectron.train import checkpoint, loop
-from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout, RunConfig, TrainConfig
 from perspectron.train.loop import Trainer
 from perspectron.train.optim import OptimConfig
 from perspectron.train.parallel import ParallelTrainer

@@ -8,10 +8,10 @@ import pytest
 
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, Turn
-from perspectron.train.extend import extend
 from perspectron.train.metrics import read_metrics
 from perspectron.train.optim import learning_rate
 from perspectron.train.pace import Pace
+from perspectron.train.resume import extend
 from perspectron.util.errors import ConfigError
 
 

@@ -15,8 +15,7 @@ import torch
 from perspectron import presets
 from perspectron.cli.main import main
 from perspectron.train import checkpoint
-from perspectron.train.config import RunConfig, TrainConfig
-from perspectron.train.layout import Layout
+from perspectron.train.config import Layout, RunConfig, TrainConfig
 from perspectron.train.parallel import ParallelTrainer
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.ranks import Ranks, all_reduce_sum, shared, together

@@ -6,7 +6,7 @@ import torch
 import perspectron
 from perspectron import presets
 from perspectron.data.loader import Batch
-from perspectron.train import precision
+from perspectron.train import estimate as precision
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 import perspectron
 from perspectron.cli.main import main
 from perspectron.experts.align import distances
+from perspectron.experts.stats import delta, experts_of, loads, matrices, numbers
 from perspectron.experts.ternary import trits
 from perspectron.model.config import dump
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.model import build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
-from perspectron.train.expert_stats import delta, experts_of, loads, matrices, numbers
 from perspectron.train.metrics import read_metrics
 from perspectron.train.recipe import clone, plan, routed_in, seed_of, staged, with_experts
 from perspectron.util.errors import ConfigError

@@ -1,13 +1,13 @@
 """Charts of a comparison: losses against what was spent, time and state of a token against the context."""
 
 import itertools
-import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from perspectron.compare.report.numbers import context, known, short, size
-from perspectron.compare.report.summary import Row, bits_of
+from perspectron.compare.report.numbers import context, short, size
+from perspectron.compare.report.summary import Row
 from perspectron.presets import DESIGNS
 from perspectron.util.plot import Chart, Dot, Dots, Line, draw, draw_dots
 from perspectron.util.stats import interval
@@ -45,9 +45,8 @@ def ranking(rows: Sequence[Row], style: Styles, compressors: dict[str, Any]) -> 
         for row in rows
         if row.mean is not None
     ]
-    marks = {name: bits for name, raw in compressors.items() if (bits := known(raw)) is not None}
     title = "Held-out bits per byte; lower is better"
-    return [draw_dots(Dots(title, "bits per byte", dots, marks), slug="ranking-")] if dots else []
+    return [draw_dots(Dots(title, "bits per byte", dots, compressors), slug="ranking-")] if dots else []
 
 
 def losses(rows: Sequence[Row], style: Styles) -> list[str]:
@@ -56,12 +55,12 @@ def losses(rows: Sequence[Row], style: Styles) -> list[str]:
     in_turns = all(row.cost for row in rows if row.finished)
 
     def seconds(row: Row, line: dict[str, Any]) -> float | None:
-        return line["tokens"] / row.speed if in_turns and row.speed else known(line.get("seconds"))
+        return line["tokens"] / row.speed if in_turns and row.speed else line["seconds"]
 
     clock = "seconds of training" + (", from speeds of the cost suite" if in_turns else "")
     axes: tuple[tuple[str, str, Callable[[Row, dict[str, Any]], float | None]], ...] = (
-        ("Loss against tokens", "tokens trained on", lambda _, line: known(line.get("tokens"))),
-        ("Loss against FLOPs", "training FLOPs", lambda _, line: known(line.get("flops"))),
+        ("Loss against tokens", "tokens trained on", lambda _, line: line["tokens"]),
+        ("Loss against FLOPs", "training FLOPs", lambda _, line: line["flops"]),
         ("Loss against seconds", clock, seconds),
     )
     charts = []
@@ -75,12 +74,12 @@ def _curve(row: Row, style: int, of: Callable[[Row, dict[str, Any]], float | Non
     """Mean over the finished seeds at the steps that they share; band from the lowest to the highest."""
     threads = []
     for cell in row.finished:
-        points = {line["step"]: (of(row, line), known(bits_of(line))) for line in cell.get("curve", [])}
+        points = {line["step"]: (of(row, line), line["bits_per_byte"]) for line in cell["curve"]}
         late = {step: at for step, at in points.items() if step >= START * max(points) and at[0]}
         threads.append({step: (x, y) for step, (x, y) in late.items() if x is not None and y is not None})
     keys = sorted(set.intersection(*map(set, threads))) if threads else []
     columns = [[thread[key] for thread in threads] for key in keys]
-    means = [(math.fsum(x for x, _ in c) / len(c), math.fsum(y for _, y in c) / len(c)) for c in columns]
+    means = [(statistics.fmean(x for x, _ in c), statistics.fmean(y for _, y in c)) for c in columns]
     spans = [(min(y for _, y in c), max(y for _, y in c)) for c in columns] if len(threads) > 1 else []
     return Line(row.title, means, style, spans)
 
@@ -91,7 +90,7 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
         ("decode_ms", "Decoding a token", "milliseconds per token (log)", short),
         ("state_bytes", "State or cache", "bytes of a sequence (log)", size),
     )
-    charts, singles = list[Chart](), list[str]()
+    charts = list[Chart]()
     for key, title, y, text in kinds:
         lines = []
         for row in rows:
@@ -100,22 +99,12 @@ def cost(rows: Sequence[Row], style: Styles) -> list[str]:
             spans = [ranges.get(str(at)) for at in values]
             bands = [(span["low"], span["high"]) for span in spans if span] if all(spans) else []
             lines.append(Line(row.title, list(values.items()), style[row.name], bands))
-        lines = [line for line in lines if line.points]
         ticks = sorted({x for line in lines for x, _ in line.points})
-        if len(ticks) == 1:
-            named = f"{title} at {context(ticks[0])} tokens"
-            dots = [
-                Dot(line.name, line.points[0][1], line.spans[0] if line.spans else None, (), line.style)
-                for line in lines
-            ]
-            singles.append(draw_dots(Dots(named, y, dots, log_x=True, x_text=text), slug=f"cost-{key}-"))
-            continue
         x = "context, tokens (log)"
         charts.append(Chart(title, x, y, lines, True, True, ticks=ticks, x_text=context, y_text=text))
-    return [*singles, *_figures("cost", charts)]
+    return _figures("cost", charts)
 
 
 def measured(values: dict[str, Any] | None) -> dict[int, float]:
     """Values of a {"1024": x} by their context, in its order, without those that are none."""
-    numbers = {int(at): value for at, raw in (values or {}).items() if (value := known(raw)) is not None}
-    return dict(sorted(numbers.items()))
+    return dict(sorted((int(at), value) for at, value in (values or {}).items() if value is not None))

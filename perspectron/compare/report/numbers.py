@@ -3,26 +3,17 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 NONE = "–"
 _POWERS = ("", "k", "M", "G", "T", "P", "E")
-
-
-def known(value: Any) -> float | None:
-    """The value as a float, None where it is missing, not a number or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _of_known(text: Callable[..., str]) -> Callable[..., str]:
     """The text of a value that is a number, with a true minus; a dash for one that is none."""
 
     @functools.wraps(text)
-    def shown(value: Any, *digits: int) -> str:
-        number = known(value)
-        return NONE if number is None else text(number, *digits).replace("-", "−")
+    def shown(value: float | None, *digits: int) -> str:
+        return NONE if value is None else text(float(value), *digits).replace("-", "−")
 
     return shown
 

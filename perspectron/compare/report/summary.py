@@ -4,21 +4,15 @@ A cell that diverged or is missing has no loss; its design keeps the mean of its
 design that finished all seeds.
 """
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perspectron.compare.report.numbers import known
 from perspectron.presets import title
 from perspectron.util.stats import Paired, paired
 
 LOSS = "heldout_bits_per_byte"
-
-
-def bits_of(line: dict[str, Any]) -> Any:
-    """Bits per byte in a line of a curve or of a trial; results of 0.1 say that they were held out."""
-    return line.get("bits_per_byte", line.get(LOSS))
 
 
 @dataclass(frozen=True)
@@ -37,21 +31,17 @@ class Row:
         return title(self.name)
 
     @property
-    def cells(self) -> list[dict[str, Any]]:
-        return list(self.entry.get("cells", []))
-
-    @property
     def finished(self) -> list[dict[str, Any]]:
-        return [cell for cell in self.cells if cell["seed"] in self.losses]
+        return [cell for cell in self.entry["cells"] if cell["seed"] in self.losses]
 
     @property
     def mean(self) -> float | None:
-        return math.fsum(self.losses.values()) / len(self.losses) if self.losses else None
+        return statistics.fmean(self.losses.values()) if self.losses else None
 
     def average(self, field: str) -> float | None:
         """Mean of a field over the finished cells that have it."""
-        values = [value for cell in self.finished if (value := known(cell.get(field))) is not None]
-        return math.fsum(values) / len(values) if values else None
+        values = [cell[field] for cell in self.finished if cell[field] is not None]
+        return statistics.fmean(values) if values else None
 
     def against(self, other: "Row") -> Paired | None:
         """This design's loss less the other's, over the seeds that both finished; above zero is worse."""
@@ -61,29 +51,28 @@ class Row:
     @property
     def cost(self) -> dict[str, Any]:
         """Results of the cost suite, empty where it was not run."""
-        return dict(self.entry.get("suites", {}).get("cost") or {})
+        return dict(self.entry["suites"].get("cost") or {})
 
     @property
     def speed(self) -> float | None:
         """Tokens per second of training: by the cost suite, in which all took turns, else by the cells' own clocks,
         which also count what ran beside them."""
-        measured = known(self.cost.get("train_tokens_per_second"))
-        return self.average("tokens_per_second") if measured is None else measured
+        return self.cost.get("train_tokens_per_second") or self.average("tokens_per_second")
 
     @property
     def recall(self) -> dict[str, Any]:
         """Results of the recall suite, empty where it was not run."""
-        return dict(self.entry.get("suites", {}).get("recall") or {})
+        return dict(self.entry["suites"].get("recall") or {})
 
     def suite(self, name: str) -> list[dict[str, Any]]:
         """Results of a suite, of the finished cells that have them."""
-        return [cell["suites"][name] for cell in self.finished if cell.get("suites", {}).get(name)]
+        return [cell["suites"][name] for cell in self.finished if cell["suites"].get(name)]
 
 
 def ranked(results: dict[str, Any]) -> list[Row]:
     """Complete designs by their mean loss, then those with faults by theirs, then those without any loss; equals in
     the order of the results."""
-    rows = [_row(name, entry, results["plan"]["seeds"]) for name, entry in results["designs"].items()]
+    rows = [_row(name, entry) for name, entry in results["designs"].items()]
     return sorted(rows, key=lambda row: (row.mean is None, bool(row.faults), row.mean or 0.0))
 
 
@@ -92,15 +81,11 @@ def leader(rows: Sequence[Row]) -> Row | None:
     return rows[0] if rows and not rows[0].faults else None
 
 
-def _row(name: str, entry: dict[str, Any], seeds: list[int]) -> Row:
-    cells = {cell["seed"]: cell for cell in entry.get("cells", [])}
+def _row(name: str, entry: dict[str, Any]) -> Row:
     losses, faults = dict[int, float](), dict[int, tuple[str, str]]()
-    for seed in [*seeds, *(seed for seed in cells if seed not in seeds)]:
-        cell = cells.get(seed, {"status": "missing", "why": "it has not been run"})
-        loss = known(cell.get(LOSS))
-        if cell["status"] == "finished" and loss is not None:
-            losses[seed] = loss
+    for cell in entry["cells"]:
+        if cell["status"] == "finished" and cell[LOSS] is not None:
+            losses[cell["seed"]] = cell[LOSS]
         else:
-            status = "without a loss" if cell["status"] == "finished" else cell["status"]
-            faults[seed] = status, cell.get("why") or ""
+            faults[cell["seed"]] = cell["status"].replace("finished", "without a loss"), cell["why"] or ""
     return Row(name, entry, losses, faults)

@@ -11,7 +11,6 @@ from perspectron.compare.report.numbers import (
     context,
     fixed,
     grouped,
-    known,
     percent,
     probability,
     rate,
@@ -19,15 +18,11 @@ from perspectron.compare.report.numbers import (
     signed,
     size,
 )
-from perspectron.compare.report.summary import Row, bits_of, leader
+from perspectron.compare.report.summary import Row, leader
 from perspectron.util.stats import interval
 
 Text = Callable[[Any], str]
 Setting = tuple[tuple[str, Any], ...]
-MEASURED = {
-    "chance", "parameters", "state_bytes", "lr", "warmup", "rates", "accuracy", "beyond", "steps", "steps_allowed",
-    "seconds",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,10 @@ class Table:
 
 def estimate(values: Sequence[Any], text: Text = fixed, kind: str = "") -> Cell:
     """Mean over seeds and its interval; a dash where a seed has no value, for the mean of the others would flatter."""
-    numbers = [number for value in values if (number := known(value)) is not None]
-    if not numbers or len(numbers) < len(values):
+    if not values or None in values:
         return Cell(NONE)
-    span = interval(numbers)
-    return Cell(text(statistics.fmean(numbers)), f"{text(span[0])} to {text(span[1])}" if span else "", kind)
+    span = interval(values)
+    return Cell(text(statistics.fmean(values)), f"{text(span[0])} to {text(span[1])}" if span else "", kind)
 
 
 def ranged(value: Any, spread: dict[str, Any] | None, text: Text) -> Cell:
@@ -68,8 +62,7 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
     best, other = leader(rows), {row.name: row for row in rows}[reference]
     # as the cost suite measured them, else as they are counted
     states = {
-        row.title: measured(row.cost.get("state_bytes")) or measured(row.entry.get("state_bytes"))
-        for row in rows
+        row.title: measured(row.cost.get("state_bytes")) or measured(row.entry["state_bytes"]) for row in rows
     }
     contexts = {at for sizes in states.values() for at in sizes}
     ends = sorted({min(contexts), max(contexts)}) if contexts else []
@@ -80,17 +73,16 @@ def ranking(rows: Sequence[Row], reference: str, compressors: dict[str, Any], no
         place += not row.faults
         kind = "best" if best is not None and row.name == best.name else ""
         faults = "; ".join(f"seed {seed} {status}" for seed, (status, _) in row.faults.items())
-        parameters, active = known(row.entry.get("parameters")), known(row.entry.get("active_parameters"))
+        parameters, active = row.entry["parameters"], row.entry["active_parameters"]
         body.append([
             Cell(row.title, faults), Cell(NONE if row.faults else str(place)),
             estimate(list(row.losses.values()), kind=kind), _difference(row, other),
-            Cell(short(parameters, 4), f"{short(active)} active" if active not in (None, parameters) else ""),
-            Cell(short(row.average("tokens"))), Cell(rate(row.entry.get("lr"))), Cell(short(row.speed)),
+            Cell(short(parameters, 4), f"{short(active)} active" if active != parameters else ""),
+            Cell(short(row.average("tokens"))), Cell(rate(row.entry["lr"])), Cell(short(row.speed)),
             *(Cell(size(states[row.title].get(end))) for end in ends),
         ])  # fmt: skip
     for compressor, bits in compressors.items():
-        number = known(bits)
-        gap = NONE if number is None or other.mean is None else signed(number - other.mean)
+        gap = NONE if other.mean is None else signed(bits - other.mean)
         cells = [Cell(compressor, "compressor"), Cell(""), Cell(fixed(bits)), Cell(gap)]
         body.append([*cells, *[Cell("")] * (len(head) - 4)])
     return Table("Held-out bits per byte, mean over the seeds that finished; lower is better", head, body)
@@ -156,7 +148,10 @@ def recall(rows: Sequence[Row], noun: str) -> list[Table]:
 
 def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
     """One task; of each setting what the last design that has it says is chance."""
-    lines = {design: {sizes_of(line): line for line in task["settings"]} for design, task in designs.items()}
+    lines = {
+        design: {tuple(line["sizes"].items()): line for line in task["settings"]}
+        for design, task in designs.items()
+    }
     every = {at: line for of_design in lines.values() for at, line in of_design.items()}
     varied, places = varied_of(list(every))
     columns = [("accuracy", at) for at in every]
@@ -167,17 +162,11 @@ def _recalled(name: str, designs: dict[str, Any], noun: str) -> Table:
         [Cell(design), *(estimate(own.get(at, {}).get(key, []), percent) for key, at in columns)]
         for design, own in lines.items()
     ]
-    chance = [percent(every[at].get("chance")) if key == "accuracy" else "" for key, at in columns]
+    chance = [percent(every[at]["chance"]) if key == "accuracy" else "" for key, at in columns]
     body.append([Cell(text, kind="quiet" if text else "") for text in ("chance", *chance)])
     task = next(iter(designs.values()))
     theory = f" ({task['theory']})" if task.get("theory") else ""
     return Table(f"{name.replace('_', ' ')}: accuracy by {varied}{theory}", [noun, *places], body)
-
-
-def sizes_of(line: dict[str, Any]) -> Setting:
-    """Sizes of a task; version 1 of the suite wrote them only beside what it measured."""
-    own = {key: value for key, value in line.items() if key not in MEASURED}
-    return tuple(line.get("sizes", own).items())
 
 
 def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
@@ -190,7 +179,7 @@ def varied_of(settings: Sequence[Setting]) -> tuple[str, list[str]]:
 
 
 def _value(value: Any) -> str:
-    return context(value) if known(value) is not None or value is None else str(value)
+    return str(value) if isinstance(value, str) else context(value)
 
 
 def costs(rows: Sequence[Row], noun: str) -> Table:
@@ -219,15 +208,11 @@ def calibration(rows: Sequence[Row], noun: str) -> Table:
     body = []
     for row in rows:
         if suites := row.suite("calibration"):
-            ece = estimate([suite.get("ece") for suite in suites])
-            if len(suites) == 1 and known(suites[0].get("ece_low")) is not None:
-                ece = ranged(
-                    suites[0]["ece"], {"low": suites[0]["ece_low"], "high": suites[0]["ece_high"]}, fixed
-                )
-            columns = [
-                estimate([suite.get(name) for suite in suites]) for name in ("ece_calibrated", "brier")
-            ]
-            tokens = grouped(statistics.fmean(suite.get("tokens", 0) for suite in suites))
+            ece = estimate([suite["ece"] for suite in suites])
+            if len(suites) == 1 and (low := suites[0]["ece_low"]) is not None:
+                ece = ranged(suites[0]["ece"], {"low": low, "high": suites[0]["ece_high"]}, fixed)
+            columns = [estimate([suite[name] for suite in suites]) for name in ("ece_calibrated", "brier")]
+            tokens = grouped(statistics.fmean(suite["tokens"] for suite in suites))
             body.append([Cell(row.title), ece, *columns, Cell(tokens)])
     head = [noun, "ECE", "ECE if calibrated", "Brier score", "tokens"]
     return Table("Calibration, mean over seeds; lower is better", head, body)
@@ -240,12 +225,9 @@ def robustness(rows: Sequence[Row], noun: str) -> Table:
     harms = list(dict.fromkeys(harm for each in harmed.values() for suite in each for harm in suite))
     body = []
     for name, each in suites.items():
-        equal = [suite.get("resumed_equal") for suite in each]
+        equal = [suite["resumed_equal"] for suite in each]
         same = "yes" if all(equal) else f"no, in {sum(not value for value in equal)} of {len(equal)}"
-        losses = [
-            estimate([suite.get(key) for suite in each], lambda v: fixed(v, 4))
-            for key in ("whole", "resumed")
-        ]
+        losses = [estimate([suite[k] for suite in each], lambda v: fixed(v, 4)) for k in ("whole", "resumed")]
         after = [estimate([suite.get(harm) for suite in harmed[name]]) for harm in harms]
         body.append([Cell(name), *losses, Cell(same, kind="" if all(equal) else "bad"), *after])
     caption = (
@@ -256,17 +238,16 @@ def robustness(rows: Sequence[Row], noun: str) -> Table:
 
 def _harmed(suite: dict[str, Any]) -> dict[str, Any]:
     """Bits per byte by what was done to the context."""
-    harms = {"intact context": suite.get("bits_per_byte"), "no context": suite.get("no_context")}
-    harms |= {f"shuffled: {name.replace('_', ' ')}": bits for name, bits in suite.get("shuffled", {}).items()}
-    for harm in suite.get("corrupted", []):
-        harms[f"{percent(harm['share'], 0)} corrupted"] = harm["bits_per_byte"]
+    harms = {"intact context": suite["bits_per_byte"], "no context": suite["no_context"]}
+    harms |= {f"shuffled: {name.replace('_', ' ')}": bits for name, bits in suite["shuffled"].items()}
+    harms |= {f"{percent(harm['share'], 0)} corrupted": harm["bits_per_byte"] for harm in suite["corrupted"]}
     return {name: bits for name, bits in harms.items() if bits is not None}
 
 
 def rates(rows: Sequence[Row], noun: str) -> Table:
     """Loss of each learning rate and warm-up tried; none where a single one was asked for."""
-    tried = {row.title: {_rate(line): line for line in row.entry.get("rates", [])} for row in rows}
-    columns = sorted({at for lines in tried.values() for at in lines if at[0]})
+    tried = {row.title: {_rate(line): line for line in row.entry["rates"]} for row in rows}
+    columns = sorted({at for lines in tried.values() for at in lines})
     body = []
     for row in rows if columns else ():
         cells = [_tried(tried[row.title].get(at), at == _rate(row.entry)) for at in columns]
@@ -277,35 +258,32 @@ def rates(rows: Sequence[Row], noun: str) -> Table:
 
 
 def _rate(line: dict[str, Any]) -> tuple[float, float]:
-    """Rate and warm-up of a trial or an arm; 0 where there is none, as in results before there were warm-ups."""
-    return known(line.get("lr")) or 0.0, known(line.get("warmup")) or 0.0
+    """Rate and warm-up of a trial or an arm; 0 in results before there were warm-ups."""
+    return line["lr"], line.get("warmup", 0.0)
 
 
 def _tried(line: dict[str, Any] | None, chosen: bool) -> Cell:
     if line is None:
         return Cell("not tried", kind="quiet")
-    bits = known(bits_of(line))
-    if bits is None:
-        return Cell("no loss", str(line.get("why") or ""), "bad")
-    return Cell(fixed(bits), kind="best" if chosen else "")
+    if line["bits_per_byte"] is None:
+        return Cell("no loss", line["why"], "bad")
+    return Cell(fixed(line["bits_per_byte"]), kind="best" if chosen else "")
 
 
 def cells(rows: Sequence[Row], noun: str) -> Table:
     """Every training of the plan, those without a loss too."""
     body = []
     for row in rows:
-        by_seed = {cell["seed"]: cell for cell in row.cells}
-        for seed in sorted({*by_seed, *row.faults}):
-            cell, fault = by_seed.get(seed, {}), row.faults.get(seed)
-            status = Cell(*fault, "bad") if fault else Cell("finished")
+        for cell in row.entry["cells"]:
+            fault = row.faults.get(cell["seed"])
             numbers = [
-                fixed(row.losses.get(seed), 4),
-                grouped(cell.get("steps")),
-                grouped(cell.get("tokens")),
+                fixed(row.losses.get(cell["seed"]), 4),
+                grouped(cell["steps"]),
+                grouped(cell["tokens"]),
             ]
-            numbers += [short(cell.get("seconds")), short(cell.get("tokens_per_second"))]
-            numbers.append(str(cell.get("losses_sha256") or NONE)[:12])
-            body.append([Cell(row.title), Cell(str(seed)), status, *map(Cell, numbers)])
+            numbers += [short(cell["seconds"]), short(cell["tokens_per_second"]), cell["losses_sha256"][:12]]
+            status = Cell(*fault, "bad") if fault else Cell("finished")
+            body.append([Cell(row.title), Cell(str(cell["seed"])), status, *map(Cell, numbers)])
     head = [noun, "seed", "status", "held-out bits per byte", "steps", "tokens", "seconds", "tokens/s"]
     caption = "Every training; equal digests mean equal training losses"
     return Table(caption, [*head, "losses, SHA-256"], body, (0, 2))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from perspectron.data.corpus import Corpus, Document, Place, Shares, SplitName, fingerprint
+from perspectron.data.corpus import Corpus, Document, Shares, SplitName, fingerprint
 
 CAPITALS = """
 Afghanistan:Kabul Albania:Tirana Algeria:Algiers Andorra:Andorra_la_Vella Angola:Luanda Argentina:Buenos_Aires
@@ -97,7 +97,7 @@ class Sentences(Corpus):
         lines = [fact.sentence(i) for fact in facts() for i in fact.told]
         super().__init__("countries", fingerprint("countries", lines), Shares(0.0, 0.0))
 
-    def _stream(self, split: SplitName, after: Place) -> Iterator[Document]:
+    def _stream(self, split: SplitName) -> Iterator[Document]:
         every = range(len(PHRASINGS))
         chosen = [(fact, i) for fact in facts() for i in every if (i in fact.told) == (split == "train")]
         for turn in range(PASSES if split == "train" else 1):

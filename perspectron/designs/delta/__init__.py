@@ -6,7 +6,6 @@ register(
     Design(
         __name__,
         mixers={"gdn": "gdn:GDN", "kda": "kda:KDA", "gdn2": "gdn2:GDN2"},
-        presets="presets",
         titles={"gdn": "Gated DeltaNet", "gdn2": "Gated DeltaNet-2", "kda": "KDA"},
     )
 )

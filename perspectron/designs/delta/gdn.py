@@ -37,6 +37,8 @@ class GDN(Delta):
     small = GDNConfig(heads=2)
     about = "Gated DeltaNet: a matrix memory with delta-rule writes and one decay per head"
     source = "arXiv 2412.06464"
+    framed = GDNConfig(heads=4)
+    hidden = 356
 
     def __init__(self, d_model: int, norm_eps: float, config: GDNConfig) -> None:
         bound = f"a divisor of 3/4 d_model = {3 * d_model / 4:g}"

@@ -38,6 +38,8 @@ class GDN2(Delta):
     small = GDN2Config(heads=2)
     about = "Gated DeltaNet-2: the same with separate gates for erasing and writing"
     source = "arXiv 2605.22791"
+    framed = GDN2Config(heads=4)
+    hidden = 316
 
     def __init__(self, d_model: int, norm_eps: float, config: GDN2Config) -> None:
         divides(config.heads, d_model)

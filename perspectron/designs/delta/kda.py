@@ -38,6 +38,8 @@ class KDA(Delta):
     small = KDAConfig(heads=2)
     about = "Kimi Delta Attention: the same with a decay for each key channel"
     source = "arXiv 2510.26692"
+    framed = KDAConfig(heads=4)
+    hidden = 400
 
     def __init__(self, d_model: int, norm_eps: float, config: KDAConfig) -> None:
         divides(config.heads, d_model)

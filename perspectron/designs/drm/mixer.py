@@ -132,7 +132,8 @@ class DRM(Mixer):
     strength: Tensor
 
     learned_start = True
-    """True if the state before any token depends on parameters."""
+    splits_time = False
+    calls_linears = False
 
     def __init__(self, d_model: int, norm_eps: float, config: DRMConfig) -> None:
         super().__init__()
@@ -181,6 +182,9 @@ class DRM(Mixer):
         maximum."""
         warmup = self.config.strength_warmup
         self.strength.fill_(self.config.strength * (min(step / warmup, 1.0) if warmup else 1.0))
+
+    def require_onnx(self, name: str) -> None:
+        require(False, name, self.config.kind, "another mixer to be exported to ONNX")
 
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0

@@ -51,6 +51,8 @@ class GLA(Mixer):
     small = GLAConfig(heads=2, gate_rank=4)
     about = "gated linear attention: a matrix memory with a decay for each key channel"
     source = "docs/designs/baselines.md#gated-linear-attention"
+    framed = GLAConfig(heads=4)
+    hidden = 440
 
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q, k, v and both gates
 

@@ -1,12 +1,8 @@
 """Gated linear attention, at named sizes."""
 
 from perspectron.designs.gla.mixer import GLAConfig
-from perspectron.presets.frame import recurrence
 from perspectron.presets.table import DESIGNS, preset
 
-recurrence(
-    GLAConfig(heads=4), 440, "gated linear attention", "docs/designs/baselines.md#gated-linear-attention"
-)
 preset(
     "gla-20m", "gated linear attention, sized like perspective-20m-dense", DESIGNS["gla"].make,
     vocab_size=8192, d_model=384, layers=8, hidden=1296, mixer=GLAConfig(6),

@@ -6,7 +6,6 @@ register(
     Design(
         __name__,
         mixers={"hgrn2": "mixer:HGRN2"},
-        presets="presets",
         titles={"hgrn2": "HGRN2"},
     )
 )

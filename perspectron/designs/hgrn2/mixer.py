@@ -56,6 +56,8 @@ class HGRN2(Mixer):
     small = HGRN2Config(heads=2)
     about = "HGRN2: a matrix memory that writes as much as it forgets, with lower bounds by layer"
     source = "arXiv 2404.07904"
+    framed = HGRN2Config(heads=4)
+    hidden = 448
 
     takes_shared = True
 

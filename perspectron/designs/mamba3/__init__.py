@@ -6,7 +6,6 @@ register(
     Design(
         __name__,
         mixers={"mamba3": "mixer:Mamba3"},
-        presets="presets",
         titles={"mamba3": "Mamba-3"},
     )
 )

@@ -61,6 +61,8 @@ class Mamba3(Mixer):
     small = Mamba3Config(head_dim=8, state=8)
     about = "Mamba-3: Mamba-2's memory with trapezoid-rule writes and rotating keys, without a convolution"
     source = "arXiv 2603.15569"
+    framed = Mamba3Config(head_dim=32, state=64)
+    hidden = 304
 
     no_decay = ("b_bias", "c_bias")
 

@@ -6,7 +6,6 @@ register(
     Design(
         __name__,
         mixers={"mingru": "mixer:MinGRU"},
-        presets="presets",
         titles={"mingru": "minGRU"},
     )
 )

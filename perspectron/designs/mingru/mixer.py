@@ -50,6 +50,8 @@ class MinGRU(Mixer):
     small = MinGRUConfig()
     about = "minGRU: a gated average in each channel, with gates from the input alone"
     source = "arXiv 2410.01201"
+    framed = MinGRUConfig()
+    hidden = 360
 
     def __init__(self, d_model: int, norm_eps: float, config: MinGRUConfig) -> None:
         super().__init__()

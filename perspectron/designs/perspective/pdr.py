@@ -133,6 +133,10 @@ class PDR(Mixer):
             self.p_proj.weight.normal_(0, IDENTITY_NOISE * D**-0.5, generator=generator).diagonal().add_(1)
         self.p_proj.bias.fill_(GATE_BIAS)
 
+    def require_onnx(self, name: str) -> None:
+        every = self.config.renorm_every
+        require(every == 0, f"{name}.renorm_every", every, "0 to be exported to ONNX")
+
     def init_state(
         self, batch_size: int, device: torch.device, dtype: torch.dtype, capacity: int = 0
     ) -> PDRState:

@@ -65,6 +65,7 @@ class PDR2(Mixer):
     small = PDR2Config(rank=3, groups=2)
     about = "improved PDR: groups of rows, spread half-lives, inputs scaled by the decay"
     source = "docs/designs/perspective.md#perspective2"
+    framed = PDR2Config(rank=32)
     kept_at_reset = ("down_BrD", "up_BDr")  # an adapter's
 
     mix_exponents = (0.2, 0.7, 0.7, 0.2)  # of q and z, k, v, γ: those of RWKV-7's first layer

@@ -19,7 +19,7 @@ from perspectron.model.config import (
 )
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.mixer import numbered
-from perspectron.presets.frame import FRAMED, FRAMES
+from perspectron.presets.frame import FRAMES
 from perspectron.presets.table import DESIGNS, HEAD_WIDTH, Shape, Sizes, design, preset
 
 TOPOLOGY = "docs/designs/perspective.md"
@@ -140,4 +140,3 @@ DESIGNS["perspective-experts"] = DESIGNS["perspective"]._replace(
 )
 
 FRAMES["perspective"] = perspective
-FRAMED["pdr2"] = PDR2Config(rank=32)

@@ -70,6 +70,7 @@ class RWKV7(Mixer):
     small = RWKV7Config(head_dim=8)
     about = "RWKV-7's time mix: a matrix memory that is read and corrected before it decays"
     source = "arXiv 2503.14456"
+    framed = RWKV7Config(head_dim=32)
 
     takes_shared = own_token_shift = True
     no_decay = ("mix_6D",)

@@ -7,7 +7,7 @@ from perspectron.model.config import (
     ModelConfig,
     require,
 )
-from perspectron.presets.frame import FRAMED, GPT2_NORM
+from perspectron.presets.frame import GPT2_NORM
 from perspectron.presets.table import design, preset
 
 
@@ -32,5 +32,3 @@ def rwkv7(
 
 
 preset("rwkv7-tiny", "RWKV-7, sized like perspective-tiny-dense", rwkv7)
-
-FRAMED["rwkv7"] = RWKV7Config(head_dim=32)

@@ -7,7 +7,7 @@ from perspectron.model.config import (
     BlockConfig,
     ModelConfig,
 )
-from perspectron.presets.frame import FRAMED, stack
+from perspectron.presets.frame import stack
 from perspectron.presets.table import Shape, Sizes, design, preset
 
 
@@ -45,5 +45,3 @@ preset(
     "ssd-125m", "Mamba-2, sized like perspective-125m-dense", ssd,
     vocab_size=32768, d_model=768, layers=26, mixer=SSDConfig(64, 128),
 )  # fmt: skip
-
-FRAMED["ssd"] = SSDConfig(head_dim=32, state=64)

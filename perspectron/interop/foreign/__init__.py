@@ -1,10 +1,12 @@
 """Models of other programs as runs: a folder with a config.json, safetensors and a tokenizer.json, as transformers
 writes it.
 
-`read` knows the kinds of model in KINDS; each is a module with a function that gives our config and our weights.
+`read` knows the kinds of model in KINDS; each family is a file with our config of its config, and our weights of its
+weights.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,29 +16,27 @@ from torch import Tensor
 from perspectron.data.adopt import adopt
 from perspectron.data.template import Template
 from perspectron.data.tokenizer import Tokenizer
-from perspectron.interop.foreign import decoders, gpt2, own
+from perspectron.interop.foreign import bamba, gpt2, llama, mamba2, own
 from perspectron.interop.foreign.source import Source
 from perspectron.model.config import ModelConfig, require
 from perspectron.model.model import LanguageModel, require_memory
 from perspectron.train.checkpoint import fill
+from perspectron.util import registry
 from perspectron.util.errors import CheckpointError, DataError
 from perspectron.util.files import read_json
 
-
-class Kind(NamedTuple):
-    """A kind of model that can be read: our config of its config, and our weights of its weights."""
-
-    config: Callable[[Source], ModelConfig]
-    weights: Callable[[Source, ModelConfig], dict[str, Tensor]]
-
-
-KINDS = {
-    "perspectron": Kind(own.config, own.weights),
-    "gpt2": Kind(gpt2.config, gpt2.weights),
-    "llama": Kind(decoders.llama_config, decoders.llama_weights),
-    "mistral": Kind(decoders.mistral_config, decoders.mistral_weights),
-    "mamba2": Kind(decoders.mamba2_config, decoders.mamba2_weights),
-    "bamba": Kind(decoders.bamba_config, decoders.bamba_weights),
+Config = Callable[[Source], ModelConfig]
+Weights = Callable[[Source, ModelConfig], dict[str, Tensor]]
+KINDS: dict[str, tuple[Config, Weights]] = {
+    "perspectron": (own.config, own.weights),
+    "gpt2": (gpt2.config, gpt2.weights),
+    "llama": (llama.config, llama.weights),
+    "mistral": (
+        partial(llama.config, defaults=llama.MISTRAL),
+        partial(llama.weights, defaults=llama.MISTRAL),
+    ),
+    "mamba2": (mamba2.config, mamba2.weights),
+    "bamba": (bamba.config, bamba.weights),
 }
 """The kinds of models that can be read, by the `model_type` of config.json."""
 
@@ -49,12 +49,7 @@ class Imported(NamedTuple):
     template: Template | None
 
 
-def read(folder: Path, *, lens: bool = False) -> tuple[LanguageModel, Tokenizer]:
-    """The model and tokenizer of `read_all`, with the same errors."""
-    return read_all(folder, lens=lens)[:2]
-
-
-def read_all(folder: Path, *, lens: bool = False) -> Imported:
+def read(folder: Path, *, lens: bool = False) -> Imported:
     """The model, tokenizer and chat template in a folder of transformers. The token between documents becomes id 0 and
     changes places with the token that had it; other tokens that end texts are the tokenizer's `stops`. lens: of a
     GPT-2, with the parts of the lens design beside its own, at rest. Weights of fewer bits get the dtype that the model
@@ -74,9 +69,11 @@ def read_all(folder: Path, *, lens: bool = False) -> Imported:
     if lens:
         require(name == "gpt2", "lens", True, f"left out: the model is {name!r}, only 'gpt2' can have lenses")
     source = Source(folder, values)
-    config = kind.config(source)
+    config_from, weights_from = kind
+    config = config_from(source)
+    upcycle = registry.at(f"{registry.designs()['lens'].package}.upcycle") if lens else None
     with torch.device("meta"):
-        model = LanguageModel(gpt2.lens_config(config) if lens else config)
+        model = LanguageModel(config if upcycle is None else upcycle.config_of_gpt2(config))
     require_memory(model)
     stops = source.stops()
     adopted = adopt(folder / "tokenizer.json", [source.get("bos_token_id"), *stops], stops)
@@ -85,10 +82,10 @@ def read_all(folder: Path, *, lens: bool = False) -> Imported:
             f"{folder}: the tokenizer has {adopted.tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
     source.open_weights()
-    weights = kind.weights(source, config)
+    weights = weights_from(source, config)
     source.done()
-    if lens:
-        weights = gpt2.lens_weights(weights, model.config)
+    if upcycle is not None:
+        weights = upcycle.weights_of_gpt2(weights, model.config)
     for name in ("embedding.weight", "lm_head.weight"):
         if name in weights:
             weights[name] = _swapped(weights[name], adopted.separator)

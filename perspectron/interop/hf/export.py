@@ -43,5 +43,5 @@ def write(model: LanguageModel, tokenizer: Tokenizer, out: Path) -> None:
     weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     save_tensors(out / "model.safetensors", weights, {"format": "pt"})
     fast_tokenizer(tokenizer, max_length=model.config.positions or None).save_pretrained(out)
-    for name, text in remote.sources().items():
+    for name, text in remote.sources(model.config).items():
         (out / name).write_text(text, encoding="utf-8")

@@ -98,7 +98,7 @@ class PerspectronForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.recompute = enable
 
     def set_step(self, step: int) -> None:
-        """Tell routers, gates and DRM how many updates were made (`Schedules` does it for Trainer)."""
+        """Tell modules that follow a schedule how many updates were made (`Schedules` does it for Trainer)."""
         self.model.set_step(step)
 
     # ------------------------------------------------------------ generation
@@ -268,7 +268,7 @@ def _share(labels: Tensor, items: Tensor | int | None) -> Tensor | float:
 
 
 class Schedules(TrainerCallback):
-    """Tells the model how many updates were made, which the schedules of routers, gates and DRM follow."""
+    """Tells the model how many updates were made, which the schedules of routers and gates follow."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         getattr(model, "module", model).set_step(state.global_step)

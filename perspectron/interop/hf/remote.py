@@ -1,10 +1,15 @@
 """The code of a model as files beside its weights, for `trust_remote_code`: what our model imports, each module as one
-file, its imports of other modules of ours made relative. It needs torch, numpy, safetensors and xxhash, not us."""
+file, its imports of other modules of ours made relative. It needs torch, numpy, safetensors and xxhash, not us.
+Designs are not looked for there: the registry's place is taken by one of the parts that the model has."""
 
 import ast
 from pathlib import Path
 
+from perspectron.model.config import ModelConfig
+from perspectron.util import registry
+
 ENTRY = "perspectron.interop.hf.modeling"
+REGISTRY = "perspectron.util.registry"
 THIS = "THIS_MODULE"
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -16,15 +21,38 @@ def auto_map() -> dict[str, str]:
     return {auto: f"{_flat(ENTRY)}.{name}" for auto, name in classes.items()}
 
 
-def sources() -> dict[str, str]:
-    """Text by file name, of all modules that the model needs."""
-    written, waiting = dict[str, str](), [ENTRY]
+def sources(config: ModelConfig) -> dict[str, str]:
+    """Text by file name, of all modules that a model needs."""
+    text, waiting = _registry(config)
+    written = {f"{_flat(REGISTRY)}.py": text}
+    waiting.append(ENTRY)
     while waiting:
         module = waiting.pop()
         if f"{_flat(module)}.py" not in written:
             written[f"{_flat(module)}.py"], needs = _flattened(module)
             waiting += needs
     return written
+
+
+def _registry(config: ModelConfig) -> tuple[str, list[str]]:
+    """The text of a registry of a model's mixers and head, and the modules that it needs."""
+    used = {"mixers": {block.mixer.kind for block in config.blocks if block.mixer is not None}}
+    used["heads"] = set() if config.head is None else {config.head.kind}
+    names, branches, modules = dict[str, list[str]](), list[str](), list[str]()
+    for table, kinds in used.items():
+        places = registry.places(table)
+        names[table] = sorted(kinds & places.keys())
+        for kind in names[table]:
+            module, _, attribute = str(places[kind]).partition(":")
+            branches.append(
+                f"    if (table, name) == {(table, kind)!r}:\n"
+                f"        from .{_flat(module)} import {attribute}\n\n        return {attribute}\n"
+            )
+            modules.append(module)
+    text = f"NAMES = {names!r}\n\n\ndef part(table, name):\n{''.join(branches)}    raise KeyError(name)\n"
+    text += "\n\ndef places(table):\n    return dict.fromkeys(NAMES.get(table, ()))\n"
+    text += "\n\ndef parts(table):\n    return ((name, part(table, name)) for name in places(table))\n"
+    return f"import sys\n\n{THIS} = sys.modules[__name__]\n{text}", modules
 
 
 def _flat(module: str) -> str:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -16,14 +16,12 @@ from perspectron.decode.batch import Piece
 from perspectron.decode.session import Session
 from perspectron.model.config import require
 from perspectron.serve.engine import Event, Job
+from perspectron.serve.served import Served
 from perspectron.serve.web import schema
-from perspectron.serve.web.asked import check, constraint_of, prompt_of, prompts_of, sampling_of, tokens_of
+from perspectron.serve.web.asked import check, constraint_of, prompt_of, sampling_of, tokens_of
 from perspectron.serve.web.likely import Completed, Mark, chatted, marks_of
 from perspectron.serve.web.metrics import Metrics
 from perspectron.util.errors import NonFiniteError, PerspectronError
-
-if TYPE_CHECKING:
-    from perspectron.serve.web.app import Served
 
 T = TypeVar("T")
 PING = 15  # seconds between signs of life in a stream
@@ -74,12 +72,12 @@ class _Run:
 class Answers:
     """Answers of one model."""
 
-    def __init__(self, served: "Served", metrics: Metrics) -> None:
+    def __init__(self, served: Served, metrics: Metrics) -> None:
         self.served, self.metrics = served, metrics
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         """Texts that go on after prompts."""
-        prompts, tokens = prompts_of(body), 16 if body.max_tokens is None else body.max_tokens
+        prompts, tokens = body.prompt, 16 if body.max_tokens is None else body.max_tokens
         run = await self._run(body, prompts, tokens, body.logprobs, request)
         tokenizer, echoed = self.served.tokenizer, run.echoed or [[] for _ in prompts]
         starts = [self._text(prompts[index // body.n]) if body.echo else "" for index in range(run.texts)]
@@ -148,7 +146,7 @@ class Answers:
         )
         if isinstance(body, schema.Completion) and body.echo and logprobs is not None:
             run.echoed = await self._echoed(read, body.n, logprobs, begun, request)
-        sampling, stop = sampling_of(body), [body.stop] if isinstance(body.stop, str) else body.stop or []
+        sampling = sampling_of(body)
         for ids in read:
             session = self._begun(ids, slot) if begun is None else begun.fork()
             more = ids[len(session.tokens) :] if begun is None else ids
@@ -158,9 +156,11 @@ class Answers:
                 index = len(run.jobs)
                 own = session if single else session.fork()
                 emit = _into(asyncio.get_running_loop(), run.events, index)
-                run.jobs.append(Job(
-                    own, tokens, emit, sampling, stop, index, logprobs, constraint, body.min_tokens, body.stop_token_ids
-                ))  # fmt: skip
+                job = Job(
+                    own, tokens, emit, sampling, body.stop, index, logprobs, constraint, body.min_tokens
+                )
+                job.stop_ids = body.stop_token_ids
+                run.jobs.append(job)
         for index in range(0 if tokens else run.texts):
             run.events.put_nowait((index, Piece(index, None, "", "length")))
         engine.submit(run.jobs)
@@ -211,28 +211,23 @@ class Answers:
 
             async def stream() -> AsyncIterator[ServerSentEvent]:
                 begun = set[int]()
+                item: tuple[int, Piece] | None = first
                 try:
-                    async for index, got in _chained(first, events):
+                    while item is not None:
+                        index, got = item
                         marks = [got] if got.id is not None else []
                         choice = piece(index, got.text, _finish(got), marks, index not in begun) | _views(
                             marks
                         )
                         begun.add(index)
                         yield _event({**streamed, "choices": [choice], **run.unsaved})
+                        item = await anext(events, None)
                     if asked:
                         yield _event({**streamed, "choices": [], "usage": run.usage()})
                     yield ServerSentEvent("[DONE]", sep="\n")
                 except PerspectronError as error:
-                    yield _event(
-                        {
-                            "error": {
-                                "message": str(error),
-                                "type": "server_error",
-                                "param": None,
-                                "code": None,
-                            }
-                        }
-                    )
+                    failure = {"message": str(error), "type": "server_error", "param": None, "code": None}
+                    yield _event({"error": failure})
                 finally:
                     await events.aclose()
 
@@ -346,11 +341,3 @@ def _into(
             loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
     return emit
-
-
-async def _chained(
-    first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]]
-) -> AsyncIterator[tuple[int, Piece]]:
-    yield first
-    async for item in rest:
-        yield item

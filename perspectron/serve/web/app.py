@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect
 
 from perspectron import __version__
 from perspectron.data import Tokenizer
-from perspectron.data.template import Template
 from perspectron.decode.session import Session
 from perspectron.model.config import require
 from perspectron.serve.engine import Closed, Engine, Full
-from perspectron.serve.states import Missing, States
+from perspectron.serve.served import Served
+from perspectron.serve.states import Missing
 from perspectron.serve.web import schema
 from perspectron.serve.web.answers import Answers, Gone, heard
 from perspectron.serve.web.guard import Guard, refusal
@@ -32,61 +32,9 @@ from perspectron.util.errors import ConfigError, PerspectronError, StorageError
 from perspectron.util.machine import memory
 
 T = TypeVar("T")
-SHORT = 1 << 13  # characters of a text that is encoded at once
 PAGE = Path(__file__).parent / "page"
 PART = 1 << 14  # ids that are written without a pause for others
 TOKENS = 8192  # of the text whose state's bytes are told, where a model has no table of positions
-
-
-@dataclass
-class Served:
-    """A model under its name. states: kept by name; slots: files that llama.cpp's clients save."""
-
-    name: str
-    engine: Engine
-    tokenizer: Tokenizer
-    states: States
-    slot_files: States
-    largest: int
-    """Tokens that one request may draw."""
-    longest: int = 1 << 20
-    """Tokens that one prompt may have."""
-    template: Template | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    slots: dict[int, Session] = field(default_factory=dict)
-    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Turns of long texts that are encoded."""
-    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def slot(self, id: int) -> int:
-        """ConfigError: there are not so many slots."""
-        require(
-            0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
-        )
-        return id
-
-    def readable(self, ids: list[int]) -> list[int]:
-        """The ids of a prompt. ConfigError: more than this server reads of one."""
-        require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
-                f"≤ {self.longest}, what this server reads at most")  # fmt: skip
-        return ids
-
-    async def ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
-        so that a short one waits neither for the loop nor for a thread."""
-        if not isinstance(prompt, str) or len(prompt) <= SHORT:
-            return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-
-        def encoded() -> list[int]:
-            ids = list[int]()
-            for piece in self.tokenizer.pieces(prompt):
-                ids += piece
-                self.readable(ids)
-            return ids
-
-        async with self.encoding:
-            return await asyncio.to_thread(encoded)
 
 
 class Unknown(PerspectronError):
@@ -254,37 +202,32 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
         if close:
             await asyncio.gather(*(asyncio.to_thread(served.engine.close) for served in models))
 
-    api = FastAPI(title="perspectron", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     refused: dict[int | str, dict[str, Any]] = {
         code: {"description": "An error object"} for code in (400, 401, 403, 404, 413, 429, 503, 507)
     }
-    made = {"status_code": 201}
-    streams: dict[str, Any] = {"responses": {200: {"content": {"text/event-stream": {}}}}}
-    download: dict[str, Any] = {
-        "response_class": Response,
-        "responses": {200: {"content": {"application/octet-stream": {}}}},
-    }
-    otherwise: dict[Any, dict[str, Any]] = {
-        app.metrics_text: {"response_class": PlainTextResponse}, app.completions: streams, app.chat: streams,
-        app.new_state: made, app.upload: made, app.fork: made, app.download: download,
-    }  # fmt: skip
-    routes: list[tuple[str, str, Any]] = [
-        ("GET", "/health", app.health), ("GET", "/metrics", app.metrics_text),
-        ("GET", "/v1/models", app.models_list), ("GET", "/v1/models/{name}", app.model),
-        ("POST", "/v1/completions", app.completions), ("POST", "/v1/chat/completions", app.chat),
-        ("POST", "/tokenize", app.tokenize), ("POST", "/detokenize", app.detokenize),
-        ("GET", "/v1/states", app.states), ("POST", "/v1/states", app.new_state),
-        ("GET", "/v1/states/{id}", app.download), ("PUT", "/v1/states/{id}", app.upload),
-        ("POST", "/v1/states/{id}/fork", app.fork), ("POST", "/v1/states/{id}/restore", app.restore),
-        ("DELETE", "/v1/states/{id}", app.delete),
-        ("GET", "/slots", app.slots), ("POST", "/slots/{id}", app.slot),
-    ]  # fmt: skip
-    for method, path, handler in routes:
-        own = otherwise.get(handler, {})
-        told = {**own, "responses": {**refused, **own.get("responses", {})}}
-        if path not in ("/health", "/metrics"):  # of which monitors ask with parameters of their own
-            told["dependencies"] = [Depends(_known)]
-        api.add_api_route(path, handler, methods=[method], response_model=None, **told)
+    stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+    binary: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
+    api = FastAPI(
+        title="perspectron", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        responses=refused, dependencies=[Depends(_known)],
+    )  # fmt: skip
+    api.get("/health")(app.health)
+    api.get("/metrics", response_class=PlainTextResponse)(app.metrics_text)
+    api.get("/v1/models")(app.models_list)
+    api.get("/v1/models/{name}")(app.model)
+    api.post("/v1/completions", responses=stream)(app.completions)
+    api.post("/v1/chat/completions", responses=stream)(app.chat)
+    api.post("/tokenize")(app.tokenize)
+    api.post("/detokenize")(app.detokenize)
+    api.get("/v1/states")(app.states)
+    api.post("/v1/states", status_code=201)(app.new_state)
+    api.get("/v1/states/{id}", response_class=Response, responses=binary)(app.download)
+    api.put("/v1/states/{id}", status_code=201)(app.upload)
+    api.post("/v1/states/{id}/fork", status_code=201)(app.fork)
+    api.post("/v1/states/{id}/restore")(app.restore)
+    api.delete("/v1/states/{id}")(app.delete)
+    api.get("/slots")(app.slots)
+    api.post("/slots/{id}")(app.slot)
     for file in PAGE.iterdir():  # each a route, so that other paths are not there for any method
         api.add_route("/" if file.name == "index.html" else f"/{file.name}", _file(file))
     for kind in (RequestValidationError, HTTPException, PerspectronError, Full, Closed, Gone, Exception):
@@ -296,7 +239,7 @@ def create(models: Sequence[Served], *, key: str | None = None, close: bool = Tr
 async def _answer(request: Request, error: Exception) -> Response:
     """Any error as one object, with the status that clients know what to do with."""
     if isinstance(error, RequestValidationError):
-        message, field = schema.told(error.errors()[0], error.body)
+        message, field = schema.described(error.errors()[0])
         return refusal(400, message, param=field)
     if isinstance(error, HTTPException):
         return _refused(request, error)
@@ -334,7 +277,9 @@ def _refused(request: Request, error: HTTPException) -> Response:
 
 
 async def _known(request: Request) -> None:
-    """ConfigError for a parameter of the query that the route does not have."""
+    """ConfigError for a parameter of the query that the route does not have; monitors ask with some of their own."""
+    if request.url.path in ("/health", "/metrics"):
+        return
     names = [parameter.alias for parameter in request.scope["route"].dependant.query_params]
     for name in request.query_params:
         if name not in names:

@@ -4,18 +4,16 @@ cannot be."""
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perspectron.data import Tokenizer
 from perspectron.data.template import RESERVED, Template
 from perspectron.decode.constrain import Constraint, json_schema
 from perspectron.decode.sampling import SamplingConfig
 from perspectron.model.config import require
+from perspectron.serve.served import Served
 from perspectron.serve.web import schema
 from perspectron.util.errors import ConfigError
-
-if TYPE_CHECKING:
-    from perspectron.serve.web.app import Served
 
 
 def prompt_of(body: schema.Chat, template: Template) -> str:
@@ -43,14 +41,6 @@ def prompt_of(body: schema.Chat, template: Template) -> str:
     )  # fmt: skip
 
 
-def prompts_of(body: schema.Completion) -> list[str | list[int]]:
-    """The prompts of a completion."""
-    prompt: Any = body.prompt
-    if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
-
-
 def tokens_of(body: schema.Chat, otherwise: int) -> int:
     """Tokens that the answer of a chat has at most."""
     given = {most for most in (body.max_completion_tokens, body.max_tokens) if most is not None}
@@ -65,7 +55,7 @@ def sampling_of(body: schema.Sampled) -> SamplingConfig:
     return SamplingConfig(body.temperature, top_k, top_p, body.min_p, body.repetition_penalty, seed=seed)
 
 
-def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, served: "Served") -> None:
+def check(body: schema.Sampled, prompts: Sequence[str | list[int]], tokens: int, served: Served) -> None:
     """Hold what a request asks for against what there is, and against the rest of it."""
     largest, known = served.largest, served.tokenizer.vocab_size
     require(tokens <= largest, "max_tokens", tokens, f"≤ {largest}, what this server draws at most")

@@ -5,15 +5,11 @@ import base64
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LARGEST_BODY = 16 << 20
 DEEPEST, MOST_PARTS, MOST_VALUES = 32, 1 << 16, 1 << 20
@@ -48,7 +44,7 @@ class Guard:
     key, only what is addressed to this machine by its own name is answered: a page elsewhere cannot point its name
     here."""
 
-    def __init__(self, app: App, *, key: str | None, largest_upload: int) -> None:
+    def __init__(self, app: ASGIApp, *, key: str | None, largest_upload: int) -> None:
         self.app, self.key, self.largest_upload = app, key, largest_upload
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,13 +52,13 @@ class Guard:
             await self.app(scope, receive, send)
             return
         send = _secured(send)
-        headers = {name.lower(): value for name, value in scope["headers"]}
+        headers = Headers(scope=scope)
         refused = self._refused(scope["path"], headers) or _foreign(scope["method"], headers)
         upload = scope["method"] == "PUT"
         largest = self.largest_upload if upload else LARGEST_BODY
-        length = headers.get(b"content-length", b"0")
-        if refused is None and not (length.isdigit() and int(length) <= largest):
-            refused = refusal(413, f"body = {_short(length)} bytes, must be ≤ {largest:,}")
+        length = headers.get("content-length", "0")
+        if refused is None and not (re.fullmatch("[0-9]{1,18}", length) and int(length) <= largest):
+            refused = refusal(413, f"body = {json.dumps(length[:24])} bytes, must be ≤ {largest:,}")
         if refused is not None:
             await refused(scope, receive, send)
             return
@@ -87,7 +83,7 @@ class Guard:
             return
         sent = False
 
-        async def replay() -> MutableMapping[str, Any]:
+        async def replay() -> Message:
             nonlocal sent
             if sent:
                 return await receive()
@@ -96,15 +92,15 @@ class Guard:
 
         await self.app(scope, replay, send)
 
-    def _refused(self, path: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    def _refused(self, path: str, headers: Headers) -> JSONResponse | None:
         if path == "/health":
             return None
         if self.key is None:
-            host = headers.get(b"host", b"").decode("latin-1")
+            host = headers.get("host", "")
             if re.sub(r":\d*$", "", host).lower() in LOCAL:
                 return None
             return refusal(403, f"host = {host[:80]!r}, must be localhost where no key is set")
-        if hmac.compare_digest(_key(headers.get(b"authorization", b"")), self.key.encode()):
+        if hmac.compare_digest(_key(headers.get("authorization")), self.key.encode()):
             return None
         message = "a key is needed: send the header Authorization: Bearer KEY"
         return refusal(401, message, "invalid_api_key", www_authenticate='Basic realm="perspectron"')
@@ -113,7 +109,7 @@ class Guard:
 def _secured(send: Send) -> Send:
     """The response with headers that keep browsers to what the page itself does."""
 
-    async def sending(message: MutableMapping[str, Any]) -> None:
+    async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
         await send(message)
@@ -121,31 +117,28 @@ def _secured(send: Send) -> Send:
     return sending
 
 
-def _key(header: bytes) -> bytes:
+def _key(header: str | None) -> bytes:
     """The key of a header: a bearer's, or the password of a browser that asked for one."""
-    scheme, _, value = header.strip().partition(b" ")
-    if scheme.lower() == b"basic":
+    scheme, value = get_authorization_scheme_param(header)
+    if scheme.lower() == "basic":
         try:
             return base64.b64decode(value, validate=True).partition(b":")[2]
         except ValueError:
             return b""
-    return value.strip() if scheme.lower() == b"bearer" else b""
+    return value.encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
-def _foreign(method: str, headers: dict[bytes, bytes]) -> JSONResponse | None:
+def _foreign(method: str, headers: Headers) -> JSONResponse | None:
     """The refusal of what a page elsewhere can send without asking first: a form, or text that looks like JSON."""
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if (
-        method != "POST" or kind == b"application/json"
-    ):  # a browser asks before it sends these, and is told no
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method != "POST" or kind == "application/json":  # a browser asks before it sends these, and is told no
         return None
-    origin = headers.get(b"origin")
-    site = headers.get(b"sec-fetch-site", b"none")
-    own = origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
-    if own and site in (b"none", b"same-origin"):
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    own = origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
+    if own and site in ("none", "same-origin"):
         return None
-    said = (origin or site)[:80].decode("latin-1")
-    return refusal(403, f"origin = {said!r}, must be this server's own, or content-type application/json")
+    shown = (origin or site)[:80]
+    return refusal(403, f"origin = {shown!r}, must be this server's own, or content-type application/json")
 
 
 def _excess(body: bytes) -> str | None:
@@ -172,7 +165,3 @@ def _excess(body: bytes) -> str | None:
             if level < 0:
                 return None
     return None
-
-
-def _short(value: bytes) -> str:
-    return json.dumps(value[:24].decode("latin-1"))

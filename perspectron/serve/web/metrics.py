@@ -1,15 +1,14 @@
 """Counters of the server, as Prometheus reads them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-if TYPE_CHECKING:
-    from perspectron.serve.web.app import Served
+from perspectron.serve.served import Served
 
-Reading = Callable[["Served"], float]
+Reading = Callable[[Served], float]
 GAUGES: dict[str, tuple[str, Reading]] = {
     "rows": ("Texts that are read or drawn from", lambda served: served.engine.active),
     "waiting": ("Texts that wait for a row", lambda served: served.engine.waiting),
@@ -35,7 +34,7 @@ class Metrics:
 
     media_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, models: "Sequence[Served]") -> None:
+    def __init__(self, models: Sequence[Served]) -> None:
         self.models, self.registry = models, CollectorRegistry()
         self.registry.register(self)
         self.first_token = Histogram(
@@ -63,7 +62,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _store(served: "Served", name: str) -> float:
+def _store(served: Served, name: str) -> float:
     store = served.engine.store
     if store is None:
         return 0.0

@@ -3,8 +3,8 @@ IGNORED says, or is refused by name; null stands for a field that is left out.""
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -44,9 +44,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of what this server does not do, and the values at which they ask for nothing."""
 
 
-def wrong(at: Sequence[int | str], value: object, words: str) -> ValidationError:
+def wrong(
+    at: Sequence[int | str], value: object, words: str, kind: LiteralString = "ours"
+) -> ValidationError:
     """The error of a value within what is validated."""
-    error = PydanticCustomError("ours", "{words}", {"words": words})
+    error = PydanticCustomError(kind, "{words}", {"words": words})
     return ValidationError.from_exception_data(
         "body", [InitErrorDetails(type=error, loc=tuple(at), input=value)]
     )
@@ -75,40 +77,38 @@ class Strict(BaseModel):
                 continue
             if name not in cls.neutral:
                 near = difflib.get_close_matches(name[:80], fields, 1)
-                raise wrong(
-                    (name,), given, "no field here" + "".join(f"; did you mean {one}?" for one in near)
-                )
+                words = "no field here" + "".join(f"; did you mean {one}?" for one in near)
+                raise wrong((name,), given, words, "unknown")
             if not any(given == one and type(given) in (type(one), float) for one in cls.neutral[name]):
                 least = " or ".join(map(repr, cls.neutral[name]))
-                raise wrong((name,), given, f"{least or 'left out'}: this server does not do that")
+                raise wrong((name,), given, f"must be {least or 'left out'}: this server does not do that")
         return {name: given for name, given in value.items() if name in fields and given is not None}
 
 
-def _list_kind(value: object) -> str | None:
-    """Tag of a text, or of a list by its first entry."""
-    if isinstance(value, list):
-        first = value[0] if value else ""
-        return "ids" if type(first) is int else "lists" if isinstance(first, list) else "texts"
-    return "text" if isinstance(value, str) else None
-
-
-def _either(words: str, kind: Callable[[object], str | None]) -> Discriminator:
-    return Discriminator(kind, custom_error_type="ours", custom_error_message=words)
-
-
+TEXT, IDS = "a text", "a list of token ids"
 Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[Tokens, Tag("ids")]
-    | Annotated[list[Tokens], Field(max_length=PROMPTS, fail_fast=True), Tag("lists")]
-    | Annotated[list[str], Field(min_length=1, max_length=PROMPTS, fail_fast=True), Tag("texts")],
-    _either("a text, a list of token ids, or a list of one of them", _list_kind),
+    Annotated[str, Tag(TEXT)] | Annotated[Tokens, Tag(IDS)],
+    Discriminator(
+        lambda value: IDS if isinstance(value, list) else TEXT if isinstance(value, str) else None,
+        custom_error_type="ours",
+        custom_error_message=f"must be {TEXT} or {IDS}",
+    ),
+]
+
+
+def _listed(value: object) -> object:
+    """A list of texts or prompts, also where there is one alone."""
+    ids = isinstance(value, list) and len(value) > 0 and type(value[0]) is int
+    return [value] if isinstance(value, str) or ids else value
+
+
+Prompts = Annotated[
+    list[Prompt],
+    Field(min_length=1, max_length=PROMPTS, fail_fast=True),
+    BeforeValidator(_listed, json_schema_input_type=str | list[Token] | list[str] | list[list[Token]]),
 ]
 Stops = Annotated[
-    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=STOPS), Tag("texts")],
-    _either(
-        "a text or a list of texts",
-        lambda value: _list_kind(value) and ("text", "texts")[isinstance(value, list)],
-    ),
+    list[Stop], Field(max_length=STOPS), BeforeValidator(_listed, json_schema_input_type=Stop | list[Stop])
 ]
 
 
@@ -143,27 +143,26 @@ class ResponseFormat(Strict):
     def _one(self) -> Self:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise wrong(
-                ("json_schema",), self.json_schema and {}, 'given where type = "json_schema", and only there'
+                ("json_schema",),
+                self.json_schema and {},
+                'must be given where type = "json_schema", and only there',
             )
         if self.schema_ is not None and self.type != "json_object":
-            raise wrong(("schema",), self.schema_, 'left out unless type = "json_object"')
+            raise wrong(("schema",), self.schema_, 'must be left out unless type = "json_object"')
         return self
 
 
-def _schema(value: object) -> object:
-    """A schema, also where it is JSON in a text, as some of vLLM's clients send it."""
-    return _parsed(value) if isinstance(value, str) else value
-
-
-def _parsed(text: str) -> Object:
-    """The object of a text. ValidationError: it is none."""
+def _parsed(value: object) -> object:
+    """An object, also where it is JSON in a text, as OpenAI has calls and some of vLLM's clients schemas."""
+    if not isinstance(value, str):
+        return value
     try:
-        value = parse_json(text)
+        return parse_json(value)
     except ValueError as error:
-        raise wrong((), text, f"JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise wrong((), text, "JSON of an object")
-    return value
+        raise wrong((), value, f"must be JSON ({error})") from None
+
+
+Json = Annotated[Object, BeforeValidator(_parsed, json_schema_input_type=Object | str)]
 
 
 class Sampled(Body):
@@ -181,13 +180,11 @@ class Sampled(Body):
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=CHOICES)
-    stop: Stops | None = None
+    stop: Stops = []
     stop_token_ids: Annotated[list[Token], Field(max_length=STOPS)] = []
     response_format: ResponseFormat | None = None
     json_schema: Object | None = None
-    guided_json: Annotated[Object | None, BeforeValidator(_schema, json_schema_input_type=Object | str)] = (
-        None
-    )
+    guided_json: Json | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     state: Name | None = None
@@ -197,7 +194,7 @@ class Sampled(Body):
 
 class Completion(Sampled):
     neutral = NEUTRAL | {"suffix": ("",)}
-    prompt: Prompt = ""
+    prompt: Prompts = [""]
     logprobs: int | None = Field(None, ge=0, le=LOGPROBS)
     echo: bool = False
     best_of: int | None = None
@@ -215,7 +212,7 @@ class Called(Strict):
     """A function and what it is called with. arguments: JSON in a text, as OpenAI has it, or the object."""
 
     name: str
-    arguments: Annotated[Object, BeforeValidator(_schema, json_schema_input_type=Object | str)] = {}
+    arguments: Json = {}
 
 
 class Call(Strict):
@@ -269,7 +266,7 @@ class Message(Strict):
     def _says(self) -> Self:
         told = self.role == "assistant" and (self.tool_calls or self.reasoning_content is not None)
         if self.content is None and not told:
-            raise wrong(("content",), None, "a text or a list of parts of type 'text'")
+            raise wrong(("content",), None, "must be a text or a list of parts of type 'text'")
         return self
 
     def seen(self) -> Object:
@@ -309,13 +306,7 @@ class NewState(Body):
     """A state that has read a prompt."""
 
     id: Name
-    prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Tokens, Tag("ids")],
-        _either(
-            "a text or a list of token ids",
-            lambda value: _list_kind(value) and ("text", "ids")[isinstance(value, list)],
-        ),
-    ]
+    prompt: Prompt
 
 
 class Fork(Body):
@@ -330,43 +321,22 @@ class Slot(Body):
 
 
 FIELDS = {name for body in (Completion, Chat, NewState, Fork, Slot) for name in body.model_fields}
-WORDS = {
-    "greater_than_equal": "≥ {ge}", "greater_than": "> {gt}", "less_than_equal": "≤ {le}", "less_than": "< {lt}",
-    "finite_number": "finite", "int_type": "a whole number", "int_from_float": "a whole number",
-    "int_parsing": "a whole number", "int_parsing_size": "a whole number of 64 bits", "float_type": "a number",
-    "bool_type": "true or false", "string_type": "a text", "string_unicode": "a text", "list_type": "a list",
-    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
-    "literal_error": "{expected}", "string_too_short": "of at least {min_length} characters",
-    "string_too_long": "of at most {max_length} characters",
-    "too_short": "of at least {min_length} entries", "too_long": "of at most {max_length} entries", "ours": "{msg}",
-}  # fmt: skip
-"""Bounds by the type of a validator's error."""
 
 
-def told(problem: Mapping[str, Any], body: object) -> tuple[str, str | None]:
-    """An error of a validator in our words, and the name of the field."""
-    kind, context, path = problem["type"], problem.get("ctx", {}), list[str]()
-    for part in problem["loc"][1:]:  # names and places, and between them tags, which are not in the body
-        if isinstance(body, list) and isinstance(part, int):
-            body = body[part] if part < len(body) else None
-        elif isinstance(body, dict) and (part in body or part == problem["loc"][-1]):
-            body = body.get(part)
-        elif problem["loc"][0] == "body":
-            continue
-        path.append(str(part).encode("ascii", "backslashreplace").decode()[:80])
-    where = ".".join(path)
-    if kind == "json_invalid":
-        return f"body: no JSON ({context.get('error', '')}, at character {problem['loc'][-1]})", None
+def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:
+    """An error of pydantic in a line, and the name of the field."""
+    path = [str(part).encode("ascii", "backslashreplace").decode()[:80] for part in problem["loc"][1:]]
+    where = ".".join(part for part in path if part not in (TEXT, IDS))
+    if problem["type"] == "json_invalid":
+        return f"body: no JSON ({problem['ctx']['error']}, at character {where})", None
     if isinstance(problem["input"], bytes):
         return "body: no JSON; send it with Content-Type: application/json", None
-    if kind == "missing":
+    if problem["type"] == "missing":
         return f"{where or 'body'} is missing", where or None
-    words = WORDS.get(kind, "another value ({type})").format(
-        **{"type": kind, "msg": problem["msg"]} | context
-    )
-    if words.startswith("no field"):
-        return f"{where}: {words}", where
-    return f"{where or 'body'} = {short(problem['input'])}, must be {words}", where or None
+    if problem["type"] == "unknown":
+        return f"{where}: {problem['msg']}", where
+    words = problem["msg"].replace("Input should be", "must be")
+    return f"{where or 'body'} = {short(problem['input'])}, {words}", where or None
 
 
 def short(value: object) -> str:

@@ -57,8 +57,8 @@ def made_up(seeds=SEEDS):
         "heldout_bits_per_byte": None,
     }
     drm[-1] |= {"suites": {}, "curve": drm[-1]["curve"][:9]}
-    gla[-1] = {"seed": seeds[-1], "status": "missing", "why": "trained for 310 of 1465 steps"}
-    gla[-1] |= {"heldout_bits_per_byte": None}
+    gla[-1] |= {"status": "missing", "why": "trained for 310 of 1465 steps", "heldout_bits_per_byte": None}
+    gla[-1] |= {"steps": 0, "tokens": 0, "seconds": None, "tokens_per_second": None, "curve": [], "suites": {}}
     ssd = results["designs"]["ssd"]
     ssd["suites"] = {}
     for cell in ssd["cells"]:
@@ -145,7 +145,8 @@ def _calibration():
         confidence = (i + 0.5) / 10
         accuracy = min(1, max(0, confidence + random.gauss(-0.03, 0.02)))
         bins.append({"confidence": confidence, "accuracy": accuracy, "count": round(4000 / (1 + i))})
-    return {"tokens": 11_000, "ece": 0.031, "ece_low": 0.024, "ece_high": 0.037, "brier": 0.612, "bins": bins}
+    interval = {"ece_low": 0.024, "ece_high": 0.037}
+    return interval | {"tokens": 11_000, "ece": 0.031, "ece_calibrated": 0.012, "brier": 0.612, "bins": bins}
 
 
 def _harm(final):

@@ -12,10 +12,10 @@ from perspectron.cli.options import answer, table
 from perspectron.cli.progress import Work
 from perspectron.decode.reading import END_OF_TEXT_ID
 from perspectron.designs.perspective.suites.scans import scan_error
+from perspectron.experts.stats import experts_of, loads, mean, use
 from perspectron.model.config import require
 from perspectron.opening import Opened, open_model
 from perspectron.presets import TOLERANCE, design_of
-from perspectron.train.expert_stats import experts_of, loads, mean, use
 from perspectron.train.heldout import heldout
 from perspectron.train.metrics import measured, read_metrics
 from perspectron.train.recipe import ROWS

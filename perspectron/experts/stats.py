@@ -8,23 +8,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from perspectron.experts import ternary
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.torus import gini, neighbour_pairs
-from perspectron.model.model import LanguageModel
 from perspectron.ops.experts import load
 from perspectron.util.hooks import hooked
 
 
-def experts_of(model: LanguageModel) -> dict[str, RoutedSwiGLU]:
+def experts_of(model: nn.Module) -> dict[str, RoutedSwiGLU]:
     """Layers of experts by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, RoutedSwiGLU)}
 
 
 @contextlib.contextmanager
-def loads(model: LanguageModel) -> Iterator[dict[str, Tensor]]:
+def loads(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Tokens that each expert gets [E], by layer, of all that the model reads meanwhile."""
     layers = experts_of(model)
     found = {name: torch.zeros(len(ffn.gate_EFD), dtype=torch.int64) for name, ffn in layers.items()}
@@ -65,7 +64,7 @@ def use(load_by_layer: dict[str, Tensor]) -> dict[str, dict[str, float]]:
 
 
 @torch.no_grad()
-def matrices(model: LanguageModel) -> dict[str, dict[str, list[float]]]:
+def matrices(model: nn.Module) -> dict[str, dict[str, list[float]]]:
     """Fraction of zeros and scale of each matrix that is, or becomes, ternary: by its name a number per expert."""
     found = {}
     for name, ffn in experts_of(model).items():

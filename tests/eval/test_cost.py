@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from perspectron import build
-from perspectron.eval import contexts, cost_suite, training
-from perspectron.eval.cost_suite import QUICK, Options, compare_costs, lines
+from perspectron.eval import cost, timing
+from perspectron.eval.cost import QUICK, Options, compare_costs, lines, peaks
 from perspectron.eval.subject import Subject
-from perspectron.eval.training import Setting, peaks
+from perspectron.eval.timing import Setting
 from perspectron.model.census import census
 from perspectron.model.config import ModelConfig
 from perspectron.opening import Folder, Opened
@@ -32,7 +32,7 @@ def subject_of(config: ModelConfig) -> Subject:
 
 @pytest.fixture
 def known_peaks(monkeypatch):
-    monkeypatch.setattr(training, "peaks", lambda configs, setting, dtype: dict.fromkeys(configs, 1000))
+    monkeypatch.setattr(cost, "peaks", lambda configs, setting, dtype: dict.fromkeys(configs, 1000))
 
 
 def test_every_design_in_one_run(known_peaks):
@@ -57,9 +57,7 @@ def test_every_design_in_one_run(known_peaks):
 def test_ratios_are_of_times_in_the_same_round(monkeypatch, known_peaks):
     """A machine that is three times as slow in one round changes no ratio."""
     steps = {"gla": [1.0, 3.0, 1.0], "transformer": [0.5, 1.5, 0.5]}
-    monkeypatch.setattr(
-        training, "seconds_per_step", lambda *_: {n: {"bfloat16": s} for n, s in steps.items()}
-    )
+    monkeypatch.setattr(timing, "seconds_per_step", lambda *_: {n: {"bfloat16": s} for n, s in steps.items()})
     results = compare_costs({name: config_of(name) for name in steps}, TINY)
     speed = results["gla"]["to_transformer"]["train_tokens_per_second"]
     assert (speed["median"], speed["low"], speed["high"]) == (0.5, 0.5, 0.5)
@@ -67,7 +65,8 @@ def test_ratios_are_of_times_in_the_same_round(monkeypatch, known_peaks):
 
 
 def test_without_memory_it_says_what_was_not_run(monkeypatch, known_peaks):
-    monkeypatch.setattr(contexts, "free", lambda device: 0)
+    for module in (cost, timing):
+        monkeypatch.setattr(module, "room", lambda device: 0)
     result = compare_costs({"transformer": config_of("transformer")}, TINY)["transformer"]
     assert set(result["skipped"]) == {"16", "128", "training"}
     assert result["decode_ms"] == {"16": None, "128": None} and result["train_tokens_per_second"] is None
@@ -79,10 +78,10 @@ def test_without_memory_it_says_what_was_not_run(monkeypatch, known_peaks):
 def test_a_run_beside_its_twin(known_peaks):
     config = replace(config_of("gla", vocab_size=256, d_model=96, layers=2), name="gla-mine")
     subject = subject_of(config)
-    result = cost_suite.measure(subject, replace(TINY, dtype=None, seq_len=None))
+    result = cost.measure(subject, replace(TINY, dtype=None, seq_len=None))
     assert abs(result["transformer"]["parameters"] / result["parameters"] - 1) <= 0.02
     assert result["conditions"]["dtype"] == "bfloat16" and result["conditions"]["seq_len"] == 16
-    given = cost_suite.measure(subject, replace(TINY, dtype="float32", seq_len=8))["conditions"]
+    given = cost.measure(subject, replace(TINY, dtype="float32", seq_len=8))["conditions"]
     assert given["dtype"] == "float32" and given["seq_len"] == 8
     text = lines(result)
     assert any(line.split()[0] == "128" and "×" in line for line in text)
@@ -90,7 +89,7 @@ def test_a_run_beside_its_twin(known_peaks):
 
 
 def test_a_run_that_has_no_twin(known_peaks):
-    result = cost_suite.measure(subject_of(config_of("gla")), TINY)
+    result = cost.measure(subject_of(config_of("gla")), TINY)
     assert result["transformer"] is None and "params = " in result["no_transformer"]
     assert lines(result)[-1].startswith("no transformer to compare with: params = ")
 
@@ -109,7 +108,7 @@ def test_training_takes_more_memory_than_weights_gradients_and_moments():
 def test_a_process_that_dies_is_told(monkeypatch):
     config = config_of("gla")
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    assert peaks({"a": config}, Setting(1, 8), "float32")["a"].startswith("exit code 1")
+    assert peaks({"a": config}, Setting(1, 8), "float32")["a"].startswith("BrokenProcessPool: ")
 
 
 @pytest.mark.parametrize(
@@ -150,5 +149,5 @@ def test_refused_subjects():
     subject = subject_of(config_of("gla"))
     packed = replace(subject.opened, folder=replace(subject.opened.folder, quant={}))
     with pytest.raises(ConfigError) as error:
-        cost_suite.measure(replace(subject, opened=packed), TINY)
+        cost.measure(replace(subject, opened=packed), TINY)
     assert "must be a run" in str(error.value) and "\n" not in str(error.value)

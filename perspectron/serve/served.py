@@ -1,0 +1,65 @@
+"""A model as it is served: its engine, its states, and the bounds on what one request may ask."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from perspectron.data import Tokenizer
+from perspectron.data.template import Template
+from perspectron.decode.session import Session
+from perspectron.model.config import require
+from perspectron.serve.engine import Engine
+from perspectron.serve.states import States
+
+SHORT = 1 << 13  # characters of a text that is encoded at once
+
+
+@dataclass
+class Served:
+    """A model under its name. states: kept by name; slots: files that llama.cpp's clients save."""
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    states: States
+    slot_files: States
+    largest: int
+    """Tokens that one request may draw."""
+    longest: int = 1 << 20
+    """Tokens that one prompt may have."""
+    template: Template | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    slots: dict[int, Session] = field(default_factory=dict)
+    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Turns of long texts that are encoded."""
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    compiling: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def slot(self, id: int) -> int:
+        """ConfigError: there are not so many slots."""
+        require(
+            0 <= id < self.engine.limit, "id_slot", id, f"≥ 0 and < {self.engine.limit}, the rows there are"
+        )
+        return id
+
+    def readable(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt. ConfigError: more than this server reads of one."""
+        require(len(ids) <= self.longest, "tokens of the prompt", len(ids),
+                f"≤ {self.longest}, what this server reads at most")  # fmt: skip
+        return ids
+
+    async def ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt, as `readable`. A text of some length is encoded beside the loop, two of them at a time,
+        so that a short one waits neither for the loop nor for a thread."""
+        if not isinstance(prompt, str) or len(prompt) <= SHORT:
+            return self.readable(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        def encoded() -> list[int]:
+            ids = list[int]()
+            for piece in self.tokenizer.pieces(prompt):
+                ids += piece
+                self.readable(ids)
+            return ids
+
+        async with self.encoding:
+            return await asyncio.to_thread(encoded)
