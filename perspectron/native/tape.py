@@ -95,6 +95,8 @@ class Tape:
     def __init__(self, bases: Sequence[Tensor]) -> None:
         self.bases = {memory(x): (1 + i, x.data_ptr()) for i, x in enumerate(bases)}
         self.kept, self.used = list[Tensor](), set[int]()
+        self.quantised: tuple[object, ...] = ()
+        """What the last packed product reads, where nothing has been written since."""
         # Packed products: the number of each instruction, what it reads and its result.
         self.products = list[tuple[int, Tensor, Tensor]]()
         self._made = list[np.ndarray]()
@@ -123,6 +125,8 @@ class Tape:
                 raise Unrecordable(f"{code} of {tensor.dtype}")
             self.kept.append(tensor)
             self.used.add(memory(tensor))
+        if self.quantised and self.quantised[0] in (memory(operands[0]), memory(operands[-1])):
+            self.quantised = ()
         self._made.append(made)
 
     def call(self, function: Callable[[], object], read: Sequence[Tensor]) -> None:
@@ -334,7 +338,9 @@ def packed(tape: Tape, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, fo
     operands = (out, contiguous(tape, x), codes, scales.view(torch.uint8))
     axes = Axes.of((1, 1, T, N, K), *[[0] * DIMENSIONS] * len(operands))
     tape.products.append((len(tape), operands[1], out))
-    tape.write("packed", axes, operands, (FORMATS.index(format),))
+    reads = memory(operands[1]), operands[1].data_ptr(), T, K
+    tape.write("packed", axes, operands, (FORMATS.index(format), reads == tape.quantised))
+    tape.quantised = reads
 
 
 def scan(tape: Tape, out: Tensor, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor) -> None:

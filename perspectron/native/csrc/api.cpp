@@ -146,21 +146,27 @@ API void pspx_forked() { forked(); }
 
 API void pspx_poison(int on) { poison.store(on != 0); }
 
-API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
-                     int64_t N, float* y, int threads) {
-  const Kernels& k = kernels();
-  const Matrix m = matrix(codes, scales, format, N, K);
-  threads = useful(threads, bytes_of(m), T);
-  const Tokens tokens = tokens_in_scratch(0, T, K);
-  Claims ready = token_claims(T), rows(m.blocks(), grain(k, m, T, threads));
-  if (T == 1) quantise_all(k, x, tokens, ready);
+namespace {
+
+// y = x Wᵀ of tokens that are quantised already, or of x.
+void multiply_all(const Kernels& k, const float* x, const Tokens& tokens, bool quantised, const Matrix& m, float* y, int threads) {
+  threads = useful(threads, bytes_of(m), tokens.T);
+  Claims ready = token_claims(tokens.T), rows(m.blocks(), grain(k, m, tokens.T, threads));
+  if (tokens.T == 1 && !quantised) quantise_all(k, x, tokens, ready);
   parallel(threads, [&](Team& team) {
-    if (T > 1) {
+    if (tokens.T > 1 && !quantised) {
       quantise_all(k, x, tokens, ready);
       team.barrier();
     }
-    for (int64_t first, last; rows.next(first, last);) k.multiply(m, tokens, first, last, y, N);
+    for (int64_t first, last; rows.next(first, last);) k.multiply(m, tokens, first, last, y, m.N);
   });
+}
+
+}  // namespace
+
+API void pspx_linear(const float* x, int64_t T, int64_t K, const uint8_t* codes, const void* scales, int format,
+                     int64_t N, float* y, int threads) {
+  multiply_all(kernels(), x, tokens_in_scratch(0, T, K), false, matrix(codes, scales, format, N, K), y, threads);
 }
 
 // rows: null, or which row of x and y each token is.
