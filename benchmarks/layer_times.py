@@ -2,7 +2,8 @@
 
 Four layers of perspective-1t, random weights, one distinct expert in each of three; a token goes through all of them
 and the head, which together are more than a processor's cache. The prompt fills the attention window. Every part is
-timed where the modules call it. What takes little time there (RMSNorm, residual, routing) is also timed alone. No bar: the document's times are of a GPU that is not here.
+timed where the modules call it. What takes little time there (RMSNorm, residual, routing) is also timed alone. No bar:
+the document's times are of a GPU that is not here.
 """
 
 import tempfile

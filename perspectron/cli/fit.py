@@ -18,18 +18,18 @@ from perspectron.cli.progress import Work, duration
 from perspectron.data import Shards, Tokenizer
 from perspectron.eval import perplexity
 from perspectron.eval.subject import Subject
-from perspectron.model.config import require
 from perspectron.opening import open_model
 from perspectron.train import checkpoint
 from perspectron.train.config import Layout, RunConfig, launched
 from perspectron.train.estimate import Estimate, require_room
 from perspectron.train.loggers import Kind, logger
-from perspectron.train.loop import CURVE, Trainer, training_batches
+from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import HELDOUT, Metrics, measured, read_metrics
 from perspectron.train.pace import Pace
-from perspectron.train.prepare import prepare
-from perspectron.train.recipe import ROWS, Row, Stage, plan, staged
+from perspectron.train.prepare import prepare, training_batches
 from perspectron.train.resume import how_to_go_on
+from perspectron.util import registry
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError, NonFiniteError, PerspectronError, StorageError
 from perspectron.util.files import locked, plain, remove, write_json
 from perspectron.util.machine import memory_kept, pick_device
@@ -59,7 +59,7 @@ def fit(
     if config.recipe is not None:
         alone = "plain for several processes; leave torchrun out for the stages"
         require(not launched(), "recipe", "staged", alone)
-        plan(run, config)  # what it cannot do, it says before the text is read
+        recipe().plan(run, config)  # what it cannot do, it says before the text is read
     alone = "0 for several processes, which would not drop what one does"
     require(config.model.dropout == 0 or not launched(), "dropout", config.model.dropout, alone)
     device = pick_device(config.train.device)
@@ -192,6 +192,11 @@ def _patience(seconds: float) -> float:
     return max(WHOLE_SECONDS, WHOLE_SHARE * seconds)
 
 
+def recipe() -> Any:
+    """The module of the staged recipe, which a design brings."""
+    return registry.part("recipes", "staged")
+
+
 def _fit_staged(
     run: Path,
     config: RunConfig,
@@ -202,25 +207,26 @@ def _fit_staged(
     console: Console,
     log: Kind,
 ) -> int:
-    def train(trainer: Trainer, stage: Stage) -> int | None:
+    def train(trainer: Trainer, stage: Any) -> int | None:
         console.print(f"{stage.number}  {stage.name}")
         return _fit(trainer, as_json, console, {"stage": stage.name}, log=log)
 
-    def report(row: Row) -> None:
+    def report(row: dict[str, Any]) -> None:
         if as_json:
             print(json.dumps(row), flush=True)
         console.print(stage_line(row))
 
-    stopped = staged(run, config, tokenizer, shards, fit=train, report=report, allow_changed=allow_changed)
+    options = {"fit": train, "report": report, "allow_changed": allow_changed}
+    stopped: int | None = recipe().staged(run, config, tokenizer, shards, **options)
     if stopped is not None:
         with contextlib.suppress(OSError):  # of a terminal that was closed
             console.print(f"stopped and saved; resume with: perspectron train --resume {run}")
         return 128 + stopped
-    console.print(f"stages: {run / ROWS}; curve: {run / CURVE}")
+    console.print(f"stages: {run / recipe().ROWS}; curve: {run / CURVE}")
     return 0
 
 
-def stage_line(row: Row) -> str:
+def stage_line(row: dict[str, Any]) -> str:
     """The end of a stage, in words."""
     text = f"   {row['stage']}: held-out {row['heldout_bits_per_byte']:.3f} bits per byte"
     if row["layers"]:

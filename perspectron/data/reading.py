@@ -36,52 +36,20 @@ def _zstd(path: Path) -> Any:
     )
 
 
-class Undecodable(DataError):
-    """Bytes that are not of the encoding that was named. offset: of the first of them."""
-
-    def __init__(self, path: Path, offset: int, encoding: str) -> None:
-        super().__init__(f"{path}: byte {offset:,} is not {encoding}")
-        self.offset = offset
-
-
 class Recoded(io.RawIOBase):
-    """Bytes of a file as UTF-8, read forwards. cut: those at its end that are no whole character."""
+    """Text of an encoding as bytes of UTF-8, read forwards."""
 
-    def __init__(self, path: Path, file: io.BufferedIOBase, encoding: str) -> None:
-        self.cut = 0
-        self._path, self._file, self._encoding = path, file, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._rest, self._at, self._read = b"", 0, 0
+    def __init__(self, file: Any, encoding: str) -> None:
+        self._text = io.TextIOWrapper(file, encoding, newline="")
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if whence or offset < self._at:
-            raise io.UnsupportedOperation("text of another encoding is read forwards")
-        while self._at < offset and self.read(min(offset - self._at, PIECE)):
-            pass
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
-        while not self._rest and (block := self._file.read(PIECE)):
-            waiting = len(self._decoder.getstate()[0])
-            try:
-                self._rest = self._decoder.decode(block).encode()
-            except UnicodeError as error:
-                start = getattr(error, "start", 0)  # a lone surrogate, say, has no place in the bytes
-                raise Undecodable(self._path, self._read - waiting + start, self._encoding) from None
-            self._read += len(block)
-        self.cut = 0 if self._rest else len(self._decoder.getstate()[0])
+        self._rest = self._rest or self._text.read(PIECE).encode()
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        self._at += count
         return count
 
 
@@ -97,21 +65,28 @@ def reading(path: Path, encoding: str = "") -> Iterator[io.BufferedIOBase]:
             if path.suffix in COMPRESSED:
                 unpacked = gzip.GzipFile(fileobj=file) if zstd is None else zstd.ZstdFile(file)
                 file = stack.enter_context(unpacked)
-            yield io.BufferedReader(Recoded(path, file, encoding)) if encoding else file
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, *broken) as error:
+            yield io.BufferedReader(Recoded(file, encoding)) if encoding else file
+    except (OSError, EOFError, zlib.error, UnicodeError, *broken) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+def _forward(file: io.BufferedIOBase, offset: int) -> None:
+    """Go to an offset of a file that was just opened."""
+    if file.seekable():
+        file.seek(offset)
+        return
+    while offset and (block := file.read(min(offset, PIECE))):
+        offset -= len(block)
 
 
 class Text(NamedTuple):
     """The text of a file. size: its bytes as UTF-8; None where it is no text. cut: bytes after them, of a character
-    that the end of the file cuts off. offset: of the first byte that is no text. encoding: what would read it, by its
-    looks. why: what is wrong, without the offset."""
+    that the end of the file cuts off. why: what is wrong. offset: of the first byte that is, where it is known."""
 
     size: int | None
     cut: int = 0
-    offset: int = 0
-    encoding: str = ""
     why: str = ""
+    offset: int | None = None
 
 
 def examined(path: Path, encoding: str = "") -> Text:
@@ -124,66 +99,47 @@ def examined(path: Path, encoding: str = "") -> Text:
                 waiting, nul = len(decoder.getstate()[0]), block.find(0)
                 text = decoder.decode(block if nul < 0 else block[:nul])
                 if nul >= 0:
-                    return _no_text(path, encoding, at + nul, f"a NUL byte, not {encoding or 'UTF-8'} text")
+                    why = f"a NUL byte, not {encoding or 'UTF-8'} text"
+                    return Text(None, 0, _with_mark(path, why), at + nul)
                 at, plain = at + len(block), plain and text.isascii()
         except UnicodeDecodeError as error:
-            return _no_text(path, encoding, at - waiting + error.start, "not UTF-8 text")
-        except Undecodable as error:
-            return Text(None, offset=error.offset, why=f"not {encoding}")
-        if (cut := len(decoder.getstate()[0])) and plain:
-            return _no_text(path, encoding, at - cut, "not UTF-8 text")
-        raw = getattr(file, "raw", None)
-        return Text(at - cut, raw.cut if isinstance(raw, Recoded) else cut)
+            if encoding:
+                return Text(None, 0, f"not {encoding}: {error.reason}")
+            return Text(None, 0, _with_mark(path, "not UTF-8 text"), at - waiting + error.start)
+        except UnicodeError as error:
+            return Text(None, 0, f"not {encoding}: {error}")
+        cut = len(decoder.getstate()[0])
+        return Text(None, 0, "not UTF-8 text", at - cut) if cut and plain else Text(at - cut, cut)
 
 
-def _no_text(path: Path, encoding: str, offset: int, why: str) -> Text:
-    """A file that is no text, with a guess of what it is."""
+def _with_mark(path: Path, why: str) -> str:
+    """What is wrong with a file, and its encoding where its first bytes are the mark of one."""
     with reading(path) as file:
-        head = file.read(4096)
-        file.seek(max(0, offset - 2048))
-        near = file.read(4096)
-    looks = "" if encoding else _looks(head, near)
-    return Text(None, 0, offset, looks, f"{why}, it looks like {looks}" if looks else why)
-
-
-def _looks(head: bytes, near: bytes) -> str:
-    """The encoding that a text looks like by its first bytes and those at a fault; "" for none."""
-    for marks, name in (
-        ((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-32"),
-        ((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "utf-16"),
-    ):
+        head = file.read(4)
+    for name, marks in _MARKS.items():
         if head.startswith(marks):
-            return name
-    even, odd = (head[i::2].count(0) for i in (0, 1))
-    if len(head) >= 16 and max(even, odd) > 0.2 * len(head) and min(even, odd) < 0.01 * len(head):
-        return "utf-16-le" if odd > even else "utf-16-be"
-    if any(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in head + near):
-        return ""
-    if sum(byte > 127 for byte in near) > 0.3 * len(near):  # Cyrillic, say: too many kinds to guess
-        return ""
-    return "cp1252" if any(0x80 <= byte < 0xA0 for byte in near) else "latin-1"
+            return f"{why}, it looks like {name}"
+    return why
 
 
-def iconv_name(encoding: str) -> str:
-    """An encoding as iconv calls it."""
-    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
-    return "LATIN1" if name == "LATIN-1" else name
+_MARKS = {  # utf-32 first: its mark begins with that of utf-16
+    "utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
-def refusal(path: Path, text: Text) -> str:
+def refusal(path: Path, text: Text, encoding: str = "") -> str:
     """The words for a file that is no text: what is wrong, where, and what would read it."""
-    said = f"{path}: {text.why}, at byte {text.offset:,}"
-    if not text.encoding:
-        return said
-    name = iconv_name(text.encoding)
-    said += f": --encoding {text.encoding} reads it (or the source {path}#encoding={text.encoding})"
-    return said if path.suffix in COMPRESSED else f"{said}; or: iconv -f {name} -t UTF-8 {path} > NEW.txt"
+    where = "" if text.offset is None else f", at byte {text.offset:,}"
+    names = text.why.partition("it looks like ")[2] or "latin-1, cp1252 or what it is"
+    hint = "" if encoding else f": --encoding {names} reads it (or the source {path}#encoding=NAME)"
+    return f"{path}: {text.why}{where}{hint}"
 
 
 def pieces(path: Path, begin: int, end: int, encoding: str = "") -> Iterator[tuple[int, str]]:
     """Text of bytes [begin, end) as (offset, text of at most PIECE bytes), cut at line ends if it has any."""
     with reading(path, encoding) as file:
-        file.seek(begin)
+        _forward(file, begin)
         rest = b""
         while begin < end:
             wanted = min(PIECE, end - begin)
@@ -210,7 +166,7 @@ def border_at(path: Path, size: int, target: int, encoding: str = "") -> int:
     """The line end nearest to `target` in the first `size` bytes of a file, with text on both sides."""
     low, target = max(target - PIECE, 0), min(max(target, 0), size)
     with reading(path, encoding) as file:
-        file.seek(low)
+        _forward(file, low)
         near = file.read(min(target + PIECE, size) - low)
     lines = [i + 1 for i in (near.rfind(b"\n", 0, target - low), near.find(b"\n", target - low)) if i >= 0]
     inside = [low + i for i in lines if 0 < low + i < size]

@@ -1,9 +1,9 @@
 """The process that renders a chat template of a stranger, under limits that the kernel keeps.
 
 perspectron.data.template starts this file as a script: it imports no part of perspectron, and no torch. Requests come
-on standard input and answers go to standard output, each as JSON after its length in four bytes: first the template,
-which is answered by the names that it uses, then the values of those names, answered by the text. It ends with its
-input, so with the process that started it.
+on standard input and answers go to standard output, each a line of JSON: first the template, which is answered by the
+names that it uses, then the values of those names, answered by the text. It ends with its input, so with the process
+that started it.
 """
 
 import contextlib
@@ -100,35 +100,33 @@ def answered(
     request: bytes, template: jinja2.Template | None
 ) -> tuple[dict[str, Any], jinja2.Template | None]:
     """The answer to a request, and the template that the next one is for."""
-    asked = json.loads(request.decode("utf-8", "surrogatepass"))
+    value = json.loads(request)
     if template is not None:
-        return {"text": rendered(template, asked)}, template
+        return {"text": rendered(template, value)}, template
     made = environment()
-    names = sorted(meta.find_undeclared_variables(made.parse(asked)))
-    return {"names": names}, made.from_string(asked)
+    names = sorted(meta.find_undeclared_variables(made.parse(value)))
+    return {"names": names}, made.from_string(value)
 
 
 def main() -> None:
     """Answer requests until there are no more. A request that takes too long ends this process: what the kernel's
     timer does, no template can put off."""
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
-    source, target, template = sys.stdin.buffer, sys.stdout.buffer, None
+    template = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     held = hold(memory)
-    while len(head := source.read(4)) == 4:
-        request = source.read(int.from_bytes(head, "big"))
+    for request in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             answer, template = answered(request, template)
+            line = json.dumps({**answer, "held": held})
         except MemoryError:
-            answer = {"error": f"it takes over {memory >> 20} MiB of memory"}
+            line = json.dumps({"error": f"it takes over {memory >> 20} MiB of memory"})
         except RecursionError:
-            answer = {"error": "it is nested too deeply"}
+            line = json.dumps({"error": "it is nested too deeply"})
         except Exception as error:  # whatever a template does with what it is given
-            answer = {"error": (str(error) or type(error).__name__)[:2000]}
-        data = json.dumps({**answer, "held": held}, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        target.write(len(data).to_bytes(4, "big") + data)
-        target.flush()
+            line = json.dumps({"error": (str(error) or type(error).__name__)[:2000]})
+        print(line, flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 

@@ -63,8 +63,8 @@ def open_table(path: Path, shares: Shares, fields: Fields, encoding: str = "") -
         identity = fingerprint(kind, [*lines, *filter(None, [encoding])])
         return Records(str(path), identity, shares, [table], fields).settle()
     except DataError:
-        if not path.name.lower().endswith(PARQUET) and (text := examined(path, encoding)).encoding:
-            raise DataError(refusal(path, text)) from None
+        if not path.name.lower().endswith(PARQUET) and (text := examined(path, encoding)).size is None:
+            raise DataError(refusal(path, text, encoding)) from None
         raise
 
 

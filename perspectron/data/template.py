@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perspectron.model.config import require
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 from perspectron.util.files import read_text, write_text
 
@@ -171,39 +170,37 @@ class _Renderer:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            line = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise _Failed(f"they are not of JSON: {error}") from None
+        late = threading.Timer(STANDSTILL, process.kill)
         try:
-            process.stdin.write(len(data).to_bytes(4, "big") + data)
+            late.start()
+            process.stdin.write(line)
             process.stdin.flush()
-            waiting = select.poll()
-            waiting.register(process.stdout, select.POLLIN)
-            if not waiting.poll(1000 * STANDSTILL):
-                raise TimeoutError
-            head = process.stdout.read(4)
-            answer = process.stdout.read(int.from_bytes(head, "big"))
-            if len(head) < 4 or len(answer) < int.from_bytes(head, "big"):
+            answer = process.stdout.readline()
+            if not answer.endswith(b"\n"):
                 raise BrokenPipeError
         except BaseException as error:  # an answer that nobody takes would be that of the next request
             process.kill()
             code = process.wait()
             if not isinstance(error, OSError):
                 raise
-            late = isinstance(error, TimeoutError)
-            why = f"it takes over {STANDSTILL:g} s" if late else _why(code)
-            raise _Failed(why) from None
-        found: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+            raise _Failed(_why(code)) from None
+        finally:
+            late.cancel()
+        found: dict[str, Any] = json.loads(answer)
         if "error" in found:
             raise _Failed(found["error"])
         return found
 
 
 def _why(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"it takes over {SECONDS:g} s"
-    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"the process that renders it ended with {name}"
+    limits = {
+        -signal.SIGPROF: f"it takes over {SECONDS:g} s",
+        -signal.SIGKILL: f"it takes over {STANDSTILL:g} s",
+    }
+    return limits.get(code, f"the process that renders it ended with {code}")
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:

@@ -97,7 +97,7 @@ def open_file(path: Path, shares: Shares, encoding: str = "") -> Corpus:
     lines = [str(path.resolve()), str(shares), facts(path.name, path), *filter(None, [encoding])]
     text = examined(path, encoding)
     if text.size is None:
-        raise DataError(refusal(path, text))
+        raise DataError(refusal(path, text, encoding))
     if not text.size:
         raise DataError(f"{path}: empty, there is no text in it")
     part = Part(path, path.name, encoding, end=text.size, cut=text.cut)

@@ -102,8 +102,8 @@ def linear(x_TK: Tensor, codes: Tensor, scales: Tensor, format: str, N: int) -> 
 
 
 class SwiGLU:
-    """W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again. Matrices are pairs of codes and scales; they
-    are checked once and stay where they are."""
+    """W_down (silu(W_gate x) · (W_up x)), the hidden vector quantised again. Matrices are pairs of codes and scales,
+    which are checked once and stay where they are."""
 
     def __init__(self, gate: Pair, up: Pair, down: Pair, format: str, F: int, D: int) -> None:
         self._kept, self._width, pointers = (gate, up, down), D, []

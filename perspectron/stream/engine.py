@@ -15,7 +15,6 @@ from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.quant.linear import QuantEmbedding, QuantLinear
@@ -28,6 +27,7 @@ from perspectron.stream.experts import PackedExperts
 from perspectron.stream.reader import Method, ShardFile
 from perspectron.stream.speed import METHODS, Disk, probe
 from perspectron.stream.usage import Usage
+from perspectron.util.config import require
 from perspectron.util.errors import ArtifactError, ConfigError, DataError
 from perspectron.util.files import cache_folder
 from perspectron.util.machine import free_memory, return_memory

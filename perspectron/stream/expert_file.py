@@ -54,8 +54,8 @@ class Shard:
     @cached_property
     def network(self) -> native.SwiGLU:
         """The expert as the native library has it."""
-        pairs = [(matrix.codes, matrix.scales) for matrix in self]
-        return native.SwiGLU(*pairs, self.gate.format, *self.gate.shape)
+        gate, up, down = ((matrix.codes, matrix.scales) for matrix in self)
+        return native.SwiGLU(gate, up, down, self.gate.format, *self.gate.shape)
 
 
 @dataclass(frozen=True)

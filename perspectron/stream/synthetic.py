@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from perspectron.data.tokenizer import Tokenizer
 from perspectron.experts.router import RoutedConfig
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.model import LanguageModel
 from perspectron.ops import packing
 from perspectron.ops.packing import LAYOUTS, Packed
@@ -30,6 +30,7 @@ from perspectron.stream.engine import StreamedModel
 from perspectron.stream.expert_file import ExpertLayout, Shard, write_layer
 from perspectron.stream.plan import everywhere
 from perspectron.stream.tensors import Spec
+from perspectron.util.config import require
 from perspectron.util.errors import StorageError
 
 PIECE = 1 << 24  # bytes drawn at once
@@ -147,7 +148,8 @@ def _begin(model: LanguageModel, random: torch.Generator) -> None:
     a module says itself."""
     for module in model.modules():
         packed = ("codes", "scales") if isinstance(module, QuantLinear | QuantEmbedding) else ()
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and name not in packed:
                     made = torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perspectron.data import Split
-from perspectron.model.config import dump
 from perspectron.train.config import RunConfig
+from perspectron.util.config import dump
 
 Kind = Literal["", "tensorboard", "wandb", "trackio"]
 PROJECT = "perspectron"
@@ -85,20 +85,20 @@ def _wandb(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], o
     """Log into RUN/wandb; WANDB_MODE=offline keeps it there."""
     import wandb
 
-    begun = wandb.init(
-        project=PROJECT, name=run.name, id=config.id, resume="allow", dir=str(run), config=dump(config)
-    )
-    return lambda values, step: begun.log(values, step=step), begun.finish
+    return _begun(wandb, config, name=run.name, id=config.id, dir=str(run))
 
 
 def _trackio(run: Path, config: RunConfig, step: int) -> tuple[Log, Callable[[], object]]:
     """Log into Trackio's own folder on this machine (TRACKIO_DIR)."""
     import trackio
 
-    begun = trackio.init(
-        project=PROJECT, name=f"{run.name}-{config.id[:8]}", config=dump(config), resume="allow", embed=False,
-        auto_log_cpu=False, auto_log_gpu=False,
-    )  # fmt: skip
+    quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    return _begun(trackio, config, name=f"{run.name}-{config.id[:8]}", **quiet)
+
+
+def _begun(library: Any, config: RunConfig, **options: Any) -> tuple[Log, Callable[[], object]]:
+    """Log by wandb, or by what has its interface."""
+    begun = library.init(project=PROJECT, config=dump(config), resume="allow", **options)
     return lambda values, step: begun.log(values, step=step), begun.finish
 
 

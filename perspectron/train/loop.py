@@ -17,7 +17,6 @@ from perspectron.experts import ternary
 from perspectron.experts.router import RoutedConfig
 from perspectron.experts.stats import matrices, means
 from perspectron.model.block import Block
-from perspectron.model.config import require
 from perspectron.model.model import LanguageModel, build
 from perspectron.model.parts import Dropout
 from perspectron.train import checkpoint, lora
@@ -29,9 +28,11 @@ from perspectron.train.heldout import Heldout, heldout
 from perspectron.train.metrics import Metrics, draw, draw_terms, forget, noting, read_metrics
 from perspectron.train.optim import falls_at, freeze, learning_rate, optimizer_of
 from perspectron.train.pace import Pace
-from perspectron.train.resume import resume
+from perspectron.train.prepare import training_batches
+from perspectron.train.resume import resume, set_aside
 from perspectron.util import ranks
-from perspectron.util.errors import CheckpointError, DataError, NonFiniteError
+from perspectron.util.config import require
+from perspectron.util.errors import CheckpointError, NonFiniteError
 from perspectron.util.files import locked, sweep, write_json
 from perspectron.util.hooks import first_non_finite
 from perspectron.util.machine import in_large_pages, pick_device, signals
@@ -82,12 +83,12 @@ class Trainer:
         return training_batches(self.config, self.shards)
 
     def build(self) -> None:
-        """Create `model` with the weights of the run's seed, and `teacher`, on the device."""
+        """Create `model` and `teacher` on the device."""
         train = self.config.train
         positions = self.config.model.positions or train.seq_len
         require(train.seq_len <= positions, "seq_len", train.seq_len, f"≤ positions = {positions}")
         torch.manual_seed(train.seed)
-        self.model = build(self.config.model, train.seed).to(self.device)
+        self.model = self.new_model()
         self.model.recompute = train.recompute
         freeze(self.model, train.only)
         if train.lora:
@@ -98,6 +99,10 @@ class Trainer:
         if train.teacher:
             weight, temperature = train.teacher_mix or train.teacher_weight, train.teacher_temperature
             self.teacher = Teacher(Path(train.teacher), self.tokenizer, self.device, weight, temperature)
+
+    def new_model(self) -> LanguageModel:
+        """The model, with the weights of the run's seed."""
+        return build(self.config.model, self.config.train.seed).to(self.device)
 
     def wrap(self) -> None:
         """Set `forward`, which a step calls, and `optimizer`. Parameters may be replaced here, by shards of them say:
@@ -139,10 +144,19 @@ class Trainer:
 
     def restored(self) -> tuple[checkpoint.Checkpoint | None, CheckpointError | None]:
         """Fill the model and the optimizer as `train.resume` does."""
+        self.sweep()
+        unchanged = None if self.allow_changed else self.config
+        aside = set_aside if self.first else lambda path, why: None
+        return resume(self.run_dir, self.restore, self.ended, unchanged, aside)
+
+    def sweep(self) -> None:
+        """Remove what a killed process left."""
         for place in (self.run_dir, checkpoint.folder(self.run_dir)):
             sweep(place)
-        unchanged = None if self.allow_changed else self.config
-        return resume(self.run_dir, self.model, self.tokenizer, self.optimizer, self.ended, unchanged)
+
+    def restore(self, newest: checkpoint.Checkpoint) -> None:
+        """Fill the model, the optimizer and the random state. CheckpointError: it is damaged, or another model's."""
+        checkpoint.restore(newest, self.model, self.tokenizer, self.optimizer)
 
     def start_from(self, run: Path) -> None:
         """Take the weights of another run."""
@@ -349,28 +363,6 @@ class Trainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def training_batches(config: RunConfig, shards: Shards, rank: int = 0, world_size: int = 1) -> Loader:
-    """A loader of a rank's rows, at the run's first batch. DataError when the text is too short for one window."""
-    train, split = config.train, shards.split("train")
-    if split.tokens <= train.seq_len:
-        more = f"about {-(-(train.seq_len + 1) * split.text_bytes // max(1, split.tokens)):,} bytes of text"
-        bytes_do = f", --set vocab_size=257 (a token for each of its {split.text_bytes} bytes)"
-        smaller = bytes_do if split.text_bytes > train.seq_len else ""
-        raise DataError(
-            f"{train.data}: {split.tokens} tokens, need at least {train.seq_len + 1} (seq_len + 1): "
-            f"{more}{smaller}, or --seq-len {max(1, split.tokens // 2)}"
-        )
-    return Loader(
-        split,
-        rank=rank,
-        world_size=world_size,
-        batch_size=train.batch_size,
-        seq_len=train.seq_len,
-        seed=train.seed,
-        order=config.order,
-    )
 
 
 def compiled(model: LanguageModel) -> Callable[..., Any]:

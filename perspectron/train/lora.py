@@ -2,7 +2,7 @@
 linear layers. A checkpoint has the merged weights, as any other, and in its training state what goes on being trained.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from perspectron.data.loader import Batch
-from perspectron.model.config import assignment, at_least, one_of, require
 from perspectron.model.model import LanguageModel
+from perspectron.util.config import assignment, at_least, load, require
 from perspectron.util.errors import CheckpointError, ConfigError
 from perspectron.util.hooks import hooked
 
@@ -38,16 +38,7 @@ class LoraConfig:
     @classmethod
     def parse(cls, text: str) -> "LoraConfig":
         """ConfigError, naming the field, for what is no such text."""
-        values: dict[str, Any] = {}
-        known = {item.name: item.type for item in fields(cls)}
-        for part in filter(None, text.split(",")):
-            name, value = assignment(part.strip())
-            kind = known[one_of(name, known, "lora")]
-            value = float(value) if kind is float and type(value) is int else value
-            value = "" if kind is str and not isinstance(value, str) else value
-            require(type(value) is kind, f"lora: {name}", value, f"of type {getattr(kind, '__name__', kind)}")
-            values[name] = value
-        return cls(**values)
+        return load(cls, dict(assignment(part.strip()) for part in filter(None, text.split(","))), "lora")
 
 
 def adapt(model: LanguageModel, config: LoraConfig, sample: Batch) -> None:

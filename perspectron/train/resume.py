@@ -6,15 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from perspectron.data.tokenizer import Tokenizer
-from perspectron.model.config import dump, unlike
-from perspectron.model.model import LanguageModel
 from perspectron.train import checkpoint
 from perspectron.train.checkpoint import Checkpoint
 from perspectron.train.config import RunConfig
 from perspectron.train.optim import falls_at
+from perspectron.util.config import dump, unlike
 from perspectron.util.errors import CheckpointError, ConfigError, StorageError
 from perspectron.util.files import remove
 
@@ -60,25 +56,20 @@ def changes(saved: RunConfig, config: RunConfig) -> list[str]:
 
 def resume(
     run: Path,
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    optimizer: torch.optim.Optimizer,
+    restore: Callable[[Checkpoint], None],
     ended: Sequence[Path] = (),
     config: RunConfig | None = None,
-    *,
-    restore: Callable[..., None] = checkpoint.restore,
     set_aside: Callable[[Path, str], None] = set_aside,
 ) -> tuple[Checkpoint | None, CheckpointError | None]:
     """Restore the newest checkpoint that verifies and set damaged newer ones aside, so that no good one is dropped for
     their sake: (it, or None of a run without checkpoints; the first damage). Those that `ended` the run before it had
     more steps are passed over, and then set aside too. CheckpointError, and nothing changed, when none verifies;
-    ConfigError, and no file changed, when it was trained by another config than `config`. restore, set_aside: how ranks
-    that train together do these."""
+    ConfigError, and no file changed, when it was trained by another config than `config`."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed([path for path in checkpoint.paths(run) if path not in ended]):
         try:
             newest = checkpoint.read(path)
-            restore(newest, model, tokenizer, optimizer)
+            restore(newest)
         except CheckpointError as error:
             damaged.append((path, error))
             continue

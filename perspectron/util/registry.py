@@ -25,7 +25,8 @@ class Design:
     package: the folder's, `__name__` in its `__init__`. about: one line. source: the page or paper that describes it.
     mixers, heads: classes by kind. presets: a module that enters designs and presets (`perspectron.presets.table`).
     ablations: a table of `perspectron.compare.ablations.Ablation` by design. suites: modules of `perspectron eval
-    --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of decoding. cases: of `perspectron selftest`.
+    --suite NAME`. commands: of `perspectron DESIGN NAME`. hooks: of decoding. recipes: modules
+    of `perspectron train --recipe NAME`, with its `plan` and `staged`. cases: of `perspectron selftest`.
     titles: names as people write them, of designs and mixers whose keys differ.
     """
 
@@ -39,6 +40,7 @@ class Design:
     suites: Table = field(default_factory=dict)
     commands: Table = field(default_factory=dict)
     hooks: Table = field(default_factory=dict)
+    recipes: Table = field(default_factory=dict)
     cases: Table = field(default_factory=dict)
     titles: Mapping[str, str] = field(default_factory=dict)
 
@@ -48,7 +50,7 @@ class Design:
 
 
 TABLES = [item.name for item in fields(Design) if item.default_factory is dict]
-SHARED = ("mixers", "heads", "suites", "hooks")
+SHARED = ("mixers", "heads", "suites", "hooks", "recipes")
 """Tables in which a name stands once among all designs."""
 _designs: dict[str, Design] = {}
 

@@ -172,7 +172,7 @@ def test_an_interrupted_answer_is_never_that_of_the_next_prompt(monkeypatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("perspectron.data.template.select.poll", interrupted)
+        patch.setattr("perspectron.data.template.threading.Timer.start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.question("first")
     assert template.question("second").startswith("### user\nsecond")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from perspectron.experts.align import arrange, changes, cost, distances, embed
+from perspectron.designs.perspective.align import arrange, changes, cost, distances, embed
 from perspectron.experts.torus import cells, hops, lattice
 
 

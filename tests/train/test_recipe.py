@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 
 import perspectron
 from perspectron.cli.main import main
-from perspectron.experts.align import distances
-from perspectron.experts.stats import delta, experts_of, loads, matrices, numbers
+from perspectron.designs.perspective.align import distances
+from perspectron.designs.perspective.recipe import clone, plan, routed_in, seed_of, staged, with_experts
+from perspectron.designs.perspective.stats import delta, loads, numbers
+from perspectron.experts.stats import experts_of, matrices
 from perspectron.experts.ternary import trits
-from perspectron.model.config import dump
 from perspectron.model.ffn import SwiGLUConfig, TiedConfig
 from perspectron.model.model import build
 from perspectron.train import checkpoint
 from perspectron.train.config import RunConfig, StagedConfig, TrainConfig
 from perspectron.train.metrics import read_metrics
-from perspectron.train.recipe import clone, plan, routed_in, seed_of, staged, with_experts
+from perspectron.util.config import dump
 from perspectron.util.errors import ConfigError
 from tests.waiting import PATIENCE
 
@@ -157,11 +158,11 @@ KILLER = """
 import json, os, random, sys, traceback
 from pathlib import Path
 import torch
-from perspectron.model.config import load
+from perspectron.util.config import load
 from perspectron.data import Tokenizer, open_shards
 from perspectron.train.config import RunConfig
 from perspectron.train.loop import Trainer
-from perspectron.train.recipe import staged
+from perspectron.designs.perspective.recipe import staged
 from tests.train.killing import dies_in
 torch.set_num_threads(1)
 run, data, config, kills = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])

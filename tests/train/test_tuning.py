@@ -17,7 +17,6 @@ from perspectron.data import IGNORE, Batch, Loader, Tokenizer, encode, open_corp
 from perspectron.data.template import FILE, Template
 from perspectron.decode.generate import generate
 from perspectron.decode.sampling import SamplingConfig
-from perspectron.model.config import load
 from perspectron.model.ffn import SwiGLU
 from perspectron.model.model import build
 from perspectron.opening import open_model
@@ -25,6 +24,7 @@ from perspectron.train import checkpoint, lora
 from perspectron.train.config import TrainConfig
 from perspectron.train.loop import read_metrics
 from perspectron.train.lora import LoraConfig
+from perspectron.util.config import load
 from perspectron.util.errors import ConfigError, DataError
 
 PAIRS = [(f"What is {a} and {b}?", f"It is {a + b}.") for a in range(9) for b in range(9)]
@@ -180,8 +180,8 @@ def test_only_adapters_of_the_targets_learn() -> None:
     [
         ("rank=0", "rank = 0, must be ≥ 1"),
         ("rank=10000", r"lora: rank = 10000, must be ≤ \d+, the width of blocks\.0\."),
-        ("rank=x", "lora: rank = 'x', must be of type int"),
-        ("size=3", "lora = 'size', must be one of rank, alpha, targets"),
+        ("rank=x", "lora.rank = 'x', must be of type int"),
+        ("size=3", "lora: key = 'size', must be one of rank, alpha, targets"),
         ("rank", "must be KEY=VALUE"),
         ("targets=nope", "lora: targets = 'nope', must be of .*qkv_proj"),
     ],

@@ -23,6 +23,7 @@ register(
             "adapt": "commands.adapt:Adapt",
         },
         hooks={},
+        recipes={"staged": "recipe"},
         cases={"eligibility": "cases:cases"},
         titles={
             "perspective": "Perspective",

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from perspectron.data import Shards, Tokenizer
-from perspectron.experts.align import arrange, distances
+from perspectron.designs.perspective.align import arrange, distances
+from perspectron.designs.perspective.stats import delta, loads, mean, numbers, use
 from perspectron.experts.layer import RoutedSwiGLU
 from perspectron.experts.router import RoutedConfig
-from perspectron.experts.stats import delta, experts_of, loads, mean, numbers, use
+from perspectron.experts.stats import experts_of
 from perspectron.experts.torus import hops
 from perspectron.model.block import Block
-from perspectron.model.config import ModelConfig, require
+from perspectron.model.config import ModelConfig
 from perspectron.model.ffn import SwiGLU, SwiGLUConfig, TiedConfig
 from perspectron.model.model import LanguageModel, build
 from perspectron.train import checkpoint
@@ -32,6 +33,7 @@ from perspectron.train.config import RunConfig
 from perspectron.train.heldout import heldout
 from perspectron.train.loop import CURVE, Trainer
 from perspectron.train.metrics import draw, read_metrics
+from perspectron.util.config import require
 from perspectron.util.errors import CheckpointError
 from perspectron.util.files import read_json, write_json
 
