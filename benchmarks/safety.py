@@ -17,12 +17,12 @@ from facts import QUICK, SIZES, STEPS, TRAIN, classed, prepared, trained
 from torch import Tensor
 
 from perspectron.data import IGNORE, windows
-from perspectron.decode.projection import Faces, faces, project
+from perspectron.designs.perspective.projection import Faces, faces, project
 from perspectron.designs.perspective.safety import Polytope, fit, of_tokens, states
 from perspectron.opening import Opened
 from perspectron.util.files import plain
 
-TESTS = ("tests/decode/test_safety.py",)
+TESTS = ("tests/designs/perspective/test_safety.py",)
 ALPHA = 0.02
 DOCUMENT = {"half-spaces": 500, "sweeps": 5}
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from perspectron.cli.options import needs, open_model, perspectives_of, say, size
-from perspectron.model.config import require
 from perspectron.ops.experts import FEW
+from perspectron.util.config import require
 from perspectron.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Serve:
     """Ask several views of the experts where a model is unsure; each choice of an answer then carries their verdict on
     each token. Prompt prefixes are not shared."""
     calibration: Path | None = None
-    """File that `perspectives calibrate` wrote for the model (default: fixed thresholds)."""
+    """File that `perspective views` wrote for the model (default: fixed thresholds)."""
     cache: str | None = None
     """Memory for the experts of an artifact, such as 512M or 2G (default: the free memory)."""
 
@@ -174,7 +174,7 @@ class Serve:
         if isinstance(template, Refused):
             print(f"perspectron: {name}: no chat; {template.why}", file=sys.stderr)
         store = None
-        if looks is None:  # with perspectives, rows read their prompts themselves
+        if not looks:  # with perspectives, rows read their prompts themselves
             store = PrefixStore(
                 opened.model,
                 memory_bytes=size(self.memory, "memory"),
@@ -183,7 +183,7 @@ class Serve:
             )
         engine = Engine(
             opened.model, opened.tokenizer, store=store, rows=self.rows, queue=self.queue,
-            together=False if self.deterministic else None, perspectives=looks,
+            together=False if self.deterministic else None, hooks=looks,
         )  # fmt: skip
         kept, slots = (States(folder / kind / name) for kind in ("states", "slots"))
         return Served(

@@ -15,8 +15,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from perspectron.model.config import require
 from perspectron.model.state import LMState, Stateful, read_state, write_state
+from perspectron.util.config import require
 from perspectron.util.errors import PerspectronError, StateError, StorageError
 from perspectron.util.files import locked, remove, sweep, temporary_beside
 from perspectron.util.schema import checked

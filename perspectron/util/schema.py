@@ -19,3 +19,5 @@ def checked(value: Any, kind: Any, error: type[PerspectronError], where: object)
         if field == "format" and (config := getattr(kind, "__struct_config__", None)):
             what += f", must be {config.tag!r}: files of other versions are not read"
         raise error(f"{where}: {f'{field}: ' if field else ''}{what}") from None
+    except UnicodeEncodeError:
+        raise error(f"{where}: a string has half of a surrogate pair, which is no text") from None

@@ -1,0 +1,138 @@
+"""`perspectron perspective adapt`, and `generate` under an adapter."""
+
+import json
+
+import pytest
+import torch
+
+from perspectron.cli.main import main
+from perspectron.designs.perspective.adapt import AdaptConfig, Adapter
+from perspectron.opening import load
+from tests.cli.small import SIZES
+
+STEPS = "--steps 3 --batch-size 2 --seq-len 32 --eval-every 0 --save-every 0 --eval-tokens 64 --dtype float32"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapt")
+    text = "".join(f"the cat sat on mat {i}, and the dog on log {i % 7}.\n" for i in range(200))
+    (folder / "text.txt").write_text(text)
+    (folder / "short.txt").write_text("the cat")
+    train = ["train", "--data", str(folder / "text.txt"), *STEPS.split(), "--set", *SIZES]
+    for preset, more in (("perspective-tiny", ["ffn=routed", "torus=[2,2]"]), ("perspective-tiny-dense", [])):
+        assert main([*train, *more, "--preset", preset, "--out", str(folder / preset)]) == 0
+    return folder
+
+
+def test_a_text_is_learned_kept_and_merged(folder, capsys):
+    run, text = str(folder / "perspective-tiny-dense"), str(folder / "text.txt")
+    merged = str(folder / "merged")
+    capsys.readouterr()
+    assert (
+        main(["perspective", "adapt", run, "--text", text, "--lr", "0.02", "--merge", merged, "--json"]) == 0
+    )
+    first = json.loads(capsys.readouterr().out)
+    assert first["bits_per_byte"]["with"] < first["bits_per_byte"]["without"]
+    assert first["updates"] == first["tokens"] // AdaptConfig().every
+    assert (
+        main(
+            [
+                "perspective",
+                "adapt",
+                run,
+                "--text",
+                text,
+                "--adapter",
+                first["adapter"],
+                "--out",
+                f"{run}/two",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    again = json.loads(capsys.readouterr().out)
+    assert again["bits_per_byte"]["with"] < first["bits_per_byte"]["with"]
+    before, after = (load(path)[0].state_dict() for path in (run, merged))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"blocks.{i}.mixer.p_proj.weight" for i in range(3)}
+
+
+def test_generate_under_an_adapter_goes_on_from_its_two_files(folder, capsys):
+    run = str(folder / "perspective-tiny-dense")
+    state, adapter = str(folder / "s.state"), str(folder / "s.adapter")
+    words = "the cat sat on mat 5, and the dog on log 6.\n" * 12
+    plain = ["generate", run, words, "--temperature", "0", "--max-tokens", "6", "--json"]
+    capsys.readouterr()
+    assert main([*plain, "--adapt", "--save-state", state, "--save-adapter", adapter]) == 0
+    json.loads(capsys.readouterr().out)
+    on = ["generate", run, "--load-state", state, "--temperature", "0", "--max-tokens", "3", "--json"]
+    assert main([*on, "--adapter", adapter]) == 0
+    assert main([*plain[:2], words, words[:40], *plain[3:], "--adapt"]) == 0
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]) == 2
+
+
+def test_generate_learns_from_a_short_prompt(folder, capsys):
+    run, adapter = str(folder / "perspective-tiny-dense"), folder / "short.adapter"
+    asked = [
+        "generate",
+        run,
+        "the cat sat on mat 5",
+        "--max-tokens",
+        "2",
+        "--adapt",
+        "--save-adapter",
+        str(adapter),
+    ]
+    assert main(asked) == 0
+    model, _ = load(run)
+    assert all(up.abs().max() > 0 for up in Adapter.load(adapter, model).up.values())
+    capsys.readouterr()
+
+
+def test_positions_are_moved_into_a_run_of_their_own(folder, capsys):
+    run, text, moved = (str(folder / name) for name in ("perspective-tiny", "text.txt", "moved"))
+    capsys.readouterr()
+    assert (
+        main(
+            [
+                "perspective",
+                "adapt",
+                run,
+                "--text",
+                text,
+                "--tokens",
+                "600",
+                "--positions",
+                "--merge",
+                moved,
+                "--json",
+            ]
+        )
+        == 0
+    )
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    before, after = (load(path)[0].state_dict() for path in (run, moved))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert bool(changed) == any(step["accepted"] for step in steps)
+    assert all(name.endswith("offset_EA") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--text", "short.txt"], "need at least every = 256"),
+        (["--text", "none.txt"], "no such file"),
+        (["--text", "text.txt", "--rank", "0"], "rank = 0"),
+        (["--text", "text.txt", "--layers", "3"], "among 0, 1, 2"),
+        (["--text", "text.txt", "--positions"], "merge = None"),
+        (["--text", "text.txt", "--adapter", "text.txt"], "not a saved adapter"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(folder, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main(["perspective", "adapt", "perspective-tiny-dense", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1

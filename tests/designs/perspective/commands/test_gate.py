@@ -1,0 +1,83 @@
+"""`perspectron perspective gate`: each condition can hold and fail, and what cannot be compared is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import perspectron
+from perspectron import presets
+from perspectron.cli.main import main
+from perspectron.designs.perspective.commands.gate import Condition, Run, conversion, perplexity, verdict
+from perspectron.designs.perspective.suites.scans import scan_error
+from perspectron.util.errors import ConfigError
+from tests.cli.small import SIZES
+
+ONE = Run(Path("one"), "perspective", 1000, 500, 2.0, "abc")
+GLA = replace(ONE, path=Path("two"), design="gla", bits_per_byte=1.9)
+
+
+def test_the_loss_is_compared_at_equal_size_and_tokens():
+    assert perplexity([ONE, GLA]).holds is False
+    assert perplexity([replace(ONE, bits_per_byte=1.8), ONE, GLA]).holds is True
+    assert perplexity([ONE]).holds is None and perplexity([GLA]).holds is None
+    for change, message in (
+        ({"parameters": 900}, "parameters of two = 900, must be within 2% of 1,000, those of one"),
+        ({"tokens": 400}, "tokens of two = 400, must be 500, as one"),
+        ({"text": "xyz"}, "tokenizer of two = 'xyz', must be abc, as one"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            perplexity([ONE, replace(GLA, **change)])
+
+
+def test_one_failure_is_enough_and_what_is_missing_is_not_decided():
+    good, bad, open_ = (
+        Condition(name, "", "", holds) for name, holds in (("a", True), ("b", False), ("c", None))
+    )
+    assert verdict([good, open_, bad]) == "do not proceed: b"
+    assert verdict([good, open_]) == "not decided: c"
+    assert verdict([good, good]) == "proceed: all four conditions hold"
+
+
+@pytest.mark.parametrize(("after", "holds"), [(10.9, True), (11.1, False)])
+def test_the_cost_of_ternary_experts(tmp_path, after, holds):
+    rows = [
+        {"stage": "differentiate", "heldout_perplexity": 10.0},
+        {"stage": "ternary", "heldout_perplexity": after},
+    ]
+    (tmp_path / "stages.json").write_text(json.dumps(rows))
+    assert conversion([tmp_path]).holds is holds
+    assert conversion([tmp_path / "none"]).holds is None
+
+
+def test_a_scan_that_is_another_is_seen(monkeypatch):
+    sizes = {"vocab_size": 40, "d_model": 16, "layers": 2, "hidden": 16, "heads": 2, "kv_heads": 1, "rank": 4}
+    model, ids = perspectron.build(presets.get("perspective", **sizes)), list(range(40))
+    assert scan_error(model, ids) < 1e-5
+    from perspectron.ops import pdr
+
+    scan = pdr.scan
+    monkeypatch.setattr(
+        pdr, "scan", lambda *x, **options: scan(*x, **options) if "backend" in options else
+        (1.001 * scan(*x, **options)[0], None) if "checked" not in options else scan(*x, **options),
+    )  # fmt: skip
+    assert scan_error(model, ids) > 1e-4
+    plain = perspectron.build(presets.get("gla", vocab_size=40, d_model=16, layers=1, heads=2, hidden=16))
+    assert scan_error(plain, ids) is None
+
+
+def test_a_run_with_experts(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Dear Sir, the cat sat on the mat.\n" * 200)
+    torch.manual_seed(0)
+    command = ["train", "--preset", "perspective-tiny", "--data", str(tmp_path / "text.txt"), "--steps", "2"]
+    command += ["--batch-size", "2", "--seq-len", "32", "--eval-tokens", "64", "--dtype", "float32"]
+    assert main([*command, "--set", *SIZES, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["perspective", "gate", str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [condition["holds"] is None for condition in found["conditions"]] == [True, False, False, True]
+    assert found["conditions"][1]["holds"] is True
+    assert main(["perspective", "gate"]) == 2
+    assert "must be one or more folders of runs" in capsys.readouterr().err
